@@ -1,0 +1,63 @@
+"""accmt: train transformers and PyTorch models on Accelerate.
+
+Importing has no effect: no Accelerator, no environment read, no CUDA, no tracker; names are loaded when they are used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from accmt.version import __version__
+
+if TYPE_CHECKING:
+    from accmt.callbacks import Callback as Callback
+    from accmt.callbacks import LambdaCallback as LambdaCallback
+    from accmt.callbacks import MainProcessCallback as MainProcessCallback
+    from accmt.config import HyperParameters as HyperParameters
+    from accmt.data import set_seed as set_seed
+    from accmt.metrics import Accuracy as Accuracy
+    from accmt.metrics import Metric as Metric
+    from accmt.module import AcceleratorModule as AcceleratorModule
+    from accmt.precision import allow_tf32 as allow_tf32
+    from accmt.state import TrainingState as TrainingState
+    from accmt.tracking import MLFlow as MLFlow
+    from accmt.tracking import TensorBoard as TensorBoard
+    from accmt.tracking import read_history as read_history
+    from accmt.trainer import Trainer as Trainer
+
+_HOMES = {
+    "AcceleratorModule": "accmt.module",
+    "Accuracy": "accmt.metrics",
+    "Callback": "accmt.callbacks",
+    "HyperParameters": "accmt.config",
+    "LambdaCallback": "accmt.callbacks",
+    "MLFlow": "accmt.tracking",
+    "MainProcessCallback": "accmt.callbacks",
+    "Metric": "accmt.metrics",
+    "TensorBoard": "accmt.tracking",
+    "Trainer": "accmt.trainer",
+    "TrainingState": "accmt.state",
+    "allow_tf32": "accmt.precision",
+    "read_history": "accmt.tracking",
+    "set_seed": "accmt.data",
+}
+
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - names of strings
+
+
+def __getattr__(name: str) -> Any:
+    if name == "accelerator":
+        from accmt.loop.launch import current_accelerator
+
+        return current_accelerator()
+    if name == "seed_everything":
+        name = "set_seed"
+    if name not in _HOMES:
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "accelerator", "seed_everything"])

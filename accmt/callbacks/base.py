@@ -1,0 +1,57 @@
+"""The class that users derive their callbacks from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accmt.module import AcceleratorModule
+    from accmt.state import TrainingState
+    from accmt.trainer import Trainer
+
+
+class Callback:
+    """Acts at the moments of a run whose hooks it defines; `accmt.callbacks.hooks.HOOKS` is the table of them.
+
+    A hook is a method with a name of the table. It names the keywords it wants, of those the table gives::
+
+        class Watcher(Callback):
+            def on_after_training_step(self, outputs):
+                print(self.state.global_step, outputs)
+
+    Attributes:
+        order: Callbacks run in ascending order, equal ones in the order they were given.
+        trainer: The Trainer, set before the first hook.
+        module: The user's module.
+        state: The counters of the run.
+    """
+
+    order: float = 0
+    trainer: Trainer
+    module: AcceleratorModule
+    state: TrainingState
+
+
+class MainProcessCallback(Callback):
+    """A callback that acts on the main process only.
+
+    Nothing in it may communicate with other processes: they would not answer.
+    """
+
+
+class LambdaCallback(Callback):
+    """A callback made of functions.
+
+    Args:
+        order: As `Callback.order`.
+        **functions: Hook names with functions, each called with the keywords that it names.
+
+    Example:
+        >>> callback = LambdaCallback(on_epoch_end=lambda: None)
+    """
+
+    def __init__(self, *, order: float = 0, **functions: Callable[..., Any]) -> None:
+        self.order = order
+        for name, function in functions.items():
+            setattr(self, name, function)

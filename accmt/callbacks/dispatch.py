@@ -1,0 +1,147 @@
+"""Finds once, before training, which callback defines which hook; then a hook that nobody defines costs nothing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from accmt.callbacks.base import MainProcessCallback
+from accmt.callbacks.hooks import ALIASES, HOOK_PREFIXES, HOOKS
+from accmt.errors import ModuleContractError, explain
+
+Hook = Callable[..., Any]
+
+
+class Hooks:
+    """The hooks of a run: each is a tuple of functions, called in order with the keywords of the table.
+
+    An attribute for each name of `HOOKS`; the loop runs through it in place: `for hook in hooks.on_epoch_end: hook()`.
+
+    Args:
+        callbacks: The callbacks, and the user's module, in the order they were given.
+        is_main_process: Whether `MainProcessCallback`s act here.
+
+    Raises:
+        ModuleContractError: A method looks like a hook and is none, or wants a keyword that its hook does not give.
+    """
+
+    on_fit_start: tuple[Hook, ...]
+    on_fit_end: tuple[Hook, ...]
+    on_epoch_start: tuple[Hook, ...]
+    on_epoch_end: tuple[Hook, ...]
+    on_before_training_step: tuple[Hook, ...]
+    on_after_training_step: tuple[Hook, ...]
+    on_before_backward: tuple[Hook, ...]
+    on_after_backward: tuple[Hook, ...]
+    on_before_optimizer_step: tuple[Hook, ...]
+    on_after_optimizer_step: tuple[Hook, ...]
+    on_before_scheduler_step: tuple[Hook, ...]
+    on_after_scheduler_step: tuple[Hook, ...]
+    on_before_zero_grad: tuple[Hook, ...]
+    on_after_zero_grad: tuple[Hook, ...]
+    on_update_end: tuple[Hook, ...]
+    on_log: tuple[Hook, ...]
+    on_evaluation_start: tuple[Hook, ...]
+    on_evaluation_end: tuple[Hook, ...]
+    on_validation_start: tuple[Hook, ...]
+    on_validation_end: tuple[Hook, ...]
+    on_before_validation_step: tuple[Hook, ...]
+    on_after_validation_step: tuple[Hook, ...]
+    on_save_model: tuple[Hook, ...]
+    on_keyboard_interrupt: tuple[Hook, ...]
+    on_cuda_out_of_memory: tuple[Hook, ...]
+    on_runtime_error: tuple[Hook, ...]
+    on_exception: tuple[Hook, ...]
+
+    def __init__(self, callbacks: Sequence[object], *, is_main_process: bool = True) -> None:
+        acting = [c for c in callbacks if is_main_process or not isinstance(c, MainProcessCallback)]
+        ordered = sorted(acting, key=lambda callback: getattr(callback, "order", 0))
+        found: dict[str, list[Hook]] = {name: [] for name in HOOKS}
+        for callback in ordered:
+            for name, method in find_hooks(callback).items():
+                found[name].append(method)
+        for name, methods in found.items():
+            setattr(self, name, tuple(methods))
+
+
+def find_hooks(callback: object) -> dict[str, Hook]:
+    """Return the hooks that an object defines, by our names.
+
+    Raises:
+        ModuleContractError: A method looks like a hook and is none, or wants a keyword that its hook does not give.
+    """
+    hooks = {}
+    for attribute in dir(callback):
+        if not attribute.startswith(HOOK_PREFIXES):
+            continue
+        name = ALIASES.get(attribute, attribute)
+        method = getattr(callback, attribute)
+        if name in HOOKS and callable(method):
+            hooks[name] = _with_wanted_keywords(callback, attribute, method, HOOKS[name])
+        elif name not in HOOKS and inspect.isroutine(method):  # not a layer or a value of that name
+            _refuse_unknown_hook(callback, attribute)
+    return hooks
+
+
+def _refuse_unknown_hook(callback: object, attribute: str) -> NoReturn:
+    names = [*HOOKS, *ALIASES]
+    nearest = get_close_matches(attribute, names, n=1, cutoff=0.0)[0]
+    raise ModuleContractError(
+        explain(
+            f"{type(callback).__name__}.{attribute}",
+            "a method that begins like a hook but is none",
+            "one of: " + ", ".join(HOOKS),
+            f"did you mean {nearest}? Any other name that does not begin with {', '.join(HOOK_PREFIXES)} is free",
+        )
+    )
+
+
+def _with_wanted_keywords(callback: object, attribute: str, method: Hook, given: tuple[str, ...]) -> Hook:
+    parameters = inspect.signature(method).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return method
+    wanted = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
+    required = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL}
+    if not required <= set(given):
+        raise ModuleContractError(
+            explain(
+                f"{type(callback).__name__}.{attribute}",
+                f"parameters {sorted(required - set(given))}",
+                "any of: " + (", ".join(given) or "no parameter"),
+                f"def {attribute}({', '.join(('self', *given))})",
+            )
+        )
+    if wanted >= set(given):
+        return method
+    dropped = tuple(name for name in given if name not in wanted)
+    return _without(method, dropped)
+
+
+def _without(method: Hook, dropped: tuple[str, ...]) -> Hook:
+    def call(**data: Any) -> Any:
+        for name in dropped:
+            del data[name]
+        return method(**data)
+
+    return call
+
+
+def build_callbacks(value: Any) -> list[Any]:
+    """Return a list of callbacks of what the user gave: None, one, or several.
+
+    Raises:
+        ModuleContractError: A class was given instead of an object.
+    """
+    callbacks = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    for callback in callbacks:
+        if isinstance(callback, type):
+            message = explain(
+                "Trainer(callbacks=...)",
+                f"the class {callback.__name__}",
+                "an object",
+                f"callbacks={callback.__name__}()",
+            )
+            raise ModuleContractError(message)
+    return callbacks

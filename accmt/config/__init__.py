@@ -1,0 +1,5 @@
+"""Hyper-parameters: reading them with line numbers, checking them, and the names of optimizers and schedules."""
+
+from accmt.config.hyperparameters import HyperParameters
+
+__all__ = ["HyperParameters"]

@@ -1,0 +1,233 @@
+"""The hyper-parameters of a run, checked when they are made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from accmt.config.document import Document
+from accmt.config.faults import Fault
+from accmt.config.numbers import read_numbers
+from accmt.config.reading import read_document
+
+if TYPE_CHECKING:
+    import torch
+
+_FIELDS = (
+    "epochs",
+    "batch_size",
+    "optim",
+    "optim_kwargs",
+    "scheduler",
+    "scheduler_kwargs",
+    "max_steps",
+    "step_scheduler_per_epoch",
+    "max_micro_batch_size",
+)
+
+
+class HyperParameters:
+    """Epochs, batch sizes, optimizer and schedule of a run.
+
+    Numbers may be given as text ("1e-3"). Everything is checked here, arguments of the optimizer and of the schedule
+    against their signatures included, and all faults are reported in one error.
+
+    Args:
+        epochs: Passes over the train data; -1 for as many as `max_steps` needs. None: 1, or -1 if `max_steps` is given.
+        batch_size: Samples of a batch on one process: one number, or up to three for train, validation and test (one
+            that is left out equals the one before it).
+        optim: Name, import path or class of the optimizer. None: "SGD".
+        optim_kwargs: Its arguments; those left out keep the defaults of its class.
+        scheduler: Name, import path or class of the learning rate schedule. None: the rate stays as it is.
+        scheduler_kwargs: Its arguments, `warmup_ratio` or `num_warmup_steps` among them where it warms up.
+        max_steps: Updates after which the run ends, if `epochs` do not end it before. None or -1: no limit.
+        step_scheduler_per_epoch: Step the schedule at the end of each epoch instead of at each update; all its counts
+            are then in epochs.
+        max_micro_batch_size: Largest number of train samples that go through the model at once; larger batches are
+            split evenly and accumulated. None: batches are not split.
+        optimizer: Another name of `optim`.
+        optimizer_kwargs: Another name of `optim_kwargs`.
+
+    Attributes:
+        optimizer_class: The class that `optim` names.
+        scheduler_class: The class or function that `scheduler` names, or None.
+
+    Raises:
+        HyperParameterError: Anything is wrong; the message lists every fault.
+
+    Example:
+        >>> hps = HyperParameters(epochs=3, batch_size=(16, 32), optim="AdamW", optim_kwargs={"lr": "1e-4"})
+        >>> hps.optim_kwargs, hps.val_batch_size
+        ({'lr': 0.0001}, 32)
+    """
+
+    def __init__(
+        self,
+        epochs: int | None = None,
+        batch_size: int | tuple[int, ...] | list[int] = 1,
+        optim: str | type[torch.optim.Optimizer] | None = None,
+        optim_kwargs: Mapping[str, Any] | None = None,
+        scheduler: str | Callable[..., Any] | None = None,
+        scheduler_kwargs: Mapping[str, Any] | None = None,
+        max_steps: int | None = None,
+        step_scheduler_per_epoch: bool = False,
+        max_micro_batch_size: int | None = None,
+        *,
+        optimizer: str | type[torch.optim.Optimizer] | None = None,
+        optimizer_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        optim = "SGD" if optim is None and optimizer is None else optim
+        kwargs = optimizer_kwargs if optim_kwargs is None else optim_kwargs
+        values = {
+            "epochs": 1 if epochs is None and max_steps is None else epochs,
+            "batch_size": batch_size,
+            "optim": None if optim is None else _component(optim, kwargs),
+            "optimizer": None if optimizer is None else _component(optimizer, kwargs),
+            "scheduler": None
+            if scheduler is None and scheduler_kwargs is None
+            else _component(scheduler, scheduler_kwargs),
+            "max_steps": max_steps,
+            "step_scheduler_per_epoch": step_scheduler_per_epoch,
+            "max_micro_batch_size": max_micro_batch_size,
+        }
+        given = {key: read_numbers(value) for key, value in values.items() if value is not None}
+        faults = _kwargs_faults(
+            optim_kwargs=optim_kwargs, optimizer_kwargs=optimizer_kwargs, scheduler_kwargs=scheduler_kwargs
+        )
+        self._take(Document("HyperParameters", given, faults=tuple(faults)))
+
+    @classmethod
+    def from_config(cls, source: str | os.PathLike[str] | Mapping[str, Any] | HyperParameters) -> HyperParameters:
+        """Read hyper-parameters from a file or a dict; an object is returned as it is.
+
+        Args:
+            source: A path to a .yaml, .yml or .json file, or a dict (which is not changed), with or without the
+                outer `hps`.
+
+        Raises:
+            HyperParameterTypeError: `source` is something else.
+            HyperParameterFileError: There is no such file.
+            HyperParameterError: Anything is wrong in it; the message lists every fault with its line.
+        """
+        if isinstance(source, HyperParameters):
+            return source
+        hps = cls.__new__(cls)
+        hps._take(read_document(source))
+        return hps
+
+    def _take(self, document: Document) -> None:
+        from accmt.config.schema import check
+
+        checked = check(document)
+        schema, optim, scheduler = checked.schema, checked.optim, checked.scheduler
+        self.epochs: int = schema.epochs
+        self.batch_size: int | tuple[int, ...] = schema.batch_size
+        self.optim: str | type[torch.optim.Optimizer] = optim.given
+        self.optim_kwargs = optim.arguments
+        self.optimizer_class: type[torch.optim.Optimizer] = optim.factory
+        self.scheduler: str | Callable[..., Any] | None = scheduler.given
+        self.scheduler_kwargs = scheduler.arguments
+        self.scheduler_class: Callable[..., Any] | None = scheduler.factory
+        self.max_steps: int | None = None if schema.max_steps == -1 else schema.max_steps
+        self.step_scheduler_per_epoch = schema.step_scheduler_per_epoch
+        self.max_micro_batch_size = schema.max_micro_batch_size
+        self._document = checked.document
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples of a train batch on one process."""
+        return self._batch_size_of(0)
+
+    @property
+    def val_batch_size(self) -> int:
+        """Samples of a validation batch on one process."""
+        return self._batch_size_of(1)
+
+    @property
+    def test_batch_size(self) -> int:
+        """Samples of a test batch on one process."""
+        return self._batch_size_of(2)
+
+    @property
+    def train_step_batch_size(self) -> int:
+        """Samples that go through the model at once: the largest even part of a batch within `max_micro_batch_size`."""
+        size = self.train_batch_size
+        limit = min(size, self.max_micro_batch_size or size)
+        return next(part for part in range(limit, 0, -1) if size % part == 0)
+
+    def where(self, *path: str) -> str:
+        """Return the place of a key for messages: `hps/digits.yaml:7 optim.lr`."""
+        return self._document.where(path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a YAML file would hold, names instead of classes; `from_config` reads it back as an equal."""
+        from accmt.config.names import name_of
+
+        scheduler = None
+        if self.scheduler_class is not None:
+            scheduler = {"type": name_of(self.scheduler_class), **_plain(self.scheduler_kwargs)}
+        return {
+            "hps": {
+                "epochs": self.epochs,
+                "batch_size": _plain(self.batch_size),
+                "optim": {"type": name_of(self.optimizer_class), **_plain(self.optim_kwargs)},
+                "scheduler": scheduler,
+                "max_steps": self.max_steps,
+                "step_scheduler_per_epoch": self.step_scheduler_per_epoch,
+                "max_micro_batch_size": self.max_micro_batch_size,
+            }
+        }
+
+    def get_config(self) -> dict[str, int | float | bool | str]:
+        """Return one flat level for trackers: `optim.lr` for nested keys, text for lists, nothing for None."""
+        return dict(_flat(self.to_dict()["hps"], ""))
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in _FIELDS:
+            raise KeyError(f"{key!r} is not one of {', '.join(_FIELDS)}")
+        return getattr(self, key)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HyperParameters):
+            return NotImplemented
+        return self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]  # its fields can be set
+
+    def __repr__(self) -> str:
+        return f"HyperParameters({', '.join(f'{key}={self[key]!r}' for key in _FIELDS)})"
+
+    def _batch_size_of(self, stage: int) -> int:
+        sizes = self.batch_size if isinstance(self.batch_size, tuple) else (self.batch_size,)
+        return sizes[min(stage, len(sizes) - 1)]
+
+
+def _component(kind: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {**(kwargs or {}), "type": kind}
+
+
+def _kwargs_faults(**given: Mapping[str, Any] | None) -> Iterable[Fault]:
+    for argument, kwargs in given.items():
+        if "type" in (kwargs or {}):
+            kind = argument.removesuffix("_kwargs")
+            yield Fault((argument, "type"), "a type", "arguments alone", f"pass it as `{kind}=`")
+    if given["optim_kwargs"] is not None and given["optimizer_kwargs"] is not None:
+        got = "`optim_kwargs` and its other name `optimizer_kwargs`"
+        yield Fault(("optimizer_kwargs",), got, "one of the two", "leave out `optimizer_kwargs`")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            pairs += _flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            pairs.append((f"{prefix}{key}", str(value) if isinstance(value, list) else value))
+    return pairs

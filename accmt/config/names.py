@@ -1,0 +1,144 @@
+"""From the name of an optimizer or schedule to what builds it, and back."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer, lr_scheduler
+
+from accmt.config.faults import Fault, KeyPath, describe, suggest
+
+SchedulerFactory = Callable[..., lr_scheduler.LRScheduler]
+
+_TRANSFORMERS = "transformers.optimization"
+_NEEDS_OBJECTS = "takes functions or other schedules, which a file cannot hold"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Where short names of one kind of thing are looked up."""
+
+    path: KeyPath
+    base: type
+    torch_module: ModuleType
+    from_transformers: Mapping[str, str]
+    refused: Mapping[str, str]
+    instead: str
+
+    def names(self) -> list[str]:
+        of_torch = {
+            name
+            for name, item in vars(self.torch_module).items()
+            if isinstance(item, type) and issubclass(item, self.base) and item is not self.base
+            if not name.startswith("_")
+        }
+        return sorted((of_torch | set(self.from_transformers)) - set(self.refused))
+
+    def by_name(self, name: str) -> Any:
+        if name in self.from_transformers:
+            return getattr(importlib.import_module(_TRANSFORMERS), self.from_transformers[name])
+        return getattr(self.torch_module, name)
+
+
+_OPTIMIZERS = _Kind(
+    path=("optim", "type"),
+    base=Optimizer,
+    torch_module=torch.optim,
+    from_transformers={"Adafactor": "Adafactor"},
+    refused={"LBFGS": "evaluates the loss several times in one step (it needs a closure)"},
+    instead="use AdamW or SGD",
+)
+_SCHEDULERS = _Kind(
+    path=("scheduler", "type"),
+    base=lr_scheduler.LRScheduler,
+    torch_module=lr_scheduler,
+    from_transformers={
+        "Constant": "get_constant_schedule",
+        "ConstantWithWarmup": "get_constant_schedule_with_warmup",
+        "CosineWithWarmup": "get_cosine_schedule_with_warmup",
+        "CosineWithHardRestartsWithWarmup": "get_cosine_with_hard_restarts_schedule_with_warmup",
+        "InverseSQRT": "get_inverse_sqrt_schedule",
+        "LinearWithWarmup": "get_linear_schedule_with_warmup",
+        "PolynomialDecayWithWarmup": "get_polynomial_decay_schedule_with_warmup",
+    },
+    refused=dict.fromkeys(["LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"], _NEEDS_OBJECTS),
+    instead="return it from get_scheduler in your module",
+)
+
+
+def optimizer_names() -> list[str]:
+    """Return the short names of all optimizers."""
+    return _OPTIMIZERS.names()
+
+
+def scheduler_names() -> list[str]:
+    """Return the short names of all schedules."""
+    return _SCHEDULERS.names()
+
+
+def find_optimizer(given: Any) -> type[Optimizer] | Fault:
+    """Return the optimizer class for a short name, a dotted import path or a class, or what is wrong with it."""
+    found = _find(given, _OPTIMIZERS)
+    if isinstance(found, Fault) or (isinstance(found, type) and issubclass(found, Optimizer)):
+        return found
+    return Fault(_OPTIMIZERS.path, describe(given), "a subclass of torch.optim.Optimizer", "name such a class")
+
+
+def find_scheduler(given: Any) -> SchedulerFactory | Fault:
+    """Return the class or function that builds a schedule, for a name, a path or itself, or what is wrong with it."""
+    found = _find(given, _SCHEDULERS)
+    is_class = isinstance(found, type) and issubclass(found, lr_scheduler.LRScheduler)
+    if isinstance(found, Fault) or is_class or inspect.isfunction(found):
+        factory: SchedulerFactory | Fault = found
+        return factory
+    expected = "a torch.optim.lr_scheduler.LRScheduler, or a function of an optimizer that returns one"
+    return Fault(_SCHEDULERS.path, describe(given), expected, _SCHEDULERS.instead)
+
+
+def name_of(factory: Callable[..., Any]) -> str:
+    """Return the short name of an optimizer class or schedule, or its import path where it has none."""
+    module, name = factory.__module__, factory.__name__
+    for kind in (_OPTIMIZERS, _SCHEDULERS):
+        for short, attribute in kind.from_transformers.items():
+            if (module, name) == (_TRANSFORMERS, attribute):
+                return short
+        if name in kind.names() and name not in kind.from_transformers and kind.by_name(name) is factory:
+            return name
+    return f"{module}.{factory.__qualname__}"
+
+
+def _find(given: Any, kind: _Kind) -> Any:
+    """Return the object behind `given`; anything callable passes as it is."""
+    found = _import(given, kind) if isinstance(given, str) else given
+    if not callable(found) and not isinstance(found, Fault):
+        return Fault(
+            kind.path, describe(given), "a name, an import path or a class", f"write `type: {kind.names()[0]}`"
+        )
+    for name, reason in kind.refused.items():
+        if found is kind.by_name(name):
+            return Fault(kind.path, f"{name}, which {reason}", f"one of {', '.join(kind.names())}", kind.instead)
+    return found
+
+
+def _import(given: str, kind: _Kind) -> Any:
+    names = kind.names()
+    if given in names or given in kind.refused:
+        return kind.by_name(given)
+    module_name, _, attribute = given.rpartition(".")
+    if not module_name:
+        expected = f"one of {', '.join(names)}, or an import path"
+        return Fault(kind.path, describe(given), expected, suggest(given, names, "choose one of these names"))
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        return Fault(kind.path, f"{given!r}: {error}", "the import path of a class", "correct the path, or install it")
+    if not hasattr(module, attribute):
+        do = suggest(attribute, vars(module), "correct the path")
+        return Fault(kind.path, f"{given!r}: {module_name} has no {attribute}", "the import path of a class", do)
+    return getattr(module, attribute)

@@ -1,0 +1,178 @@
+"""What may stand in a source of hyper-parameters, and the report of everything in it that may not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+from annotated_types import Len
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, ValidationError, field_validator
+
+from accmt.config.arguments import check_optimizer, check_scheduler
+from accmt.config.document import Document
+from accmt.config.faults import Fault, KeyPath, describe, suggest
+from accmt.config.names import find_optimizer, find_scheduler
+from accmt.config.numbers import whole
+
+
+class ComponentSchema(BaseModel):
+    """An optimizer or a schedule: its `type`, and arguments, which `check` holds against its signature."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str | Callable[..., Any]
+
+
+class Schema(BaseModel):
+    """The keys below `hps`. A field's description says what is expected, its example what to write."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    epochs: PositiveInt | Literal[-1] = Field(
+        default=-1,
+        description="a whole number from 1, or -1 with max_steps",
+        examples=["epochs: 3"],
+    )
+    batch_size: PositiveInt | Annotated[tuple[PositiveInt, ...], Strict(strict=False), Len(1, 3)] = Field(
+        description="a whole number from 1, or a list of up to three: train, validation, test",
+        examples=["batch_size: 16"],
+    )
+    optim: ComponentSchema = Field(description="an optimizer", examples=["optim: {type: AdamW, lr: 1e-4}"])
+    scheduler: ComponentSchema | None = Field(
+        default=None,
+        description="a schedule",
+        examples=["scheduler: {type: LinearWithWarmup, warmup_ratio: 0.1}"],
+    )
+    max_steps: PositiveInt | Literal[-1] = Field(
+        default=-1,
+        description="a whole number of updates from 1, or -1 for no limit",
+        examples=["max_steps: 1000"],
+    )
+    step_scheduler_per_epoch: bool = Field(
+        default=False,
+        description="true or false",
+        examples=["step_scheduler_per_epoch: true"],
+    )
+    max_micro_batch_size: PositiveInt | None = Field(
+        default=None,
+        description="a whole number from 1",
+        examples=["max_micro_batch_size: 8"],
+    )
+
+    @field_validator("epochs", "batch_size", "max_steps", "max_micro_batch_size", mode="before")
+    @classmethod
+    def _read_whole_floats(cls, value: Any) -> Any:
+        return [whole(item) for item in value] if isinstance(value, list | tuple) else whole(value)
+
+    @field_validator("optim", "scheduler", mode="before")
+    @classmethod
+    def _read_plain_name(cls, value: Any) -> Any:
+        return _as_mapping(value)
+
+
+@dataclass(frozen=True)
+class Component:
+    """An optimizer or schedule as it was named, what builds it, and its arguments in the types of its signature."""
+
+    given: Any = None
+    factory: Any = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Hyper-parameters that passed every check; `document` has `optim` for `optimizer`."""
+
+    document: Document
+    schema: Schema
+    optim: Component
+    scheduler: Component
+
+
+def check(document: Document) -> Checked:
+    """Check everything in `document`.
+
+    Raises:
+        HyperParameterError: Anything is wrong; the one error names every fault.
+    """
+    document, faults = _with_primary_spelling(document)
+    schema, schema_faults = _parse(document)
+    optim, optim_faults = _check_component(document.values.get("optim"), find_optimizer, check_optimizer)
+    scheduler, scheduler_faults = _check_component(document.values.get("scheduler"), find_scheduler, check_scheduler)
+    faults += [*document.faults, *schema_faults, *_endless(document), *optim_faults, *scheduler_faults]
+    if faults or schema is None:
+        raise document.refuse(faults)
+    return Checked(document, schema, optim, scheduler)
+
+
+def _with_primary_spelling(document: Document) -> tuple[Document, list[Fault]]:
+    """Return the document with `optim` where it has `optimizer`."""
+    if "optimizer" not in document.values:
+        return document, []
+    if "optim" in document.values:
+        got = "`optim` and its other name `optimizer`"
+        rest = {key: value for key, value in document.values.items() if key != "optimizer"}
+        return replace(document, values=rest), [Fault(("optimizer",), got, "one of the two", "remove `optimizer`")]
+    values = {_primary(key): value for key, value in document.values.items()}
+    lines = {(_primary(path[0]), *path[1:]) if path else path: line for path, line in document.lines.items()}
+    return replace(document, values=values, lines=lines), []
+
+
+def _primary(key: Any) -> Any:
+    return "optim" if key == "optimizer" else key
+
+
+def _parse(document: Document) -> tuple[Schema | None, list[Fault]]:
+    try:
+        return Schema.model_validate(dict(document.values)), []
+    except ValidationError as error:
+        kinds = {_path(item["loc"]): item["type"] for item in error.errors()}
+        return None, [_fault(path, kind, document) for path, kind in kinds.items()]
+
+
+def _path(loc: KeyPath) -> KeyPath:
+    """Return the key of a pydantic location, without the branches of unions and the positions in lists."""
+    return loc[:2] if loc[1:2] == ("type",) else loc[:1]
+
+
+def _fault(path: KeyPath, kind: str, document: Document) -> Fault:
+    key = str(path[0])
+    if kind == "extra_forbidden":
+        names = list(Schema.model_fields)
+        do = suggest(key, [*names, "optimizer"], f"remove `{key}`")
+        return Fault(path, f"{key} = {describe(document.values[key])}", f"one of {', '.join(names)}", do)
+    info = Schema.model_fields[key]
+    value = document.values.get(key)
+    got = "nothing" if kind == "missing" else describe(value["type"] if path[1:] and isinstance(value, dict) else value)
+    expected = f"{info.description}, with its `type`" if path[1:] == ("type",) else str(info.description)
+    return Fault(path, got, expected, f"write `{(info.examples or [''])[0]}`")
+
+
+def _endless(document: Document) -> Iterable[Fault]:
+    epochs, max_steps = (document.values.get(key, -1) for key in ("epochs", "max_steps"))
+    if epochs == max_steps == -1:
+        got = "-1 and no max_steps" if "epochs" in document.values else "nothing"
+        expected = "a whole number from 1, or max_steps"
+        yield Fault(("epochs",), got, expected, "write `epochs: 3`, or `max_steps: 1000`")
+
+
+def _check_component(
+    given: Any,
+    find: Callable[[Any], Any],
+    check_arguments: Callable[[Any, dict[str, Any]], tuple[dict[str, Any], list[Fault]]],
+) -> tuple[Component, list[Fault]]:
+    """Return what was named, and its faults; what is not even a name is the schema's to report."""
+    given = _as_mapping(given)
+    kind = given.get("type") if isinstance(given, dict) else None
+    if not (isinstance(kind, str) or callable(kind)):
+        return Component(), []
+    factory = find(kind)
+    if isinstance(factory, Fault):
+        return Component(), [factory]
+    arguments, faults = check_arguments(factory, {str(name): given[name] for name in given if name != "type"})
+    return Component(kind, factory, arguments), faults
+
+
+def _as_mapping(given: Any) -> Any:
+    return {"type": given} if isinstance(given, str) or callable(given) else given

@@ -1,0 +1,21 @@
+"""From what the user gave to rounds of batches: order, sharing over processes, seeds, collating."""
+
+from accmt.data.batches import Round, find_batch_size
+from accmt.data.collate import build_collate
+from accmt.data.loaders import Loader, LoaderOptions, build_loader
+from accmt.data.seeding import derive_seed, draw_seed, seed_generators, set_seed
+from accmt.data.sharding import Share
+
+__all__ = [
+    "Loader",
+    "LoaderOptions",
+    "Round",
+    "Share",
+    "build_collate",
+    "build_loader",
+    "derive_seed",
+    "draw_seed",
+    "find_batch_size",
+    "seed_generators",
+    "set_seed",
+]

@@ -1,0 +1,89 @@
+"""Every error that accmt raises on purpose.
+
+Each is also the built-in that a reader would expect, so `except ValueError` works as well as `except AccmtError`::
+
+    AccmtError
+    ├── HyperParameterError (ValueError)      a fault in the YAML, JSON, dict or object of hyper-parameters
+    │   ├── HyperParameterFileError (FileNotFoundError)  the file of hyper-parameters is not there
+    │   └── HyperParameterTypeError (TypeError)          `hps_config` is neither a path, a dict nor `HyperParameters`
+    ├── ArgumentError (ValueError)            a Trainer argument with a value that cannot be
+    │   └── UnknownArgumentError (TypeError)  a Trainer argument that does not exist
+    ├── ModuleContractError (TypeError)       a user's module, callback or step does not keep the contract
+    ├── MetricError (ValueError)              a metric's name, direction or result is wrong
+    ├── DataError (ValueError)                data that cannot be trained on: empty, unsized where a length is needed
+    ├── SavingError (OSError)                 a model folder that cannot be written
+    ├── TrackerError (RuntimeError)           a tracker that does not start
+    └── WeightsError (RuntimeError)           saved weights that do not fit, or lack something
+    MissingPackageError (ImportError)         an optional package is not installed
+
+Every message has four parts: where, what was got, what was expected, what to do. `explain` puts them together.
+"""
+
+from __future__ import annotations
+
+
+class AccmtError(Exception):
+    """Base of every error that accmt raises on purpose."""
+
+
+class HyperParameterError(AccmtError, ValueError):
+    """A fault in the hyper-parameters; all faults of one source are reported together."""
+
+
+class HyperParameterFileError(HyperParameterError, FileNotFoundError):
+    """The file of hyper-parameters is not there."""
+
+
+class HyperParameterTypeError(HyperParameterError, TypeError):
+    """`hps_config` is neither a path, a dict nor a `HyperParameters`."""
+
+
+class ArgumentError(AccmtError, ValueError):
+    """A Trainer argument has a value that cannot be."""
+
+
+class UnknownArgumentError(ArgumentError, TypeError):
+    """A Trainer argument that does not exist, or a keyword that nobody would read."""
+
+
+class ModuleContractError(AccmtError, TypeError):
+    """A user's module, callback or step does not keep the contract of `AcceleratorModule`."""
+
+
+class MetricError(AccmtError, ValueError):
+    """A metric's name, direction or result is wrong."""
+
+
+class DataError(AccmtError, ValueError):
+    """Data that cannot be trained or evaluated on."""
+
+
+class SavingError(AccmtError, OSError):
+    """A folder for models or logs that cannot be written."""
+
+
+class TrackerError(AccmtError, RuntimeError):
+    """A tracker does not start: a wrong server, or a refused argument."""
+
+
+class WeightsError(AccmtError, RuntimeError):
+    """Saved weights that are incomplete or do not fit the model."""
+
+
+class MissingPackageError(AccmtError, ImportError):
+    """An optional package is not installed."""
+
+
+def explain(where: str, got: str, expected: str, do: str) -> str:
+    """Put the four parts of an error message together.
+
+    Args:
+        where: The argument, file, line, key or hook at fault.
+        got: The value (and type) that was found.
+        expected: The range, type or list of names that would be right.
+        do: The line to write, or the nearest right name.
+
+    Returns:
+        One message of four short lines.
+    """
+    return f"{where}\n  got: {got}\n  expected: {expected}\n  do: {do}"

@@ -1,0 +1,85 @@
+"""Replacing files as one step, and asking early whether a folder can be written at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from accmt.errors import SavingError, explain
+
+
+def fsync_file(path: Path) -> None:
+    """Make the content of `path` durable: a rename after this never shows an empty file, not even after a power cut."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable: a rename survives a power cut only after this."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file under a temporary name beside `path`, make it durable and rename it to `path`.
+
+    Args:
+        path: The final name. What stood there stays until the new content is complete.
+        write: Called with the temporary path; writes the whole content there.
+
+    Raises:
+        OSError: The disk is full or the folder cannot be written; `path` is as it was.
+    """
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        write(temporary)
+        fsync_file(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the content of `path` by `text` as one step.
+
+    Raises:
+        OSError: As `replace_file`.
+    """
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+
+    replace_file(path, write)
+
+
+def require_writable_folder(folder: Path, argument: str) -> None:
+    """Check, without leaving anything behind, that `folder` exists or could be made, and that files can be put there.
+
+    Args:
+        folder: The folder that will be written later.
+        argument: The Trainer argument that names it, for the message.
+
+    Raises:
+        SavingError: A parent is a file, or the nearest existing parent cannot be written.
+    """
+    parent = folder.absolute()
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            return
+    except OSError as error:
+        reason = "it is a file" if parent.is_file() else (error.strerror or str(error))
+        message = explain(
+            f"Trainer({argument}={str(folder)!r})",
+            f"{parent} cannot be written: {reason}",
+            "a folder that exists or can be created",
+            f"pass another {argument}, or make {parent} writable",
+        )
+        raise SavingError(message) from error

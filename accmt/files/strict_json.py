@@ -1,0 +1,98 @@
+"""JSON that every parser reads, and an append-only file of JSON lines.
+
+Python writes `NaN` and `Infinity`, which are not JSON. Here they become the strings "NaN", "Infinity" and "-Infinity",
+and these three strings are read back as floats, whoever wrote them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def dumps(value: Any, *, indent: int | None = None) -> str:
+    """Write `value` as strict JSON, non-finite floats as strings.
+
+    Raises:
+        TypeError: A value that JSON cannot hold.
+    """
+    return json.dumps(_encode(value), allow_nan=False, indent=indent, ensure_ascii=False)
+
+
+def loads(text: str) -> Any:
+    """Read what `dumps` wrote, non-finite floats included.
+
+    Raises:
+        json.JSONDecodeError: `text` is not JSON.
+    """
+    return _decode(json.loads(text))
+
+
+def read_json_lines(path: Path) -> Iterator[Any]:
+    """Yield the values of a file of JSON lines; a last line that a crash cut short is passed over.
+
+    Raises:
+        json.JSONDecodeError: A line before the last is not JSON.
+    """
+    # In bytes: a crash can cut the last line inside a character, which no text reader would pass over.
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield loads(line.decode("utf-8"))
+
+
+class JsonLines:
+    """An append-only file with one JSON value a line, flushed at each line, so that a kill loses nothing.
+
+    Args:
+        path: The file; its folder must exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _cut_torn_line(path)
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def append(self, value: Any) -> None:
+        """Write `value` as one line and hand it to the operating system."""
+        self._file.write(dumps(value) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; calling it twice does no harm."""
+        self._file.close()
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    complete = content.rfind(b"\n") + 1
+    if complete != len(content):
+        with path.open("r+b") as file:
+            file.truncate(complete)
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, dict):
+        return {key: _encode(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encode(item) for item in value]
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _decode(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    return value

@@ -1,0 +1,85 @@
+"""What is due when: pure functions of settings and counters, so that all processes decide alike without asking."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accmt.settings import Settings
+from accmt.state import TrainingState
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """The planned rhythm of a run.
+
+    Attributes:
+        epochs: Epochs of the run; None where only `max_steps` ends it.
+        max_steps: Updates of the run; None where only `epochs` ends it.
+        log_every: Updates between rows of the log; -1 is at the end of each epoch.
+        evaluate_every: Updates between evaluations: a number counted over epochs, a fraction of an epoch, or None.
+        evaluate_every_n_epochs: Epochs between evaluations where `evaluate_every` is None.
+        evaluate_at_end: Whether the last update is evaluated where `evaluate_every` is given.
+    """
+
+    epochs: int | None
+    max_steps: int | None
+    log_every: int = 1
+    evaluate_every: int | float | None = None
+    evaluate_every_n_epochs: int = 1
+    evaluate_at_end: bool = True
+
+    @classmethod
+    def of(cls, settings: Settings) -> Cadence:
+        """Read the rhythm from the settings."""
+        evaluation = settings.evaluation
+        epochs = settings.hps.epochs
+        return cls(
+            epochs=None if epochs in (None, -1) else epochs,
+            max_steps=None if settings.hps.max_steps in (None, -1) else settings.hps.max_steps,
+            log_every=settings.tracking.log_every,
+            evaluate_every=evaluation.evaluate_every_n_steps,
+            evaluate_every_n_epochs=evaluation.evaluate_every_n_epochs,
+            evaluate_at_end=evaluation.eval_when_finish,
+        )
+
+    def is_out_of_steps(self, state: TrainingState) -> bool:
+        """Return whether `max_steps` updates are done."""
+        return self.max_steps is not None and state.global_step >= self.max_steps
+
+    def is_finished(self, state: TrainingState) -> bool:
+        """Return whether the run is at its end."""
+        return self.is_out_of_steps(state) or (self.epochs is not None and state.epoch >= self.epochs)
+
+    def is_last_epoch(self, state: TrainingState, updates_per_epoch: int | None) -> bool:
+        """Return whether the epoch in work is the last one planned."""
+        if self.epochs is not None and state.epoch >= self.epochs - 1:
+            return True
+        if self.max_steps is None or updates_per_epoch is None:
+            return False
+        return state.global_step + updates_per_epoch - state.epoch_step >= self.max_steps
+
+    def is_log_due(self, state: TrainingState) -> bool:
+        """Return whether the update just counted ends a row of the log."""
+        return self.log_every > 0 and state.global_step % self.log_every == 0
+
+    def is_evaluation_due(self, state: TrainingState, updates_per_epoch: int | None) -> bool:
+        """Return whether to evaluate after the update just counted."""
+        every = self.evaluate_every
+        if every is None or state.last_evaluation_step == state.global_step:
+            return False
+        if isinstance(every, int):
+            return state.global_step % every == 0
+        if updates_per_epoch is None:
+            return False
+        return state.epoch_step % max(1, int(every * updates_per_epoch)) == 0
+
+    def is_evaluation_due_at_epoch_end(self, state: TrainingState) -> bool:
+        """Return whether to evaluate at the end of the epoch in work, which is not counted yet."""
+        if self.evaluate_every is not None or state.last_evaluation_step == state.global_step:
+            return False
+        return (state.epoch + 1) % self.evaluate_every_n_epochs == 0 or self.is_out_of_steps(state)
+
+    def is_evaluation_due_at_end(self, state: TrainingState) -> bool:
+        """Return whether to evaluate at the end of the run; never twice on the same weights."""
+        is_new = state.last_evaluation_step != state.global_step and state.global_step > 0
+        return is_new and self.evaluate_at_end and self.evaluate_every is not None

@@ -1,0 +1,95 @@
+"""Builds the Accelerator of a run, or takes the user's."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accmt.errors import ArgumentError, explain
+from accmt.settings import RunningSettings
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+_ENGINES_NOT_BUILT_YET = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+_current: weakref.ref[Accelerator] | None = None
+
+
+def build_accelerator(settings: RunningSettings) -> Accelerator:
+    """Return the Accelerator that the settings and the launch ask for.
+
+    Several processes on machines without an accelerator device need `cpu=True`: without it Accelerate runs every
+    process alone, each believing to be the only one.
+
+    Raises:
+        ArgumentError: A user's Accelerator contradicts another argument, or fp16 is asked for on a CPU.
+        NotImplementedError: The launch asks for an engine that is not supported yet.
+    """
+    global _current  # noqa: PLW0603 - for `accmt.accelerator`
+    from accelerate import Accelerator
+
+    given = settings.accelerator
+    if isinstance(given, Accelerator):
+        accelerator = given
+        _check_given(accelerator, settings)
+    else:
+        accelerator = Accelerator(**_arguments(given, settings))
+        accelerator.gradient_accumulation_steps = 1  # the environment may say otherwise; accumulation is the loop's
+    _check_engine(accelerator)
+    _current = weakref.ref(accelerator)
+    return accelerator
+
+
+def current_accelerator() -> Accelerator | None:
+    """Return the Accelerator of the run that began last in this process, while it exists."""
+    return None if _current is None else _current()
+
+
+def _arguments(given: Any, settings: RunningSettings) -> dict[str, Any]:
+    from accelerate import DistributedDataParallelKwargs
+
+    if given is not None and not isinstance(given, Mapping):
+        expected = "an accelerate.Accelerator, or a dict of its arguments"
+        do = "choose the hardware with `accelerate launch`, or pass accelerator=Accelerator(cpu=True)"
+        raise ArgumentError(explain("Trainer(accelerator=...)", repr(given), expected, do))
+    arguments = dict(given or {})
+    if settings.mixed_precision is not None:
+        if arguments.get("mixed_precision", settings.mixed_precision) != settings.mixed_precision:
+            _refuse("mixed_precision", settings.mixed_precision, arguments["mixed_precision"])
+        arguments["mixed_precision"] = settings.mixed_precision
+    if settings.ddp_kwargs is not None:
+        handlers = list(arguments.get("kwargs_handlers") or [])
+        arguments["kwargs_handlers"] = [*handlers, DistributedDataParallelKwargs(**settings.ddp_kwargs)]
+    if not torch.accelerator.is_available() and int(os.environ.get("LOCAL_RANK", -1)) >= 0:
+        arguments.setdefault("cpu", True)
+    return arguments
+
+
+def _check_given(accelerator: Accelerator, settings: RunningSettings) -> None:
+    if settings.mixed_precision not in (None, accelerator.mixed_precision):
+        _refuse("mixed_precision", settings.mixed_precision, accelerator.mixed_precision)
+    if settings.ddp_kwargs is not None:
+        _refuse("ddp_kwargs", settings.ddp_kwargs, "its own kwargs_handlers")
+    if accelerator.gradient_accumulation_steps != 1:
+        _refuse("grad_accumulation_steps", "that of the Trainer", accelerator.gradient_accumulation_steps)
+
+
+def _refuse(name: str, trainer: Any, accelerator: Any) -> None:
+    got = f"{name}: the Trainer says {trainer!r}, the Accelerator {accelerator!r}"
+    raise ArgumentError(
+        explain("Trainer(accelerator=...)", got, "one place that says it", f"leave {name} to the Trainer")
+    )
+
+
+def _check_engine(accelerator: Accelerator) -> None:
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        expected, do = "fp16 on a GPU: a CPU has no fp16 arithmetic worth using", 'mixed_precision="bf16"'
+        raise ArgumentError(explain("mixed_precision", "fp16 on a CPU", expected, do))
+    kind = accelerator.distributed_type.value
+    if kind in _ENGINES_NOT_BUILT_YET:
+        message = f"training with {kind} is not built yet in this version; launch with DDP (several GPUs) instead"
+        raise NotImplementedError(message)

@@ -1,0 +1,145 @@
+"""Everything a run consists of, in one frozen object that the loop's functions share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accmt.callbacks import Hooks
+from accmt.data import Loader, Round, find_batch_size
+from accmt.loop.cadence import Cadence
+from accmt.loop.weighting import Weighting
+from accmt.messages import say_once
+from accmt.metrics import Metric, TrainingWindow
+from accmt.module import AcceleratorModule
+from accmt.optimization.stepper import Stepper
+from accmt.settings import Settings
+from accmt.state import TrainingState
+from accmt.tracking import Tracking
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from accmt.loop.saver import ModelSaver
+
+_FULL_PRECISION = nullcontext()
+
+
+@dataclass(frozen=True)
+class Actions:
+    """The three steps that a subclass of Trainer may replace.
+
+    Attributes:
+        backward: Adds the gradients of a loss.
+        optimizer_step: Makes the update; False if it was skipped.
+        zero_grad: Begins the next window without gradients.
+    """
+
+    backward: Callable[[torch.Tensor], None]
+    optimizer_step: Callable[[], bool]
+    zero_grad: Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run: what it was told, what it works with, and the parts that have a state of their own.
+
+    Attributes:
+        settings: What the Trainer was told.
+        accelerator: Device and processes.
+        module: The user's module.
+        model: The model that reduces gradients over processes.
+        unwrapped_model: The user's model itself.
+        training_step: The user's step as a function of the batch.
+        validation_step: The user's step as a function of (key, batch).
+        train_loader: Training batches.
+        val_loaders: Validation batches by key; the key is "" where there is one set only.
+        metrics: The metrics computed over each validation set.
+        stepper: Backward, clipping and optimizer.
+        scheduler: The schedule, or None.
+        actions: What a Trainer's subclass may replace.
+        hooks: Callbacks by hook.
+        cadence: What is due when.
+        state: The counters.
+        weighting: Weights of windows.
+        window: Training values to be logged.
+        saver: Saves the best model.
+        tracking: Where rows go.
+        seed: Seed of everything random.
+        counts_own_samples: Whether the module tells how many samples a batch has.
+    """
+
+    settings: Settings
+    accelerator: Accelerator
+    module: AcceleratorModule
+    model: nn.Module
+    unwrapped_model: nn.Module
+    training_step: Callable[[Any], Any]
+    validation_step: Callable[[str, Any], Any]
+    train_loader: Loader
+    val_loaders: Mapping[str, Loader]
+    metrics: tuple[Metric, ...]
+    stepper: Stepper
+    scheduler: Any
+    actions: Actions
+    hooks: Hooks
+    cadence: Cadence
+    state: TrainingState
+    weighting: Weighting
+    window: TrainingWindow
+    saver: ModelSaver
+    tracking: Tracking
+    seed: int
+    counts_own_samples: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where model and batches are."""
+        device: torch.device = self.accelerator.device
+        return device
+
+    def updates_per_epoch(self, epoch: int) -> int | None:
+        """Return the updates of an epoch; None if its length is unknown."""
+        rounds = self.train_loader.num_rounds
+        return None if rounds is None else -(-rounds // self.settings.optimization.accumulation_at(epoch))
+
+    @contextmanager
+    def using_unwrapped_model(self) -> Iterator[None]:
+        """Let the module's steps use the model without communication, so that processes need not keep in step."""
+        wrapped = self.module.model
+        self.module.model = self.unwrapped_model
+        try:
+            yield
+        finally:
+            self.module.model = wrapped
+
+    def place(self, batch: Any) -> Any:
+        """Return the batch on the run's device."""
+        if self.device.type == "cpu" or not self.settings.data.batch_device_placement:
+            return batch
+        from accelerate.utils import send_to_device
+
+        return send_to_device(batch, self.device, non_blocking=True)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Return the context in which steps run: the mixed precision of the run, if any."""
+        if self.accelerator.mixed_precision == "no":
+            return _FULL_PRECISION
+        context: AbstractContextManager[None] = self.accelerator.autocast()
+        return context
+
+    def count_samples(self, round_: Round, batch: Any) -> int:
+        """Return the samples in this process's batch: as the module says, the data know, or the batch shows."""
+        samples = self.module.get_batch_size(batch) if self.counts_own_samples else round_.own_samples
+        if samples is None:
+            samples = find_batch_size(batch)
+        if samples is None:
+            what = "how many samples a batch has cannot be told, so each batch weighs 1"
+            say_once(f"{what}; define get_batch_size(self, batch) in the module")
+            return 1
+        return samples

@@ -1,0 +1,241 @@
+"""Builds a Run: checks the module, starts the Accelerator, makes loaders, optimizer, schedule and hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from accmt.callbacks import Callback, Hooks, build_callbacks
+from accmt.callbacks.progress import ProgressBar
+from accmt.data import Loader, draw_seed
+from accmt.errors import MetricError, explain
+from accmt.files import require_writable_folder
+from accmt.loop.cadence import Cadence
+from accmt.loop.contract import adapt_training_step, adapt_validation_step, check_module, defines
+from accmt.loop.launch import build_accelerator
+from accmt.loop.row_logger import RowLogger
+from accmt.loop.run import Actions, Run
+from accmt.loop.saver import ModelSaver
+from accmt.loop.sources import build_train_loader, build_validation_loader, find_train_data, find_validation_data
+from accmt.loop.weighting import Weighting
+from accmt.messages import say_once
+from accmt.metrics import Metric, TrainingWindow
+from accmt.module import AcceleratorModule
+from accmt.optimization import build_optimizer, build_scheduler
+from accmt.optimization.stepper import Stepper
+from accmt.processes import broadcast_object, is_main_process, num_processes
+from accmt.saving import TRAIN_LOSS, VALID_LOSS, Selection
+from accmt.settings import OptimizationSettings, Settings
+from accmt.tracking import Tracking, default_run_name, default_track_name, resolve_trackers
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from accmt.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What was given, found and checked without building anything."""
+
+    train_data: Any
+    val_data: Any
+    metrics: tuple[Metric, ...]
+    selection: Selection
+    tracking: Tracking
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What the model, its optimizer and its schedule became."""
+
+    model: nn.Module
+    unwrapped_model: nn.Module
+    stepper: Stepper
+    scheduler: Any
+
+
+def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any) -> Run:
+    """Build everything that a run needs, and check all that can be known before the first batch.
+
+    Processes: collective.
+
+    Args:
+        trainer: The Trainer, whose settings and overridable steps are used.
+        module: The user's module.
+        train_data: What `fit` was given to train on.
+        val_data: What `fit` was given to validate on.
+
+    Raises:
+        AccmtError: A fault in module, data or settings.
+    """
+    settings, state = trainer.settings, trainer.state
+    accelerator = build_accelerator(settings.running)
+    inputs = _check_inputs(settings, module, train_data, val_data)
+    seed = broadcast_object(draw_seed() if settings.running.seed is None else settings.running.seed)
+    train_loader, val_loaders = _build_loaders(module, inputs, settings, seed, accelerator)
+    cadence = Cadence.of(settings)
+    prepared = _prepare(module, accelerator, settings, cadence, train_loader)
+    saver = ModelSaver(inputs.selection)
+    state.num_processes, state.best = num_processes(), inputs.selection.best
+    _equip_module(trainer, module, accelerator, prepared)
+    return Run(
+        settings=settings,
+        accelerator=accelerator,
+        module=module,
+        model=prepared.model,
+        unwrapped_model=prepared.unwrapped_model,
+        training_step=adapt_training_step(module, state),
+        validation_step=adapt_validation_step(module, "validation_step"),
+        train_loader=train_loader,
+        val_loaders=val_loaders,
+        metrics=inputs.metrics,
+        stepper=prepared.stepper,
+        scheduler=prepared.scheduler,
+        actions=Actions(trainer.do_backward, trainer.do_opt_step, trainer.do_zero_grad),
+        hooks=_build_hooks(trainer, module, [RowLogger(inputs.tracking), saver]),
+        cadence=cadence,
+        state=state,
+        weighting=Weighting(accelerator.device),
+        window=TrainingWindow(accelerator.device),
+        saver=saver,
+        tracking=inputs.tracking,
+        seed=seed,
+        counts_own_samples=defines(module, "get_batch_size"),
+    )
+
+
+def _check_inputs(settings: Settings, module: Any, train_data: Any, val_data: Any) -> _Inputs:
+    if settings.checkpoints.is_on:
+        say_once("checkpoints are not written yet in this version; checkpoint_every=None silences this line")
+    check_module(module, has_validation=val_data is not None)
+    if settings.saving.model_saving is not None:
+        require_writable_folder(settings.saving.folder, "model_path")
+    metrics = _read_metrics(settings.evaluation.metrics)
+    val_data = find_validation_data(module, val_data, settings.data)
+    return _Inputs(
+        train_data=find_train_data(module, train_data),
+        val_data=val_data,
+        metrics=metrics,
+        selection=_build_selection(settings, metrics, has_validation=val_data is not None),
+        tracking=_build_tracking(settings),
+    )
+
+
+def _read_metrics(value: Any) -> tuple[Metric, ...]:
+    metrics = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
+    for metric in metrics:
+        if not isinstance(metric, Metric):
+            got = f"the class {metric.__name__}" if isinstance(metric, type) else repr(metric)
+            raise MetricError(explain("Trainer(metrics=...)", got, "accmt.Metric objects", "metrics=[Accuracy()]"))
+    names = [metric.name for metric in metrics]
+    if len(set(names)) != len(names):
+        raise MetricError(explain("Trainer(metrics=...)", f"the names {names}", "each name once", "rename one"))
+    return metrics
+
+
+def _build_selection(settings: Settings, metrics: tuple[Metric, ...], *, has_validation: bool) -> Selection:
+    rule = settings.saving.model_saving
+    if rule == VALID_LOSS and not has_validation:
+        say_once(f"no validation data: models are saved by {TRAIN_LOSS}")
+        rule = TRAIN_LOSS
+    return Selection(rule, {metric.main_metric: metric.is_better for metric in metrics})
+
+
+def _build_tracking(settings: Settings) -> Tracking:
+    told = settings.tracking
+    return Tracking(
+        resolve_trackers(told.log_with),
+        track_name=told.track_name or default_track_name(settings.saving.model_path),
+        run_name=broadcast_object(told.run_name or default_run_name()),
+        logging_dir=told.logging_dir,
+        tracker_kwargs=told.tracker_kwargs,
+        is_main_process=is_main_process(),
+        verbose=settings.running.verbose,
+    )
+
+
+def _build_loaders(
+    module: AcceleratorModule, inputs: _Inputs, settings: Settings, seed: int, accelerator: Accelerator
+) -> tuple[Loader, dict[str, Loader]]:
+    pin_memory = settings.data.dataloader_pin_memory and accelerator.device.type != "cpu"
+    train = build_train_loader(module, inputs.train_data, settings, seed=seed, pin_memory=pin_memory)
+    if inputs.val_data is None:
+        return train, {}
+    return train, {"": build_validation_loader(module, inputs.val_data, settings, seed=seed, pin_memory=pin_memory)}
+
+
+def _prepare(
+    module: AcceleratorModule, accelerator: Accelerator, settings: Settings, cadence: Cadence, loader: Loader
+) -> _Prepared:
+    told = settings.running
+    if accelerator.device_placement:
+        module.model.to(accelerator.device)
+    if told.compile:
+        module.model.compile(**(told.compile_kwargs or {}))  # in place: names of weights stay as they are
+    optimizer = module.get_optimizer() or build_optimizer(settings.hps, module.model.parameters())
+    scheduler = _build_scheduler(module, optimizer, settings, cadence, loader)
+    model, prepared = accelerator.prepare(module.model, optimizer)
+    stepper = Stepper(
+        accelerator,
+        model,
+        prepared,
+        set_to_none=settings.optimization.set_to_none,
+        clip=settings.optimization.clip_grad,
+        clip_type=settings.optimization.clip_grad_type,
+    )
+    return _Prepared(model, accelerator.unwrap_model(model), stepper, scheduler)
+
+
+def _build_scheduler(
+    module: AcceleratorModule, optimizer: Any, settings: Settings, cadence: Cadence, loader: Loader
+) -> Any:
+    total = count_updates(cadence, loader.num_rounds, settings.optimization)
+    per_epoch = None
+    if loader.num_rounds is not None:
+        per_epoch = -(-loader.num_rounds // settings.optimization.accumulation_at(0))
+    if defines(module, "get_scheduler"):
+        epochs = cadence.epochs or (-(-total // per_epoch) if total and per_epoch else 1)
+        own = module.get_scheduler(optimizer, steps_per_epoch=per_epoch or total or 0, epochs=epochs)
+        if own is not None:
+            return own
+    return build_scheduler(settings.hps, optimizer, total_updates=total, updates_per_epoch=per_epoch)
+
+
+def count_updates(cadence: Cadence, num_rounds: int | None, told: OptimizationSettings) -> int | None:
+    """Return the updates of a whole run; None if neither epochs of a known length nor `max_steps` bound it."""
+    if num_rounds is None or cadence.epochs is None:
+        return cadence.max_steps
+    updates = sum(-(-num_rounds // told.accumulation_at(epoch)) for epoch in range(cadence.epochs))
+    return updates if cadence.max_steps is None else min(updates, cadence.max_steps)
+
+
+def _equip_module(trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, prepared: _Prepared) -> None:
+    module.trainer = trainer
+    module.state = trainer.state
+    module.accelerator = accelerator
+    module.device = accelerator.device
+    module.model = prepared.model
+    module.optimizer = prepared.stepper.optimizer
+    module.scheduler = prepared.scheduler
+    module.tracker = None
+    if module.teacher is not None:
+        module.teacher.to(accelerator.device).eval().requires_grad_(requires_grad=False)
+
+
+def _build_hooks(trainer: Trainer, module: AcceleratorModule, builtin: list[Callback]) -> Hooks:
+    told = trainer.settings.running
+    of_module = build_callbacks(module.get_callbacks())
+    replaced = {type(callback) for callback in of_module}
+    of_trainer = [callback for callback in build_callbacks(told.callbacks) if type(callback) not in replaced]
+    enable_bar = told.verbose if told.enable_progress_bar is None else told.enable_progress_bar
+    bar = ProgressBar(
+        enable=None if told.enable_progress_bar is None and enable_bar else enable_bar,
+        loss_name=trainer.settings.tracking.train_loss_metric_name,
+    )
+    callbacks = [*of_trainer, *of_module, bar, *builtin]
+    for callback in callbacks:
+        callback.trainer, callback.module, callback.state = trainer, module, trainer.state
+    return Hooks([*callbacks, module], is_main_process=is_main_process())

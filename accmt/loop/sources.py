@@ -1,0 +1,115 @@
+"""Which data a run uses, and the loaders made of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from accmt.data import Loader, LoaderOptions, Share, build_collate, build_loader
+from accmt.errors import ArgumentError, DataError, explain
+from accmt.module import AcceleratorModule
+from accmt.processes import num_processes, process_index
+from accmt.settings import DataSettings, Settings
+
+
+def find_train_data(module: AcceleratorModule, given: Any) -> Any:
+    """Return the training data: what the module makes, else what `fit` was given.
+
+    Raises:
+        DataError: There are none.
+    """
+    data = _ask(module.get_train_dataloader, given)
+    if data is None:
+        do = "trainer.fit(module, train_dataset), or def get_train_dataloader(self) in the module"
+        raise DataError(explain("fit", "no training data", "a dataset or a DataLoader", do))
+    return data
+
+
+def find_validation_data(module: AcceleratorModule, given: Any, settings: DataSettings) -> Any:
+    """Return the validation data, None where there are none or where they are limited to nothing."""
+    data = _ask(module.get_validation_dataloader, given)
+    if isinstance(data, dict):
+        raise NotImplementedError("several validation sets are not built yet in this version; pass one")
+    return None if settings.limit_val_batches == 0 else data
+
+
+def _ask(method: Callable[..., Any], given: Any) -> Any:
+    made = method(given) if inspect.signature(method).parameters else method()
+    return given if made is None else made
+
+
+def build_train_loader(
+    module: AcceleratorModule, data: Any, settings: Settings, *, seed: int, pin_memory: bool
+) -> Loader:
+    """Build the loader of training batches.
+
+    Raises:
+        ArgumentError: A sampler stands beside a DataLoader, which has its own.
+        DataError: The data are empty or of no known kind.
+    """
+    told = settings.data
+    _refuse_sampler_beside_loader(data, told)
+    options = LoaderOptions(
+        purpose="train",
+        batch_size=settings.hps.train_batch_size,
+        share=_share(told),
+        seed=seed,
+        limit=told.limit_train_batches,
+        shuffle=told.shuffle_train,
+        sampler=told.sampler,
+        batch_sampler=told.batch_sampler,
+        drop_last=told.dataloader_drop_last,
+        collate=_collate(module, told, "collate_fn_train"),
+        num_workers=told.dataloader_num_workers,
+        pin_memory=pin_memory,
+    )
+    return build_loader(data, options)
+
+
+def build_validation_loader(
+    module: AcceleratorModule, data: Any, settings: Settings, *, seed: int, pin_memory: bool
+) -> Loader:
+    """Build the loader of validation batches.
+
+    Raises:
+        DataError: The data are empty or of no known kind.
+    """
+    told = settings.data
+    options = LoaderOptions(
+        purpose="validate",
+        batch_size=settings.hps.val_batch_size,
+        share=_share(told),
+        seed=seed,
+        limit=told.limit_val_batches,
+        shuffle=told.shuffle_validation,
+        sampler=told.sampler_val,
+        collate=_collate(module, told, "collate_fn_val"),
+        num_workers=told.dataloader_num_workers,
+        pin_memory=pin_memory,
+    )
+    return build_loader(data, options)
+
+
+def _share(told: DataSettings) -> Share:
+    return Share(process_index(), num_processes()) if told.shard_dataloaders else Share()
+
+
+def _collate(module: AcceleratorModule, told: DataSettings, phase: str) -> Callable[[Any], Any] | None:
+    of_module = getattr(module, phase) or module.collate_fn
+    if of_module is not None:
+        return of_module
+    of_phase = getattr(told, phase)
+    return build_collate(of_phase, phase) if of_phase is not None else build_collate(told.collate_fn, "collate_fn")
+
+
+def _refuse_sampler_beside_loader(data: Any, told: DataSettings) -> None:
+    from torch.utils.data import DataLoader
+
+    if isinstance(data, DataLoader) and (told.sampler is not None or told.batch_sampler is not None):
+        expected = "a dataset beside sampler=, or a DataLoader that has its own sampler"
+        raise ArgumentError(
+            explain(
+                "Trainer(sampler=...)", "a DataLoader as training data", expected, "give the sampler to the DataLoader"
+            )
+        )

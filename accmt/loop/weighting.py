@@ -1,0 +1,127 @@
+"""The weighted window: makes batch x accumulation x processes give the gradient of one big batch.
+
+With g_i the gradient of a batch's mean loss, w_i its weight (its samples, or what the step says) and W the sum of all
+weights of a window over all R processes, the update needs sum(w_i g_i) / W. Processes average their gradients, that is
+divide by R.
+
+- W known beforehand (sized data, samples as weights): each loss is multiplied by w_i R / W, and nothing else is
+  communicated.
+- W unknown: each loss is multiplied by w_i / w_ref; at the end W is summed over processes and the gradients are
+  multiplied by R w_ref / W. w_ref, the mean weight of a batch in the window before, keeps the losses near their own
+  size, so that fp16 scaling stays sane.
+
+Source of the problem: https://unsloth.ai/blog/gradient, and https://github.com/huggingface/transformers/pull/34191.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from accmt.processes import num_processes, sum_over_processes
+
+Weight = float | torch.Tensor
+
+
+@dataclass(slots=True)
+class Window:
+    """The batches of one update.
+
+    Attributes:
+        num_rounds: Batches of each process that it has at most.
+        known_samples: Samples of all its batches on all processes; None if they are counted as they come.
+        rounds_done: Rounds finished.
+        own_weight: Weights of this process's batches so far.
+        own_batches: Batches that this process had a part in.
+        own_samples: Samples of those batches.
+        is_unreduced: Whether gradients were not reduced over processes, because one had no batch in a round.
+    """
+
+    num_rounds: int
+    known_samples: int | None
+    rounds_done: int = 0
+    own_weight: Weight = 0.0
+    own_batches: int = 0
+    own_samples: int = 0
+    is_unreduced: bool = False
+
+    def add(self, weight: Weight, samples: int) -> None:
+        """Count one batch of this process."""
+        self.own_weight += weight
+        self.own_batches += 1
+        self.own_samples += samples
+
+
+class Weighting:
+    """Scales losses and gradients of windows.
+
+    Args:
+        device: Where processes can add up.
+
+    Attributes:
+        is_explicit: Whether steps return weights; None before the first batch.
+        reference: Mean weight of a batch in the last window whose sum was not known beforehand.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.is_explicit: bool | None = None
+        self.reference = 1.0
+
+    def decide(self, weight: Weight | None, *, is_explicit: bool) -> None:
+        """Agree, at the very first batch, on what weights are and on how large they are.
+
+        Processes: collective, at the first batch of a run only.
+
+        Args:
+            weight: Weight of this process's first batch; None if it has none.
+            is_explicit: Whether the step returned that weight.
+        """
+        own = (0.0 if weight is None else float(weight), float(weight is not None), float(is_explicit))
+        total, batches, explicit = sum_over_processes(own, self._device)
+        self.is_explicit = explicit > 0
+        self.reference = total / batches if total > 0 else 1.0
+
+    def loss_factor(self, window: Window, weight: Weight) -> Weight:
+        """Return what the mean loss of a batch is multiplied by before backward."""
+        if self._is_one_batch(window):
+            return 1.0
+        if window.known_samples is not None and not self.is_explicit:
+            return weight * num_processes() / window.known_samples
+        return weight / self.reference
+
+    def close(self, window: Window) -> tuple[float, int]:
+        """Return what the reduced gradients of a finished window are multiplied by, and its samples over all processes.
+
+        Processes: collective where the sum of weights was not known beforehand.
+
+        Returns:
+            The factor, 0 where all weights are 0, so that there is nothing to learn from; and the number of samples.
+        """
+        if self._is_one_batch(window):
+            return float(bool(window.own_weight)), window.own_samples
+        if window.known_samples is not None and not self.is_explicit:
+            return 1.0, window.known_samples
+        own = (float(window.own_weight), float(window.own_batches), float(window.own_samples))
+        total, batches, samples = sum_over_processes(own, self._device)
+        if total <= 0:
+            return 0.0, int(samples)
+        factor = num_processes() * self.reference / total
+        self.reference = total / batches
+        return factor, int(samples)
+
+    @staticmethod
+    def _is_one_batch(window: Window) -> bool:
+        # Its mean loss is the window's, whatever it weighs.
+        return window.num_rounds == 1 and num_processes() == 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next window depends on."""
+        return {"is_explicit": self.is_explicit, "reference": self.reference}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.is_explicit = state["is_explicit"]
+        self.reference = state["reference"]

@@ -1,0 +1,83 @@
+"""The class that users derive their metrics from."""
+
+from __future__ import annotations
+
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from accmt.errors import MetricError, explain
+
+_COMPARATORS: dict[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+}
+
+
+class Metric(ABC):
+    """A quantity computed from the predictions and references of a whole validation set, each sample once.
+
+    The module's `validation_step` returns `{"<name>": (predictions, references)}`, and `compute` sees all of them.
+
+    Args:
+        name: The key under which `validation_step` returns predictions and references.
+        greater_is_better: The direction; None means True, unless `comparator` says otherwise.
+        comparator: The direction as one of ">", ">=", "<", "<=": a new value is better if `new <comparator> best`.
+        main_metric: The entry of `compute`'s result that models are selected by; None is `name`.
+
+    Raises:
+        MetricError: Both directions were given and differ, or the comparator is unknown.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        greater_is_better: bool | None = None,  # noqa: FBT001 - the documented signature is positional
+        comparator: str | None = None,
+        main_metric: str | None = None,
+    ) -> None:
+        if comparator is not None and comparator not in _COMPARATORS:
+            raise MetricError(
+                explain(
+                    f"Metric({name!r}, comparator=...)",
+                    repr(comparator),
+                    "one of " + ", ".join(_COMPARATORS),
+                    'comparator=">"',
+                )
+            )
+        greater = comparator is None or comparator.startswith(">")
+        if greater_is_better is not None and comparator is not None and greater_is_better != greater:
+            got = f"greater_is_better={greater_is_better} and comparator={comparator!r}"
+            raise MetricError(explain(f"Metric({name!r})", got, "one direction", "drop one of the two"))
+        self.name = name
+        self.greater_is_better = greater if greater_is_better is None else greater_is_better
+        self.comparator = comparator or (">" if self.greater_is_better else "<")
+        self.main_metric = main_metric or name
+
+    @abstractmethod
+    def compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        """Compute the metric over a whole validation set.
+
+        Processes: called on the main process only.
+
+        Args:
+            predictions: What `validation_step` returned first, all samples together: tensors `[samples, ...]` on the
+                CPU, or a list where it returned lists.
+            references: What it returned second, likewise.
+
+        Returns:
+            Values by name; the entry `main_metric` must be among them.
+        """
+
+    def is_better(self, new: float, best: float) -> bool:
+        """Return whether `new` beats `best` in this metric's direction; NaN never does."""
+        return not math.isnan(new) and _COMPARATORS[self.comparator](new, best)
+
+    @property
+    def worst(self) -> float:
+        """The value that every other one beats."""
+        return -math.inf if self.greater_is_better else math.inf

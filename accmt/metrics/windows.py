@@ -1,0 +1,139 @@
+"""Means of logged values over a window of batches and over processes, without waiting for the device in between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from accmt.processes import gather_objects, sum_over_processes
+
+_COMPACT_AT = 256
+
+Weight = float | torch.Tensor
+
+
+class WeightedSum:
+    """A sum of weighted values, kept on the device until it is read.
+
+    Detached values are put in a list, which costs less than a sum on the device; every few hundred become one tensor,
+    so that memory stays bounded.
+    """
+
+    def __init__(self) -> None:
+        self._values: list[torch.Tensor] = []
+        self._weights: list[Weight] = []
+        self._chunks: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def add(self, value: torch.Tensor, weight: Weight) -> None:
+        """Add one value.
+
+        Args:
+            value: A detached tensor of one element.
+            weight: Its weight, such as the number of samples; a tensor is not waited for.
+        """
+        self._values.append(value)
+        self._weights.append(weight)
+        if len(self._values) >= _COMPACT_AT:
+            self._compact()
+
+    def take(self) -> tuple[float, float]:
+        """Return (sum of value x weight, sum of weights) in double precision, and begin anew.
+
+        Waits for the device.
+        """
+        self._compact()
+        pairs = [
+            pair for values, weights in self._chunks for pair in zip(values.tolist(), weights.tolist(), strict=True)
+        ]
+        self._chunks = []
+        return math.fsum(value * weight for value, weight in pairs if weight), math.fsum(weight for _, weight in pairs)
+
+    def _compact(self) -> None:
+        if not self._values:
+            return
+        values = torch.stack(self._values)
+        if any(isinstance(weight, torch.Tensor) for weight in self._weights):
+            weights = torch.stack([torch.as_tensor(weight, device=values.device).detach() for weight in self._weights])
+        else:
+            weights = torch.tensor(self._weights, dtype=torch.float64)
+        self._chunks.append((values, weights))
+        self._values, self._weights = [], []
+
+
+class _Mean:
+    def __init__(self) -> None:
+        self._total = self._weight = 0.0
+
+    def add(self, total: float, weight: float) -> None:
+        self._total += total
+        self._weight += weight
+
+    def take(self) -> float | None:
+        mean = self._total / self._weight if self._weight else None
+        self._total = self._weight = 0.0
+        return mean
+
+
+class TrainingWindow:
+    """The training values since the last row of the log, and the loss since the last evaluation.
+
+    Args:
+        device: Where processes can add up.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._loss = WeightedSum()
+        self._others: dict[str, WeightedSum] = {}
+        self._since_log = _Mean()
+        self._since_evaluation = _Mean()
+
+    def add(self, loss: torch.Tensor, weight: Weight, others: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Add the loss of one batch, and what else its step returned.
+
+        Args:
+            loss: The detached mean loss of the batch.
+            weight: Its samples, or the weight that the step returned.
+            others: Further detached scalars by name.
+        """
+        self._loss.add(loss, weight)
+        for name, value in (others or {}).items():
+            self._others.setdefault(name, WeightedSum()).add(value, weight)
+
+    def take_row(self, loss_name: str) -> dict[str, float]:
+        """Return the weighted means since the last row, over all processes.
+
+        Processes: collective.
+
+        Returns:
+            Means by name, the loss under `loss_name`; empty if nothing was added.
+        """
+        has_others = self._collect()
+        loss = self._since_log.take()
+        row = {} if loss is None else {loss_name: loss}
+        return row | self._take_others() if has_others else row
+
+    def take_since_evaluation(self) -> float | None:
+        """Return the mean loss since the last call, over all processes; None if nothing was added.
+
+        Processes: collective.
+        """
+        self._collect()
+        return self._since_evaluation.take()
+
+    def _collect(self) -> bool:
+        loss, weight, num_others = sum_over_processes((*self._loss.take(), len(self._others)), self._device)
+        self._since_log.add(loss, weight)
+        self._since_evaluation.add(loss, weight)
+        return num_others > 0
+
+    def _take_others(self) -> dict[str, float]:
+        own = {name: window.take() for name, window in self._others.items()}
+        self._others = {}
+        means: dict[str, _Mean] = {}
+        for sums in gather_objects(own):
+            for name, (total, weight) in sums.items():
+                means.setdefault(name, _Mean()).add(total, weight)
+        return {name: value for name, mean in means.items() if (value := mean.take()) is not None}

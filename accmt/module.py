@@ -1,0 +1,217 @@
+"""The user's contract: what a module defines, and what it finds in itself during a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
+
+    from accmt.state import TrainingState
+    from accmt.trainer import Trainer
+
+
+class AcceleratorModule:
+    """A model and how it is trained. Derive from it, set `self.model`, and define `training_step`.
+
+    No `super().__init__()` is needed. Any hook of the table (`accmt.callbacks.HOOKS`) may be defined on the module too.
+
+    Example:
+        >>> class Classifier(AcceleratorModule):
+        ...     def __init__(self, model):
+        ...         self.model = model
+        ...     def training_step(self, batch):
+        ...         inputs, labels = batch
+        ...         return torch.nn.functional.cross_entropy(self.model(inputs), labels)
+        ...     validation_step = training_step
+
+    Attributes:
+        model: The `nn.Module` that is trained. During training it is the wrapped one that reduces gradients over
+            processes; afterwards it is yours again.
+        teacher: A second `nn.Module` that is never trained.
+        processor: Tokenizer or other processor that is saved beside a transformers model.
+        optimizer: During a run: the optimizer.
+        scheduler: During a run: the schedule, or None.
+        state: During a run: the counters, `TrainingState`.
+        trainer: During a run: the Trainer.
+        accelerator: During a run: the `accelerate.Accelerator`.
+        device: During a run: where model and batches are.
+        tracker: During a run: the first tracker, or None.
+        collate_fn: Makes a batch of samples; defined here it wins over the Trainer's.
+        collate_fn_train: The same for training data only.
+        collate_fn_val: The same for validation data only.
+    """
+
+    model: nn.Module
+    teacher: nn.Module | None = None
+    processor: Any = None
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    state: TrainingState
+    trainer: Trainer
+    accelerator: Accelerator
+    device: torch.device
+    tracker: GeneralTracker | None
+
+    collate_fn: Callable[..., Any] | None = None
+    collate_fn_train: Callable[..., Any] | None = None
+    collate_fn_val: Callable[..., Any] | None = None
+
+    def training_step(self, batch: Any) -> Any:
+        """Compute the loss of one batch.
+
+        May take `batch_idx` and `state` as further parameters.
+
+        Args:
+            batch: What the collate function made, on the device.
+
+        Returns:
+            The mean loss, a tensor of shape `[]`; or a dict with it under "loss", optionally its weight under "weight"
+            (such as the number of target tokens), and further scalars that are logged.
+        """
+        return self.step(batch)
+
+    def validation_step(self, batch: Any) -> Any:
+        """Compute the loss, and predictions for metrics, of one validation batch; gradients are off.
+
+        May take the validation set's key as first parameter: `validation_step(self, key, batch)`.
+
+        Returns:
+            The mean loss; or a dict with "loss", further scalars, and `(predictions, references)` under names of
+            metrics.
+        """
+        return self.step(batch)
+
+    def step(self, batch: Any) -> Any:
+        """Compute what training and validation have in common; used where one of their steps is not defined."""
+        raise NotImplementedError("define training_step(self, batch), or step(self, batch) for training and validation")
+
+    def test_step(self, batch: Any) -> Any:
+        """Compute the results of one test batch; as `validation_step` unless defined."""
+        return self.validation_step(batch)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; `module(...)` calls this."""
+        return self.model(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `forward`."""
+        return self.forward(*args, **kwargs)
+
+    def get_optimizer(self) -> torch.optim.Optimizer | None:
+        """Return an optimizer of your own; None takes the hyper-parameters'."""
+        return None
+
+    def get_scheduler(self, optimizer: torch.optim.Optimizer, steps_per_epoch: int, epochs: int) -> Any:
+        """Return a schedule of your own, which is stepped once per update; None takes the hyper-parameters'.
+
+        Args:
+            optimizer: The optimizer.
+            steps_per_epoch: Updates of an epoch in this run.
+            epochs: Epochs of this run.
+        """
+        return None
+
+    def get_train_dataloader(self) -> Any:
+        """Return training data that are used instead of `fit`'s; may take those as parameter `dataset`."""
+        return None
+
+    def get_validation_dataloader(self) -> Any:
+        """Return validation data that are used instead of `fit`'s; may take those as parameter `dataset`."""
+        return None
+
+    def get_callbacks(self) -> Any:
+        """Return callbacks to add; one replaces the Trainer's callbacks of the same class."""
+        return None
+
+    def get_batch_size(self, batch: Any) -> int | None:
+        """Return the number of samples in a batch; None lets accmt count them."""
+        return None
+
+    @property
+    def unwrapped_model(self) -> nn.Module:
+        """The model without the wrapper that reduces gradients: for `generate`, `config` and the like."""
+        if "accelerator" not in self.__dict__:
+            return self.model
+        model: nn.Module = self.accelerator.unwrap_model(self.model)
+        return model
+
+    @property
+    def status_dict(self) -> dict[str, Any]:
+        """The counters of the run as a dict."""
+        return self.state.state_dict()
+
+    def load_weights(self, path: str | PathLike[str], *, strict: bool = True) -> None:
+        """Load the weights of a model folder into `self.model`.
+
+        Args:
+            path: A folder that a Trainer saved, or one of `save_pretrained`.
+            strict: Whether every weight must be there and fit.
+
+        Raises:
+            WeightsError: A file, a name or a shape is missing or does not fit; names and shapes are in the message.
+        """
+        from accmt import huggingface
+        from accmt.saving import load_weights
+
+        model = self.unwrapped_model
+        if strict and huggingface.is_transformers_model(model):
+            huggingface.load_pretrained_weights(model, Path(path))
+        else:
+            load_weights(model, Path(path), strict=strict)
+
+    @classmethod
+    def from_hf(
+        cls, path: str | PathLike[str], type: str | type[Any] | None = None, **kwargs: Any
+    ) -> AcceleratorModule:  # noqa: A002
+        """Make a module of a transformers model whose forward returns a loss.
+
+        Args:
+            path: A model folder, or a name on the hub.
+            type: A transformers class or its name, such as "AutoModelForSequenceClassification"; None is AutoModel.
+            **kwargs: For `from_pretrained`, such as `num_labels`; `processor=` is saved beside the model.
+
+        Raises:
+            ModuleContractError: `type` is no transformers class; the message names the nearest.
+        """
+        from accmt.huggingface import load_pretrained
+
+        processor = kwargs.pop("processor", None)
+        return HuggingFaceModule(load_pretrained(path, type, **kwargs), processor)
+
+    def __repr__(self) -> str:
+        parts = sum(parameter.numel() for parameter in self.model.parameters()) if "model" in self.__dict__ else 0
+        return f"{type(self).__name__}({parts:,} parameters)"
+
+    def __str__(self) -> str:
+        return str(self.model)
+
+    def __len__(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class HuggingFaceModule(AcceleratorModule):
+    """A transformers model that computes its own loss.
+
+    Args:
+        model: The model.
+        processor: Tokenizer or other processor that is saved beside it.
+    """
+
+    def __init__(self, model: nn.Module, processor: Any = None) -> None:
+        self.model = model
+        self.processor = processor
+
+    def step(self, batch: Any) -> Any:
+        """Return the loss that the model computes of a batch with labels."""
+        return self.model(**batch).loss

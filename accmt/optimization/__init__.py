@@ -1,0 +1,6 @@
+"""Building the optimizer and the learning rate schedule that the hyper-parameters name."""
+
+from accmt.optimization.optimizers import build_optimizer
+from accmt.optimization.schedulers import build_scheduler
+
+__all__ = ["build_optimizer", "build_scheduler"]

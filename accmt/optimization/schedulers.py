@@ -1,0 +1,122 @@
+"""Building the learning rate schedule; every length is counted in updates, or in epochs if it is stepped per epoch."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from accmt.config import HyperParameters
+from accmt.config.arguments import parameters_of
+from accmt.errors import HyperParameterError, explain
+
+_NEEDS_TOTAL = frozenset({"num_training_steps", "total_steps"})
+
+
+def build_scheduler(
+    hps: HyperParameters, optimizer: Optimizer, *, total_updates: int | None, updates_per_epoch: int | None
+) -> LRScheduler | None:
+    """Build the schedule of `hps`, to be stepped once after each update (or epoch), never more for more processes.
+
+    The learning rate of update k is the one that the plain torch or transformers schedule has after k steps, and it
+    comes to its end with step `total_updates`.
+
+    Args:
+        hps: The hyper-parameters.
+        optimizer: The optimizer whose learning rate is scheduled.
+        total_updates: Updates of the whole run, limits and accumulation considered; None if nobody knows.
+        updates_per_epoch: Updates of one epoch; None if nobody knows.
+
+    Returns:
+        The schedule, or None if `hps` names none.
+
+    Raises:
+        HyperParameterError: The schedule needs a length that is not known, or refuses its arguments or the optimizer.
+    """
+    factory = hps.scheduler_class
+    if factory is None:
+        return None
+    length = _length(hps, total_updates, updates_per_epoch)
+    parameters = parameters_of(factory)
+    arguments = dict(hps.scheduler_kwargs)
+    if "num_warmup_steps" in parameters:
+        arguments["num_warmup_steps"] = _warmup_steps(hps, arguments, length)
+    arguments |= _filled(hps, parameters, arguments, length)
+    try:
+        scheduler: LRScheduler = factory(optimizer, **arguments)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise _refusal(hps, optimizer, error) from error
+    return scheduler
+
+
+@dataclass(frozen=True)
+class _Length:
+    """How long the run is, in steps of the schedule; None where that is not known."""
+
+    total: int | None
+    per_epoch: int | None
+    epochs: int | None
+
+
+def _length(hps: HyperParameters, total_updates: int | None, updates_per_epoch: int | None) -> _Length:
+    epochs = hps.epochs if hps.epochs != -1 else None
+    if total_updates is not None and updates_per_epoch is not None:
+        epochs = math.ceil(total_updates / updates_per_epoch)
+    if hps.step_scheduler_per_epoch:
+        return _Length(total=epochs, per_epoch=1, epochs=epochs)
+    return _Length(total=total_updates, per_epoch=updates_per_epoch, epochs=epochs)
+
+
+def _warmup_steps(hps: HyperParameters, arguments: dict[str, Any], length: _Length) -> int:
+    """Return the steps of warm-up, a ratio taken of the whole and rounded up; removes `warmup_ratio`."""
+    warmup = arguments.pop("warmup_ratio", arguments.get("num_warmup_steps", 0))
+    is_ratio = "num_warmup_steps" not in arguments or isinstance(warmup, float)
+    if not is_ratio or warmup == 0:
+        return int(warmup)
+    if length.total is None:
+        raise _unknown_length(hps, "warmup_ratio", "write `num_warmup_steps:` instead, or add `max_steps:`")
+    return math.ceil(Fraction(str(warmup)) * length.total)  # the decimal as written: 0.1 * 30 would round up to 4
+
+
+def _filled(
+    hps: HyperParameters, parameters: dict[str, inspect.Parameter], arguments: dict[str, Any], length: _Length
+) -> dict[str, int]:
+    """Return the arguments that only the run knows, as far as the schedule takes them."""
+    known = {
+        "num_training_steps": length.total,
+        "total_steps": length.total,
+        "T_max": length.total,
+        "epochs": length.epochs,
+        "steps_per_epoch": length.per_epoch,
+    }
+    filled = {}
+    for name, value in known.items():
+        if name not in parameters or name in arguments:
+            continue
+        if value is not None:
+            filled[name] = value
+        elif name in _NEEDS_TOTAL or parameters[name].default is inspect.Parameter.empty:
+            raise _unknown_length(hps, name, "add `max_steps:`, or choose a schedule without an end, such as Constant")
+    return filled
+
+
+def _unknown_length(hps: HyperParameters, argument: str, do: str) -> HyperParameterError:
+    got = "data without a length, so the end of the run is not known"
+    expected = f"a known number of updates, which {argument} is computed from"
+    return HyperParameterError(explain(hps.where("scheduler"), got, expected, do))
+
+
+def _refusal(hps: HyperParameters, optimizer: Optimizer, error: Exception) -> HyperParameterError:
+    if any(group["lr"] is None for group in optimizer.param_groups):
+        got = f"a schedule for {type(optimizer).__name__} without lr, which finds its own learning rate"
+        message = explain(hps.where("scheduler"), got, "a learning rate to schedule", "add `lr:` to optim")
+        return HyperParameterError(message)
+    name = hps.to_dict()["hps"]["scheduler"]["type"]
+    expected = f"arguments and an optimizer that {name} accepts"
+    do = "correct them, choose another schedule, or override get_scheduler"
+    return HyperParameterError(explain(hps.where("scheduler"), f"{name}: {error}", expected, do))

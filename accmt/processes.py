@@ -1,0 +1,124 @@
+"""Questions of rank, sums and agreement over processes; without a process group the answers of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def num_processes() -> int:
+    """Return how many processes train together (1 without a process group)."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def process_index() -> int:
+    """Return this process's rank over all machines, counted from 0."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def is_main_process() -> bool:
+    """Return whether this is the process that writes files and talks to people."""
+    return process_index() == 0
+
+
+def sum_over_processes(values: Sequence[float], device: torch.device) -> list[float]:
+    """Add up each value over all processes, in double precision where the device has it.
+
+    Processes: collective; every process gives the same number of values.
+
+    Args:
+        values: This process's numbers.
+        device: Where the backend can reduce: the accelerator's device.
+
+    Returns:
+        The sums, the same on every process.
+    """
+    if num_processes() == 1:
+        return list(values)
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    total = torch.tensor(values, dtype=dtype, device=device)
+    dist.all_reduce(total)
+    result: list[float] = total.tolist()
+    return result
+
+
+def gather_objects(value: T) -> list[T]:
+    """Collect one picklable value of every process, in the order of ranks.
+
+    Processes: collective.
+
+    Returns:
+        The values, the same list on every process.
+    """
+    if num_processes() == 1:
+        return [value]
+    gathered: list[Any] = [None] * num_processes()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def broadcast_object(value: T) -> T:
+    """Hand the main process's value to every process.
+
+    Processes: collective; what the others pass is ignored.
+    """
+    if num_processes() == 1:
+        return value
+    holder: list[Any] = [value]
+    dist.broadcast_object_list(holder, src=0)
+    result: T = holder[0]
+    return result
+
+
+@dataclass
+class _Result(Generic[T]):
+    """The outcome of an action that may have failed, in a form that can travel to other processes.
+
+    Attributes:
+        value: What the action returned.
+        error: What it raised instead.
+    """
+
+    value: T | None = None
+    error: Exception | None = None
+
+    @classmethod
+    def of(cls, action: Callable[[], T]) -> _Result[T]:
+        """Run `action` and keep its outcome."""
+        try:
+            return cls(value=action())
+        except Exception as error:  # noqa: BLE001 - handed on, to be raised on every process
+            return cls(error=error)
+
+    def unwrap(self) -> T:
+        """Return the value.
+
+        Raises:
+            Exception: The error that was kept.
+        """
+        if self.error is not None:
+            raise self.error
+        return self.value  # type: ignore[return-value]
+
+
+def run_on_main_process(action: Callable[[], T]) -> T:
+    """Let the main process act alone; when it fails, every process raises, so that none waits for the others.
+
+    Processes: collective.
+
+    Returns:
+        What the action returned, on every process.
+
+    Raises:
+        Exception: What the action raised on the main process, and on the others the same error without its traceback.
+    """
+    if num_processes() == 1:
+        return action()
+    result: _Result[T] = _Result.of(action) if is_main_process() else _Result()
+    return broadcast_object(result).unwrap()

@@ -1,0 +1,73 @@
+"""The names of weight files in a model folder, and which of them a loader would read."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class WeightsFormat:
+    """One of the two ways to write weights.
+
+    Attributes:
+        stem: What the file names begin with.
+        extension: What they end with, dot included.
+    """
+
+    stem: str
+    extension: str
+
+    @property
+    def single(self) -> str:
+        """Name of the file when all weights are in one."""
+        return f"{self.stem}{self.extension}"
+
+    @property
+    def index(self) -> str:
+        """Name of the file that says which shard holds which weight."""
+        return f"{self.single}.index.json"
+
+    def shard(self, digest: str, suffix: str) -> str:
+        """Name of one shard; the digest keeps it apart from every other save's shards."""
+        return f"{self.stem}-{digest}{suffix}{self.extension}"
+
+
+SAFETENSORS = WeightsFormat("model", ".safetensors")
+PICKLE = WeightsFormat("pytorch_model", ".bin")
+
+ENTRY_NAMES = (SAFETENSORS.single, SAFETENSORS.index, PICKLE.single, PICKLE.index)
+"""The files a loader starts from, in the order in which transformers looks for them: the first that exists is read."""
+
+_OUR_SHARD = re.compile(r"(model|pytorch_model)-[0-9a-f]{16}-\d{5}-of-\d{5}\.(safetensors|bin)")
+
+
+def find_entry(folder: Path) -> Path | None:
+    """Return the file that a loader would start from, or None where `folder` holds no weights."""
+    return next((folder / name for name in ENTRY_NAMES if (folder / name).is_file()), None)
+
+
+def files_of(entry: Path) -> list[str]:
+    """Return the names of the files that hold the weights of `entry`, sorted.
+
+    Raises:
+        ValueError: `entry` is an index that cannot be read as JSON.
+        KeyError: `entry` is JSON, but not an index.
+    """
+    if not entry.name.endswith(".json"):
+        return [entry.name]
+    return sorted(set(json.loads(entry.read_text(encoding="utf-8"))["weight_map"].values()))
+
+
+def remove_unnamed_shards(folder: Path) -> None:
+    """Delete our shards that no index in `folder` names; every other file stays.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    named = {name for entry in ENTRY_NAMES if (folder / entry).is_file() for name in files_of(folder / entry)}
+    for path in folder.iterdir():
+        if _OUR_SHARD.fullmatch(path.name) and path.name not in named:
+            path.unlink()

@@ -1,0 +1,94 @@
+"""What to write of a state dict: names without wrappers, and each tensor once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from accmt.errors import WeightsError, explain
+
+_COMPILED = "_orig_mod"
+_PARALLEL = "module."
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Map each name of a state dict to the name without what `torch.compile` and data parallelism put around a model.
+
+    `_orig_mod` goes wherever it stands in a name, because a submodule can be compiled too. A leading `module.` goes
+    only where every name has it: a wrapper encloses the whole model.
+
+    Raises:
+        WeightsError: Two names would become one.
+    """
+    own = list(names)
+    plain = [".".join(part for part in name.split(".") if part != _COMPILED) for name in own]
+    while plain and all(name.startswith(_PARALLEL) for name in plain):
+        plain = [name.removeprefix(_PARALLEL) for name in plain]
+    twice = sorted({name for name in plain if plain.count(name) > 1}) if len(set(plain)) < len(plain) else []
+    if twice:
+        message = explain(
+            "names of the weights",
+            f"more than one weight is called {', '.join(twice)} once `{_COMPILED}` is taken out",
+            "names that differ without what torch.compile adds",
+            f"rename the submodule that is called `{_COMPILED}`",
+        )
+        raise WeightsError(message)
+    return dict(zip(own, plain, strict=True))
+
+
+def find_tied(state_dict: Mapping[str, Tensor]) -> dict[str, str]:
+    """Map each name whose tensor is the very same view as an earlier one's to that earlier name."""
+    first: dict[Hashable, str] = {}
+    kept = {name: first.setdefault(_view(tensor), name) for name, tensor in state_dict.items()}
+    return {name: earlier for name, earlier in kept.items() if earlier != name}
+
+
+def give_own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors on the CPU, contiguous, none of them part of a larger memory or of another's.
+
+    Only those that need it are copied.
+    """
+    owners: set[int] = set()
+    separate: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        dense = tensor.detach().cpu().contiguous()
+        memory = dense.untyped_storage()
+        if memory.nbytes() != dense.nbytes or memory.data_ptr() in owners:
+            dense = dense.clone()
+        owners.add(dense.untyped_storage().data_ptr())
+        separate[name] = dense
+    return separate
+
+
+def require_dense_tensors(state_dict: Mapping[str, object]) -> None:
+    """Refuse, by name, every value that a weight file cannot hold.
+
+    Raises:
+        WeightsError: A value is no tensor, is sparse, or has no memory (device "meta").
+    """
+    faults = [f"{name}: {_kind(value)}" for name, value in state_dict.items() if not _is_dense(value)]
+    if faults or not state_dict:
+        message = explain(
+            "weights to save",
+            "; ".join(faults) or "no tensor at all",
+            "dense tensors that hold data",
+            "gather the full state dict first, and keep other values out of it (`get_extra_state`, sparse parameters)",
+        )
+        raise WeightsError(message)
+
+
+def _view(tensor: Tensor) -> Hashable:
+    address = tensor.untyped_storage().data_ptr()
+    if address == 0 or tensor.numel() == 0:
+        return id(tensor)  # without memory nothing is shared
+    return tensor.device, address, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _is_dense(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+
+
+def _kind(value: object) -> str:
+    return f"{value.layout} on {value.device}" if isinstance(value, Tensor) else type(value).__name__

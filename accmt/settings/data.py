@@ -1,0 +1,90 @@
+"""What the Trainer was told about data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from accmt.errors import ArgumentError, explain
+from accmt.settings.checks import require_choice, require_int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """How batches are made.
+
+    Args:
+        shuffle_train: Whether each epoch has an order of its own, drawn from (seed, epoch). Ignored with a sampler.
+        shuffle_validation: Whether validation data are shuffled; results do not depend on it.
+        sampler: Order of the training samples: a torch `Sampler`, a function `(dataset) -> Sampler`, or a list of
+            indices.
+        sampler_val: The same for validation data.
+        batch_sampler: Batches of the training samples: a torch batch sampler. Batch i goes to process i mod processes.
+        collate_fn: Makes a batch of a list of samples, for all data; a list of functions is applied one after the
+            other. None is torch's own. A module that defines `collate_fn` wins over it.
+        collate_fn_train: As `collate_fn`, for training data only, and stronger than it.
+        collate_fn_val: As `collate_fn`, for validation data only, and stronger than it.
+        dataloader_pin_memory: Whether batches are put into pinned memory; has no effect without an accelerator device.
+        dataloader_num_workers: Processes that load data beside each training process; 0 loads in the training process.
+        dataloader_drop_last: Whether a last training batch that is not full is left out. Validation data are never
+            dropped.
+        shard_dataloaders: Whether the processes share the data. False: every process sees all of it.
+        reload_dataloaders_every_n_epochs: Builds the loaders anew every so many epochs; 0 never.
+        limit_train_batches: Batches of an epoch: a whole number, or a fraction of them as a float (1.0 is all, 1 is
+            one).
+        limit_val_batches: The same for each validation set; 0 turns validation off.
+        limit_test_batches: The same for testing.
+        limit_predict_batches: The same for predicting.
+        overfit_batches: Trains and validates on so many (or this fraction of the) training batches, unshuffled; 0 is
+            off.
+        batch_device_placement: Whether batches are moved to the device before a step sees them.
+        on_bad_sample: "raise" or "skip" when reading a sample fails.
+    """
+
+    shuffle_train: bool = True
+    shuffle_validation: bool = False
+    sampler: Any = None
+    sampler_val: Any = None
+    batch_sampler: Any = None
+    collate_fn: Any = None
+    collate_fn_train: Any = None
+    collate_fn_val: Any = None
+    dataloader_pin_memory: bool = True
+    dataloader_num_workers: int = 0
+    dataloader_drop_last: bool = False
+    shard_dataloaders: bool = True
+    reload_dataloaders_every_n_epochs: int = 0
+    limit_train_batches: int | float = 1.0
+    limit_val_batches: int | float = 1.0
+    limit_test_batches: int | float = 1.0
+    limit_predict_batches: int | float = 1.0
+    overfit_batches: int | float = 0.0
+    batch_device_placement: bool = True
+    on_bad_sample: str = "raise"
+
+    def __post_init__(self) -> None:
+        require_int("dataloader_num_workers", self.dataloader_num_workers, at_least=0)
+        require_choice("on_bad_sample", self.on_bad_sample, ("raise", "skip"))
+        for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"):
+            _require_limit(name, getattr(self, name), at_least=1 if name == "limit_train_batches" else 0)
+        if self.sampler is not None and self.batch_sampler is not None:
+            raise ArgumentError(
+                explain(
+                    "Trainer(sampler=..., batch_sampler=...)",
+                    "both",
+                    "one of them",
+                    "drop `sampler`: a batch sampler decides the order",
+                )
+            )
+
+
+def _require_limit(name: str, value: Any, *, at_least: int) -> None:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+    is_fraction = isinstance(value, float) and 0.0 <= value <= 1.0 and value >= at_least * 1e-12
+    if not (is_count or is_fraction):
+        expected = f"a whole number of batches from {at_least}, or a float fraction up to 1.0"
+        raise ArgumentError(
+            explain(
+                f"Trainer({name}={value!r})", f"{value!r} ({type(value).__name__})", expected, f"{name}=1.0 for all"
+            )
+        )

@@ -1,0 +1,68 @@
+"""Arguments that are part of the documented signature but whose behaviour is not built yet.
+
+Passing one of them raises `NotImplementedError`, so that nobody believes in a setting that does nothing. The README
+lists them until this table is empty; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+PENDING: dict[str, str] = {
+    "checkpoint": "checkpoints",
+    "resume": "checkpoints",
+    "checkpoint_every": "checkpoints",
+    "max_checkpoints": "checkpoints",
+    "checkpointer": "checkpoints",
+    "async_checkpointing": "checkpoints",
+    "reset_optimizer_on_resume": "checkpoints",
+    "model_saving_below": "thresholds of model saving",
+    "model_saving_above": "thresholds of model saving",
+    "save_last": "saving the last weights apart",
+    "patience": "early stopping",
+    "min_epochs": "early stopping",
+    "min_steps": "early stopping",
+    "max_time": "a limit of time",
+    "handlers": "safe checkpoints on errors",
+    "on_nonfinite": "reactions to losses that are not finite",
+    "spike_guard": "reactions to losses that are not finite",
+    "hang_timeout_s": "the watch for hung processes",
+    "preempt_exit_code": "pre-emption",
+    "auto_micro_batch": "recovery from running out of memory",
+    "on_bad_sample": "skipping of samples that cannot be read",
+    "monitor": "the monitor",
+    "tracker_offline": "delivery to trackers in the background",
+    "tracker_flush_s": "delivery to trackers in the background",
+    "profiler": "the profiler",
+    "enable_model_summary": "the model summary",
+    "preflight": "the checks before training",
+    "overfit_batches": "overfitting on a few batches",
+    "fast_dev_run": "trial runs",
+    "reload_dataloaders_every_n_epochs": "reloading of loaders",
+    "sync_batchnorm": "batch norm over processes",
+    "gradient_checkpointing": "recomputed activations",
+    "deterministic": "deterministic algorithms",
+    "benchmark": "cuDNN benchmarking",
+    "detect_anomaly": "anomaly detection",
+    "limit_test_batches": "testing",
+    "limit_predict_batches": "predicting",
+}
+
+SWITCHED_OFF: dict[str, Any] = {"checkpoint_every": None}
+"""Values, other than the default, that ask for nothing."""
+
+
+def refuse_pending(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuse every argument of `PENDING` that was given a value other than its default.
+
+    Raises:
+        NotImplementedError: One was; the message names it.
+    """
+    for name, what in PENDING.items():
+        harmless = (defaults[name], SWITCHED_OFF.get(name, defaults[name]))
+        if name in arguments and arguments[name] not in harmless:
+            message = (
+                f"Trainer({name}={arguments[name]!r}): {what} are not built yet in this version; leave `{name}` out"
+            )
+            raise NotImplementedError(message)

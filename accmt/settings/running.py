@@ -1,0 +1,91 @@
+"""What the Trainer was told about the run as a whole, and about failures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accmt.settings.checks import raise_wrong_value, require_choice, require_int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningSettings:
+    """Device, precision, seed, length and appearance of a run.
+
+    Args:
+        accelerator: An `accelerate.Accelerator`, or a dict of its arguments; None builds one from the launch.
+        mixed_precision: "no", "fp16" or "bf16"; None takes the launch's.
+        ddp_kwargs: Arguments of `accelerate.DistributedDataParallelKwargs`.
+        compile: Whether the model is compiled by `torch.compile`.
+        compile_kwargs: Arguments of `torch.compile`.
+        seed: Seed of everything random; None draws one.
+        deterministic: True makes torch use deterministic algorithms only, "warn" warns where there is none.
+        benchmark: Sets `torch.backends.cudnn.benchmark` during the run.
+        detect_anomaly: Whether autograd looks for the operation that made a NaN; slow.
+        gradient_checkpointing: Whether a transformers model recomputes activations to save memory; a dict gives
+            arguments.
+        sync_batchnorm: Whether batch norm uses statistics of all GPU processes.
+        fast_dev_run: Runs so many batches (True: 1) of each kind and writes nothing, to try a script.
+        profiler: "simple" for a table of times.
+        min_epochs: Epochs before which training does not end early.
+        min_steps: Updates before which training does not end early.
+        max_time: Longest time: "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
+        callbacks: A `Callback` or a list of them.
+        preflight: Whether disk, trackers and settings are tried before training.
+        verbose: False silences messages and progress bars.
+        enable_progress_bar: True shows a bar even where stderr is no terminal, False shows none, None decides by it.
+        enable_model_summary: Whether a table of the model's parts is printed at the start.
+    """
+
+    accelerator: Any = None
+    mixed_precision: str | None = None
+    ddp_kwargs: Mapping[str, Any] | None = None
+    compile: bool = False
+    compile_kwargs: Mapping[str, Any] | None = None
+    seed: int | None = None
+    deterministic: Any = False
+    benchmark: bool | None = None
+    detect_anomaly: bool = False
+    gradient_checkpointing: Any = False
+    sync_batchnorm: bool = False
+    fast_dev_run: bool | int = False
+    profiler: Any = None
+    min_epochs: int | None = None
+    min_steps: int | None = None
+    max_time: Any = None
+    callbacks: Any = None
+    preflight: bool = True
+    verbose: bool = True
+    enable_progress_bar: bool | None = None
+    enable_model_summary: bool = False
+
+    def __post_init__(self) -> None:
+        require_choice("mixed_precision", self.mixed_precision, (None, "no", "fp16", "bf16"))
+        if self.seed is not None:
+            require_int("seed", self.seed, at_least=0)
+        for name in ("compile_kwargs", "ddp_kwargs"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Mapping):
+                raise_wrong_value(name, value, "a dict of arguments", f"{name}={{...}}")
+        if self.compile_kwargs is not None and not self.compile:
+            raise_wrong_value("compile_kwargs", self.compile_kwargs, "compile=True beside it", "compile=True")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureSettings:
+    """What happens when something goes wrong.
+
+    Args:
+        handlers: `Handler`s that take a safe checkpoint before the error goes on.
+        on_nonfinite: "stop", "skip" or "rollback" on a loss that is not finite.
+        spike_guard: Treats a loss this many deviations above the recent mean as not finite; None is off.
+        hang_timeout_s: Seconds without progress after which a process counts as hung; None is off.
+        preempt_exit_code: Exit code after SIGTERM or SIGUSR1.
+    """
+
+    handlers: Any = None
+    on_nonfinite: str = "stop"
+    spike_guard: float | None = None
+    hang_timeout_s: float | None = None
+    preempt_exit_code: int = 143

@@ -1,0 +1,89 @@
+"""All settings of a Trainer in one frozen object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any, ClassVar
+
+from accmt.config import HyperParameters
+from accmt.settings.data import DataSettings
+from accmt.settings.evaluation import EvaluationSettings
+from accmt.settings.optimization import OptimizationSettings
+from accmt.settings.pending import refuse_pending
+from accmt.settings.running import FailureSettings, RunningSettings
+from accmt.settings.saving import CheckpointSettings, SavingSettings
+from accmt.settings.tracking import TrackingSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a Trainer was told.
+
+    Attributes:
+        hps: The hyper-parameters.
+        saving: About the model folder.
+        checkpoints: About checkpoints.
+        evaluation: About validation.
+        tracking: About logs and trackers.
+        optimization: About updates.
+        data: About batches.
+        running: About the run as a whole.
+        failures: About errors.
+    """
+
+    hps: HyperParameters
+    saving: SavingSettings
+    checkpoints: CheckpointSettings
+    evaluation: EvaluationSettings
+    tracking: TrackingSettings
+    optimization: OptimizationSettings
+    data: DataSettings
+    running: RunningSettings
+    failures: FailureSettings
+
+    GROUPS: ClassVar[dict[str, type]] = {
+        "saving": SavingSettings,
+        "checkpoints": CheckpointSettings,
+        "evaluation": EvaluationSettings,
+        "tracking": TrackingSettings,
+        "optimization": OptimizationSettings,
+        "data": DataSettings,
+        "running": RunningSettings,
+        "failures": FailureSettings,
+    }
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> Settings:
+        """Sort the Trainer's arguments into their groups and check them.
+
+        Args:
+            arguments: Every argument of the Trainer by name, `hps_config` included.
+
+        Raises:
+            ArgumentError: A value that cannot be.
+            HyperParameterError: A fault in the hyper-parameters.
+            NotImplementedError: An argument whose behaviour is not built yet.
+        """
+        refuse_pending(arguments, cls.defaults())
+        groups: dict[str, Any] = {
+            name: group(**{field.name: arguments[field.name] for field in fields(group) if field.name in arguments})
+            for name, group in cls.GROUPS.items()
+        }
+        return cls(hps=HyperParameters.from_config(arguments["hps_config"]), **groups)
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Return each argument's default by name; an argument without one is left out."""
+        every: list[Field[Any]] = [field for group in cls.GROUPS.values() for field in fields(group)]
+        return {field.name: field.default for field in every if field.default is not MISSING}
+
+    def to_arguments(self) -> dict[str, Any]:
+        """Return the arguments that give equal settings again, those at their default left out."""
+        arguments: dict[str, Any] = {"hps_config": self.hps.to_dict()}
+        defaults = self.defaults()
+        for name, group in self.GROUPS.items():
+            values = {field.name: getattr(getattr(self, name), field.name) for field in fields(group)}
+            arguments |= {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
+        arguments.update(arguments.pop("tracker_kwargs", {}))
+        return arguments

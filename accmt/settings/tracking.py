@@ -1,0 +1,50 @@
+"""What the Trainer was told about logging and trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+from accmt.settings.checks import raise_wrong_value
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingSettings:
+    """What is logged, how often and to whom.
+
+    Args:
+        track_name: Name of the project or experiment; None is the base name of `model_path`.
+        run_name: Name of this run; None is made of the time and a few letters.
+        logging_dir: Folder of logs, or the URL of the tracker's server.
+        log_with: A tracker or a list of them: `TensorBoard`, `MLFlow`, their names, or any Accelerate `GeneralTracker`.
+            `history.jsonl` is written in any case.
+        log_every: Updates from one row of training values to the next; -1 is one row at the end of each epoch.
+        train_loss_metric_name: Name of the training loss in the logs.
+        val_loss_metric_name: Name of the validation loss in the logs.
+        monitor: What else is measured and logged.
+        additional_tracker_config: Entries added to the run's configuration.
+        tracker_offline: "auto", True or False: whether a tracker that cannot be reached works offline.
+        tracker_flush_s: Seconds that the end of a run waits for trackers.
+        tracker_kwargs: Further keywords of the Trainer, handed to the trackers' start; `mlflow={...}` goes to that one
+            only.
+    """
+
+    track_name: str | None = None
+    run_name: str | None = None
+    logging_dir: str | PathLike[str] = "logs"
+    log_with: Any = None
+    log_every: int = 1
+    train_loss_metric_name: str = "train_loss"
+    val_loss_metric_name: str = "val_loss"
+    monitor: Any = None
+    additional_tracker_config: Mapping[str, Any] | None = None
+    tracker_offline: Any = "auto"
+    tracker_flush_s: float = 30
+    tracker_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        is_whole = isinstance(self.log_every, int) and not isinstance(self.log_every, bool)
+        if not is_whole or (self.log_every < 1 and self.log_every != -1):
+            raise_wrong_value("log_every", self.log_every, "updates from 1, or -1 for each epoch", "log_every=1")

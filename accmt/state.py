@@ -1,0 +1,203 @@
+"""What a run counts, what it is doing, and the protocol of parts with a state of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+Function = Literal["fit", "validate", "test", "predict", "tune"]
+Stage = Literal["train", "sanity_check", "validate", "test", "predict", "tune"]
+Progress = Literal["initializing", "running", "finished", "interrupted", "failed"]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A part whose state must survive a crash."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: JSON values and tensors."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+
+@dataclass
+class Status:
+    """What the Trainer is doing at this moment; nothing of it outlives the process.
+
+    Attributes:
+        fn: The Trainer's method that runs.
+        stage: The part of it that runs.
+        status: How far that method came.
+        is_last_training_batch: Whether the batch in work is the last of its epoch.
+        is_last_epoch: Whether the epoch in work is the last one planned.
+        interrupted: Whether Ctrl-C ended the run.
+    """
+
+    fn: Function | None = None
+    stage: Stage | None = None
+    status: Progress = "initializing"
+    is_last_training_batch: bool = False
+    is_last_epoch: bool = False
+    interrupted: bool = False
+
+
+@dataclass
+class Counters:
+    """Finished things, each counted once and the same on every process.
+
+    Attributes:
+        epoch: Finished epochs, which is also the index of the epoch in work.
+        train_step: Batches finished in this epoch, which is also the index of the batch in work.
+        epoch_step: Updates finished in this epoch.
+        batch_iteration: Batches finished since the start.
+        global_step: Updates (optimizer steps) finished since the start.
+        skipped_updates: Windows that ended without an update: the scaler met inf, or all weights were 0.
+        samples_seen: Training samples of all processes, each counted as often as it was trained on.
+        val_step: Batches finished in the evaluation in work, or in the last one.
+        eval_global_step: Batches of all evaluations.
+        evaluations_done: Finished evaluations; the sanity evaluation does not count.
+        last_evaluation_step: `global_step` of the last evaluation, None before the first.
+    """
+
+    epoch: int = 0
+    train_step: int = 0
+    epoch_step: int = 0
+    batch_iteration: int = 0
+    global_step: int = 0
+    skipped_updates: int = 0
+    samples_seen: int = 0
+    val_step: int = 0
+    eval_global_step: int = 0
+    evaluations_done: int = 0
+    last_evaluation_step: int | None = None
+
+
+@dataclass
+class TrainingState(Counters):
+    """The counters of a run, with read-only views of the rest. Module, Trainer and callbacks see this one object.
+
+    The counters change only through the `count_*` methods, which only the loop calls.
+
+    Attributes:
+        now: What the Trainer is doing.
+        grad_accum_steps: Batches in a window of the epoch in work.
+        num_processes: Processes that train together.
+        best: Best value so far of each quantity that a model is saved by.
+        metrics: Results of the last evaluation, by name.
+    """
+
+    now: Status = field(default_factory=Status)
+    grad_accum_steps: int = 1
+    num_processes: int = 1
+    best: Mapping[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def fn(self) -> Function | None:
+        """The Trainer's method that runs: fit, validate, test, predict or tune."""
+        return self.now.fn
+
+    @property
+    def stage(self) -> Stage | None:
+        """The part of it that runs: train, sanity_check, validate, test, predict or tune."""
+        return self.now.stage
+
+    @property
+    def status(self) -> Progress:
+        """How far it came: initializing, running, finished, interrupted or failed."""
+        return self.now.status
+
+    @property
+    def is_last_training_batch(self) -> bool:
+        """Whether the batch in work is the last of its epoch."""
+        return self.now.is_last_training_batch
+
+    @property
+    def is_last_epoch(self) -> bool:
+        """Whether the epoch in work is the last one planned."""
+        return self.now.is_last_epoch
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end."""
+        return self.now.status == "finished"
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended the run."""
+        return self.now.interrupted
+
+    @property
+    def batch_idx(self) -> int:
+        """Another name of `train_step`."""
+        return self.train_step
+
+    @property
+    def optimizer_step(self) -> int:
+        """Another name of `global_step`."""
+        return self.global_step
+
+    @property
+    def best_train_loss(self) -> float | None:
+        """Lowest training loss so far at an evaluation, where models are saved by it."""
+        return self.best.get("best_train_loss")
+
+    @property
+    def best_valid_loss(self) -> float | None:
+        """Lowest validation loss so far, where models are saved by it."""
+        return self.best.get("best_valid_loss")
+
+    def is_grad_accum_boundary(self, *, is_last_batch: bool = False) -> bool:
+        """Return whether the batch in work ends a window."""
+        return is_last_batch or (self.train_step + 1) % self.grad_accum_steps == 0
+
+    def count_batch(self) -> None:
+        """Count one finished batch of every process."""
+        self.train_step += 1
+        self.batch_iteration += 1
+
+    def count_update(self, num_samples: int, *, is_skipped: bool = False) -> None:
+        """Count one finished window: an update, or one that was skipped.
+
+        Args:
+            num_samples: Samples of the window over all processes.
+            is_skipped: Whether no update was made of it.
+        """
+        self.samples_seen += num_samples
+        if is_skipped:
+            self.skipped_updates += 1
+            return
+        self.global_step += 1
+        self.epoch_step += 1
+
+    def count_epoch(self) -> None:
+        """Count one finished epoch and begin the counts of the next."""
+        self.epoch += 1
+        self.train_step = 0
+        self.epoch_step = 0
+
+    def count_validation_batch(self) -> None:
+        """Count one finished batch of an evaluation."""
+        self.val_step += 1
+        self.eval_global_step += 1
+
+    def count_evaluation(self) -> None:
+        """Count one finished evaluation."""
+        self.evaluations_done += 1
+        self.last_evaluation_step = self.global_step
+
+    def begin_evaluation(self) -> None:
+        """Begin the batch count of an evaluation."""
+        self.val_step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters, and nothing that can be derived."""
+        values = asdict(self)
+        return {name: values[name] for name in Counters.__dataclass_fields__}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back the counters of `state_dict`."""
+        for name in Counters.__dataclass_fields__:
+            setattr(self, name, state[name])

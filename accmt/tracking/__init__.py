@@ -1,0 +1,35 @@
+"""Where the numbers of a run go: `history.jsonl` always, and the trackers that the user asked for."""
+
+from accmt.tracking.history import read_history
+from accmt.tracking.run_folder import RunPlace, default_run_name, default_track_name, is_url
+from accmt.tracking.specs import (
+    Aim,
+    ClearML,
+    CometML,
+    DVCLive,
+    MLFlow,
+    TensorBoard,
+    TrackerSpec,
+    WandB,
+    resolve_trackers,
+)
+from accmt.tracking.tracking import RunStatus, Tracking
+
+__all__ = [
+    "Aim",
+    "ClearML",
+    "CometML",
+    "DVCLive",
+    "MLFlow",
+    "RunPlace",
+    "RunStatus",
+    "TensorBoard",
+    "TrackerSpec",
+    "Tracking",
+    "WandB",
+    "default_run_name",
+    "default_track_name",
+    "is_url",
+    "read_history",
+    "resolve_trackers",
+]

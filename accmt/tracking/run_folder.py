@@ -1,0 +1,84 @@
+"""Names and places of a run: its folder, or the URL of the server that keeps it."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import string
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+DEFAULT_LOGGING_DIR = "logs"
+
+_HOST = re.compile(r"localhost|[\w.-]+:\d{1,5}", re.ASCII)
+
+
+def default_run_name() -> str:
+    """Make a readable name, the time first so that names sort: `2026-11-21_10-24-31-kqtz`.
+
+    Processes: each one would draw other letters; one draws them and tells the others.
+    """
+    letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(4))
+    return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{letters}"
+
+
+def default_track_name(model_path: str | os.PathLike[str]) -> str:
+    """Take the base name of `model_path`, which a trailing slash or `.` does not make empty."""
+    return Path(os.path.normpath(Path(model_path).absolute())).name or "accmt"
+
+
+def is_url(logging_dir: str | os.PathLike[str]) -> bool:
+    """Tell a tracker's server or database from a folder.
+
+    Args:
+        logging_dir: Anything with a scheme (`https://...`, `sqlite:///...`, but not `file:`), `databricks`,
+            `localhost` and `host:port`, with or without a path after it, are URLs; all else is a folder.
+    """
+    place = os.fspath(logging_dir)
+    if place.startswith("file:"):
+        return False
+    host = place.split("/", maxsplit=1)[0]
+    return "://" in place or place == "databricks" or _HOST.fullmatch(host) is not None
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """Where the records of one run go.
+
+    Args:
+        logging_dir: Folder of logs, or a URL as `is_url` tells it.
+        track_name: Project or experiment, as the user wrote it.
+        run_name: Name of this run, as the user wrote it.
+    """
+
+    logging_dir: str
+    track_name: str
+    run_name: str
+
+    @property
+    def url(self) -> str | None:
+        """The server or database with its scheme (`http://` where none was given), or None for a folder."""
+        if not is_url(self.logging_dir):
+            return None
+        has_scheme = "://" in self.logging_dir or self.logging_dir == "databricks"
+        return self.logging_dir if has_scheme else f"http://{self.logging_dir}"
+
+    @property
+    def base_folder(self) -> Path:
+        """The folder of all runs' logs; `logs` when `logging_dir` is a URL."""
+        if is_url(self.logging_dir):
+            return Path(DEFAULT_LOGGING_DIR)
+        is_file_uri = self.logging_dir.startswith("file:")
+        return Path(unquote(urlsplit(self.logging_dir).path) if is_file_uri else self.logging_dir)
+
+    @property
+    def run_folder(self) -> Path:
+        """`<base_folder>/<track_name>/<run_name>`, the names made fit for a file system."""
+        return self.base_folder / _folder_name(self.track_name) / _folder_name(self.run_name)
+
+
+def _folder_name(name: str) -> str:
+    return re.sub(r"[^\w.\- ]", "_", name).strip(" .") or "_"

@@ -1,0 +1,294 @@
+"""The Trainer: takes settings, checks them, builds a run and lets the loop do the work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accmt.callbacks import build_callbacks
+from accmt.config import HyperParameters
+from accmt.errors import ArgumentError, UnknownArgumentError, explain
+from accmt.messages import speaking
+from accmt.module import AcceleratorModule
+from accmt.settings import Settings
+from accmt.state import TrainingState
+from accmt.trainer_view import TrainerView
+
+ALIASES = {
+    "model_saving_aboce": "model_saving_above",
+    "callback": "callbacks",
+    "hooks": "callbacks",
+    "precision": "mixed_precision",
+}
+"""Other spellings of arguments, from the original's documentation and from other trainers."""
+
+
+class Trainer(TrainerView):
+    """Trains an `AcceleratorModule`.
+
+    The constructor only takes and checks settings: no process group, no file, no network before `fit`. Every argument
+    is documented in the class of `accmt.settings` that holds it, and in docs/arguments.md.
+
+    Args:
+        hps_config: The hyper-parameters: a YAML or JSON file, a dict, or a `HyperParameters` object.
+        model_path: Folder in which the model is saved.
+        **kwargs: For the trackers' start; `mlflow={...}` goes to that one only.
+
+    Raises:
+        HyperParameterError: Faults in the hyper-parameters, all at once.
+        ArgumentError: An argument with a value that cannot be.
+        UnknownArgumentError: An argument that does not exist; the message names the nearest.
+        NotImplementedError: An argument whose behaviour is not built yet.
+    """
+
+    def __init__(
+        self,
+        hps_config: str | PathLike[str] | Mapping[str, Any] | HyperParameters,
+        model_path: str | PathLike[str],
+        track_name: str | None = None,
+        checkpoint: str | PathLike[str] | None = None,
+        resume: Any = False,
+        model_saving: Any = "best_valid_loss",
+        evaluate_every_n_steps: float | None = None,
+        checkpoint_every: str | None = "epoch",
+        logging_dir: str | PathLike[str] = "logs",
+        log_with: Any = None,
+        log_every: int = 1,
+        grad_accumulation_steps: int | Mapping[int, int] | None = None,
+        clip_grad: float | None = None,
+        set_to_none: bool = True,
+        shuffle_train: bool = True,
+        shuffle_validation: bool = False,
+        sampler: Any = None,
+        model_saving_below: float | None = None,
+        model_saving_above: float | None = None,
+        collate_fn: Any = None,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+        compile: bool = False,  # noqa: A002 - the documented name
+        train_loss_metric_name: str = "train_loss",
+        val_loss_metric_name: str = "val_loss",
+        dataloader_pin_memory: bool = True,
+        dataloader_num_workers: int = 0,
+        report_loss_after_eval: bool = True,
+        handlers: Any = None,
+        eval_when_finish: bool = True,
+        eval_when_start: bool = False,
+        verbose: bool = True,
+        monitor: Any = None,
+        *,
+        sampler_val: Any = None,
+        batch_sampler: Any = None,
+        collate_fn_train: Any = None,
+        collate_fn_val: Any = None,
+        dataloader_drop_last: bool = False,
+        shard_dataloaders: bool = True,
+        reload_dataloaders_every_n_epochs: int = 0,
+        limit_train_batches: float = 1.0,
+        limit_val_batches: float = 1.0,
+        limit_test_batches: float = 1.0,
+        limit_predict_batches: float = 1.0,
+        overfit_batches: float = 0.0,
+        fast_dev_run: bool | int = False,
+        batch_device_placement: bool = True,
+        on_bad_sample: str = "raise",
+        min_epochs: int | None = None,
+        min_steps: int | None = None,
+        max_time: Any = None,
+        evaluate_every_n_epochs: int = 1,
+        num_sanity_val_steps: int = 2,
+        clip_grad_type: str = "norm",
+        patience: Any = None,
+        seed: int | None = None,
+        deterministic: Any = False,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        detect_anomaly: bool = False,
+        gradient_checkpointing: Any = False,
+        sync_batchnorm: bool = False,
+        auto_micro_batch: bool = False,
+        max_checkpoints: int | None = None,
+        checkpointer: Any = None,
+        async_checkpointing: bool = True,
+        enable_checkpointing: bool = True,
+        reset_optimizer_on_resume: bool = False,
+        save_last: bool = False,
+        metrics: Any = None,
+        callbacks: Any = None,
+        run_name: str | None = None,
+        additional_tracker_config: Mapping[str, Any] | None = None,
+        tracker_offline: Any = "auto",
+        tracker_flush_s: float = 30,
+        profiler: Any = None,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool = False,
+        accelerator: Any = None,
+        mixed_precision: str | None = None,
+        ddp_kwargs: Mapping[str, Any] | None = None,
+        compile_kwargs: Mapping[str, Any] | None = None,
+        on_nonfinite: str = "stop",
+        spike_guard: float | None = None,
+        hang_timeout_s: float | None = None,
+        preempt_exit_code: int = 143,
+        preflight: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        given = dict(locals())  # the one place that names every argument is the signature above
+        tracker_kwargs = given.pop("kwargs")
+        arguments = {name: value for name, value in given.items() if name not in ("self", "__class__")}
+        arguments = _resolve_aliases(arguments, tracker_kwargs)
+        _check_tracker_kwargs(tracker_kwargs, list(arguments), has_tracker=bool(log_with))
+        self.settings = Settings.from_arguments(arguments | {"tracker_kwargs": tracker_kwargs})
+        build_callbacks(self.settings.running.callbacks)
+        self.state = TrainingState()
+
+    def fit(
+        self,
+        module: AcceleratorModule | str | tuple[Any, ...],
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        **kwargs: Any,
+    ) -> TrainingState:
+        """Train a module. May be called again, for another run.
+
+        Processes: collective.
+
+        Args:
+            module: An `AcceleratorModule`; or a transformers model: its path, or `(path, type)` as in `from_hf`.
+            train_dataset: A dataset, an iterable dataset, a `datasets` dataset or a DataLoader; None where the module
+                has `get_train_dataloader`.
+            val_dataset: The same for validation; None trains without.
+            **kwargs: For `from_pretrained`, where `module` is a path.
+
+        Returns:
+            The counters of the finished run.
+
+        Raises:
+            ModuleContractError: The module, a callback or a step does not keep the contract.
+            DataError: There are no training data, or they are empty.
+            SavingError: `model_path` or `logging_dir` cannot be written.
+            ArgumentError: Settings that contradict each other, or keywords that nobody reads.
+        """
+        from accmt.loop.fit import fit
+        from accmt.loop.setup import build_run
+
+        module = _as_module(module, kwargs)
+        with speaking(verbose=self.settings.running.verbose):
+            self.state = TrainingState()
+            self._run = build_run(self, module, train_dataset, val_dataset)
+            fit(self._run)
+        return self.state
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainingState:
+        """Do what `fit` does; the name that other trainers have for it."""
+        return self.fit(*args, **kwargs)
+
+    def save_model(self, path: str | PathLike[str] | None = None) -> None:
+        """Save the current weights, as the best ones are saved.
+
+        Processes: collective.
+
+        Args:
+            path: A folder; None is `model_path`.
+
+        Raises:
+            RuntimeError: There was no run yet.
+            OSError: The folder cannot be written.
+        """
+        from accmt.loop.saver import save_model
+
+        save_model(self.run, self.settings.saving.folder if path is None else Path(path))
+
+    def do_backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a scaled loss to those of the window; a subclass may replace it."""
+        self.run.stepper.backward(loss)
+
+    def do_opt_step(self) -> bool:
+        """Make the update of a window; a subclass may replace it.
+
+        Returns:
+            Whether the optimizer really stepped; if not, neither schedule nor counters advance.
+        """
+        return self.run.stepper.step()
+
+    def do_zero_grad(self) -> None:
+        """Begin the next window without gradients; a subclass may replace it."""
+        self.run.stepper.zero_grad()
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that make an equal Trainer, those at their default left out."""
+        return self.settings.to_arguments()
+
+    @classmethod
+    def from_config(cls, config: str | PathLike[str] | Mapping[str, Any], **kwargs: Any) -> Trainer:
+        """Make a Trainer of a YAML or JSON file, or a dict, of its arguments.
+
+        Args:
+            config: The arguments; `hps_config` may be a path or the hyper-parameters themselves.
+            **kwargs: Arguments that no file can hold, such as `log_with`, `sampler` and `collate_fn`; they win.
+
+        Raises:
+            ArgumentError: The file holds no mapping.
+            FileNotFoundError: There is no such file.
+        """
+        arguments = config
+        if not isinstance(config, Mapping):
+            import yaml
+
+            arguments = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+        if not isinstance(arguments, Mapping):
+            raise ArgumentError(
+                explain(
+                    f"Trainer.from_config({config!r})",
+                    type(arguments).__name__,
+                    "arguments by name",
+                    "model_path: out/x",
+                )
+            )
+        return cls(**{**arguments, **kwargs})
+
+
+def _resolve_aliases(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Move arguments under other spellings from `extra` to their own names."""
+    resolved = dict(arguments)
+    for alias in [name for name in extra if name in ALIASES]:
+        name = ALIASES[alias]
+        if resolved[name] != Settings.defaults()[name]:
+            raise UnknownArgumentError(
+                explain(f"Trainer({alias}=..., {name}=...)", "both", "one of them", f"drop {alias}")
+            )
+        resolved[name] = extra.pop(alias)
+    return resolved
+
+
+def _check_tracker_kwargs(extra: Mapping[str, Any], names: list[str], *, has_tracker: bool) -> None:
+    """Refuse keywords that look like a misspelt argument, and all of them where there is no tracker to take them."""
+    for name in extra:
+        nearest = get_close_matches(name, names, n=1, cutoff=0.8 if has_tracker else 0.0)
+        if not nearest:
+            continue
+        expected = "an argument of Trainer" + (
+            " or of a tracker's start" if has_tracker else "; no tracker is given to take others"
+        )
+        raise UnknownArgumentError(
+            explain(f"Trainer({name}=...)", "an argument that does not exist", expected, f"did you mean {nearest[0]}?")
+        )
+
+
+def _as_module(module: Any, kwargs: dict[str, Any]) -> Any:
+    if isinstance(module, str | PathLike):
+        return AcceleratorModule.from_hf(module, **kwargs)
+    if isinstance(module, tuple):
+        return AcceleratorModule.from_hf(*module, **kwargs)
+    if kwargs:
+        got, expected = (
+            f"the keywords {sorted(kwargs)}",
+            "keywords only where `module` is the path of a transformers model",
+        )
+        raise UnknownArgumentError(explain("fit", got, expected, "give them to the Trainer, or to your module"))
+    return module

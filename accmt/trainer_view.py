@@ -1,0 +1,132 @@
+"""What can be read off a Trainer."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accmt.processes import is_main_process, num_processes
+
+if TYPE_CHECKING:
+    import torch
+
+    from accmt.config import HyperParameters
+    from accmt.loop.run import Run
+    from accmt.settings import Settings
+    from accmt.state import TrainingState
+
+
+class TrainerView:
+    """The read-only properties of a Trainer; those of a run say so, and need one that has begun.
+
+    Attributes:
+        settings: What the Trainer was told.
+        state: The counters of the current or last run.
+    """
+
+    settings: Settings
+    state: TrainingState
+    _run: Run | None = None
+
+    @property
+    def hps(self) -> HyperParameters:
+        """The hyper-parameters."""
+        return self.settings.hps
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the main process."""
+        return is_main_process()
+
+    is_global_zero = is_main
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether several processes train together."""
+        return num_processes() > 1
+
+    @property
+    def run(self) -> Run:
+        """The current or last run.
+
+        Raises:
+            RuntimeError: There was none yet.
+        """
+        if self._run is None:
+            raise RuntimeError("there is no run yet: call fit first")
+        return self._run
+
+    @property
+    def device(self) -> torch.device:
+        """Where model and batches of the run are."""
+        return self.run.device
+
+    @property
+    def global_step(self) -> int:
+        """Updates finished."""
+        return self.state.global_step
+
+    @property
+    def current_epoch(self) -> int:
+        """Index of the epoch in work."""
+        return self.state.epoch
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the batch in work is the last of its epoch."""
+        return self.state.is_last_training_batch
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended the last run."""
+        return self.state.interrupted
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The torch DataLoader of the run's training data."""
+        return self.run.train_loader.dataloader
+
+    @property
+    def val_dataloaders(self) -> list[Any]:
+        """The torch DataLoaders of the run's validation data."""
+        return [loader.dataloader for loader in self.run.val_loaders.values()]
+
+    @property
+    def estimated_global_steps_per_epoch(self) -> int | None:
+        """Updates of the epoch in work; None if the data have no length."""
+        return self.run.updates_per_epoch(self.state.epoch)
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """Updates of the whole run; infinite if nothing bounds it."""
+        from accmt.loop.setup import count_updates
+
+        run = self.run
+        updates = count_updates(run.cadence, run.train_loader.num_rounds, self.settings.optimization)
+        return math.inf if updates is None else updates
+
+    @property
+    def log_dir(self) -> Path:
+        """The run's folder of logs, the same on every process."""
+        return self.run.tracking.run_folder
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The trackers of the run in work, on the main process."""
+        return list(self.run.tracking.loggers)
+
+    @property
+    def logger(self) -> Any:
+        """The first of `loggers`, or None."""
+        return next(iter(self.loggers), None)
+
+    tracker = logger
+
+    @property
+    def dashboard_command(self) -> str | None:
+        """The command that shows the run in a browser, or None where no tracker has one."""
+        command = self.run.tracking.dashboard_command()
+        return shlex.join(command).replace(os.getcwd() + os.sep, "") if command else None  # noqa: PTH109 - a text

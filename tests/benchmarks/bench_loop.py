@@ -1,0 +1,255 @@
+"""Microseconds per step of this loop, of a loop written by hand with Accelerate, and of plain torch.
+
+    make bench
+
+All train the same small network (64-256-10, batch 32, AdamW, one thread) on the same samples in memory, so that the
+loop is measured, not the mathematics. Each round builds every contestant anew, lets it run one epoch to warm up and
+times a second one; the rounds alternate the order. The ratio is that of the medians. accmt takes fused AdamW by itself;
+therefore each peer is shown with it too, and accmt without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from torch.utils.tensorboard import SummaryWriter
+
+from accmt import AcceleratorModule, Callback, TensorBoard, Trainer
+
+BATCH_SIZE = 32
+LOG_EVERY = 10
+NUM_VALIDATION = 640
+LR = 1e-3
+
+Sample = tuple[Tensor, Tensor]
+Epoch = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Contestants that do the same work; each returns the seconds of one warm epoch."""
+
+    title: str
+    reference: str
+    contestants: dict[str, Callable[[], float]]
+
+
+def make_samples(count: int) -> list[Sample]:
+    """Make random samples: inputs `[64]` and a label."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, labels = torch.randn(count, 64, generator=generator), torch.randint(10, (count,), generator=generator)
+    return list(zip(inputs, labels, strict=True))
+
+
+def build_model() -> nn.Module:
+    """Build the network that all train."""
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def time_second(epoch: Epoch) -> float:
+    """Run an epoch twice and return the seconds of the second time."""
+    epoch()
+    gc.collect()
+    start = time.perf_counter()
+    epoch()
+    return time.perf_counter() - start
+
+
+def run_torch(train: list[Sample], *, fused: bool | None = None) -> float:
+    """Time plain torch."""
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=fused)
+    loader = DataLoader(train, BATCH_SIZE, shuffle=True)
+
+    def epoch() -> None:
+        for inputs, labels in loader:
+            loss = functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return time_second(epoch)
+
+
+def run_accelerate(train: list[Sample], *, fused: bool | None = None) -> float:
+    """Time the loop of Accelerate's documentation."""
+    accelerator = Accelerator(cpu=True)
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=fused)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(train, BATCH_SIZE, shuffle=True))
+
+    def epoch() -> None:
+        for inputs, labels in loader:
+            loss = functional.cross_entropy(model(inputs), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return time_second(epoch)
+
+
+def run_accelerate_in_use(train: list[Sample], validation: list[Sample], *, fused: bool | None = None) -> float:
+    """Time that loop with clipping, TensorBoard every 10 updates, and validation after the epoch."""
+    accelerator = Accelerator(cpu=True)
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=fused)
+    loaders = DataLoader(train, BATCH_SIZE, shuffle=True), DataLoader(validation, BATCH_SIZE)
+    model, optimizer, train_loader, validation_loader = accelerator.prepare(model, optimizer, *loaders)
+
+    def train_epoch(writer: SummaryWriter) -> None:
+        model.train()
+        for step, (inputs, labels) in enumerate(train_loader):
+            loss = functional.cross_entropy(model(inputs), labels)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % LOG_EVERY == 0:
+                writer.add_scalar("train_loss", loss.item(), step)
+
+    @torch.inference_mode()
+    def validate(writer: SummaryWriter) -> None:
+        model.eval()
+        losses = []
+        for inputs, labels in validation_loader:
+            loss = functional.cross_entropy(model(inputs), labels)
+            losses.append(accelerator.gather_for_metrics(loss.repeat(len(labels))))
+        writer.add_scalar("val_loss", torch.cat(losses).mean().item(), 0)
+
+    def epoch() -> None:
+        train_epoch(writer)
+        validate(writer)
+
+    with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as writer:
+        return time_second(epoch)
+
+
+class Classifier(AcceleratorModule):
+    """The network as a module of accmt."""
+
+    def __init__(self) -> None:
+        self.model = build_model()
+
+    def step(self, batch: list[Tensor]) -> Tensor:
+        """Return the mean loss of the batch."""
+        inputs, labels = batch
+        return functional.cross_entropy(self.model(inputs), labels)
+
+
+class EpochTimer(Callback):
+    """Keeps the seconds of the last epoch, its validation included."""
+
+    order = float("inf")
+
+    def on_epoch_start(self) -> None:
+        """Start the clock."""
+        gc.collect()
+        self.start = time.perf_counter()
+
+    def on_epoch_end(self) -> None:
+        """Stop the clock."""
+        self.seconds = time.perf_counter() - self.start
+
+
+@contextmanager
+def build_trainer(timer: EpochTimer, *, fused: bool | None = None, **arguments: object) -> Iterator[Trainer]:
+    """Build a Trainer of two epochs that leaves nothing behind."""
+    optim = {"type": "AdamW", "lr": LR} | ({} if fused is None else {"fused": fused})
+    with tempfile.TemporaryDirectory() as folder:
+        yield Trainer(
+            hps_config={"epochs": 2, "batch_size": BATCH_SIZE, "optim": optim},
+            model_path=Path(folder) / "model",
+            logging_dir=Path(folder) / "logs",
+            model_saving=None,
+            checkpoint_every=None,
+            accelerator={"cpu": True},
+            callbacks=timer,
+            verbose=False,
+            **arguments,
+        )
+
+
+def run_accmt(train: list[Sample], *, fused: bool | None = None) -> float:
+    """Time accmt with all that can be off, off."""
+    timer = EpochTimer()
+    with build_trainer(timer, fused=fused, log_every=-1) as trainer:
+        trainer.fit(Classifier(), train)
+    return timer.seconds
+
+
+def run_accmt_in_use(train: list[Sample], validation: list[Sample], *, fused: bool | None = None) -> float:
+    """Time accmt with clipping, TensorBoard every 10 updates, and validation after the epoch."""
+    timer = EpochTimer()
+    with build_trainer(timer, fused=fused, log_every=LOG_EVERY, log_with=TensorBoard, clip_grad=1.0) as trainer:
+        trainer.fit(Classifier(), train, validation)
+    return timer.seconds
+
+
+def build_contests(num_steps: int) -> list[Contest]:
+    """Return the two contests, over epochs of so many steps."""
+    train, validation = make_samples(num_steps * BATCH_SIZE), make_samples(NUM_VALIDATION)
+    loop_only = {
+        "plain torch": lambda: run_torch(train),
+        "plain torch, fused": lambda: run_torch(train, fused=True),
+        "hand-written Accelerate": lambda: run_accelerate(train),
+        "hand-written Accelerate, fused": lambda: run_accelerate(train, fused=True),
+        "accmt": lambda: run_accmt(train),
+        "accmt, not fused": lambda: run_accmt(train, fused=False),
+    }
+    in_use = {
+        "hand-written Accelerate": lambda: run_accelerate_in_use(train, validation),
+        "hand-written Accelerate, fused": lambda: run_accelerate_in_use(train, validation, fused=True),
+        "accmt": lambda: run_accmt_in_use(train, validation),
+        "accmt, not fused": lambda: run_accmt_in_use(train, validation, fused=False),
+    }
+    return [
+        Contest("loop only", "hand-written Accelerate", loop_only),
+        Contest("clip, TensorBoard every 10, validation", "hand-written Accelerate", in_use),
+    ]
+
+
+def measure(contest: Contest, num_steps: int, num_rounds: int) -> dict[str, list[float]]:
+    """Run all rounds and return the microseconds per step of each contestant, round by round."""
+    times: dict[str, list[float]] = {name: [] for name in contest.contestants}
+    names = list(contest.contestants)
+    for number in range(num_rounds):
+        for name in names if number % 2 == 0 else reversed(names):
+            times[name].append(contest.contestants[name]() / num_steps * 1e6)
+    return times
+
+
+def print_table(contest: Contest, times: dict[str, list[float]]) -> None:
+    """Print medians, minima and the ratio of the medians to the reference."""
+    reference = statistics.median(times[contest.reference])
+    print(f"\n| {contest.title} | median us | minimum us | x {contest.reference} |\n|---|---|---|---|")
+    for name, values in times.items():
+        median = statistics.median(values)
+        print(f"| {name} | {median:.0f} | {min(values):.0f} | {median / reference:.2f} |", flush=True)
+
+
+def main() -> None:
+    """Run both contests on one thread."""
+    parser = argparse.ArgumentParser(description="Time the training loop beside its peers.")
+    parser.add_argument("--steps", type=int, default=500, help="steps of an epoch")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds, each with every contestant")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for contest in build_contests(options.steps):
+        print_table(contest, measure(contest, options.steps, options.rounds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+import io
+import re
+import threading
+from time import perf_counter, sleep
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from accmt.callbacks.dispatch import find_hooks
+from accmt.callbacks.progress import ProgressBar
+from accmt.state import TrainingState
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def make(stream, *, total=100, **options):
+    bar = ProgressBar(stream=stream, **options)
+    bar.trainer = SimpleNamespace(estimated_stepping_batches=total)
+    bar.state = TrainingState()
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.0025)
+    bar.module = SimpleNamespace(optimizer=optimizer)
+    return bar
+
+
+def train(bar, updates, *, seconds=0.0, samples=8):
+    for _ in range(updates):
+        sleep(seconds)
+        bar.state.global_step += 1
+        bar.state.samples_seen += samples
+        bar.on_update_end()
+
+
+def test_its_methods_are_hooks():
+    expected = {"on_fit_start", "on_epoch_start", "on_update_end", "on_log", "on_evaluation_start", "on_evaluation_end"}
+    assert set(find_hooks(ProgressBar())) == expected | {"on_fit_end"}
+
+
+@pytest.mark.feature("L56")
+def test_a_terminal_shows_loss_lr_speed_and_time_left():
+    stream = Terminal()
+    bar = make(stream)
+    bar.on_fit_start()
+    bar.on_epoch_start()
+    train(bar, 10, seconds=0.002)
+    bar.on_log(values={"train_loss": 1.25, "other": 3.0})
+    bar.on_fit_end()
+    last = stream.getvalue().split("\r")[-1]
+    assert "epoch 1" in last
+    assert "10/100" in last
+    assert "loss=1.25" in last
+    assert "lr=0.0025" in last
+    assert re.search(r"samples/s=\d", last)
+    assert re.search(r"\[\d\d:\d\d<\d\d:\d\d", last)
+    assert "other" not in last
+
+
+@pytest.mark.feature("L56")
+def test_without_a_terminal_nothing_is_drawn():
+    stream = io.StringIO()
+    bar = make(stream)
+    bar.on_fit_start()
+    bar.on_epoch_start()
+    train(bar, 3)
+    bar.on_evaluation_start()
+    bar.on_evaluation_end(metrics={"val_loss": 1.0})
+    bar.on_fit_end()
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.feature("L56")
+def test_asked_for_it_is_drawn_anywhere_and_refused_nowhere():
+    plain, terminal = io.StringIO(), Terminal()
+    for stream, enable in ((plain, True), (terminal, False)):
+        bar = make(stream, enable=enable)
+        bar.on_fit_start()
+        train(bar, 1)
+        bar.on_fit_end()
+    assert "1/100" in plain.getvalue()
+    assert terminal.getvalue() == ""
+
+
+def test_stderr_is_looked_up_when_the_run_starts(capsys):
+    bar = make(None, enable=True)
+    bar.on_fit_start()
+    train(bar, 1)
+    bar.on_fit_end()
+    captured = capsys.readouterr()
+    assert "1/100" in captured.err
+    assert captured.out == ""
+
+
+def test_speed_is_measured_over_samples_and_leaves_evaluations_out(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("accmt.callbacks.progress.perf_counter", lambda: now[0])
+    stream = Terminal()
+    bar = make(stream)
+
+    def update_of_half_a_second():
+        now[0] += 0.5
+        train(bar, 1, samples=10)
+
+    bar.on_fit_start()
+    for _ in range(3):
+        update_of_half_a_second()
+    bar.on_evaluation_start()
+    now[0] += 60
+    bar.on_evaluation_end(metrics={})
+    update_of_half_a_second()
+    bar.on_fit_end()
+    assert set(re.findall(r"samples/s=(\S+)\]", stream.getvalue())) == {"20"}
+
+
+def test_a_continued_run_starts_where_it_was():
+    stream = Terminal()
+    bar = make(stream)
+    bar.state.global_step, bar.state.samples_seen = 40, 10**9
+    bar.on_fit_start()
+    train(bar, 2, seconds=0.001)
+    bar.on_fit_end()
+    last = stream.getvalue().split("\r")[-1]
+    assert "42/100" in last
+    speed = float(re.search(r"samples/s=([\d.e+]+)", last).group(1))
+    assert speed < 1e5
+
+
+def test_a_run_without_a_known_end_counts_only():
+    stream = Terminal()
+    bar = make(stream, total=float("inf"))
+    bar.on_fit_start()
+    train(bar, 5)
+    bar.on_fit_end()
+    assert "5 updates [" in stream.getvalue()
+
+
+def test_evaluations_are_announced_and_their_results_stay():
+    stream = Terminal()
+    bar = make(stream)
+    bar.on_fit_start()
+    bar.on_evaluation_start()
+    assert "evaluating" in stream.getvalue()
+    bar.on_evaluation_end(metrics={"accuracy": 0.975})
+    train(bar, 1)
+    bar.on_fit_end()
+    last = stream.getvalue().split("\r")[-1]
+    assert "accuracy=0.975" in last
+    assert "evaluating" not in last
+
+
+@pytest.mark.feature("L91")
+def test_shown_values_replace_their_former_ones():
+    stream = Terminal()
+    bar = make(stream)
+    bar.on_fit_start()
+    bar.show({"grad_norm": 7.0})
+    bar.show({"grad_norm": 9.0})
+    bar.on_fit_end()
+    last = stream.getvalue().split("\r")[-1]
+    assert "grad_norm=9" in last
+    assert "grad_norm=7" not in last
+
+
+def test_a_second_fit_forgets_the_first():
+    bar = make(Terminal())
+    bar.on_fit_start()
+    bar.on_log(values={"train_loss": 1.25})
+    bar.on_fit_end()
+    bar._stream = second = Terminal()
+    bar.state = TrainingState()
+    bar.on_fit_start()
+    bar.on_fit_end()
+    assert "loss" not in second.getvalue()
+
+
+def test_several_optimizers_show_no_single_lr():
+    stream = Terminal()
+    bar = make(stream)
+    bar.module.optimizer = [bar.module.optimizer, bar.module.optimizer]
+    bar.on_fit_start()
+    train(bar, 1)
+    bar.on_fit_end()
+    assert "lr=" not in stream.getvalue()
+
+
+def test_it_draws_at_most_ten_times_a_second():
+    stream = Terminal()
+    bar = make(stream, total=10**6)
+    bar.on_fit_start()
+    before = stream.getvalue().count("\r")
+    began = perf_counter()
+    while perf_counter() - began < 0.35:
+        train(bar, 1)
+    assert stream.getvalue().count("\r") - before <= 5
+    bar.on_fit_end()
+
+
+def test_it_starts_no_thread():
+    before = threading.active_count()
+    bar = make(Terminal())
+    bar.on_fit_start()
+    train(bar, 3)
+    assert threading.active_count() == before
+    bar.on_fit_end()
+
+
+def test_an_update_that_draws_nothing_costs_under_two_microseconds():
+    bar = make(Terminal())
+    bar.on_fit_start()
+    train(bar, 1)
+    hook, best = bar.on_update_end, float("inf")
+    for _ in range(20):
+        bar._next_drawing = perf_counter() + 60
+        began = perf_counter()
+        for _ in range(1000):
+            hook()
+        best = min(best, (perf_counter() - began) / 1000)
+    assert best < 2e-6
+    bar.on_fit_end()

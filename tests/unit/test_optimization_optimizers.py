@@ -1,0 +1,112 @@
+from copy import deepcopy
+
+import pytest
+import torch
+
+from accmt.config import HyperParameters
+from accmt.config.names import optimizer_names
+from accmt.errors import HyperParameterError, ModuleContractError
+from accmt.optimization import build_optimizer
+
+
+class Picky(torch.optim.SGD):
+    """Refuses what only the real parameters show."""
+
+    def __init__(self, params, lr=0.1):
+        params = list(params)
+        if len(params) < 2:
+            raise ValueError("one parameter is too few")
+        super().__init__(params, lr=lr)
+
+
+def weights(dtype=torch.float32):
+    return torch.nn.Parameter(torch.ones(3, 2, dtype=dtype))
+
+
+def train(optimizer, weight, steps):
+    for step in range(steps):
+        gradient = torch.full_like(weight, 0.1 * (step + 1))
+        weight.grad = gradient.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else gradient
+        optimizer.step()
+
+
+@pytest.mark.feature("D16")
+@pytest.mark.parametrize("name", optimizer_names())
+def test_every_optimizer_builds_steps_and_continues_from_its_state(name):
+    hps = HyperParameters(optim=name, optim_kwargs={"lr": 0.01})
+    weight = weights()
+    optimizer = build_optimizer(hps, [weight])
+    assert type(optimizer) is hps.optimizer_class
+    train(optimizer, weight, 10)
+    assert not torch.equal(weight, weights())
+
+    copy = torch.nn.Parameter(weight.detach().clone())
+    resumed = build_optimizer(hps, [copy])
+    resumed.load_state_dict(deepcopy(optimizer.state_dict()))  # loading shares its tensors
+    train(optimizer, weight, 3)
+    train(resumed, copy, 3)
+    assert torch.equal(weight, copy)
+
+
+@pytest.mark.feature("D16")
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_the_fused_implementation_is_used_where_it_works(name):
+    assert build_optimizer(HyperParameters(optim=name), [weights()]).defaults["fused"] is True
+
+
+@pytest.mark.parametrize("said", [{"fused": False}, {"fused": None}, {"foreach": True}, {"differentiable": True}])
+def test_an_implementation_that_the_user_chose_stays(said):
+    optimizer = build_optimizer(HyperParameters(optim="AdamW", optim_kwargs=said), [weights()])
+    assert not optimizer.defaults["fused"]
+
+
+def test_types_that_cannot_be_fused_are_left_to_the_ordinary_implementation():
+    weight = weights(torch.complex64)
+    optimizer = build_optimizer(HyperParameters(optim="AdamW"), [weight])
+    assert not optimizer.defaults["fused"]
+    train(optimizer, weight, 1)
+    assert weight.isfinite().all()
+
+
+def test_the_fused_trial_does_not_touch_random_numbers_weights_or_the_hyper_parameters():
+    hps, weight, before = HyperParameters(optim="AdamW"), weights(), torch.get_rng_state()
+    build_optimizer(hps, [weight])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(weight, weights())
+    assert "optim.fused" not in hps.get_config()
+
+
+def test_adafactor_with_lr_moves_by_that_lr():
+    optimizer = build_optimizer(
+        HyperParameters(optim="Adafactor", optim_kwargs={"lr": 0.5, "scale_parameter": False}), [weights()]
+    )
+    assert (optimizer.defaults["relative_step"], optimizer.defaults["scale_parameter"]) == (False, False)
+    assert build_optimizer(HyperParameters(optim="Adafactor"), [weights()]).defaults["relative_step"] is True
+
+
+def test_a_frozen_parameter_is_trained_once_it_is_thawed():
+    frozen, trained = weights().requires_grad_(False), weights()
+    optimizer = build_optimizer(HyperParameters(optim_kwargs={"lr": 1.0}), iter([frozen, trained]))
+    train(optimizer, trained, 1)
+    assert torch.equal(frozen, weights())
+    frozen.requires_grad_(True)
+    train(optimizer, frozen, 1)
+    assert torch.allclose(frozen, weights() - 0.1)
+
+
+@pytest.mark.parametrize("parameters", [[], [weights().requires_grad_(False)]])
+def test_nothing_to_train_is_a_contract_error(parameters):
+    with pytest.raises(ModuleContractError, match=f"{len(parameters)} parameters, none with requires_grad=True"):
+        build_optimizer(HyperParameters(), parameters)
+
+
+@pytest.mark.parametrize(
+    ("optim", "parameter", "message"),
+    [
+        ("Muon", torch.nn.Parameter(torch.ones(3)), "HyperParameters optim\n  got: Muon: .*2D"),
+        (Picky, weights(), "Picky: one parameter is too few"),
+    ],
+)
+def test_a_refusal_of_the_real_parameters_names_the_place(optim, parameter, message):
+    with pytest.raises(HyperParameterError, match=message):
+        build_optimizer(HyperParameters(optim=optim), [parameter])

@@ -1,0 +1,184 @@
+import logging
+import math
+import os
+import time
+
+import mlflow
+import pytest
+from accelerate.state import PartialState
+from accelerate.tracking import MLflowTracker
+from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, _validate_metric_name, _validate_param_name
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from accmt.tracking.adapters import MLFlowRun, TensorBoardRun, clean_mlflow_name
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """One MLflow database for all tests of trackers: making one takes seconds."""
+    folder = tmp_path_factory.getbasetemp() / "logs with space"
+    folder.mkdir(exist_ok=True)
+    return f"sqlite:///{folder}/mlflow.db"
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    PartialState(cpu=True)
+    yield
+    PartialState._reset_state()
+
+
+@pytest.fixture
+def run(store):
+    run = MLFlowRun(store, is_quiet=True, experiment_name="adapters", run_name="unit")
+    run.start()
+    yield run
+    run.finish()
+
+
+def read(store, run):
+    return mlflow.MlflowClient(store).get_run(run.run_id)
+
+
+@pytest.mark.parametrize(
+    ("name", "cleaned"),
+    [
+        ("train_loss", "train_loss"),
+        ("val/f1", "val/f1"),
+        ("f1@0.5", "f1_at_0.5"),
+        ("memory%", "memory_percent"),
+        ("acc (top 5)", "acc _top 5_"),
+        ("/leading", "leading"),
+        ("a//b/", "a/b"),
+        ("a/../../b", "b"),
+        ("..", "_"),
+        ("", "_"),
+        ("größe", "größe"),
+    ],
+)
+def test_names_are_cleaned_for_mlflow(name, cleaned):
+    assert clean_mlflow_name(name) == cleaned
+    _validate_metric_name(cleaned)
+    _validate_param_name(cleaned)
+
+
+def test_long_names_leave_room_for_a_digest():
+    assert len(clean_mlflow_name("x" * 400)) + len("_12345678") == 250
+
+
+@pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
+@pytest.mark.feature("D27")
+def test_mlflow_runs_end_with_the_status_they_had(store, status):
+    run = MLFlowRun(store, is_quiet=True, experiment_name="adapters", run_name=status)
+    run.start()
+    assert read(store, run).info.status == "RUNNING"
+    run.finish(status)
+    assert read(store, run).info.status == status
+    assert mlflow.active_run() is None
+
+
+def test_the_right_run_ends_where_the_user_opened_another_inside(store):
+    run = MLFlowRun(store, is_quiet=True, experiment_name="adapters")
+    run.start()
+    with mlflow.start_run(nested=True) as inner:
+        run.log({"loss": 1.0}, 1)
+        run.finish("KILLED")
+        assert read(store, run).info.status == "KILLED"
+        assert mlflow.MlflowClient(store).get_run(inner.info.run_id).info.status == "RUNNING"
+    assert read(store, run).data.metrics == {"loss": 1.0}
+    assert mlflow.MlflowClient(store).get_run(inner.info.run_id).data.metrics == {}
+    mlflow.end_run("KILLED")
+
+
+def test_long_parameters_are_cut_not_dropped(store, run):
+    run.store_init_configuration({"long": "x" * 10_000, "short": "y"})
+    params = read(store, run).data.params
+    assert len(params["long"]) == MAX_PARAM_VAL_LENGTH
+    assert params["short"] == "y"
+
+
+def test_more_parameters_than_one_request_takes_are_all_stored(store, run):
+    run.store_init_configuration({f"p{index}": index for index in range(250)})
+    assert len(read(store, run).data.params) == 250
+
+
+def test_a_continued_run_keeps_its_id_and_its_parameters(store):
+    first = MLFlowRun(store, is_quiet=True, experiment_name="adapters")
+    first.start()
+    first.store_init_configuration({"epochs": 1})
+    first.finish("FAILED")
+    second = MLFlowRun(store, is_quiet=True, experiment_name="adapters", run_id=first.run_id)
+    second.start()
+    second.store_init_configuration({"epochs": 2, "lr": 0.1})
+    second.finish()
+    assert second.run_id == first.run_id
+    assert read(store, second).data.params == {"epochs": "1", "lr": "0.1"}
+    assert read(store, second).info.status == "FINISHED"
+
+
+def test_nan_stays_nan_and_inf_the_largest_float(store, run):
+    run.log({"nan": math.nan, "inf": math.inf}, 1)
+    metrics = read(store, run).data.metrics
+    assert math.isnan(metrics["nan"])
+    assert metrics["inf"] > 1e308
+
+
+def test_the_environment_is_as_before_when_the_run_is_over(store):
+    before = dict(os.environ)
+    run = MLFlowRun(store, is_quiet=True, experiment_name="adapters")
+    run.start()
+    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "1"
+    assert "MLFLOW_TRACKING_URI" not in os.environ
+    run.finish()
+    assert dict(os.environ) == before
+    assert mlflow.get_tracking_uri() == store
+
+
+def test_the_users_number_of_retries_is_kept(store, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+    run = MLFlowRun(store, is_quiet=True, experiment_name="adapters")
+    run.start()
+    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "3"
+    run.finish()
+    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "3"
+
+
+def test_a_dead_server_is_noticed_at_once_and_leaves_no_environment():
+    before = dict(os.environ)
+    began = time.monotonic()
+    with pytest.raises(mlflow.exceptions.MlflowException, match=r"127\.0\.0\.1"):
+        MLFlowRun("http://127.0.0.1:9", is_quiet=True, experiment_name="adapters").start()
+    assert time.monotonic() - began < 10
+    assert dict(os.environ) == before
+
+
+@pytest.mark.feature("A52")
+@pytest.mark.parametrize("is_quiet", [True, False])
+def test_a_quiet_start_hushes_mlflow_for_the_start_only(store, monkeypatch, is_quiet):
+    logger, heard = logging.getLogger("mlflow.store.db.utils"), []
+    start = MLflowTracker.start
+    monkeypatch.setattr(
+        MLflowTracker, "start", lambda run: (heard.append(logger.isEnabledFor(logging.INFO)), start(run))
+    )
+    run = MLFlowRun(store, is_quiet=is_quiet, experiment_name="quiet")
+    run.start()
+    assert ("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT" in os.environ) == is_quiet
+    run.finish()
+    assert heard == [not is_quiet]
+    assert logger.isEnabledFor(logging.INFO)
+
+
+@pytest.mark.feature("D27")
+def test_tensorboard_keeps_the_configuration_in_the_runs_own_event_file(tmp_path):
+    run = TensorBoardRun(run_name="run", logging_dir=tmp_path)
+    run.start()
+    run.store_init_configuration({"lr": 0.5, "optim.type": "AdamW", "amsgrad": False, "epochs": 3})
+    run.log({"train_loss": 2.0}, step=1)
+    run.finish()
+    assert len(list((tmp_path / "run").iterdir())) == 1
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train_loss")] == [(1, 2.0)]
+    assert set(events.PluginTagToContent("hparams")) == {"_hparams_/session_start_info"}

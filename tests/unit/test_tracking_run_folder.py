@@ -1,0 +1,97 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from accmt.tracking.run_folder import RunPlace, default_run_name, default_track_name, is_url
+
+
+@pytest.mark.feature("A04")
+@pytest.mark.parametrize("model_path", ["a/b", "a/b/", "a/b//", "a/./b/.", "a/c/../b/", Path("a/b")])
+def test_track_name_is_the_base_name_however_the_path_ends(model_path):
+    assert default_track_name(model_path) == "b"
+
+
+def test_track_name_of_the_working_folder_is_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert default_track_name(".") == tmp_path.name
+
+
+def test_track_name_is_never_empty():
+    assert default_track_name("/") == "accmt"
+
+
+def test_track_name_keeps_the_typed_name_of_a_link(tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    assert default_track_name(tmp_path / "link") == "link"
+
+
+def test_run_names_are_timestamped_and_differ():
+    names = {default_run_name() for _ in range(20)}
+    assert len(names) > 15
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-[a-z]{4}", name) for name in names)
+
+
+@pytest.mark.feature("A15")
+@pytest.mark.parametrize(
+    "place",
+    [
+        "http://tracking.example:5000",
+        "https://host/path",
+        "ftp://host/x",
+        "sqlite:///mlflow.db",
+        "databricks",
+        "databricks://profile",
+        "localhost",
+        "localhost:5000",
+        "127.0.0.1:8080",
+        "mlflow.internal:80/prefix",
+    ],
+)
+def test_servers_and_databases_are_urls(place):
+    assert is_url(place)
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["logs", "./logs", "/var/log/runs", "a/localhost", "file:///tmp/logs", "run:final", "x:123456", Path("logs")],
+)
+def test_folders_are_no_urls(place):
+    assert not is_url(place)
+
+
+@pytest.mark.feature("A15")
+@pytest.mark.parametrize(
+    ("place", "url"),
+    [
+        ("localhost", "http://localhost"),
+        ("10.0.0.7:5000", "http://10.0.0.7:5000"),
+        ("https://host", "https://host"),
+        ("databricks", "databricks"),
+        ("logs", None),
+    ],
+)
+def test_a_host_without_scheme_becomes_http(place, url):
+    assert RunPlace(place, "track", "run").url == url
+
+
+@pytest.mark.feature("L89")
+def test_run_folder_lies_below_logging_dir_and_track():
+    assert RunPlace("here/logs", "track", "run").run_folder == Path("here/logs/track/run")
+
+
+def test_run_folder_of_a_url_lies_in_logs():
+    assert RunPlace("http://host", "track", "run").run_folder == Path("logs/track/run")
+
+
+def test_a_file_uri_is_the_folder_it_names():
+    assert RunPlace("file:///tmp/my%20logs", "track", "run").base_folder == Path("/tmp/my logs")
+
+
+@pytest.mark.parametrize("name", ["../../etc", "/etc/passwd", "..", ".", "", "a\0b", "team/news"])
+def test_no_name_leads_out_of_the_logging_dir(name):
+    folder = RunPlace("logs", name, name).run_folder
+    assert len(folder.parts) == 3
+    assert ".." not in folder.parts
+    assert "\0" not in str(folder)

@@ -1,0 +1,306 @@
+import math
+
+import mlflow
+import pytest
+import torch
+from accelerate.state import PartialState
+from accelerate.tracking import GeneralTracker
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+
+from accmt.errors import ArgumentError, MetricError, SavingError, TrackerError, UnknownArgumentError
+from accmt.tracking import MLFlow, TensorBoard, Tracking, read_history, resolve_trackers
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*:DeprecationWarning")
+
+CONFIG = {"optim": {"type": "AdamW", "betas": [0.9, 0.999]}, "epochs": 2, "note": None}
+
+
+class Recorder(GeneralTracker):
+    """Writes down what it is handed; raises in the methods named in `failing`."""
+
+    name = "recorder"
+    requires_logging_directory = False
+
+    def __init__(self, failing=()):
+        super().__init__()
+        self.failing = failing
+        self.calls = []
+
+    @property
+    def tracker(self):
+        return self.calls
+
+    def record(self, method, *arguments):
+        if method in self.failing:
+            raise ConnectionError(f"{method} refused")
+        self.calls.append((method, *arguments))
+
+    def start(self):
+        self.record("start")
+
+    def store_init_configuration(self, values):
+        self.record("config", values)
+
+    def log(self, values, step=None, **kwargs):
+        self.record("log", values, step)
+
+    def finish(self):
+        self.record("finish")
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    PartialState(cpu=True)
+    yield
+    PartialState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def shared_logs(tmp_path_factory):
+    """One folder, and so one MLflow database, for all tests of trackers: making one takes seconds."""
+    folder = tmp_path_factory.getbasetemp() / "logs with space"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def make(log_with, logging_dir, *, run_name="run", kwargs=None, is_main_process=True):
+    return Tracking(
+        resolve_trackers(log_with),
+        track_name="track",
+        run_name=run_name,
+        logging_dir=logging_dir,
+        tracker_kwargs=kwargs or {},
+        is_main_process=is_main_process,
+        verbose=False,
+    )
+
+
+def mlflow_run(folder, tracking):
+    return mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db").get_run(tracking.run_ids["mlflow"])
+
+
+@pytest.mark.feature("A16", "P41")
+def test_history_is_written_without_any_tracker(tmp_path):
+    tracking = make(None, tmp_path)
+    tracking.start(CONFIG)
+    tracking.log({"loss": torch.tensor(2.0), "skipped": None}, 1)
+    tracking.log({"loss": math.nan}, 2)
+    tracking.finish("FINISHED")
+    config, first, second, end = read_history(tmp_path / "track" / "run")
+    assert config["config"] == CONFIG
+    assert (first["step"], first["values"]) == (1, {"loss": 2.0})
+    assert math.isnan(second["values"]["loss"])
+    assert end["status"] == "FINISHED"
+
+
+@pytest.mark.feature("L89")
+def test_files_are_made_at_the_start_not_before(tmp_path):
+    tracking = make([TensorBoard, MLFlow], tmp_path / "logs")
+    assert tracking.run_folder == tmp_path / "logs" / "track" / "run"
+    assert tracking.loggers == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.feature("A16", "L87")
+def test_every_tracker_gets_every_row_as_plain_floats(tmp_path):
+    first, second = Recorder(), Recorder()
+    tracking = make([first, second], tmp_path)
+    tracking.start(CONFIG)
+    assert tracking.loggers == [first, second]
+    tracking.log({"train_loss": torch.tensor(2.0)}, 3)
+    tracking.log({"val_loss": 1}, 6)
+    tracking.finish("FINISHED")
+    flat = {"optim.type": "AdamW", "optim.betas": "[0.9, 0.999]", "epochs": 2, "note": "None"}
+    expected = [
+        ("start",),
+        ("config", flat),
+        ("log", {"train_loss": 2.0}, 3),
+        ("log", {"val_loss": 1.0}, 6),
+        ("finish",),
+    ]
+    assert first.calls == second.calls == expected
+    assert type(first.calls[3][1]["val_loss"]) is float
+    assert tracking.loggers == []
+
+
+@pytest.mark.feature("A17", "A04", "A39", "A40")
+def test_tensorboard_events_lie_in_the_run_folder(tmp_path):
+    tracking = make([TensorBoard, Recorder()], tmp_path)
+    tracking.start(CONFIG)
+    for step in (1, 2, 3):
+        tracking.log({"my_loss": 1 / step}, step)
+    tracking.finish("FINISHED")
+    events = EventAccumulator(str(tmp_path / "track" / "run")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("my_loss")] == [
+        (step, pytest.approx(1 / step)) for step in (1, 2, 3)
+    ]
+
+
+@pytest.mark.feature("A15", "A19", "A56", "D27", "N18")
+def test_mlflow_keeps_rows_and_configuration_in_the_logging_dir(shared_logs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tracking = make(MLFlow, shared_logs, run_name="first", kwargs={"tags": {"team": "news"}})
+    tracking.start({**CONFIG, "added": {"by": "user"}, "a@b": 1})
+    for step in (1, 2):
+        tracking.log({"train_loss": 4.0 / step, "f1@0.5": step}, step)
+    run = mlflow_run(shared_logs, tracking)
+    tracking.finish("FINISHED")
+    client = mlflow.MlflowClient(f"sqlite:///{shared_logs}/mlflow.db")
+    assert mlflow.get_tracking_uri() == f"sqlite:///{shared_logs}/mlflow.db"
+    assert client.get_experiment(run.info.experiment_id).name == "track"
+    assert run.info.run_name == "first"
+    assert run.data.tags["team"] == "news"
+    assert run.data.params["added.by"] == "user"
+    assert run.data.params["a_at_b"] == "1"
+    history = client.get_metric_history(run.info.run_id, "train_loss")
+    assert [(point.step, point.value) for point in history] == [(1, 4.0), (2, 2.0)]
+    assert run.data.metrics["f1_at_0.5"] == 2.0
+    assert run.info.artifact_uri.startswith((shared_logs / "mlartifacts").as_uri())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.feature("D27")
+@pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
+def test_runs_end_with_their_true_status_everywhere(shared_logs, status):
+    tracking = make(MLFlow, shared_logs, run_name=status)
+    tracking.start({})
+    run_id = tracking.run_ids["mlflow"]
+    tracking.finish(status)
+    tracking.finish("FINISHED")
+    assert mlflow.MlflowClient(f"sqlite:///{shared_logs}/mlflow.db").get_run(run_id).info.status == status
+    assert read_history(tracking.run_folder)[-1]["status"] == status
+
+
+def test_nothing_happens_off_the_main_process(tmp_path):
+    recorder = Recorder()
+    tracking = make([TensorBoard, recorder], tmp_path / "logs", is_main_process=False)
+    tracking.start(CONFIG)
+    tracking.log({"loss": 1.0}, 1)
+    tracking.get_tracker("tensorboard").log({"loss": 1.0}, step=1)
+    tracking.finish("FINISHED")
+    assert (tracking.loggers, tracking.run_ids, recorder.calls) == ([], {}, [])
+    assert list(tmp_path.iterdir()) == []
+    assert tracking.run_folder == tmp_path / "logs" / "track" / "run"
+
+
+def test_a_tracker_that_raises_loses_its_row_and_warns_once(tmp_path, caplog):
+    good, bad = Recorder(), Recorder(failing=("log",))
+    bad.name = "bad"
+    tracking = make([bad, good], tmp_path)
+    tracking.start({})
+    tracking.log({"loss": 1.0}, 1)
+    tracking.log({"loss": 2.0}, 2)
+    (warning,) = caplog.messages
+    assert "the tracker bad" in warning
+    assert "log refused" in warning
+    bad.failing = ()
+    tracking.log({"loss": 3.0}, 3)
+    tracking.finish("FINISHED")
+    assert [call[2] for call in good.calls if call[0] == "log"] == [1, 2, 3]
+    assert [call[2] for call in bad.calls if call[0] == "log"] == [3]
+    assert [row["step"] for row in read_history(tracking.run_folder) if "step" in row] == [1, 2, 3]
+
+
+def test_a_refused_configuration_and_a_failing_end_are_warnings(tmp_path, caplog):
+    refusing, failing = Recorder(failing=("config",)), Recorder(failing=("finish",))
+    failing.name = "failing"
+    tracking = make([refusing, failing], tmp_path)
+    tracking.start(CONFIG)
+    assert "config refused" in caplog.text
+    tracking.finish("FAILED")
+    assert "finish refused" in caplog.text
+    assert refusing.calls[-1] == ("finish",)
+
+
+def test_a_tracker_that_does_not_start_is_an_error_and_ends_the_others(tmp_path):
+    good, bad = Recorder(), Recorder(failing=("start",))
+    tracking = make([good, bad], tmp_path)
+    with pytest.raises(TrackerError, match="the tracker recorder[\\s\\S]*start refused"):
+        tracking.start(CONFIG)
+    assert good.calls == [("start",), ("finish",)]
+    assert read_history(tracking.run_folder)[-1]["status"] == "FAILED"
+
+
+@pytest.mark.feature("A15")
+def test_a_server_that_is_down_is_an_error_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TrackerError, match=r"the tracker mlflow[\s\S]*logging_dir='127\.0\.0\.1:9'"):
+        make(MLFlow, "127.0.0.1:9").start({})
+    assert mlflow.get_tracking_uri() == "http://127.0.0.1:9"
+
+
+def test_an_interrupted_start_ends_what_was_started(tmp_path):
+    class Slow(Recorder):
+        def start(self):
+            raise KeyboardInterrupt
+
+    good = Recorder()
+    with pytest.raises(KeyboardInterrupt):
+        make([good, Slow()], tmp_path).start({})
+    assert good.calls[-1] == ("finish",)
+
+
+@pytest.mark.feature("A15")
+@pytest.mark.parametrize("log_with", [None, TensorBoard, Recorder])
+def test_a_url_without_a_tracker_that_can_use_it_is_an_error(log_with):
+    with pytest.raises(ArgumentError, match="logging_dir"):
+        make(log_with, "http://localhost:5000")
+
+
+def test_a_keyword_that_no_tracker_takes_is_an_error_on_every_process(tmp_path):
+    with pytest.raises(UnknownArgumentError, match="colour"):
+        make(TensorBoard, tmp_path, kwargs={"colour": "red"}, is_main_process=False)
+
+
+def test_a_logging_dir_below_a_file_is_an_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SavingError, match="logging_dir"):
+        make(None, tmp_path / "file" / "logs").start({})
+
+
+def test_a_value_that_is_no_number_is_an_error(tmp_path):
+    tracking = make(None, tmp_path)
+    tracking.start({})
+    with pytest.raises(MetricError, match="'text'"):
+        tracking.log({"text": "hello"}, 1)
+    tracking.finish("FAILED")
+
+
+def test_rows_before_the_start_and_after_the_end_go_nowhere(tmp_path):
+    recorder = Recorder()
+    tracking = make(recorder, tmp_path)
+    tracking.log({"loss": 1.0}, 1)
+    tracking.start({})
+    tracking.finish("FINISHED")
+    tracking.log({"loss": 1.0}, 2)
+    assert [call[0] for call in recorder.calls] == ["start", "config", "finish"]
+
+
+@pytest.mark.feature("L86")
+def test_trackers_are_found_by_name_and_unwrapped(tmp_path):
+    recorder = Recorder()
+    tracking = make([TensorBoard, recorder], tmp_path)
+    tracking.start({})
+    assert tracking.get_tracker("recorder") is recorder
+    assert tracking.get_tracker("recorder", unwrap=True) is recorder.calls
+    assert isinstance(tracking.get_tracker("tensorboard", unwrap=True), SummaryWriter)
+    with pytest.raises(ArgumentError, match=r"get_tracker\('wandb'\)"):
+        tracking.get_tracker("wandb")
+    tracking.finish("FINISHED")
+
+
+def test_a_continued_run_goes_on_in_its_folder(tmp_path):
+    for step in (1, 2):
+        tracking = make(None, tmp_path)
+        tracking.start({})
+        tracking.log({"loss": 1.0}, step)
+        tracking.finish("FINISHED")
+    assert [row["step"] for row in read_history(tracking.run_folder) if "step" in row] == [1, 2]
+
+
+def test_the_first_tracker_with_a_dashboard_gives_the_command(tmp_path):
+    assert make(None, tmp_path).dashboard_command() == []
+    assert make([Recorder(), TensorBoard, MLFlow], tmp_path).dashboard_command()[0] == "tensorboard"
+    assert make([MLFlow, TensorBoard], tmp_path).dashboard_command()[:2] == ["mlflow", "ui"]
