@@ -7,6 +7,7 @@ from typing import Any
 from accmt.loop.evaluation import evaluate, evaluate_and_count
 from accmt.loop.run import Run
 from accmt.loop.training import log_row, step_schedule, train_epoch
+from accmt.processes import run_on_main_process
 from accmt.tracking import RunStatus
 
 
@@ -22,7 +23,7 @@ def fit(run: Run) -> None:
     state.now.fn, state.now.status = "fit", "running"
     try:
         _try_evaluation(run)
-        run.tracking.start(describe(run))
+        run_on_main_process(lambda: run.tracking.start(describe(run)))
         run.module.tracker = next(iter(run.tracking.loggers), None)
         _train(run)
         state.now.status = "finished"

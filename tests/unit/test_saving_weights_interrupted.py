@@ -120,6 +120,24 @@ def test_interrupted_save_leaves_the_old_or_the_new_weights(tmp_path, old, new, 
 
 
 @pytest.mark.feature("D22")
+@pytest.mark.parametrize("new", ["bin file", "bin shards"])
+def test_weights_that_an_earlier_save_left_unread_never_come_to_light(tmp_path, new):
+    outcomes = []
+    for allowed in range(30):
+        folder = tmp_path / str(allowed)
+        save_weights(build(1.0).state_dict(), folder)
+        current = (folder / "model.safetensors").read_bytes()
+        save_weights(build(0.0).state_dict(), folder, max_shard_size=200)
+        (folder / "model.safetensors").write_bytes(current)  # a loader reads this one, and not the shards
+        with pytest.MonkeyPatch.context() as monkeypatch, contextlib.suppress(InjectedError):
+            FailingOperations(monkeypatch, allowed, kill=True)
+            save_weights(build(2.0).state_dict(), folder, **KINDS[new])
+        outcomes.append(value_in(folder))
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {1.0, 2.0}
+
+
+@pytest.mark.feature("D22")
 @pytest.mark.parametrize("new", KINDS)
 def test_save_after_a_killed_one_leaves_only_its_own_files(tmp_path, new):
     for _ in save_until_it_survives(tmp_path, KINDS[new], KINDS["safetensors shards"], kill=True):

@@ -1,0 +1,61 @@
+"""Guards that every test stands under, and what many tests share."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+# Before transformers or mlflow is imported: no hub and no usage reports, at no test.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+os.environ["DO_NOT_TRACK"] = "true"
+
+_LIBRARIES_OWN = ("_MLFLOW", "MLFLOW_", "TOKENIZERS_", "ACCELERATE_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "TF_", "PYTEST_")
+_THREADS_OF_LIBRARIES = ("asyncio", "pydev", "ThreadPoolExecutor", "tqdm", "Mlflow", "MLflow", "mlflow", "Telemetry", "QueueFeeder")
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run each test in an empty folder, and fail it if it leaves environment, threads or a process group behind."""
+    monkeypatch.chdir(tmp_path)
+    environment, threads = dict(os.environ), set(threading.enumerate())
+    level, handlers = logging.getLogger("accmt").level, list(logging.getLogger("accmt").handlers)
+    yield
+    changed = {
+        name
+        for name in set(environment) | set(os.environ)
+        if environment.get(name) != os.environ.get(name) and not name.startswith(_LIBRARIES_OWN)
+    }
+    assert not changed, f"the test left the environment changed: {changed}"
+    left = [t.name for t in threading.enumerate() if t not in threads and not t.name.startswith(_THREADS_OF_LIBRARIES)]
+    assert not left, f"the test left threads behind: {left}"
+    assert not torch.distributed.is_initialized(), "the test left a process group behind"
+    assert logging.getLogger("accmt").level == level
+    assert logging.getLogger("accmt").handlers == handlers
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate() -> Iterator[None]:
+    """Give each test an Accelerate without memory of the one before."""
+    yield
+    import sys
+
+    if "accelerate.state" not in sys.modules:
+        return
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+    GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def _same_threads() -> None:
+    """Compute with one thread: other numbers of threads give other bits, and the machine is shared."""
+    torch.set_num_threads(1)

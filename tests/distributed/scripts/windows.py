@@ -1,0 +1,177 @@
+"""Trains a small network on a grid of cases and writes what each update was made of: one process or many, one script.
+
+    torchrun --nproc-per-node 2 windows.py RESULT.json
+
+Each sample has 1 to 5 tokens. Without weights the loss is the mean over samples; with weights it is the mean over tokens,
+weighted by their number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from accmt import AcceleratorModule, Callback, Trainer, read_history
+from accmt.processes import gather_objects, is_main_process, num_processes
+
+BATCH_SIZE = 4
+TOKENS = 5
+LR = 0.05
+CLIP = 0.3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the grid."""
+
+    samples: int
+    accumulation: int
+    weighted: bool = False
+    data: str = "sized"
+    clip: float | None = None
+    epochs: int = 2
+
+    @property
+    def name(self) -> str:
+        return "-".join(f"{key}={value}" for key, value in asdict(self).items())
+
+
+def make_cases() -> list[Case]:
+    """Return the grid."""
+    sizes, accumulations = (1, 3, 17, 24, 29), (1, 2, 4)
+    cases = [Case(n, a, w) for n, a, w in itertools.product(sizes, accumulations, (False, True))]
+    cases += [Case(n, a, w, data) for n in (3, 29) for a in (1, 2) for w in (False, True) for data in ("loader", "stream")]
+    return cases + [Case(29, a, w, clip=CLIP) for a in (1, 2) for w in (False, True)]
+
+
+def make_sample(index: int) -> dict[str, torch.Tensor]:
+    """Make one sample: inputs `[tokens, 3]`, targets `[tokens]`, and a mask of its real tokens."""
+    generator = torch.Generator().manual_seed(index)
+    length = 1 + index % TOKENS
+    mask = (torch.arange(TOKENS) < length).float()
+    inputs = torch.randn(TOKENS, 3, generator=generator)
+    return {"inputs": inputs, "targets": torch.randn(TOKENS, generator=generator) * (1 + index % 3), "mask": mask}
+
+
+def build_model() -> nn.Module:
+    """Build the network, the same each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def compute_loss(model: nn.Module, batch: dict[str, torch.Tensor], *, weighted: bool) -> tuple[torch.Tensor, float]:
+    """Return the mean loss over tokens and their number, or over samples and theirs."""
+    errors = (model(batch["inputs"]).squeeze(-1) - batch["targets"]).square() * batch["mask"]
+    if weighted:
+        tokens = batch["mask"].sum()
+        return errors.sum() / tokens, float(tokens)
+    return (errors.sum(1) / batch["mask"].sum(1)).mean(), float(len(errors))
+
+
+class Samples(Dataset[Any]):
+    """Samples with a length."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return make_sample(index)
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class Stream(IterableDataset[Any]):
+    """The same samples without a length."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return (make_sample(index) for index in range(self.count))
+
+
+class Regression(AcceleratorModule):
+    """Returns a mean, or a mean with its weight."""
+
+    def __init__(self, *, weighted: bool) -> None:
+        self.model = build_model()
+        self.weighted = weighted
+
+    def training_step(self, batch: Any) -> Any:
+        loss, weight = compute_loss(self.model, batch, weighted=self.weighted)
+        return {"loss": loss, "weight": weight} if self.weighted else loss
+
+
+class GradientRecorder(Callback):
+    """Writes down the gradient and the learning rate of each update."""
+
+    def __init__(self) -> None:
+        self.gradients: list[list[float]] = []
+        self.learning_rates: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.gradients.append(torch.cat([p.grad.flatten() for p in parameters]).tolist())
+        self.learning_rates.append(optimizer.param_groups[0]["lr"])
+
+
+def make_data(case: Case) -> Any:
+    """Return the case's data in the form it asks for."""
+    if case.data == "stream":
+        return Stream(case.samples)
+    samples = Samples(case.samples)
+    return DataLoader(samples, BATCH_SIZE) if case.data == "loader" else samples
+
+
+def run_case(case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
+    """Train one case and return what its updates were made of."""
+    recorder = GradientRecorder()
+    trainer = Trainer(
+        {"epochs": case.epochs, "batch_size": BATCH_SIZE, "optim": {"type": "SGD", "lr": LR}},
+        folder / "model",
+        model_saving=None,
+        checkpoint_every=None,
+        logging_dir=folder,
+        grad_accumulation_steps=case.accumulation,
+        shuffle_train=False,
+        clip_grad=case.clip,
+        callbacks=recorder,
+        verbose=False,
+        **settings,
+    )
+    module = Regression(weighted=case.weighted)
+    state = trainer.fit(module, make_data(case))
+    weights = torch.cat([p.detach().flatten() for p in module.model.parameters()]).tolist()
+    every = gather_objects((recorder.gradients, state.state_dict(), weights))
+    losses = [row["values"]["train_loss"] for row in read_history(trainer.log_dir) if "values" in row] if is_main_process() else []
+    return {
+        "gradients": recorder.gradients,
+        "losses": losses,
+        "state": state.state_dict(),
+        "weights": weights,
+        "learning_rates": recorder.learning_rates,
+        "processes_agree": all(other == every[0] for other in every),
+        "processes": num_processes(),
+    }
+
+
+def main() -> None:
+    """Run the grid and write the results."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = {case.name: run_case(case, Path(folder) / str(i)) for i, case in enumerate(make_cases())}
+    if is_main_process():
+        Path(sys.argv[1]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
