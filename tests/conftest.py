@@ -16,8 +16,28 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 os.environ["DO_NOT_TRACK"] = "true"
 
-_LIBRARIES_OWN = ("_MLFLOW", "MLFLOW_", "TOKENIZERS_", "ACCELERATE_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "TF_", "PYTEST_")
-_THREADS_OF_LIBRARIES = ("asyncio", "pydev", "ThreadPoolExecutor", "tqdm", "Mlflow", "MLflow", "mlflow", "Telemetry", "QueueFeeder")
+_LIBRARIES_OWN = (
+    "_MLFLOW",
+    "MLFLOW_",
+    "TOKENIZERS_",
+    "ACCELERATE_",
+    "KMP_",
+    "TORCHINDUCTOR_",
+    "TRITON_",
+    "TF_",
+    "PYTEST_",
+)
+_THREADS_OF_LIBRARIES = (
+    "asyncio",
+    "pydev",
+    "ThreadPoolExecutor",
+    "tqdm",
+    "Mlflow",
+    "MLflow",
+    "mlflow",
+    "Telemetry",
+    "QueueFeeder",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,12 @@ LAST_LINES = 50
 
 
 def launch(
-    script: Path, *arguments: str, processes: int, result: Path, timeout_s: float = 120, env: dict[str, str] | None = None
+    script: Path,
+    *arguments: str,
+    processes: int,
+    result: Path,
+    timeout_s: float = 120,
+    env: dict[str, str] | None = None,
 ) -> str:
     """Run a script with torchrun and return what it printed.
 
@@ -34,7 +39,14 @@ def launch(
     Raises:
         AssertionError: The run failed, hung, or wrote no result; the message holds its last lines.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+        str(script),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", **(env or {})}
     try:
         run = subprocess.run(
@@ -50,11 +62,18 @@ def launch(
     return printed
 
 
-def python(*command: Sequence[str] | str, timeout_s: float = 120, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def python(
+    *command: Sequence[str] | str, timeout_s: float = 120, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run Python with arguments in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     return subprocess.run(
-        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        [sys.executable, *map(str, command)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
     )
 
 

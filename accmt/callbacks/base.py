@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from accmt.callbacks.hooks import ALIASES, HOOKS, refuse_unknown_hook
+from accmt.errors import ModuleContractError, explain
 
 if TYPE_CHECKING:
     from accmt.module import AcceleratorModule
@@ -47,11 +49,19 @@ class LambdaCallback(Callback):
         order: As `Callback.order`.
         **functions: Hook names with functions, each called with the keywords that it names.
 
+    Raises:
+        ModuleContractError: A name is no hook, or what it is given is no function.
+
     Example:
         >>> callback = LambdaCallback(on_epoch_end=lambda: None)
     """
 
-    def __init__(self, *, order: float = 0, **functions: Callable[..., Any]) -> None:
+    def __init__(self, *, order: float = 0, **functions: Any) -> None:
         self.order = order
         for name, function in functions.items():
+            if name not in HOOKS and name not in ALIASES:
+                refuse_unknown_hook(self, name)
+            if not callable(function):
+                got, do = f"{function!r} ({type(function).__name__})", f"{name}=lambda: ..."
+                raise ModuleContractError(explain(f"LambdaCallback({name}=...)", got, "a function", do))
             setattr(self, name, function)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any
 
-from accmt.callbacks.base import MainProcessCallback
-from accmt.callbacks.hooks import ALIASES, HOOK_PREFIXES, HOOKS
+from torch import nn
+
+from accmt.callbacks.base import Callback, MainProcessCallback
+from accmt.callbacks.hooks import ALIASES, HOOK_PREFIXES, HOOKS, refuse_unknown_hook
 from accmt.errors import ModuleContractError, explain
 
 Hook = Callable[..., Any]
@@ -57,75 +58,58 @@ class Hooks:
 
     def __init__(self, callbacks: Sequence[object], *, is_main_process: bool = True) -> None:
         acting = [c for c in callbacks if is_main_process or not isinstance(c, MainProcessCallback)]
-        ordered = sorted(acting, key=lambda callback: getattr(callback, "order", 0))
         found: dict[str, list[Hook]] = {name: [] for name in HOOKS}
-        for callback in ordered:
-            for name, method in find_hooks(callback).items():
-                found[name].append(method)
+        for callback in sorted(acting, key=_order_of):
+            for name, methods in find_hooks(callback).items():
+                found[name] += methods
         for name, methods in found.items():
             setattr(self, name, tuple(methods))
 
 
-def find_hooks(callback: object) -> dict[str, Hook]:
-    """Return the hooks that an object defines, by our names.
+def _order_of(callback: object) -> float:
+    # A module may have an `order` that means something else; `ord` is trainer_tools' name.
+    return getattr(callback, "ord", callback.order) if isinstance(callback, Callback) else 0
+
+
+def find_hooks(callback: object) -> dict[str, list[Hook]]:
+    """Return the hooks that an object defines, by our names; one that it defines under several names has several.
 
     Raises:
         ModuleContractError: A method looks like a hook and is none, or wants a keyword that its hook does not give.
     """
-    hooks = {}
+    hooks: dict[str, list[Hook]] = {}
     for attribute in dir(callback):
-        if not attribute.startswith(HOOK_PREFIXES):
+        if not attribute.startswith(HOOK_PREFIXES) or isinstance(getattr(type(callback), attribute, None), property):
             continue
         name = ALIASES.get(attribute, attribute)
         method = getattr(callback, attribute)
-        if name in HOOKS and callable(method):
-            hooks[name] = _with_wanted_keywords(callback, attribute, method, HOOKS[name])
+        if name in HOOKS and callable(method) and not isinstance(method, nn.Module):
+            hooks.setdefault(name, []).append(_with_wanted_keywords(callback, attribute, method, HOOKS[name]))
         elif name not in HOOKS and inspect.isroutine(method):  # not a layer or a value of that name
-            _refuse_unknown_hook(callback, attribute)
+            refuse_unknown_hook(callback, attribute)
     return hooks
-
-
-def _refuse_unknown_hook(callback: object, attribute: str) -> NoReturn:
-    names = [*HOOKS, *ALIASES]
-    nearest = get_close_matches(attribute, names, n=1, cutoff=0.0)[0]
-    raise ModuleContractError(
-        explain(
-            f"{type(callback).__name__}.{attribute}",
-            "a method that begins like a hook but is none",
-            "one of: " + ", ".join(HOOKS),
-            f"did you mean {nearest}? Any other name that does not begin with {', '.join(HOOK_PREFIXES)} is free",
-        )
-    )
 
 
 def _with_wanted_keywords(callback: object, attribute: str, method: Hook, given: tuple[str, ...]) -> Hook:
     parameters = inspect.signature(method).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return method
-    wanted = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
-    required = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL}
-    if not required <= set(given):
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    unfilled = required - (named & set(given))
+    if unfilled:
         raise ModuleContractError(
             explain(
                 f"{type(callback).__name__}.{attribute}",
-                f"parameters {sorted(required - set(given))}",
+                f"parameters {sorted(unfilled)}",
                 "any of: " + (", ".join(given) or "no parameter"),
                 f"def {attribute}({', '.join(('self', *given))})",
             )
         )
-    if wanted >= set(given):
-        return method
-    dropped = tuple(name for name in given if name not in wanted)
-    return _without(method, dropped)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters) or named >= set(given)
+    return method if takes_all else _taking(method, tuple(name for name in given if name in named))
 
 
-def _without(method: Hook, dropped: tuple[str, ...]) -> Hook:
-    def call(**data: Any) -> Any:
-        for name in dropped:
-            del data[name]
-        return method(**data)
-
-    return call
+def _taking(method: Hook, wanted: tuple[str, ...]) -> Hook:
+    return lambda **data: method(**{name: data[name] for name in wanted})
 
 
 def build_callbacks(value: Any) -> list[Any]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+from typing import NoReturn
+
+from accmt.errors import ModuleContractError, explain
+
 HOOKS: dict[str, tuple[str, ...]] = {
     "on_fit_start": (),
     "on_fit_end": (),
@@ -65,3 +70,20 @@ ALIASES: dict[str, str] = {
 
 HOOK_PREFIXES = ("on_", "before_", "after_", "begin_")
 """A public method of a callback that begins like this is meant as a hook, so it has to be one."""
+
+
+def refuse_unknown_hook(callback: object, attribute: str) -> NoReturn:
+    """Refuse something that was meant as a hook and is none.
+
+    Raises:
+        ModuleContractError: Always; the message names the nearest hook.
+    """
+    nearest = get_close_matches(attribute, [*HOOKS, *ALIASES], n=1, cutoff=0.0)[0]
+    raise ModuleContractError(
+        explain(
+            f"{type(callback).__name__}.{attribute}",
+            "a method that begins like a hook but is none",
+            "one of: " + ", ".join(HOOKS),
+            f"did you mean {nearest}? Any other name that does not begin with {', '.join(HOOK_PREFIXES)} is free",
+        )
+    )

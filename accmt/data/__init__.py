@@ -2,7 +2,8 @@
 
 from accmt.data.batches import Round, find_batch_size
 from accmt.data.collate import build_collate
-from accmt.data.loaders import Loader, LoaderOptions, build_loader
+from accmt.data.loaders import build_loader
+from accmt.data.options import Loader, LoaderOptions
 from accmt.data.seeding import derive_seed, draw_seed, seed_generators, set_seed
 from accmt.data.sharding import Share
 

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+
+_Array = torch.Tensor | np.ndarray
 
 
 @dataclass(slots=True)
@@ -31,12 +34,12 @@ class Round:
 
 
 def find_batch_size(batch: Any) -> int | None:
-    """Return the first dimension of the first tensor in a batch, or the length of a list without tensors.
+    """Return the first dimension of the first tensor or array in a batch, or the length of a list without any.
 
     Returns:
         The number of samples, or None where the batch holds neither.
     """
-    if isinstance(batch, torch.Tensor):
+    if isinstance(batch, _Array):
         return batch.shape[0] if batch.ndim else None
     if isinstance(batch, Mapping):
         return _first_size(list(batch.values()))
@@ -47,5 +50,5 @@ def find_batch_size(batch: Any) -> int | None:
 
 
 def _first_size(values: Sequence[Any]) -> int | None:
-    sizes = (find_batch_size(value) for value in values if isinstance(value, torch.Tensor | Mapping | list | tuple))
+    sizes = (find_batch_size(value) for value in values if isinstance(value, _Array | Mapping | list | tuple))
     return next((size for size in sizes if size is not None), None)

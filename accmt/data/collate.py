@@ -36,8 +36,7 @@ def build_collate(value: Any, argument: str) -> Collate | None:
     if value is None:
         return None
     functions = list(value) if isinstance(value, list | tuple) else [value]
-    wrong = next((function for function in functions if not callable(function)), None)
-    if wrong is not None or not functions:
+    if not functions or not all(callable(function) for function in functions):
         raise ArgumentError(
             explain(
                 f"Trainer({argument}=...)",

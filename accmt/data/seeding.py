@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 import struct
 import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -42,7 +44,8 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - users' datasets draw from the global generator
     random.seed(seed)
     if device is not None and device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)
     elif device is not None and device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
 
@@ -65,6 +68,19 @@ def set_seed(seed: int, *, workers: bool = True) -> int:
     return seed
 
 
+@contextmanager
+def drawing_under(seed: int) -> Iterator[None]:
+    """Let code draw from the global generators under a seed, and leave them as they were."""
+    states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    seed_generators(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        random.setstate(states[2])
+
+
 def draw_seed() -> int:
     """Return a seed that no earlier call has influenced, from the operating system."""
     return random.SystemRandom().randrange(2**31)
@@ -73,11 +89,17 @@ def draw_seed() -> int:
 class BatchIndices(list[int]):
     """Indices of one batch, with the seed under which it is fetched; both travel to loader workers.
 
-    Attributes:
+    Args:
+        indices: The indices.
         seed: Seed of the fetch.
     """
 
-    seed: int = 0
+    def __init__(self, indices: Iterable[int], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+    def __reduce__(self) -> tuple[type[BatchIndices], tuple[list[int], int]]:
+        return type(self), (list(self), self.seed)
 
 
 class SeededDataset(torch.utils.data.Dataset[Any]):

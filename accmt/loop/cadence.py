@@ -59,13 +59,13 @@ class Cadence:
         return state.global_step + updates_per_epoch - state.epoch_step >= self.max_steps
 
     def is_log_due(self, state: TrainingState) -> bool:
-        """Return whether the update just counted ends a row of the log."""
-        return self.log_every > 0 and state.global_step % self.log_every == 0
+        """Return whether the updates counted so far end a row of the log."""
+        return self.log_every > 0 and state.global_step > 0 and state.global_step % self.log_every == 0
 
     def is_evaluation_due(self, state: TrainingState, updates_per_epoch: int | None) -> bool:
-        """Return whether to evaluate after the update just counted."""
+        """Return whether to evaluate after the updates counted so far; a window may have been skipped."""
         every = self.evaluate_every
-        if every is None or state.last_evaluation_step == state.global_step:
+        if every is None or state.epoch_step == 0 or state.last_evaluation_step == state.global_step:
             return False
         if isinstance(every, int):
             return state.global_step % every == 0

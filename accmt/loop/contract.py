@@ -11,12 +11,13 @@ from torch import nn
 
 from accmt.callbacks import find_hooks
 from accmt.errors import ModuleContractError, explain
-from accmt.module import AcceleratorModule
+from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
 from accmt.state import TrainingState
 
-_OPTIONAL = ("batch_idx", "state", "status_dict")
 _CONTRACT = tuple(
-    name for name in vars(AcceleratorModule) if not name.startswith("_") and callable(getattr(AcceleratorModule, name))
+    name
+    for name in vars(AcceleratorModule)
+    if callable(getattr(AcceleratorModule, name)) or name.startswith("collate_fn")
 )
 
 
@@ -33,9 +34,10 @@ def check_module(module: Any, *, has_validation: bool) -> None:
     _check_kind(module)
     _check_spelling(module)
     _check_model(module)
-    if not defines(module, "training_step") and not defines(module, "step"):
+    has_step = defines(module, "step") and not isinstance(module, ExtendedAcceleratorModule)
+    if not defines(module, "training_step") and not has_step:
         _refuse(module, "neither training_step nor step", "def training_step(self, batch): return loss")
-    if has_validation and not defines(module, "validation_step") and not defines(module, "step"):
+    if has_validation and not defines(module, "validation_step") and not has_step:
         _refuse(
             module,
             "validation data, but neither validation_step nor step",
@@ -91,50 +93,61 @@ def adapt_training_step(module: AcceleratorModule, state: TrainingState) -> Call
     Raises:
         ModuleContractError: It takes a parameter that nothing fills.
     """
-    step = module.training_step
-    wanted = _further_parameters(module, "training_step", step)
-    if not wanted:
+    name, step = _find_step(module, "training_step", "step")
+    further = _find_further(step, lambda: state, lambda: state.train_step)
+    if not _accepts(step, None, **further):
+        _refuse_parameters(module, name, step, f"def {name}(self, batch)")
+    if not further:
         return step
-
-    def call(batch: Any) -> Any:
-        values = {"batch_idx": state.train_step, "state": state, "status_dict": state.state_dict}
-        return step(batch, **{name: values[name]() if name == "status_dict" else values[name] for name in wanted})  # type: ignore[operator]
-
-    return call
-
-
-def _further_parameters(module: AcceleratorModule, name: str, step: Callable[..., Any]) -> list[str]:
-    parameters = list(inspect.signature(step).parameters.values())
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    unknown = [p.name for p in named[1:] if p.name not in _OPTIONAL and p.default is p.empty]
-    if unknown or (not named and not parameters):
-        _refuse(
-            module,
-            f"{name}{inspect.signature(step)}",
-            f"def {name}(self, batch), with any of {', '.join(_OPTIONAL)} after it",
-        )
-    return [p.name for p in named[1:] if p.name in _OPTIONAL]
+    return lambda batch: step(batch, **_fill(further))
 
 
 def adapt_validation_step(module: AcceleratorModule, name: str) -> Callable[[str, Any], Any]:
     """Return a validation step as a function of (key, batch), whether it takes the key or not.
 
     Args:
-        module: The user's module.
-        name: "validation_step" or "test_step".
+        module: The user's module; its `state` is read when the step is called.
+        name: "validation_step", or "test_step", in whose place the validation step stands where it is not defined.
 
     Raises:
-        ModuleContractError: It takes neither `(batch)` nor `(key, batch)`.
+        ModuleContractError: It takes a parameter that nothing fills.
     """
-    step = getattr(module, name)
-    if name == "validation_step" and not defines(module, "validation_step"):
-        step = module.step
-    parameters = [
-        p for p in inspect.signature(step).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    required = [p for p in parameters if p.default is p.empty]
-    if len(required) == 2:
-        return step  # type: ignore[no-any-return]
-    if len(required) > 2 or not parameters:
-        _refuse(module, f"{name}{inspect.signature(step)}", f"def {name}(self, batch) or def {name}(self, key, batch)")
-    return lambda _key, batch: step(batch)
+    name, step = _find_step(module, name, "validation_step", "step")
+    further = _find_further(step, lambda: module.state, lambda: module.state.val_step)
+    if "key" in inspect.signature(step).parameters and _accepts(step, None, key=None, **further):
+        return lambda key, batch: step(batch, key=key, **_fill(further))
+    if _accepts(step, None, **further):
+        return lambda _key, batch: step(batch, **_fill(further))
+    if not _accepts(step, None, None, **further):
+        _refuse_parameters(module, name, step, f"def {name}(self, batch) or def {name}(self, key, batch)")
+    return lambda key, batch: step(key, batch, **_fill(further))
+
+
+def _find_step(module: AcceleratorModule, *names: str) -> tuple[str, Callable[..., Any]]:
+    """Return the first of the steps that the user defines; the last of them if none is."""
+    name = next((name for name in names if defines(module, name)), names[-1])
+    return name, getattr(module, name)
+
+
+def _find_further(
+    step: Callable[..., Any], state: Callable[[], TrainingState], batch_idx: Callable[[], int]
+) -> dict[str, Callable[[], Any]]:
+    """Return the parameters after the batch that a step names, with what gives their values."""
+    known = {"batch_idx": batch_idx, "state": state, "status_dict": lambda: state().state_dict()}
+    return {name: value for name, value in known.items() if name in inspect.signature(step).parameters}
+
+
+def _fill(further: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    return {name: value() for name, value in further.items()}
+
+
+def _accepts(step: Callable[..., Any], *values: Any, **named: Any) -> bool:
+    try:
+        inspect.signature(step).bind(*values, **named)
+    except TypeError:
+        return False
+    return True
+
+
+def _refuse_parameters(module: AcceleratorModule, name: str, step: Callable[..., Any], do: str) -> NoReturn:
+    _refuse(module, f"{name}{inspect.signature(step)}", f"{do}, with any of batch_idx, state, status_dict after it")

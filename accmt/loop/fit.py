@@ -6,9 +6,13 @@ from typing import Any
 
 from accmt.loop.evaluation import evaluate, evaluate_and_count
 from accmt.loop.run import Run
-from accmt.loop.training import log_row, step_schedule, train_epoch
+from accmt.loop.training import log_row, train_epoch
+from accmt.loop.update import step_schedule
 from accmt.processes import run_on_main_process
+from accmt.state import Progress
 from accmt.tracking import RunStatus
+
+_TRACKER_STATUS: dict[Progress, RunStatus] = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 
 
 def fit(run: Run) -> None:
@@ -17,21 +21,32 @@ def fit(run: Run) -> None:
     Processes: collective.
 
     Raises:
-        BaseException: What a step, a hook or the data raised; hooks were told and trackers closed with the true status.
+        BaseException: What a step, a hook or the data raised; hooks were told, and trackers closed
     """
-    state = run.state
-    state.now.fn, state.now.status = "fit", "running"
+    now = run.state.now
+    now.fn, now.status = "fit", "running"
     try:
         _try_evaluation(run)
         run_on_main_process(lambda: run.tracking.start(describe(run)))
         run.module.tracker = next(iter(run.tracking.loggers), None)
+        _train_and_tell(run)
+    finally:
+        if now.status == "running":  # it ended before training began
+            now.status = "failed"
+        run.tracking.finish(_TRACKER_STATUS[now.status])
+        restore_model(run)
+
+
+def _train_and_tell(run: Run) -> None:
+    try:
         _train(run)
-        state.now.status = "finished"
+        run.state.now.status = "finished"
     except BaseException as error:
         _tell_failure(run, error)
         raise
     finally:
-        _end(run)
+        for hook in run.hooks.on_fit_end:
+            hook()
 
 
 def _train(run: Run) -> None:
@@ -86,16 +101,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
 
 
-def _end(run: Run) -> None:
-    status: dict[str, RunStatus] = {"finished": "FINISHED", "interrupted": "KILLED"}
-    try:
-        for hook in run.hooks.on_fit_end:
-            hook()
-    finally:
-        run.tracking.finish(status.get(run.state.now.status, "FAILED"))
-        restore_model(run)
-
-
 def restore_model(run: Run) -> None:
     """Give the module its own model back, without the wrappers of the run, and let the Accelerator forget it."""
     model: Any = run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
@@ -109,7 +114,7 @@ def describe(run: Run) -> dict[str, Any]:
     from accmt.version import __version__
 
     settings = run.settings
-    accumulation = settings.optimization.accumulation_at(0)
+    accumulation = run.accumulation_at(0)
     return {
         **settings.hps.get_config(),
         "effective_batch_size": settings.hps.train_batch_size * accumulation * run.state.num_processes,

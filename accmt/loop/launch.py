@@ -86,6 +86,11 @@ def _refuse(name: str, trainer: Any, accelerator: Any) -> None:
 
 
 def _check_engine(accelerator: Accelerator) -> None:
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if accelerator.num_processes < launched:
+        got = f"{launched} processes were launched, but this Accelerator knows of {accelerator.num_processes}"
+        do = "on machines without a GPU: accelerator=Accelerator(cpu=True), or leave `accelerator` out"
+        raise ArgumentError(explain("Trainer(accelerator=...)", got, "one Accelerator over all processes", do))
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         expected, do = "fp16 on a GPU: a CPU has no fp16 arithmetic worth using", 'mixed_precision="bf16"'
         raise ArgumentError(explain("mixed_precision", "fp16 on a CPU", expected, do))

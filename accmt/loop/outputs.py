@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from accmt.errors import ModuleContractError, explain
+from accmt.loop.weighting import Weight
 
 _TRAINING_EXPECTED = 'the mean loss as a tensor of shape [], or a dict with it under "loss"'
 
@@ -22,7 +25,7 @@ class TrainingOutput(NamedTuple):
     """
 
     loss: torch.Tensor
-    weight: torch.Tensor | float | None = None
+    weight: Weight | None = None
     others: dict[str, torch.Tensor] | None = None
 
 
@@ -30,7 +33,8 @@ def read_training_output(output: Any) -> TrainingOutput:
     """Read what `training_step` returned.
 
     Raises:
-        ModuleContractError: It is neither a scalar tensor with a gradient nor a dict with one under "loss".
+        ModuleContractError: It is neither a scalar tensor with a gradient nor a dict with one under "loss", or the
+            weight beside it cannot be one.
     """
     if isinstance(output, torch.Tensor):
         return TrainingOutput(_require_trainable(output))
@@ -41,38 +45,44 @@ def read_training_output(output: Any) -> TrainingOutput:
     loss = output["loss"]
     if not isinstance(loss, torch.Tensor):
         _refuse(f'"loss": {_describe(loss)}', "return the tensor itself, not loss.item()")
-    others = {
-        name: value.detach().reshape(()) if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-        for name, value in output.items()
-        if name not in ("loss", "weight") and _is_scalar(value)
-    }
-    return TrainingOutput(_require_trainable(loss), _read_weight(output.get("weight")), others or None)
+    weight = _read_weight("training_step", output.get("weight"))
+    return TrainingOutput(_require_trainable(loss), weight, _read_others(output) or None)
 
 
 def _require_trainable(loss: torch.Tensor) -> torch.Tensor:
     if loss.ndim != 0:
         _refuse(f"a tensor of shape {tuple(loss.shape)}", "return loss.mean()")
     if not loss.requires_grad:
-        _refuse(
-            "a tensor without a gradient", "return the loss as the model computed it: not detached, not under no_grad"
-        )
+        do = "return the loss as the model computed it: not detached, not under no_grad"
+        _refuse("a tensor without a gradient", do)
     return loss
 
 
-def _read_weight(weight: Any) -> torch.Tensor | float | None:
-    do = "return one number, such as (labels != -100).sum()"
-    if isinstance(weight, torch.Tensor):
-        if weight.numel() != 1:
-            _refuse(f'"weight": a tensor of shape {tuple(weight.shape)}', do)
-        weight = weight.detach().reshape(())
-        return float(weight) if weight.device.type == "cpu" else weight.float()
-    if weight is not None and not isinstance(weight, int | float):
-        _refuse(f'"weight": {_describe(weight)}', do)
-    return None if weight is None else float(weight)
+def _read_others(output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    others = {}
+    for name, value in output.items():
+        if name in ("loss", "weight"):
+            continue
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            others[name] = value.detach().reshape(())
+        elif isinstance(value, Real):
+            others[name] = torch.tensor(float(value), dtype=torch.float64)
+    return others
 
 
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+def _read_weight(step: str, weight: Any) -> Weight | None:
+    if weight is None:
+        return None
+    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
+        scalar = weight.detach().reshape(())
+        if scalar.device.type != "cpu":
+            return scalar.float()  # not looked into: that would wait for the device
+        weight = scalar.item()
+    number = float(weight) if isinstance(weight, Real) else math.nan
+    if not 0 <= number < math.inf:
+        do = "return how much the loss weighs, such as (labels != -100).sum()"
+        raise ModuleContractError(explain(step, f'"weight": {_describe(weight)}', "one finite number from 0", do))
+    return number
 
 
 def _refuse(got: str, do: str) -> NoReturn:
@@ -80,10 +90,12 @@ def _refuse(got: str, do: str) -> NoReturn:
 
 
 def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return f"a tensor of shape {tuple(value.shape)}"
     return "None" if value is None else f"{type(value).__name__} {value!r:.80}"
 
 
-def read_validation_output(output: Any, loss_name: str) -> tuple[dict[str, Any], torch.Tensor | float | None]:
+def read_validation_output(output: Any, loss_name: str) -> tuple[dict[str, Any], Weight | None]:
     """Read what `validation_step` returned.
 
     Args:
@@ -94,13 +106,12 @@ def read_validation_output(output: Any, loss_name: str) -> tuple[dict[str, Any],
         The entries by name, and the weight that the step gave, if it did.
 
     Raises:
-        ModuleContractError: It is neither a scalar tensor nor a dict.
+        ModuleContractError: It is neither a scalar tensor nor a dict, or the weight beside it cannot be one.
     """
     if isinstance(output, torch.Tensor) and output.numel() == 1:
         return {loss_name: output}, None
     if not isinstance(output, Mapping):
-        got = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else _describe(output)
         expected = 'a tensor of shape [], or a dict such as {"loss": loss, "accuracy": (predictions, references)}'
-        raise ModuleContractError(explain("validation_step", got, expected, 'return {"loss": loss}'))
+        raise ModuleContractError(explain("validation_step", _describe(output), expected, 'return {"loss": loss}'))
     entries = {loss_name if name == "loss" else name: value for name, value in output.items() if name != "weight"}
-    return entries, output.get("weight")
+    return entries, _read_weight("validation_step", output.get("weight"))

@@ -103,10 +103,14 @@ class Run:
         device: torch.device = self.accelerator.device
         return device
 
+    def accumulation_at(self, epoch: int) -> int:
+        """Return how many batches of each process make one update in `epoch`."""
+        return self.settings.accumulation_at(epoch)
+
     def updates_per_epoch(self, epoch: int) -> int | None:
         """Return the updates of an epoch; None if its length is unknown."""
         rounds = self.train_loader.num_rounds
-        return None if rounds is None else -(-rounds // self.settings.optimization.accumulation_at(epoch))
+        return None if rounds is None else -(-rounds // self.accumulation_at(epoch))
 
     @contextmanager
     def using_unwrapped_model(self) -> Iterator[None]:

@@ -27,7 +27,7 @@ from accmt.optimization import build_optimizer, build_scheduler
 from accmt.optimization.stepper import Stepper
 from accmt.processes import broadcast_object, is_main_process, num_processes
 from accmt.saving import TRAIN_LOSS, VALID_LOSS, Selection
-from accmt.settings import OptimizationSettings, Settings
+from accmt.settings import Settings
 from accmt.tracking import Tracking, default_run_name, default_track_name, resolve_trackers
 
 if TYPE_CHECKING:
@@ -76,9 +76,12 @@ def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any) -> 
     inputs = _check_inputs(settings, module, train_data, val_data)
     seed = broadcast_object(draw_seed() if settings.running.seed is None else settings.running.seed)
     train_loader, val_loaders = _build_loaders(module, inputs, settings, seed, accelerator)
+    training_step = adapt_training_step(module, state)
+    validation_step = adapt_validation_step(module, "validation_step")
+    saver = ModelSaver(inputs.selection)
+    hooks = _build_hooks(trainer, module, [RowLogger(inputs.tracking), saver])
     cadence = Cadence.of(settings)
     prepared = _prepare(module, accelerator, settings, cadence, train_loader)
-    saver = ModelSaver(inputs.selection)
     state.num_processes, state.best = num_processes(), inputs.selection.best
     _equip_module(trainer, module, accelerator, prepared)
     return Run(
@@ -87,15 +90,15 @@ def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any) -> 
         module=module,
         model=prepared.model,
         unwrapped_model=prepared.unwrapped_model,
-        training_step=adapt_training_step(module, state),
-        validation_step=adapt_validation_step(module, "validation_step"),
+        training_step=training_step,
+        validation_step=validation_step,
         train_loader=train_loader,
         val_loaders=val_loaders,
         metrics=inputs.metrics,
         stepper=prepared.stepper,
         scheduler=prepared.scheduler,
         actions=Actions(trainer.do_backward, trainer.do_opt_step, trainer.do_zero_grad),
-        hooks=_build_hooks(trainer, module, [RowLogger(inputs.tracking), saver]),
+        hooks=hooks,
         cadence=cadence,
         state=state,
         weighting=Weighting(accelerator.device),
@@ -192,10 +195,10 @@ def _prepare(
 def _build_scheduler(
     module: AcceleratorModule, optimizer: Any, settings: Settings, cadence: Cadence, loader: Loader
 ) -> Any:
-    total = count_updates(cadence, loader.num_rounds, settings.optimization)
+    total = count_updates(cadence, loader.num_rounds, settings)
     per_epoch = None
     if loader.num_rounds is not None:
-        per_epoch = -(-loader.num_rounds // settings.optimization.accumulation_at(0))
+        per_epoch = -(-loader.num_rounds // settings.accumulation_at(0))
     if defines(module, "get_scheduler"):
         epochs = cadence.epochs or (-(-total // per_epoch) if total and per_epoch else 1)
         own = module.get_scheduler(optimizer, steps_per_epoch=per_epoch or total or 0, epochs=epochs)
@@ -204,11 +207,11 @@ def _build_scheduler(
     return build_scheduler(settings.hps, optimizer, total_updates=total, updates_per_epoch=per_epoch)
 
 
-def count_updates(cadence: Cadence, num_rounds: int | None, told: OptimizationSettings) -> int | None:
+def count_updates(cadence: Cadence, num_rounds: int | None, settings: Settings) -> int | None:
     """Return the updates of a whole run; None if neither epochs of a known length nor `max_steps` bound it."""
     if num_rounds is None or cadence.epochs is None:
         return cadence.max_steps
-    updates = sum(-(-num_rounds // told.accumulation_at(epoch)) for epoch in range(cadence.epochs))
+    updates = sum(-(-num_rounds // settings.accumulation_at(epoch)) for epoch in range(cadence.epochs))
     return updates if cadence.max_steps is None else min(updates, cadence.max_steps)
 
 

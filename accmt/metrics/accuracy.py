@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from accmt.errors import MetricError, explain
 from accmt.metrics.metric import Metric
 
@@ -22,11 +24,12 @@ class Accuracy(Metric):
         """Compare class indices.
 
         Shapes:
-            predictions, references: `[samples, ...]`, equal.
+            predictions, references: `[samples, ...]`, equal; tensors, or lists of numbers.
 
         Raises:
             MetricError: The shapes differ, as they do when logits are given instead of class indices.
         """
+        predictions, references = torch.as_tensor(predictions), torch.as_tensor(references)
         if predictions.shape != references.shape:
             got = f"predictions {tuple(predictions.shape)}, references {tuple(references.shape)}"
             raise MetricError(

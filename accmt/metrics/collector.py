@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+import numpy as np
 import torch
 
 from accmt.errors import MetricError, ModuleContractError, explain
 from accmt.metrics.metric import Metric
-from accmt.metrics.windows import Weight, WeightedSum
+from accmt.metrics.windows import Weight, WeightedSum, exact_sum
 from accmt.processes import gather_objects, run_on_main_process
 
 Pair = tuple[Any, Any]
@@ -83,8 +83,8 @@ class ValidationCollector:
         for sums in gather_objects({name: total.take() for name, total in self._sums.items()}):
             for name, pair in sums.items():
                 totals.setdefault(name, []).append(pair)
-        weights = {name: math.fsum(weight for _, weight in pairs) for name, pairs in totals.items()}
-        return {name: math.fsum(t for t, _ in totals[name]) / weight for name, weight in weights.items() if weight}
+        weights = {name: exact_sum([weight for _, weight in pairs]) for name, pairs in totals.items()}
+        return {name: exact_sum([t for t, _ in totals[name]]) / weight for name, weight in weights.items() if weight}
 
     def _metric_values(self) -> dict[str, float]:
         if not self._metrics:
@@ -110,7 +110,7 @@ def _compute(metric: Metric, pairs: list[Pair]) -> dict[str, float]:
                 f'return {{"loss": loss, "{metric.name}": (predictions, references)}}',
             )
         )
-    result = metric.compute(_join([p for p, _ in pairs]), _join([r for _, r in pairs]))
+    result = metric.compute(_join(metric.name, [p for p, _ in pairs]), _join(metric.name, [r for _, r in pairs]))
     if not isinstance(result, dict) or metric.main_metric not in result:
         raise MetricError(
             explain(
@@ -120,21 +120,26 @@ def _compute(metric: Metric, pairs: list[Pair]) -> dict[str, float]:
                 f'return {{"{metric.main_metric}": value}}',
             )
         )
-    return {name: _to_float(name, value) for name, value in result.items()}
+    return {name: float(_to_scalar(name, value)) for name, value in result.items()}
 
 
-def _join(parts: list[Any]) -> Any:
-    if all(isinstance(part, torch.Tensor) for part in parts):
-        return torch.cat([part.reshape(1) if part.ndim == 0 else part for part in parts])
-    return [item for part in parts for item in (part if isinstance(part, list | tuple) else [part])]
+def _join(name: str, parts: list[Any]) -> Any:
+    """Put the predictions (or references) of all batches together."""
+    if not all(isinstance(part, torch.Tensor) for part in parts):
+        return [item for part in parts for item in (part if isinstance(part, list | tuple) else [part])]
+    parts = [part.reshape(1) if part.ndim == 0 else part for part in parts]
+    shapes = sorted({tuple(part.shape[1:]) for part in parts})
+    if len(shapes) > 1:
+        got = f"samples of the shapes {shapes[0]} and {shapes[-1]} in different batches"
+        do = "pad them to one length, flatten them, or return lists"
+        raise MetricError(explain(f"metric {name!r}", got, "samples of one shape", do))
+    return torch.cat(parts)
 
 
 def _to_cpu(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return torch.as_tensor(value)
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
-
-
-def _to_float(name: str, value: Any) -> float:
-    return float(_to_scalar(name, value))
 
 
 def _to_scalar(name: str, value: Any) -> torch.Tensor:
@@ -142,11 +147,8 @@ def _to_scalar(name: str, value: Any) -> torch.Tensor:
         return value.detach().reshape(())
     if isinstance(value, numbers.Real):
         return torch.tensor(float(value), dtype=torch.float64)
-    got = (
-        f"a tensor of shape {tuple(value.shape)}"
-        if isinstance(value, torch.Tensor)
-        else f"{value!r} ({type(value).__name__})"
-    )
+    is_tensor = isinstance(value, torch.Tensor)
+    got = f"a tensor of shape {tuple(value.shape)}" if is_tensor else f"{value!r:.80} ({type(value).__name__})"
     raise ModuleContractError(
         explain(f"the value {name!r}", got, "a number or a tensor of one element", "return its mean()")
     )

@@ -66,7 +66,7 @@ class Metric(ABC):
 
         Args:
             predictions: What `validation_step` returned first, all samples together: tensors `[samples, ...]` on the
-                CPU, or a list where it returned lists.
+                CPU (of arrays too), or a list where it returned lists.
             references: What it returned second, likewise.
 
         Returns:

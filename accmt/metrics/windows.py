@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -17,14 +17,14 @@ Weight = float | torch.Tensor
 class WeightedSum:
     """A sum of weighted values, kept on the device until it is read.
 
-    Detached values are put in a list, which costs less than a sum on the device; every few hundred become one tensor,
-    so that memory stays bounded.
+    Detached values are put in a list, which costs less than a sum on the device; every few hundred of them become one
+    partial sum there, so that memory stays bounded. A value of weight 0 counts for nothing, even if it is not finite.
     """
 
     def __init__(self) -> None:
         self._values: list[torch.Tensor] = []
         self._weights: list[Weight] = []
-        self._chunks: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._partial: torch.Tensor | None = None
 
     def add(self, value: torch.Tensor, weight: Weight) -> None:
         """Add one value.
@@ -43,23 +43,46 @@ class WeightedSum:
 
         Waits for the device.
         """
-        self._compact()
-        pairs = [
-            pair for values, weights in self._chunks for pair in zip(values.tolist(), weights.tolist(), strict=True)
-        ]
-        self._chunks = []
-        return math.fsum(value * weight for value, weight in pairs if weight), math.fsum(weight for _, weight in pairs)
+        values, weights = self._stack()
+        pairs = [(v * w, w) for v, w in zip(values.tolist(), weights.tolist(), strict=True) if w]
+        if self._partial is not None:
+            pairs.append(tuple(self._partial.tolist()))
+        self._values, self._weights, self._partial = [], [], None
+        return exact_sum([total for total, _ in pairs]), exact_sum([weight for _, weight in pairs])
 
     def _compact(self) -> None:
-        if not self._values:
-            return
-        values = torch.stack(self._values)
-        if any(isinstance(weight, torch.Tensor) for weight in self._weights):
-            weights = torch.stack([torch.as_tensor(weight, device=values.device).detach() for weight in self._weights])
-        else:
-            weights = torch.tensor(self._weights, dtype=torch.float64)
-        self._chunks.append((values, weights))
+        values, weights = self._stack()
+        dtype = torch.float32 if values.device.type == "mps" else torch.float64
+        values, weights = values.to(dtype), weights.to(values.device, dtype)
+        sums = torch.stack([torch.where(weights == 0, 0.0, values * weights).sum(), weights.sum()])
+        self._partial = sums if self._partial is None else self._partial.to(sums.device) + sums
         self._values, self._weights = [], []
+
+    def _stack(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._values:
+            return torch.empty(0), torch.empty(0)
+        values = torch.stack(_on_one_device(self._values))
+        if any(isinstance(weight, torch.Tensor) for weight in self._weights):
+            weights = [torch.as_tensor(weight, device=values.device).detach() for weight in self._weights]
+            return values, torch.stack(weights)
+        return values, torch.tensor(self._weights, dtype=torch.float64)
+
+
+def _on_one_device(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Move what lies on the CPU to the others: a step may return a number now and a tensor of the device then."""
+    devices = {value.device for value in values}
+    if len(devices) == 1:
+        return values
+    device = next(device for device in devices if device.type != "cpu")
+    return [value.to(device) for value in values]
+
+
+def exact_sum(values: Sequence[float]) -> float:
+    """Add up without rounding in between, or plainly where that overflows or meets both infinities."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return sum(values)
 
 
 class _Mean:

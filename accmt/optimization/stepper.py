@@ -111,6 +111,16 @@ class Stepper:
         self._prepared.step()
         return not self._prepared.step_was_skipped
 
+    def skip(self) -> bool:
+        """Make no update of the window.
+
+        Returns:
+            False, as `step` does when it was skipped.
+        """
+        if self._accelerator.scaler is not None:
+            self._accelerator.scaler.update()  # or it would refuse to unscale the next window
+        return False
+
     def zero_grad(self) -> None:
         """Begin the next window without gradients."""
         self.optimizer.zero_grad(set_to_none=self._set_to_none)

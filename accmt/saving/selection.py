@@ -20,7 +20,7 @@ ALWAYS = "always"
 class Selection:
     """Remembers the best value of what models are saved by, and says when a new one is better.
 
-    A value that is not finite is never best; of equal ones the first stays.
+    A value that is not finite is never best; of equal ones the first stays, unless the metric compares with >= or <=.
 
     Args:
         rule: "best_valid_loss", "best_train_loss", "best_<metric>", "always", or None for never.

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from accmt.errors import ArgumentError, explain
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def require_flags(settings: DataclassInstance) -> None:
+    """Check every field annotated as `bool`: the text "no" or "false" would otherwise count as true.
+
+    Raises:
+        ArgumentError: One of them is neither True nor False.
+    """
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if field.type == "bool" and not isinstance(value, bool):
+            raise_wrong_value(field.name, value, "True or False", f"{field.name}={bool(field.default)}")
 
 
 def require_int(name: str, value: Any, *, at_least: int) -> None:
@@ -36,8 +52,29 @@ def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
         ArgumentError: `value` is none of `choices`; the message names the nearest.
     """
     if value not in choices:
-        nearest = get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=0.0)
-        raise_wrong_value(name, value, "one of " + ", ".join(map(repr, choices)), f"{name}={nearest[0]!r}?")
+        written = [repr(choice) for choice in choices]
+        nearest = get_close_matches(repr(value), written, n=1, cutoff=0.0)
+        raise_wrong_value(name, value, "one of " + ", ".join(written), f"{name}={nearest[0]}?")
+
+
+def require_text(name: str, value: Any) -> None:
+    """Check a name.
+
+    Raises:
+        ArgumentError: `value` is no text, or empty.
+    """
+    if not isinstance(value, str) or not value.strip():
+        raise_wrong_value(name, value, "a name", f'{name}="..."')
+
+
+def require_mapping(name: str, value: Any) -> None:
+    """Check a dict that may be missing.
+
+    Raises:
+        ArgumentError: `value` is neither None nor a mapping.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        raise_wrong_value(name, value, "a dict", f"{name}={{...}}")
 
 
 def raise_wrong_value(name: str, value: Any, expected: str, do: str) -> NoReturn:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accmt.errors import ArgumentError, explain
-from accmt.settings.checks import require_choice, require_int
+from accmt.settings.checks import raise_wrong_value, require_choice, require_flags, require_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,7 @@ class DataSettings:
     on_bad_sample: str = "raise"
 
     def __post_init__(self) -> None:
+        require_flags(self)
         require_int("dataloader_num_workers", self.dataloader_num_workers, at_least=0)
         require_choice("on_bad_sample", self.on_bad_sample, ("raise", "skip"))
         for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"):
@@ -80,11 +81,7 @@ class DataSettings:
 
 def _require_limit(name: str, value: Any, *, at_least: int) -> None:
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= at_least
-    is_fraction = isinstance(value, float) and 0.0 <= value <= 1.0 and value >= at_least * 1e-12
+    is_fraction = isinstance(value, float) and 0.0 <= value <= 1.0 and (value > 0.0 or at_least == 0)
     if not (is_count or is_fraction):
-        expected = f"a whole number of batches from {at_least}, or a float fraction up to 1.0"
-        raise ArgumentError(
-            explain(
-                f"Trainer({name}={value!r})", f"{value!r} ({type(value).__name__})", expected, f"{name}=1.0 for all"
-            )
-        )
+        expected = f"a whole number of batches from {at_least}, or a fraction of them as a float up to 1.0"
+        raise_wrong_value(name, value, expected, f"{name}=1.0 for all")

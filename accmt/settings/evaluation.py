@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from accmt.settings.checks import raise_wrong_value, require_int
+from accmt.settings.checks import raise_wrong_value, require_flags, require_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +37,17 @@ class EvaluationSettings:
     metrics: Any = None
 
     def __post_init__(self) -> None:
+        require_flags(self)
         require_int("evaluate_every_n_epochs", self.evaluate_every_n_epochs, at_least=1)
         require_int("num_sanity_val_steps", self.num_sanity_val_steps, at_least=-1)
         steps = self.evaluate_every_n_steps
+        if steps is None:
+            return
+        is_count = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1
         is_fraction = isinstance(steps, float) and 0.0 < steps <= 1.0
-        if (
-            steps is not None
-            and not is_fraction
-            and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1)
-        ):
+        if not (is_count or is_fraction):
             expected = "a whole number of updates from 1, a float fraction of an epoch up to 1.0, or None"
             raise_wrong_value("evaluate_every_n_steps", steps, expected, "evaluate_every_n_steps=None for every epoch")
-        if steps is not None and self.evaluate_every_n_epochs != 1:
+        if self.evaluate_every_n_epochs != 1:
             expected = "either evaluate_every_n_steps or evaluate_every_n_epochs"
             raise_wrong_value("evaluate_every_n_epochs", self.evaluate_every_n_epochs, expected, "drop one of the two")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accmt.settings.checks import raise_wrong_value, require_choice, require_int, require_positive
+from accmt.settings.checks import raise_wrong_value, require_choice, require_flags, require_int, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,9 @@ class OptimizationSettings:
     auto_micro_batch: bool = False
 
     def __post_init__(self) -> None:
+        require_flags(self)
         require_choice("clip_grad_type", self.clip_grad_type, ("norm", "value"))
-        if self.clip_grad:
+        if self.clip_grad is not None and self.clip_grad != 0:
             require_positive("clip_grad", self.clip_grad)
         steps = self.grad_accumulation_steps
         if isinstance(steps, Mapping):

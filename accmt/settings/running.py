@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accmt.settings.checks import raise_wrong_value, require_choice, require_int
+from accmt.settings.checks import raise_wrong_value, require_choice, require_flags, require_int, require_mapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +61,12 @@ class RunningSettings:
     enable_model_summary: bool = False
 
     def __post_init__(self) -> None:
+        require_flags(self)
         require_choice("mixed_precision", self.mixed_precision, (None, "no", "fp16", "bf16"))
         if self.seed is not None:
             require_int("seed", self.seed, at_least=0)
-        for name in ("compile_kwargs", "ddp_kwargs"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, Mapping):
-                raise_wrong_value(name, value, "a dict of arguments", f"{name}={{...}}")
+        require_mapping("compile_kwargs", self.compile_kwargs)
+        require_mapping("ddp_kwargs", self.ddp_kwargs)
         if self.compile_kwargs is not None and not self.compile:
             raise_wrong_value("compile_kwargs", self.compile_kwargs, "compile=True beside it", "compile=True")
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from accmt.errors import ArgumentError, explain
-from accmt.settings.checks import require_int
+from accmt.settings.checks import raise_wrong_value, require_flags, require_int
+
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")  # one slash: `Path` makes one of two
+_SIZE = re.compile(r"\s*\d+(\.\d+)?\s*[KMGT]B\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,24 +40,19 @@ class SavingSettings:
     patience: Any = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model_path, str | PathLike) or not str(self.model_path):
-            raise ArgumentError(
-                explain(
-                    "Trainer(model_path=...)",
-                    repr(self.model_path),
-                    "the path of a folder",
-                    'model_path="out/my_model"',
-                )
+        require_flags(self)
+        path, size = self.model_path, self.max_shard_size
+        if not isinstance(path, str | PathLike) or not str(path).strip():
+            raise_wrong_value("model_path", path, "the path of a folder", 'model_path="out/my_model"')
+        if _URL.match(str(path)):
+            do = "mount the remote storage, or copy the folder after training"
+            raise_wrong_value("model_path", path, "a folder of this machine", do)
+        if isinstance(size, str) and not _SIZE.fullmatch(size):
+            raise_wrong_value(
+                "max_shard_size", size, "bytes, or a number with KB, MB, GB or TB", 'max_shard_size="5GB"'
             )
-        if "://" in str(self.model_path):
-            raise ArgumentError(
-                explain(
-                    "Trainer(model_path=...)",
-                    repr(self.model_path),
-                    "a folder of this machine",
-                    "mount the remote storage, or copy the folder after training",
-                )
-            )
+        if not isinstance(size, str):
+            require_int("max_shard_size", size, at_least=1)
 
     @property
     def folder(self) -> Path:
@@ -89,6 +87,7 @@ class CheckpointSettings:
     enable_checkpointing: bool = True
 
     def __post_init__(self) -> None:
+        require_flags(self)
         if self.max_checkpoints is not None:
             require_int("max_checkpoints", self.max_checkpoints, at_least=1)
 

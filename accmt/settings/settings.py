@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields
+from os import PathLike, fspath
 from typing import Any, ClassVar
 
 from accmt.config import HyperParameters
@@ -66,11 +67,16 @@ class Settings:
             NotImplementedError: An argument whose behaviour is not built yet.
         """
         refuse_pending(arguments, cls.defaults())
+        given = {name: fspath(value) if isinstance(value, PathLike) else value for name, value in arguments.items()}
         groups: dict[str, Any] = {
-            name: group(**{field.name: arguments[field.name] for field in fields(group) if field.name in arguments})
+            name: group(**{field.name: given[field.name] for field in fields(group) if field.name in given})
             for name, group in cls.GROUPS.items()
         }
         return cls(hps=HyperParameters.from_config(arguments["hps_config"]), **groups)
+
+    def accumulation_at(self, epoch: int) -> int:
+        """Return how many batches of each process make one update in `epoch` (from 0), micro-batches counted."""
+        return self.optimization.accumulation_at(epoch) * self.hps.train_batch_size // self.hps.train_step_batch_size
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
@@ -81,9 +87,11 @@ class Settings:
     def to_arguments(self) -> dict[str, Any]:
         """Return the arguments that give equal settings again, those at their default left out."""
         arguments: dict[str, Any] = {"hps_config": self.hps.to_dict()}
-        defaults = self.defaults()
-        for name, group in self.GROUPS.items():
-            values = {field.name: getattr(getattr(self, name), field.name) for field in fields(group)}
-            arguments |= {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
-        arguments.update(arguments.pop("tracker_kwargs", {}))
+        for name in self.GROUPS:
+            group = getattr(self, name)
+            for field in fields(group):
+                value = getattr(group, field.name)
+                if type(value) is not type(field.default) or value != field.default:  # a limit of 1 is not one of 1.0
+                    arguments[field.name] = value
+        arguments.update(arguments.pop("tracker_kwargs"))
         return arguments

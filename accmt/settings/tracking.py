@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
-from accmt.settings.checks import raise_wrong_value
+from accmt.settings.checks import raise_wrong_value, require_mapping, require_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,12 @@ class TrackingSettings:
     tracker_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("train_loss_metric_name", "val_loss_metric_name"):
+            require_text(name, getattr(self, name))
+        for name in ("track_name", "run_name"):
+            if getattr(self, name) is not None:
+                require_text(name, getattr(self, name))
+        require_mapping("additional_tracker_config", self.additional_tracker_config)
         is_whole = isinstance(self.log_every, int) and not isinstance(self.log_every, bool)
         if not is_whole or (self.log_every < 1 and self.log_every != -1):
             raise_wrong_value("log_every", self.log_every, "updates from 1, or -1 for each epoch", "log_every=1")

@@ -43,7 +43,9 @@ def reference(case: Any, processes: int) -> tuple[list[torch.Tensor], list[float
     return gradients, losses, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.feature("A25", "L13", "L14", "P22", "P27", "P31", "P37", "A24", "A26", "A60", "L61", "L85", "T29", "T35", "N12", "P05")
+@pytest.mark.feature(
+    "A25", "L13", "L14", "P22", "P27", "P31", "P37", "A24", "A26", "A60", "L61", "L85", "T29", "T35", "N12", "P05"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_every_update_equals_that_of_one_big_batch(name: str, results: dict[str, Any]) -> None:
     case, result = CASES[name], results[name]

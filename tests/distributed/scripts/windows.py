@@ -49,7 +49,9 @@ def make_cases() -> list[Case]:
     """Return the grid."""
     sizes, accumulations = (1, 3, 17, 24, 29), (1, 2, 4)
     cases = [Case(n, a, w) for n, a, w in itertools.product(sizes, accumulations, (False, True))]
-    cases += [Case(n, a, w, data) for n in (3, 29) for a in (1, 2) for w in (False, True) for data in ("loader", "stream")]
+    cases += [
+        Case(n, a, w, data) for n in (3, 29) for a in (1, 2) for w in (False, True) for data in ("loader", "stream")
+    ]
     return cases + [Case(29, a, w, clip=CLIP) for a in (1, 2) for w in (False, True)]
 
 
@@ -153,7 +155,11 @@ def run_case(case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
     state = trainer.fit(module, make_data(case))
     weights = torch.cat([p.detach().flatten() for p in module.model.parameters()]).tolist()
     every = gather_objects((recorder.gradients, state.state_dict(), weights))
-    losses = [row["values"]["train_loss"] for row in read_history(trainer.log_dir) if "values" in row] if is_main_process() else []
+    losses = (
+        [row["values"]["train_loss"] for row in read_history(trainer.log_dir) if "values" in row]
+        if is_main_process()
+        else []
+    )
     return {
         "gradients": recorder.gradients,
         "losses": losses,

@@ -1,0 +1,111 @@
+"""What every loader is told, and what it offers to the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data.dataloader import default_collate
+
+from accmt.data.batches import Round
+from accmt.data.seeding import derive_seed
+from accmt.data.sharding import Share
+from accmt.errors import DataError, explain
+
+
+class Loader(Protocol):
+    """Rounds of batches, epoch by epoch.
+
+    Attributes:
+        dataloader: The torch DataLoader underneath.
+        num_rounds: Rounds of an epoch after limits, at most; None for data without a length. Where a user's sampler
+            gives another number in each epoch, the one of the epoch in work.
+    """
+
+    dataloader: DataLoader[Any]
+    num_rounds: int | None
+
+    def samples_in(self, first: int, last: int) -> int | None:
+        """Return the samples of rounds `first` up to without `last` over all processes; None if unknown beforehand."""
+
+    def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
+        """Yield the rounds of an epoch from `first` on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """What all loaders of a kind of data have in common.
+
+    Attributes:
+        purpose: "train", "validate", "test" or "predict"; keeps their randomness apart.
+        batch_size: Samples of a batch of one process.
+        share: This process among those that share the data.
+        seed: The run's seed.
+        limit: Rounds at most: a number, or a fraction as a float.
+        shuffle: Whether the order is random.
+        sampler: The user's sampler, a function that makes one of the dataset, or a list of indices.
+        batch_sampler: The user's batch sampler.
+        drop_last: Whether a round that is not full is left out.
+        collate: Makes a batch of samples; None is torch's.
+        num_workers: Loader processes.
+        pin_memory: Whether batches are pinned.
+    """
+
+    purpose: str
+    batch_size: int
+    share: Share = field(default_factory=Share)
+    seed: int = 0
+    limit: int | float = 1.0
+    shuffle: bool = False
+    sampler: Any = None
+    batch_sampler: Any = None
+    drop_last: bool = False
+    collate: Callable[[Any], Any] | None = None
+    num_workers: int = 0
+    pin_memory: bool = False
+
+    def limit_rounds(self, num_rounds: int) -> int:
+        """Return how many of an epoch's rounds are used; a fraction above 0 keeps at least one."""
+        if isinstance(self.limit, float):
+            # Rounded first: 100 * 0.29 is 28.999999999999996.
+            return max(1, int(round(num_rounds * self.limit, 6))) if self.limit > 0 else 0
+        return min(self.limit, num_rounds)
+
+    def torch_options(self, dataset: Any) -> dict[str, Any]:
+        """Return the DataLoader arguments that do not say which samples make a batch."""
+        return {
+            "collate_fn": self.collate or default_collate,
+            "num_workers": self.num_workers,
+            "pin_memory": self.pin_memory,
+            # Workers that outlive an epoch have a copy of the dataset that would not hear of the next.
+            "persistent_workers": self.num_workers > 0 and not hasattr(dataset, "set_epoch"),
+        }
+
+    def without_second_sharing(self, *samplers: Any) -> LoaderOptions:
+        """Return the options for these samplers: if one shares the data already, we do not, but seeds stay distinct."""
+        parts = [part for sampler in samplers for part in (sampler, getattr(sampler, "sampler", None))]
+        shared = next((part for part in parts if isinstance(part, DistributedSampler)), None)
+        if shared is None:
+            return self
+        return replace(self, share=Share(), seed=derive_seed(self.seed, "process", shared.rank))
+
+
+def require_rounds(count: int, options: LoaderOptions, got: str) -> None:
+    """Check that an epoch has anything in it.
+
+    Raises:
+        DataError: `count`, of samples or of batches, is 0.
+    """
+    if count == 0:
+        do = "look at the path or the filter that made the data, at the sampler, and at drop_last"
+        raise DataError(explain(f"the {options.purpose} data", got, "at least one sample and one batch", do))
+
+
+def length_of(data: Any) -> int | None:
+    """Return a length, or None: some classes define `__len__` and then raise in it."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None

@@ -1,0 +1,190 @@
+"""What decides the samples of an epoch: our order, a user's sampler, a user's batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import Sampler
+
+from accmt.data.seeding import BatchIndices, derive_seed, drawing_under
+from accmt.data.sharding import Plan, Share
+from accmt.processes import broadcast_object
+
+T = TypeVar("T")
+
+
+def tell_epoch(part: Any, epoch: int) -> None:
+    """Call `set_epoch` where it exists."""
+    if hasattr(part, "set_epoch"):
+        part.set_epoch(epoch)
+
+
+class UserRandomness:
+    """Makes a user's samplers draw the same on every process: a function of (seed, epoch).
+
+    `set_epoch` is called where it exists. A generator of their own keeps the user's seed, the main process's, and is
+    left as it was found; samplers without one draw from the global generators.
+
+    Processes: construction is collective where there is a generator.
+
+    Args:
+        parts: Sampler, batch sampler, DataLoader, dataset: whatever may draw; None is passed over.
+    """
+
+    def __init__(self, *parts: Any) -> None:
+        inner = [getattr(part, "sampler", None) for part in parts]
+        self._parts = [part for part in (*parts, *inner) if part is not None]
+        found = [getattr(part, "generator", None) for part in self._parts]
+        generators = dict.fromkeys(g for g in found if isinstance(g, torch.Generator))
+        self._seeds = {generator: broadcast_object(generator.initial_seed()) for generator in generators}
+
+    @contextmanager
+    def of_epoch(self, epoch: int) -> Iterator[None]:
+        """Let the samplers draw for `epoch`."""
+        for part in self._parts:
+            tell_epoch(part, epoch)
+        states = [(generator, generator.get_state()) for generator in self._seeds]
+        for generator, seed in self._seeds.items():
+            generator.manual_seed(derive_seed(seed, "order", epoch))
+        try:
+            yield
+        finally:
+            for generator, state in states:
+                generator.set_state(state)
+
+
+class DrawnByUser(Generic[T]):
+    """What a user's sampler, or batch sampler, gives for an epoch; drawn once, and kept until another epoch is asked.
+
+    Args:
+        sampler: The sampler.
+        seed: The run's seed.
+        read: Reads the sampler to its end.
+    """
+
+    def __init__(self, sampler: Iterable[Any], seed: int, read: Callable[[Iterable[Any]], T]) -> None:
+        self._sampler = sampler
+        self._seed = seed
+        self._read = read
+        self._randomness = UserRandomness(sampler)
+        self._drawn: tuple[int, T] | None = None
+
+    def at(self, epoch: int) -> T:
+        """Return the indices, or the batches of indices, of `epoch`."""
+        if self._drawn is None or self._drawn[0] != epoch:
+            with self._randomness.of_epoch(epoch), drawing_under(derive_seed(self._seed, "order", epoch)):
+                self._drawn = epoch, self._read(self._sampler)
+        return self._drawn[1]
+
+
+def _read_indices(sampler: Iterable[int]) -> torch.Tensor:
+    return torch.tensor(list(sampler), dtype=torch.long)
+
+
+def _read_batches(batch_sampler: Iterable[Iterable[int]]) -> list[list[int]]:
+    return [list(batch) for batch in batch_sampler]
+
+
+class Order:
+    """The global order of the samples, a pure function of (seed, epoch).
+
+    Args:
+        length: Samples of the dataset.
+        seed: The run's seed.
+        shuffle: Whether each epoch has a permutation of its own.
+        sampler: Gives the order instead: an iterable of indices.
+    """
+
+    def __init__(self, length: int, seed: int, *, shuffle: bool = False, sampler: Iterable[int] | None = None) -> None:
+        self._length = length
+        self._seed = seed
+        self._shuffle = shuffle
+        self._drawn = None if sampler is None else DrawnByUser(sampler, seed, _read_indices)
+
+    def size(self, epoch: int) -> int:
+        """Return how many samples `epoch` has."""
+        return self._length if self._drawn is None else len(self._drawn.at(epoch))
+
+    def at(self, epoch: int) -> torch.Tensor:
+        """Return the order of `epoch` as a tensor of indices `[samples]`."""
+        if self._drawn is not None:
+            return self._drawn.at(epoch)
+        if not self._shuffle:
+            return torch.arange(self._length)
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
+        return torch.randperm(self._length, generator=generator)
+
+
+class GlobalBatchSampler(Sampler[list[int]]):
+    """Yields this process's part of each round of an epoch.
+
+    Args:
+        order: The global order.
+        seed: The run's seed.
+        purpose: Tells training's randomness from validation's.
+    """
+
+    def __init__(self, order: Order, *, seed: int, purpose: str) -> None:
+        self._order = order
+        self._seed = seed
+        self._purpose = purpose
+
+    def start_at(self, epoch: int, plan: Plan, rounds: range) -> None:
+        """Choose what the next iteration yields."""
+        self._epoch = epoch
+        self._plan = plan
+        self._rounds = rounds
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, plan, order = self._epoch, self._plan, self._order.at(self._epoch)
+        for part in filter(None, map(plan.part, self._rounds)):
+            seed = derive_seed(self._seed, self._purpose, epoch, part.start)
+            yield BatchIndices(order[part.start : part.stop].tolist(), seed)
+
+    def __len__(self) -> int:
+        return len(self._rounds) - (bool(self._rounds) and not self._plan.part(self._rounds[-1]))
+
+
+class BatchShare(Sampler[list[int]]):
+    """Yields every `count`-th batch of a user's batch sampler, from this process's on.
+
+    An epoch's batches are drawn at once, before any is read: then nothing that trains in between can change them.
+
+    Args:
+        batches: The user's batch sampler.
+        share: This process.
+        seed: The run's seed.
+        purpose: Tells training's randomness from validation's.
+    """
+
+    def __init__(self, batches: Iterable[Any], share: Share, *, seed: int, purpose: str) -> None:
+        self._drawn = DrawnByUser(batches, seed, _read_batches)
+        self._share = share
+        self._seed = seed
+        self._purpose = purpose
+        self.start_at(0, range(0))
+
+    def sizes(self, epoch: int) -> list[int]:
+        """Return how many samples each batch of an epoch has, over all processes."""
+        return [len(batch) for batch in self._drawn.at(epoch)]
+
+    def start_at(self, epoch: int, rounds: range) -> None:
+        """Choose what the next iteration yields."""
+        self._epoch = epoch
+        self._rounds = rounds
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, batches = self._epoch, self._drawn.at(self._epoch)
+        for index in self._own_indices(len(batches)):
+            yield BatchIndices(batches[index], derive_seed(self._seed, self._purpose, epoch, index))
+
+    def __len__(self) -> int:
+        return len(self._own_indices(len(self._drawn.at(self._epoch))))
+
+    def _own_indices(self, num_batches: int) -> range:
+        count = self._share.count
+        start = self._rounds.start * count + self._share.index
+        return range(start, min(self._rounds.stop * count, num_batches), count)

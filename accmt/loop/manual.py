@@ -1,0 +1,94 @@
+"""The manual loop: an `ExtendedAcceleratorModule` calls backward and the steps itself, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from accmt.data import Round, derive_seed, seed_generators
+from accmt.loop.run import Run
+from accmt.loop.update import advance_schedule, step_optimizer, zero_gradients
+from accmt.messages import say_once
+from accmt.module import ExtendedAcceleratorModule
+from accmt.processes import num_processes, process_index
+
+
+class ManualSteps:
+    """What the module's `backward`, `step_optimizer`, `step_scheduler` and `zero_grad` do.
+
+    Hooks, clipping, precision and the weights of batches on several processes are those of the automatic loop.
+
+    Args:
+        run: The run.
+        module: Its module, which gets these steps.
+    """
+
+    def __init__(self, run: Run, module: ExtendedAcceleratorModule) -> None:
+        self._run = run
+        self._factor = 1.0
+        self._has_stepped = False
+        module.manual_steps = self
+
+    def train(self, round_: Round) -> bool:
+        """Run the training step on every process, and count what it did.
+
+        A round in which some process has no batch is left out: who has none could not take part in the others' steps.
+
+        Returns:
+            Whether the step made an update.
+        """
+        run = self._run
+        if round_.is_partial:
+            say_once("manual optimization leaves out the last batches of an epoch, which are fewer than the processes")
+            return False
+        batch = run.place(round_.batch)
+        own = run.count_samples(round_, batch)
+        samples = round_.num_samples if round_.num_samples is not None else own * num_processes()
+        self._factor, self._has_stepped = own * num_processes() / samples, False
+        seed_generators(derive_seed(run.seed, "step", run.state.epoch, round_.index, process_index()), run.device)
+        for hook in run.hooks.on_before_training_step:
+            hook(batch=batch)
+        with run.autocast():
+            outputs = run.training_step(batch)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor):
+            run.window.add(loss.detach(), own)
+        for hook in run.hooks.on_after_training_step:
+            hook(batch=batch, outputs=outputs)
+        self._count(samples)
+        return self._has_stepped
+
+    def _count(self, samples: int) -> None:
+        state = self._run.state
+        state.count_batch()
+        state.count_samples(samples)
+        if self._has_stepped:
+            state.count_update()
+            for hook in self._run.hooks.on_update_end:
+                hook()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a batch's mean loss, weighted by this process's share of the round."""
+        run = self._run
+        for hook in run.hooks.on_before_backward:
+            hook(loss=loss)
+        run.actions.backward(loss if self._factor == 1.0 else loss * self._factor)
+        for hook in run.hooks.on_after_backward:
+            hook(loss=loss)
+
+    def step_optimizer(self) -> bool:
+        """Unscale, clip and let the optimizer step."""
+        self._run.stepper.unscale()
+        is_done = step_optimizer(self._run)
+        self._has_stepped |= is_done
+        return is_done
+
+    def step_scheduler(self) -> None:
+        """Advance the schedule, if there is one."""
+        if self._run.scheduler is not None:
+            advance_schedule(self._run)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        zero_gradients(self._run)

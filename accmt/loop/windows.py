@@ -1,0 +1,110 @@
+"""Gathers rounds of batches in windows, each of which ends in one update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accmt.data import Round, derive_seed, seed_generators
+from accmt.errors import ModuleContractError, explain
+from accmt.loop.outputs import TrainingOutput, read_training_output
+from accmt.loop.run import Run
+from accmt.loop.update import finish_window
+from accmt.loop.weighting import Weight, Window
+from accmt.processes import num_processes, process_index
+
+
+class Windows:
+    """Trains rounds, window by window, within one epoch.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._window: Window | None = None
+
+    def train(self, round_: Round) -> bool:
+        """Run forward and backward of one batch on every process, and the update if it ends a window.
+
+        Gradients are reduced over processes in the last round of a window only. A round in which some process has no
+        batch runs without any communication; its window's gradients are reduced by hand afterwards.
+
+        Processes: collective.
+
+        Returns:
+            Whether an update was made.
+        """
+        run = self._run
+        window = self._window = self._window or _open_window(run, round_)
+        window.rounds_done += 1
+        ends_window = round_.is_last or window.rounds_done == window.num_rounds
+        if round_.is_partial:
+            window.is_unreduced = True
+            with run.using_unwrapped_model():
+                _train_own_batch(run, window, round_)
+        elif ends_window or num_processes() == 1:
+            _train_own_batch(run, window, round_)
+        else:
+            with run.accelerator.no_sync(run.model):
+                _train_own_batch(run, window, round_)
+        run.state.count_batch()
+        if not ends_window:
+            return False
+        self._window = None
+        return finish_window(run, window)
+
+
+def _open_window(run: Run, first: Round) -> Window:
+    loader, accumulation = run.train_loader, run.state.grad_accum_steps
+    end = first.index + accumulation
+    if loader.num_rounds is not None:
+        end = min(end, loader.num_rounds)
+    samples = loader.samples_in(first.index, end)
+    if samples is None and accumulation == 1:
+        samples = first.num_samples
+    return Window(num_rounds=end - first.index, known_samples=None if run.counts_own_samples else samples)
+
+
+def _train_own_batch(run: Run, window: Window, round_: Round) -> None:
+    if round_.batch is not None:
+        _train_batch(run, window, round_)
+    elif run.weighting.is_explicit is None:
+        run.weighting.decide(None, is_explicit=False)
+
+
+def _train_batch(run: Run, window: Window, round_: Round) -> None:
+    hooks = run.hooks
+    batch = run.place(round_.batch)
+    seed_generators(derive_seed(run.seed, "step", run.state.epoch, round_.index, process_index()), run.device)
+    for hook in hooks.on_before_training_step:
+        hook(batch=batch)
+    with run.autocast():
+        outputs = run.training_step(batch)
+    output = read_training_output(outputs)
+    weight = _weigh(run, window, round_, batch, output)
+    for hook in hooks.on_before_backward:
+        hook(loss=output.loss)
+    factor = run.weighting.loss_factor(window, weight)
+    is_one = isinstance(factor, float) and factor == 1.0
+    run.actions.backward(output.loss if is_one else output.loss * factor)
+    for hook in hooks.on_after_backward:
+        hook(loss=output.loss)
+    run.window.add(output.loss.detach(), weight, output.others)
+    for hook in hooks.on_after_training_step:
+        hook(batch=batch, outputs=outputs)
+
+
+def _weigh(run: Run, window: Window, round_: Round, batch: Any, output: TrainingOutput) -> Weight:
+    samples = run.count_samples(round_, batch)
+    has_weight = output.weight is not None
+    weight = samples if output.weight is None else output.weight
+    if run.weighting.is_explicit is None:
+        run.weighting.decide(weight, is_explicit=has_weight)
+    if has_weight != run.weighting.is_explicit:
+        seen, other = ("this batch", "the first") if has_weight else ("the first batch", "this one")
+        do = 'return {"loss": loss, "weight": weight} from every training_step, or from none'
+        got = f'"weight" in {seen} but not in {other}'
+        raise ModuleContractError(explain("training_step", got, "weights for all batches or for none", do))
+    window.add(weight, samples)
+    return weight

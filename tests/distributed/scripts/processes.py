@@ -1,0 +1,111 @@
+"""Asks every question that needs several processes, and writes the answers of each.
+
+torchrun --nproc-per-node 2 processes.py RESULT.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, RandomSampler
+
+from accmt.data import LoaderOptions, Share, build_loader
+from accmt.processes import (
+    broadcast_object,
+    gather_objects,
+    is_main_process,
+    num_processes,
+    process_index,
+    run_on_main_process,
+    sum_over_processes,
+)
+
+CPU = torch.device("cpu")
+
+
+class AwkwardError(Exception):
+    """Can be pickled, but not be read back: as many errors whose constructor takes two arguments."""
+
+    def __init__(self, what: str, code: int) -> None:
+        super().__init__(f"{what} {code}")
+
+
+def error_of(action: Callable[[], Any]) -> str | None:
+    """Return what an action on the main process raises here."""
+    try:
+        run_on_main_process(action)
+    except Exception as error:  # noqa: BLE001 - which one is the answer
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def fail_with_something_that_cannot_be_pickled() -> None:
+    error = OSError("the disk is full")
+    error.connection = lambda: None  # type: ignore[attr-defined]
+    raise error
+
+
+def read_with_own_generators() -> dict[str, list[int]]:
+    """Read data whose order each process would draw from a generator with another seed."""
+    rank = process_index()
+    options = {"purpose": "train", "batch_size": 2, "share": Share(rank, num_processes())}
+    sampler = RandomSampler(range(13), generator=torch.Generator().manual_seed(rank))
+    given = DataLoader(range(13), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(rank))
+    loaders = {
+        "sampler": build_loader(range(13), LoaderOptions(**options, sampler=sampler)),
+        "loader": build_loader(given, LoaderOptions(**options)),
+    }
+    return {
+        name: [int(s) for round_ in loader.rounds(1) if round_.batch is not None for s in round_.batch]
+        for name, loader in loaders.items()
+    }
+
+
+def answer() -> dict[str, Any]:
+    """Ask everything once."""
+    acted: list[str] = []
+    answers = {
+        "num_processes": num_processes(),
+        "process_index": process_index(),
+        "is_main_process": is_main_process(),
+        "sums": sum_over_processes([process_index() + 1, 0.1, 1e15 + process_index()], CPU),
+        "no_sums": sum_over_processes([], CPU),
+        "gathered": gather_objects({"rank": process_index()}),
+        "broadcast": broadcast_object(["of", process_index()]),
+        "on_main": run_on_main_process(lambda: acted.append("acted") or "done"),
+        "plain_error": error_of(lambda: fail(ValueError("wrong"))),
+        "awkward_error": error_of(lambda: fail(AwkwardError("wrong", 3))),
+        "unpicklable_error": error_of(fail_with_something_that_cannot_be_pickled),
+        "has_unpicklable_value_error": error_of(lambda: lambda: None) is not None,
+        "in_step_afterwards": gather_objects(process_index()),
+        "read": read_with_own_generators(),
+    }
+    return {**answers, "acted": acted}
+
+
+def main() -> None:
+    """Answer, and write before leaving: a gloo process may abort at interpreter exit."""
+    dist.init_process_group("gloo")
+    of_all = gather_objects(answer())
+    if is_main_process():
+        unfinished = Path(sys.argv[1] + ".tmp")
+        unfinished.write_text(json.dumps(of_all))
+        unfinished.rename(sys.argv[1])
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Whole runs with evaluation, metrics, saving and callbacks; writes what each process saw.
+
+torchrun --nproc-per-node 2 runs.py RESULT.json FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from accmt import AcceleratorModule, Accuracy, Callback, MainProcessCallback, Trainer, read_history
+from accmt.processes import gather_objects, is_main_process
+
+VALIDATION_SIZES = (1, 4, 7, 8, 9, 17)
+
+
+def make_points(count: int, seed: int = 0) -> TensorDataset:
+    """Make points `[4]` with one of three labels."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 4, generator=generator)
+    return TensorDataset(inputs, (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0).long())
+
+
+class RunningMean(nn.Module):
+    """Subtracts the mean of the features seen in training, which each process sees others of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.lerp_(features.detach().mean(0), 0.1)
+        return features - self.mean.clone()
+
+
+class Classifier(AcceleratorModule):
+    """A small classifier, with or without buffers."""
+
+    def __init__(self, *, has_buffers: bool = False) -> None:
+        torch.manual_seed(0)
+        middle = RunningMean() if has_buffers else nn.Identity()
+        self.model = nn.Sequential(nn.Linear(4, 8), middle, nn.ReLU(), nn.Linear(8, 3))
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        inputs, labels = batch
+        return nn.functional.cross_entropy(self.model(inputs), labels)
+
+    def validation_step(self, batch: Any) -> dict[str, Any]:
+        inputs, labels = batch
+        scores = self.model(inputs)
+        return {"loss": nn.functional.cross_entropy(scores, labels), "accuracy": (scores.argmax(-1), labels)}
+
+
+class Everywhere(Callback):
+    """Counts evaluations on every process."""
+
+    count = 0
+
+    def on_evaluation_end(self) -> None:
+        self.count += 1
+
+
+class OnMain(MainProcessCallback):
+    """Counts evaluations on the main process only."""
+
+    count = 0
+
+    def on_evaluation_end(self) -> None:
+        self.count += 1
+
+
+def evaluate_untrained(size: int, folder: Path) -> dict[str, float]:
+    """Return loss and accuracy of an untrained model over `size` samples."""
+    hps = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.0}}
+    trainer = Trainer(
+        hps,
+        folder / "none",
+        model_saving=None,
+        checkpoint_every=None,
+        logging_dir=folder,
+        verbose=False,
+        metrics=Accuracy(),
+    )
+    return dict(trainer.fit(Classifier(), make_points(8), make_points(size, seed=1)).metrics)
+
+
+def train(folder: Path) -> dict[str, Any]:
+    """Train with everything on and return what happened."""
+    hps = {
+        "epochs": 2,
+        "batch_size": 4,
+        "optim": {"type": "AdamW", "lr": 0.01},
+        "scheduler": {"type": "LinearWithWarmup", "warmup_ratio": 0.2},
+    }
+    everywhere, on_main = Everywhere(), OnMain()
+    trainer = Trainer(
+        hps,
+        folder / "model",
+        model_saving="best_accuracy",
+        checkpoint_every=None,
+        logging_dir=folder / "logs",
+        log_with="tensorboard",
+        metrics=[Accuracy()],
+        callbacks=[everywhere, on_main],
+        seed=5,
+        clip_grad=1.0,
+        verbose=False,
+    )
+    module = Classifier(has_buffers=True)
+    state = trainer.fit(module, make_points(29), make_points(9, seed=1))
+    weights = torch.cat([tensor.flatten() for tensor in module.model.state_dict().values()]).tolist()
+    every = gather_objects(
+        (weights, everywhere.count, on_main.count, trainer.is_main, trainer.is_distributed, str(trainer.log_dir))
+    )
+    return {
+        "every": every,
+        "state": state.state_dict(),
+        "best": dict(state.best),
+        "lr": module.optimizer.param_groups[0]["lr"],
+        "rows": len([row for row in read_history(trainer.log_dir) if "values" in row]) if trainer.is_main else 0,
+    }
+
+
+def fail_on_main(folder: Path) -> list[str]:
+    """Let saving fail on the main process, and return what each process raised."""
+    (folder / "blocked").mkdir(parents=True, exist_ok=True)
+    (folder / "blocked" / "model.safetensors").mkdir(exist_ok=True)
+    hps = {"epochs": 1, "batch_size": 4, "optim": "SGD"}
+    trainer = Trainer(
+        hps, folder / "blocked", model_saving="always", checkpoint_every=None, logging_dir=folder, verbose=False
+    )
+    try:
+        trainer.fit(Classifier(), make_points(8))
+    except OSError as error:
+        return gather_objects(type(error).__name__)
+    return gather_objects("nothing")
+
+
+def main() -> None:
+    """Run everything and write the results."""
+    folder = Path(sys.argv[2])
+    results = {
+        "evaluations": {size: evaluate_untrained(size, folder) for size in VALIDATION_SIZES},
+        "training": train(folder),
+        "failure": fail_on_main(folder),
+    }
+    if is_main_process():
+        Path(sys.argv[1]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Whole runs on 1, 2 and 3 processes: the same results, files written once, and errors that reach everybody."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.scripts import runs
+from tests.launching import SCRIPTS, launch
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda r: f"{r}-processes")
+def outcome(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    path = folder / "result.json"
+    launch(SCRIPTS / "runs.py", str(path), str(folder), processes=request.param, result=path)
+    return request.param, json.loads(path.read_text()), folder
+
+
+def exact(size: int) -> tuple[float, float]:
+    """Evaluate the model over all samples at once, in plain torch."""
+    module = runs.Classifier()
+    inputs, labels = runs.make_points(size, seed=1).tensors
+    scores = module.model.eval()(inputs)
+    loss = torch.nn.functional.cross_entropy(scores, labels)
+    return loss.item(), (scores.argmax(-1) == labels).double().mean().item()
+
+
+@pytest.mark.feature("A43", "D23", "P05", "T14")
+def test_evaluation_counts_every_sample_once(outcome) -> None:
+    processes, results, _ = outcome
+    assert {int(size) for size in results["evaluations"]} == set(runs.VALIDATION_SIZES)
+    for size, metrics in results["evaluations"].items():
+        loss, accuracy = exact(int(size))
+        assert metrics["val_loss"] == pytest.approx(loss, rel=1e-6)
+        assert metrics["accuracy"] == pytest.approx(accuracy, abs=1e-12)
+    assert all(distributed == (processes > 1) for _, _, _, _, distributed, _ in results["training"]["every"])
+
+
+@pytest.mark.feature("D26", "P31", "P32", "T12", "T13", "L90", "L89")
+def test_processes_agree_and_files_are_written_once(outcome) -> None:
+    processes, results, folder = outcome
+    training = results["training"]
+    weights, evaluations, on_main, is_main, _, folders = zip(*training["every"], strict=True)
+    assert len(weights) == processes
+    assert all(other == weights[0] for other in weights)
+    assert evaluations == (2,) * processes
+    assert on_main == (2,) + (0,) * (processes - 1)
+    assert is_main == (True,) + (False,) * (processes - 1)
+    assert len(set(folders)) == 1
+    assert len(list((folder / "logs" / "model").iterdir())) == 1
+    assert training["rows"] == training["state"]["global_step"] + 2
+    assert (folder / "model" / "model.safetensors").exists()
+    assert training["state"]["samples_seen"] == 58
+
+
+@pytest.mark.feature("D18", "D17")
+def test_the_schedule_ends_with_the_last_update_whatever_the_processes(outcome) -> None:
+    assert outcome[1]["training"]["lr"] == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.feature("D22")
+def test_a_save_that_fails_on_the_main_process_stops_every_process(outcome) -> None:
+    processes, results, _ = outcome
+    assert len(results["failure"]) == processes
+    assert set(results["failure"]) != {"nothing"}
+    assert "nothing" not in results["failure"]

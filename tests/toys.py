@@ -1,0 +1,111 @@
+"""Small modules, data and trainers for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from accmt import AcceleratorModule, Callback, Trainer
+from accmt.callbacks import HOOKS
+
+HPS = {"epochs": 1, "batch_size": 2, "optim": {"type": "SGD", "lr": 0.1}}
+
+
+def make_points(count: int = 8) -> TensorDataset:
+    """Make points `[3]` and the targets of a linear function."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 3, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """The numbers 0, 1, 2 ... as samples, or given ones."""
+
+    def __init__(self, values: int | Sequence[float]) -> None:
+        self.values = list(range(values)) if isinstance(values, int) else list(values)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(float(self.values[index]))
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+class Linear(AcceleratorModule):
+    """Fits a linear function."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 1)
+
+    def step(self, batch: Any) -> torch.Tensor:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.model(inputs), targets)
+
+
+class Scripted(AcceleratorModule):
+    """Returns the mean of the numbers in a batch as its training loss, and scripted validation losses, one a pass.
+
+    Attributes:
+        seen: The numbers of each training batch.
+        validated: The numbers of each validation batch.
+    """
+
+    def __init__(self, val_losses: Sequence[float] = ()) -> None:
+        self.model = nn.Linear(1, 1, bias=False)
+        self.val_losses = list(val_losses)
+        self.seen: list[list[float]] = []
+        self.validated: list[list[float]] = []
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen.append(batch.tolist())
+        return batch.mean() + 0 * self.model.weight.sum()
+
+    def validation_step(self, batch: torch.Tensor) -> torch.Tensor:
+        self.validated.append(batch.tolist())
+        if not self.val_losses:
+            return batch.mean()
+        return torch.tensor(float(self.val_losses[self.state.evaluations_done]))
+
+
+class Recorder(Callback):
+    """Writes down every hook, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def names(self, *only: str) -> list[str]:
+        """Return the hooks called, or those of `only`."""
+        return [name for name in self.calls if not only or name in only]
+
+
+def _make_hook(name: str) -> Any:
+    def hook(self: Recorder, **data: Any) -> None:
+        self.calls.append(name)
+        if name == "on_log":
+            self.rows.append((data["step"], dict(data["values"])))
+
+    return hook
+
+
+for _name in HOOKS:
+    setattr(Recorder, _name, _make_hook(_name))
+
+
+def make_trainer(hps: dict[str, Any] | None = None, model_path: str = "out/model", **settings: Any) -> Trainer:
+    """Make a quiet trainer without checkpoints, which saves no model unless told to."""
+    settings = {"model_saving": None, "checkpoint_every": None, "verbose": False, "seed": 0, **settings}
+    return Trainer({**HPS, **(hps or {})}, model_path, **settings)
+
+
+def logged(trainer: Trainer, name: str) -> list[tuple[int, float]]:
+    """Return the (step, value) pairs of one name in the run's history."""
+    from accmt import read_history
+
+    rows = [row for row in read_history(trainer.log_dir) if "values" in row]
+    return [(row["step"], row["values"][name]) for row in rows if name in row["values"]]

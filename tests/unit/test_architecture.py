@@ -1,0 +1,230 @@
+"""The layers, and the limits that keep the code readable, read from the source itself."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "accmt"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+LAYERS = [
+    {"errors", "files", "processes", "state", "messages", "version", "precision"},
+    {"config", "settings"},
+    {"data", "optimization", "checkpoint", "saving", "metrics", "tracking", "failures", "callbacks"},
+    {"module", "huggingface"},
+    {"loop"},
+    {"trainer", "trainer_view"},
+    {"cli"},
+]
+PARTS = LAYERS[2]
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def for_type_checkers(tree: ast.AST) -> set[ast.AST]:
+    """Return every node under `if TYPE_CHECKING`."""
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test).endswith("TYPE_CHECKING")]
+    return {inner for block in blocks for statement in block.body for inner in ast.walk(statement)}
+
+
+def imported_modules(tree: ast.AST) -> list[str]:
+    """Return the dotted names of all modules imported at run time, those inside functions too."""
+    aside = for_type_checkers(tree)
+    modules = []
+    for node in ast.walk(tree):
+        if node in aside:
+            continue
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "accmt":
+            modules += [f"accmt.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            modules.append(node.module or "")
+    return modules
+
+
+def imported_rooms(tree: ast.AST) -> set[str]:
+    return {module.split(".")[1] for module in imported_modules(tree) if module.startswith("accmt.")}
+
+
+def may_import(importer: str, imported: str) -> bool:
+    if importer == imported:
+        return True
+    if importer in PARTS and imported in PARTS:
+        return False
+    return LEVEL[imported] <= LEVEL[importer]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_rooms_import_only_downward(path):
+    room = room_of(path)
+    if room == "__init__":
+        assert imported_rooms(parse(path)) == {"version"}, "names are loaded when they are used"
+        return
+    assert room in LEVEL, "a room without a layer"
+    wrong = sorted(other for other in imported_rooms(parse(path)) if not may_import(room, other))
+    assert wrong == []
+
+
+def test_the_check_of_layers_sees_imports_inside_functions_and_skips_those_for_types():
+    source = """
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from accmt.trainer import Trainer
+def load():
+    from accmt import huggingface
+    import accmt.loop.fit
+"""
+    assert imported_rooms(ast.parse(source)) == {"huggingface", "loop"}
+    assert not may_import("module", "loop")
+    assert not may_import("data", "metrics")
+    assert may_import("loop", "data")
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=name_of)
+def test_every_folder_is_a_package(folder):
+    assert (folder / "__init__.py").is_file()
+
+
+HEAVY = {"transformers", "datasets", "mlflow", "tensorboard", "torchmetrics", "pydantic", "accelerate"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_heavy_libraries_are_imported_only_where_they_are_used(path):
+    if name_of(path) == "config/schema.py":  # which is itself imported late
+        return
+    tree = parse(path)
+    aside = for_type_checkers(tree)
+    inside = {n for f in ast.walk(tree) if isinstance(f, FUNCTIONS) for n in ast.walk(f)}
+    early = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) and n not in aside | inside]
+    modules = {module for node in early for module in imported_modules(ast.Module([node], []))}
+    assert {module.split(".")[0] for module in modules} & HEAVY == set()
+
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)
+
+
+def functions_of(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Count the lines of a function without signature and docstring."""
+    body = function.body[1:] if ast.get_docstring(function, clean=False) is not None else function.body
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def depth_of(node: ast.AST) -> int:
+    """Count how many blocks lie in each other at most; an `elif` is no deeper than its `if`."""
+    deepest = 0
+    for name, value in ast.iter_fields(node):
+        children = [child for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)]
+        for child in children:
+            is_elif = isinstance(node, ast.If) and name == "orelse" and isinstance(child, ast.If) and len(children) == 1
+            if isinstance(child, FUNCTIONS):
+                continue
+            deepest = max(deepest, depth_of(child) + (isinstance(child, BLOCKS) and not is_elif))
+    return deepest
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_file_is_longer_than_350_lines(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 350
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_function_is_longer_than_40_lines(path):
+    long = {function.name: body_lines(function) for function in functions_of(parse(path)) if body_lines(function) > 40}
+    assert long == {}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_is_nested_deeper_than_three(path):
+    deep = {function.name: depth_of(function) for function in functions_of(parse(path)) if depth_of(function) > 3}
+    assert deep == {}
+
+
+def test_the_measures_of_functions_measure():
+    source = '''
+def measured(a,
+             b):
+    """A docstring.
+
+    Of several lines.
+    """
+    if a:
+        for _ in b:
+            with a:
+                while b:
+                    pass
+    elif b:
+        pass
+    elif a and b:
+        pass
+'''
+    function = functions_of(ast.parse(source))[0]
+    assert body_lines(function) == 9
+    assert depth_of(function) == 4
+
+
+def forbidden_in(tree: ast.AST) -> list[str]:
+    """Return what has no place in a library: it talks, ends or hides instead of raising."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            found.append(f"{node.lineno}: assert")
+        elif isinstance(node, ast.ExceptHandler) and node.type is None:
+            found.append(f"{node.lineno}: bare except")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"print", "exit", "quit", "sys.exit", "os._exit"}:
+            found.append(f"{node.lineno}: {ast.unparse(node.func)}")
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.excepthook":
+            found.append(f"{node.lineno}: sys.excepthook")
+    return found
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if room_of(path) != "cli"], ids=name_of)
+def test_the_library_neither_prints_nor_exits_nor_asserts(path):
+    assert forbidden_in(parse(path)) == []
+
+
+def test_the_check_of_forbidden_things_sees_each():
+    source = "assert x\nprint(1)\nsys.exit(2)\ntry:\n    pass\nexcept:\n    pass\nsys.excepthook = None\n"
+    assert len(forbidden_in(ast.parse(source))) == 5
+
+
+def undocumented_in(tree: ast.Module) -> list[str]:
+    """Return public classes, functions and methods without a docstring; an inherited one of a hook does not count."""
+    names = [] if ast.get_docstring(tree) else ["the module"]
+
+    def look(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if not isinstance(node, (*FUNCTIONS, ast.ClassDef)) or node.name.startswith("_"):
+                continue
+            if ast.get_docstring(node) is None:
+                names.append(f"{prefix}{node.name}")
+            if isinstance(node, ast.ClassDef):
+                look(node.body, f"{node.name}.")
+
+    look(tree.body, "")
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_everything_public_has_a_docstring(path):
+    assert undocumented_in(parse(path)) == []

@@ -1,0 +1,40 @@
+import pytest
+
+from accmt.callbacks import Callback, Hooks, LambdaCallback, MainProcessCallback, find_hooks
+from accmt.errors import ModuleContractError
+
+
+def test_a_callback_without_methods_has_no_hooks_and_the_order_zero():
+    assert find_hooks(Callback()) == {}
+    assert find_hooks(MainProcessCallback()) == {}
+    assert Callback().order == MainProcessCallback().order == 0
+
+
+def test_a_callback_of_functions_calls_them_with_the_keywords_that_they_name():
+    seen = []
+    callback = LambdaCallback(on_epoch_end=lambda: seen.append("end"), on_log=lambda step: seen.append(step), order=3)
+    hooks = Hooks([callback])
+    hooks.on_epoch_end[0]()
+    hooks.on_log[0](values={}, step=7)
+    assert seen == ["end", 7]
+    assert callback.order == 3
+
+
+@pytest.mark.feature("T09")
+def test_a_callback_of_functions_takes_names_of_other_trainers_and_builtins():
+    values = []
+    hooks = Hooks([LambdaCallback(after_epoch=values.clear, on_log=lambda values, step: None)])
+    values.append(1)
+    hooks.on_epoch_end[0]()
+    assert values == []
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("on_epoch_ends", "on_epoch_end"), ("epoch_end", "on_epoch_end")])
+def test_a_callback_of_functions_refuses_what_is_no_hook(name, nearest):
+    with pytest.raises(ModuleContractError, match=f"LambdaCallback.{name}(.|\n)*did you mean {nearest}\\?"):
+        LambdaCallback(**{name: lambda: None})
+
+
+def test_a_callback_of_functions_refuses_a_result_in_the_place_of_a_function():
+    with pytest.raises(ModuleContractError, match=r"LambdaCallback\(on_epoch_end=\.\.\.\)\n  got: None \(NoneType\)"):
+        LambdaCallback(on_epoch_end=None)

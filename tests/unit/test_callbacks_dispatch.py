@@ -1,0 +1,195 @@
+from functools import partial
+
+import pytest
+from torch import nn
+
+from accmt import AcceleratorModule
+from accmt.callbacks import HOOKS, Callback, Hooks, LambdaCallback, MainProcessCallback, build_callbacks, find_hooks
+from accmt.errors import ModuleContractError
+
+
+def told(hooks, name, **data):
+    for hook in getattr(hooks, name):
+        hook(**data)
+
+
+def make_callback(kind=Callback, **methods):
+    return type("Made", (kind,), methods)()
+
+
+def named(names, **attributes):
+    """Make a callback that writes its name at the end of an epoch."""
+    callback = LambdaCallback(on_epoch_end=lambda: names.append(attributes["name"]))
+    for attribute, value in attributes.items():
+        setattr(callback, attribute, value)
+    return callback
+
+
+@pytest.mark.feature("T11", "L21")
+def test_callbacks_run_by_order_and_equal_ones_as_they_were_given():
+    names = []
+    callbacks = [
+        named(names, name=n, order=o) for n, o in [("a", 5), ("b", -1), ("c", 0), ("d", 5), ("e", 0), ("f", 0.5)]
+    ]
+    told(Hooks(callbacks), "on_epoch_end")
+    assert names == ["b", "c", "e", "f", "a", "d"]
+
+
+@pytest.mark.feature("T11")
+def test_ord_is_another_name_of_order():
+    names = []
+    told(Hooks([named(names, name=n, ord=o) for n, o in [("a", 5), ("b", -1), ("c", 0)]]), "on_epoch_end")
+    assert names == ["b", "c", "a"]
+
+
+@pytest.mark.feature("T11")
+def test_an_order_of_the_module_that_means_something_else_is_not_ours():
+    names = []
+    module = make_callback(AcceleratorModule, order="ascending", on_epoch_end=lambda self: names.append("module"))
+    told(Hooks([named(names, name="a", order=1), module, named(names, name="b", order=-1)]), "on_epoch_end")
+    assert names == ["b", "module", "a"]
+
+
+@pytest.mark.feature("T12")
+def test_a_main_process_callback_acts_on_the_main_process_only():
+    names = []
+    everywhere = make_callback(on_epoch_end=lambda self: names.append("everywhere"))
+    main_only = make_callback(MainProcessCallback, on_epoch_end=lambda self: names.append("main"))
+    told(Hooks([main_only, everywhere], is_main_process=True), "on_epoch_end")
+    told(Hooks([main_only, everywhere], is_main_process=False), "on_epoch_end")
+    assert names == ["main", "everywhere", "everywhere"]
+
+
+@pytest.mark.feature("T09")
+def test_hooks_take_any_of_the_keywords_of_the_table():
+    seen = []
+    batch, outputs, both = object(), object(), {}
+    methods = (
+        lambda self: seen.append(()),
+        lambda self, batch: seen.append((batch,)),
+        lambda self, outputs: seen.append((outputs,)),
+        lambda self, outputs, batch: seen.append((batch, outputs)),
+        lambda self, outputs, extra=1: seen.append((outputs, extra)),
+        lambda self, batch=None, outputs=None: seen.append((batch, outputs)),
+        lambda self, *, outputs: seen.append((outputs,)),
+        lambda self, *args: seen.append(args),
+        lambda self, **data: both.update(data),
+        lambda self, batch, **data: seen.append((batch, *data)),
+    )
+    callbacks = [make_callback(on_after_training_step=method) for method in methods]
+    told(Hooks(callbacks), "on_after_training_step", batch=batch, outputs=outputs)
+    expected = [(), (batch,), (outputs,), (batch, outputs), (outputs, 1), (batch, outputs), (outputs,), ()]
+    assert seen == [*expected, (batch, "outputs")]
+    assert both == {"batch": batch, "outputs": outputs}
+
+
+def test_a_hook_that_takes_all_keywords_is_called_without_a_detour():
+    callback = make_callback(on_log=lambda self, values, step: None, on_epoch_end=lambda self: None)
+    hooks = find_hooks(callback)
+    assert hooks == {"on_log": [callback.on_log], "on_epoch_end": [callback.on_epoch_end]}
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda self, loss: None, lambda self, loss, **data: None, lambda self, batch, /: None]
+)
+def test_a_parameter_that_nothing_fills_is_an_error_that_shows_the_line_to_write(wrong):
+    message = r"Made\.on_after_training_step\n  got: parameters \['\w+'\]\n  expected: any of: batch, outputs\n"
+    line = r"  do: def on_after_training_step\(self, batch, outputs\)"
+    with pytest.raises(ModuleContractError, match=message + line):
+        Hooks([make_callback(on_after_training_step=wrong)])
+
+
+def test_a_hook_without_keywords_says_so():
+    with pytest.raises(ModuleContractError, match=r"expected: any of: no parameter\n  do: def after_epoch\(self\)"):
+        Hooks([make_callback(after_epoch=lambda self, epoch: None)])
+
+
+@pytest.mark.feature("T09")
+@pytest.mark.parametrize("kind", [Callback, AcceleratorModule, object])
+@pytest.mark.parametrize(
+    ("misspelt", "nearest"),
+    [
+        ("on_epoch_ends", "on_epoch_end"),
+        ("on_fit_begin", "on_fit_end"),
+        ("on_after_optimizer", "on_after_optimizer_step"),
+        ("before_epochs", "before_epoch"),
+        ("after_fitt", "after_fit"),
+    ],
+)
+def test_a_misspelt_hook_is_an_error_that_names_the_nearest(kind, misspelt, nearest):
+    with pytest.raises(ModuleContractError, match=rf"Made\.{misspelt}\n(.|\n)*did you mean {nearest}\?"):
+        find_hooks(make_callback(kind, **{misspelt: lambda self: None}))
+
+
+@pytest.mark.feature("T09")
+def test_what_only_looks_like_a_hook_is_none():
+    names = ("before_norm", "on_gpu", "after_all", "on_epoch_end", "on_fit_end", "after_step", "on_time")
+    values = (nn.LayerNorm(2), True, "text", False, None, nn.Linear(2, 2), partial(print))
+    module = make_callback(AcceleratorModule)
+    for name, value in zip(names, values, strict=True):
+        setattr(module, name, value)
+    assert find_hooks(module) == {}
+
+
+def test_a_property_is_not_asked_before_it_can_answer():
+    class Module(AcceleratorModule):
+        @property
+        def on_main_device(self):
+            return self.device.type
+
+    assert find_hooks(Module()) == {}
+
+
+def test_methods_that_do_not_begin_like_a_hook_are_free():
+    methods = {"helper": lambda self, x: x, "_on_fit_begin": lambda self: None, "epoch_end": lambda self: None}
+    assert find_hooks(make_callback(**methods)) == {}
+
+
+@pytest.mark.feature("T09")
+def test_a_hook_defined_under_several_names_is_called_under_each():
+    seen = []
+    names = ("on_fit_start", "on_train_start", "before_fit")
+    methods = {name: lambda self, name=name, **data: seen.append(name) for name in names}
+    told(Hooks([make_callback(**methods)]), "on_fit_start")
+    assert sorted(seen) == sorted(names)
+
+
+@pytest.mark.feature("T09")
+def test_the_module_has_hooks_too_and_inherited_ones_count():
+    seen = []
+    module = type("Child", (type(make_callback(AcceleratorModule, on_epoch_end=lambda self: seen.append("m"))),), {})()
+    told(Hooks([module]), "on_epoch_end")
+    assert seen == ["m"]
+    assert find_hooks(make_callback(AcceleratorModule)) == {}
+
+
+def test_a_hook_can_be_turned_off_in_a_subclass():
+    parent = type(make_callback(on_epoch_end=lambda self: None))
+    assert find_hooks(make_callback(parent, on_epoch_end=None)) == {}
+
+
+def test_every_hook_is_called_with_the_keywords_of_its_row():
+    seen = {}
+    methods = {name: lambda self, name=name, **data: seen.update({name: tuple(data)}) for name in HOOKS}
+    hooks = Hooks([make_callback(**methods)])
+    for name, keywords in HOOKS.items():
+        told(hooks, name, **dict.fromkeys(keywords))
+    assert seen == HOOKS
+
+
+@pytest.mark.feature("T06")
+def test_one_callback_several_or_none_may_be_given():
+    callback = Callback()
+    assert build_callbacks(None) == []
+    assert build_callbacks(callback) == [callback]
+    assert build_callbacks([callback, callback]) == [callback, callback]
+    assert build_callbacks((callback,)) == [callback]
+
+
+@pytest.mark.feature("T06")
+@pytest.mark.parametrize("value", [MainProcessCallback, [Callback(), MainProcessCallback]])
+def test_a_class_in_the_place_of_a_callback_is_an_error(value):
+    with pytest.raises(
+        ModuleContractError, match="the class MainProcessCallback(.|\n)*callbacks=MainProcessCallback()"
+    ):
+        build_callbacks(value)

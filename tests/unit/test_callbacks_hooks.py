@@ -1,0 +1,67 @@
+import pytest
+
+from accmt.callbacks import ALIASES, HOOKS, Callback, Hooks
+from accmt.callbacks.hooks import HOOK_PREFIXES, refuse_unknown_hook
+from accmt.errors import ModuleContractError
+
+OF_OTHERS = {
+    "PyMarlin": [
+        ("on_end_train", "on_fit_end"),
+        ("on_begin_train_epoch", "on_epoch_start"),
+        ("on_end_train_epoch", "on_epoch_end"),
+        ("on_end_train_step", "on_update_end"),
+        ("on_end_backward", "on_after_backward"),
+        ("on_end_val_epoch", "on_validation_end"),
+    ],
+    "trainer_tools": [
+        ("before_fit", "on_fit_start"),
+        ("begin_fit", "on_fit_start"),
+        ("after_fit", "on_fit_end"),
+        ("before_epoch", "on_epoch_start"),
+        ("begin_epoch", "on_epoch_start"),
+        ("after_epoch", "on_epoch_end"),
+        ("before_step", "on_before_training_step"),
+        ("after_step", "on_after_training_step"),
+        ("after_backward", "on_after_backward"),
+        ("before_valid", "on_evaluation_start"),
+        ("after_cancel", "on_keyboard_interrupt"),
+    ],
+    "Lightning": [
+        ("on_train_start", "on_fit_start"),
+        ("on_train_end", "on_fit_end"),
+        ("on_train_batch_start", "on_before_training_step"),
+    ],
+}
+
+
+def test_every_hook_of_the_table_is_an_attribute_of_the_dispatch():
+    assert set(Hooks.__annotations__) == set(HOOKS)
+    hooks = Hooks([])
+    assert {name: getattr(hooks, name) for name in HOOKS} == dict.fromkeys(HOOKS, ())
+
+
+def test_names_of_hooks_begin_as_a_misspelt_one_is_recognized_by():
+    assert all(name.startswith(HOOK_PREFIXES) for name in (*HOOKS, *ALIASES))
+
+
+@pytest.mark.feature("T09")
+def test_every_alias_is_another_name_of_a_hook():
+    assert set(ALIASES.values()) <= set(HOOKS)
+    assert not set(ALIASES) & set(HOOKS)
+
+
+@pytest.mark.feature("T09")
+@pytest.mark.parametrize(("alias", "hook"), [pair for pairs in OF_OTHERS.values() for pair in pairs])
+def test_a_name_of_another_trainer_reaches_our_hook(alias, hook):
+    called = []
+    watcher = type("Watcher", (Callback,), {alias: lambda self: called.append(alias)})()
+    for name, keywords in HOOKS.items():
+        for method in getattr(Hooks([watcher]), name):
+            method(**dict.fromkeys(keywords))
+            assert name == hook
+    assert called == [alias]
+
+
+def test_a_name_that_is_no_hook_is_refused_with_the_nearest():
+    with pytest.raises(ModuleContractError, match="Callback.on_epoch_ends(.|\n)*did you mean on_epoch_end\\?"):
+        refuse_unknown_hook(Callback(), "on_epoch_ends")

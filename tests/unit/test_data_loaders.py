@@ -1,0 +1,83 @@
+import datasets
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from accmt.data import LoaderOptions, build_loader
+from accmt.data.sized import BatchLoader, SizedLoader
+from accmt.data.streams import GivenLoader, StreamLoader
+from accmt.errors import DataError
+
+TENSORS = TensorDataset(torch.arange(4))
+TABLE = datasets.Dataset.from_dict({"number": [1, 2, 3]})
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return 3
+
+
+class WithoutLength(Dataset):
+    def __getitem__(self, index):
+        return index
+
+
+def options(**told):
+    return LoaderOptions(**{"purpose": "validate", "batch_size": 2, **told})
+
+
+@pytest.mark.feature("A60", "T03", "L01")
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: TENSORS, SizedLoader),
+        (lambda: [1, 2], SizedLoader),
+        (lambda: TABLE, SizedLoader),
+        (lambda: TABLE.to_iterable_dataset(), StreamLoader),
+        (lambda: Stream(), StreamLoader),
+        (lambda: SizedStream(), StreamLoader),
+        (lambda: {1, 2}, StreamLoader),
+        (lambda: DataLoader(TENSORS), BatchLoader),
+        (lambda: DataLoader(TABLE), BatchLoader),
+        (lambda: DataLoader(Stream()), GivenLoader),
+        (lambda: DataLoader(TENSORS, batch_size=None), GivenLoader),
+    ],
+)
+def test_each_kind_of_data_gets_its_loader(make, kind):
+    loader = build_loader(make(), options())
+    assert type(loader) is kind
+    assert isinstance(loader.dataloader, DataLoader)
+    assert sum(1 for _ in loader.rounds(0)) > 0
+
+
+@pytest.mark.feature("N13")
+def test_a_batch_sampler_makes_a_loader_of_batches():
+    loader = build_loader(TENSORS, options(batch_sampler=[[0], [1, 2, 3]], collate=len))
+    assert type(loader) is BatchLoader
+    assert [r.batch for r in loader.rounds(0)] == [1, 3]
+
+
+@pytest.mark.parametrize("data", [3, None, object(), WithoutLength(), "data.csv", b"bytes", print])
+def test_what_is_no_data_is_refused_by_its_kind(data):
+    with pytest.raises(DataError, match=f"the validate data\n  got: {type(data).__name__}\n  expected: a Dataset"):
+        build_loader(data, options())
+
+
+def test_a_dict_of_datasets_is_refused_with_its_keys():
+    splits = datasets.DatasetDict({"train": TABLE, "test": TABLE})
+    with pytest.raises(DataError, match=r"DatasetDict with the keys \['train', 'test'\](.|\n)*data\[\"train\"\]"):
+        build_loader(splits, options())
+
+
+@pytest.mark.feature("L60")
+def test_a_dataloader_that_accelerate_has_prepared_is_refused():
+    from accelerate import Accelerator
+
+    prepared = Accelerator(cpu=True).prepare(DataLoader(TENSORS))
+    with pytest.raises(DataError, match="a DataLoader that accelerator.prepare has shared already"):
+        build_loader(prepared, options())

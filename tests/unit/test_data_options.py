@@ -1,0 +1,78 @@
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+
+from accmt.data import LoaderOptions, Share
+from accmt.data.options import length_of, require_rounds
+from accmt.errors import DataError
+
+
+def options(**told):
+    return LoaderOptions(**{"purpose": "train", "batch_size": 2, **told})
+
+
+@pytest.mark.feature("L32", "L33")
+@pytest.mark.parametrize(
+    ("limit", "rounds", "used"),
+    [
+        (1.0, 8, 8),
+        (0.25, 8, 2),
+        (0.5, 5, 2),
+        (0.01, 8, 1),
+        (0.29, 100, 29),
+        (0.57, 100, 57),
+        (0.1, 30, 3),
+        (0.0, 8, 0),
+        (1, 8, 1),
+        (10, 8, 8),
+        (10, 40, 10),
+        (0, 8, 0),
+    ],
+)
+def test_a_whole_number_limits_rounds_and_a_float_is_a_fraction(limit, rounds, used):
+    assert options(limit=limit).limit_rounds(rounds) == used
+
+
+@pytest.mark.feature("A41", "A42", "A33")
+def test_options_of_the_torch_loader():
+    told = options(num_workers=2, pin_memory=True, collate=list).torch_options(range(3))
+    assert told == {"collate_fn": list, "num_workers": 2, "pin_memory": True, "persistent_workers": True}
+    assert not options().torch_options(range(3))["persistent_workers"]
+    assert torch.equal(options().torch_options(range(3))["collate_fn"]([1, 2]), torch.tensor([1, 2]))
+
+
+def test_workers_do_not_outlive_an_epoch_that_the_dataset_wants_to_hear_of():
+    class Scheduled(list):
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    assert not options(num_workers=2).torch_options(Scheduled([1]))["persistent_workers"]
+
+
+@pytest.mark.feature("L60")
+def test_data_that_a_distributed_sampler_shares_are_not_shared_twice():
+    told = options(share=Share(1, 2), seed=3)
+    samplers = [DistributedSampler(range(8), num_replicas=2, rank=rank) for rank in (0, 1)]
+    by_rank = [told.without_second_sharing(sampler) for sampler in samplers]
+    assert [o.share for o in by_rank] == [Share(), Share()]
+    assert by_rank[0].seed != by_rank[1].seed
+    assert told.without_second_sharing(None, BatchSampler(samplers[0], 2, drop_last=False)) == by_rank[0]
+    assert told.without_second_sharing(SequentialSampler(range(8)), None) is told
+
+
+def test_an_empty_epoch_is_refused_with_what_was_found():
+    require_rounds(1, options(), "one")
+    with pytest.raises(DataError, match="the train data\n  got: a folder without files\n.*at least one sample"):
+        require_rounds(0, options(), "a folder without files")
+
+
+def test_a_length_that_raises_is_none():
+    class Lying:
+        def __len__(self):
+            raise NotImplementedError
+
+    assert length_of([1, 2]) == 2
+    assert length_of(Lying()) is None
+    assert length_of(iter([1])) is None
+    assert length_of(None) is None
+    assert length_of(BatchSampler(iter([1, 2]), 2, drop_last=False)) is None

@@ -1,0 +1,272 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from accmt.data import Share, set_seed
+from accmt.data.samplers import BatchShare, GlobalBatchSampler, Order
+from accmt.data.sharding import Plan
+
+
+class Told:
+    """A sampler that remembers the epochs it was told."""
+
+    def __init__(self, indices):
+        self.indices = indices
+        self.epochs = []
+
+    def __iter__(self):
+        return iter(self.indices)
+
+    def __len__(self):
+        return len(self.indices)
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+class ShuffledBy(Told):
+    """A sampler that shuffles with one of the global generators."""
+
+    def __init__(self, shuffle):
+        super().__init__(list(range(20)))
+        self.shuffle = shuffle
+
+    def __iter__(self):
+        indices = list(self.indices)
+        self.shuffle(indices)
+        return iter(indices)
+
+
+def shuffle_by_torch(indices):
+    indices[:] = torch.tensor(indices)[torch.randperm(len(indices))].tolist()
+
+
+def global_draws():
+    return torch.rand(1).item(), float(np.random.rand()), random.random()
+
+
+@pytest.mark.feature("A28")
+def test_the_order_is_a_permutation_of_its_own_in_each_epoch_and_repeats_with_the_seed():
+    orders = [Order(50, 1, shuffle=True).at(epoch).tolist() for epoch in range(5)]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 5
+    assert orders == [Order(50, 1, shuffle=True).at(epoch).tolist() for epoch in range(5)]
+    assert Order(50, 2, shuffle=True).at(0).tolist() != orders[0]
+
+
+@pytest.mark.feature("A28")
+def test_without_shuffling_the_order_is_that_of_the_data():
+    assert Order(5, 1).at(3).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.feature("A28")
+@pytest.mark.parametrize("sampler", [None, ShuffledBy(random.shuffle), RandomSampler(range(20))], ids=repr)
+def test_drawing_an_order_leaves_the_global_generators_alone(sampler):
+    set_seed(3)
+    expected = global_draws()
+    set_seed(3)
+    Order(20, 1, shuffle=True, sampler=sampler).at(0)
+    assert global_draws() == expected
+
+
+@pytest.mark.feature("A30")
+@pytest.mark.parametrize(
+    "indices", [[4, 1, 1], (4, 1, 1), np.array([4, 1, 1]), torch.tensor([4, 1, 1]), Told([4, 1, 1])]
+)
+def test_a_sampler_or_a_list_of_indices_is_the_order(indices):
+    order = Order(5, 1, shuffle=True, sampler=indices)
+    assert order.at(0).tolist() == [4, 1, 1]
+    assert order.size(0) == 3
+
+
+@pytest.mark.feature("A30")
+@pytest.mark.parametrize(
+    "shuffle", [shuffle_by_torch, np.random.shuffle, random.shuffle], ids=["torch", "numpy", "random"]
+)
+def test_a_sampler_that_draws_from_a_global_generator_depends_on_seed_and_epoch_only(shuffle):
+    orders = []
+    for process in range(3):
+        set_seed(process)  # each process stands elsewhere
+        order = Order(20, 7, sampler=ShuffledBy(shuffle))
+        orders.append([order.at(epoch).tolist() for epoch in (0, 1)])
+    assert orders[0] == orders[1] == orders[2]
+    assert orders[0][0] != orders[0][1]
+    assert sorted(orders[0][0]) == list(range(20))
+
+
+@pytest.mark.feature("A30")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda g: RandomSampler(range(20), generator=g),
+        lambda g: RandomSampler(range(20), replacement=True, generator=g),
+        lambda g: SubsetRandomSampler(range(20), generator=g),
+        lambda g: WeightedRandomSampler([1.0] * 20, 20, generator=g),
+    ],
+)
+def test_a_users_generator_decides_the_order_and_is_left_as_it_was(make):
+    def draw(users_seed, runs_seed, epoch):
+        return Order(20, runs_seed, sampler=make(torch.Generator().manual_seed(users_seed))).at(epoch).tolist()
+
+    assert draw(1, 5, 0) == draw(1, 6, 0)
+    assert draw(1, 5, 0) != draw(2, 5, 0)
+    assert draw(1, 5, 0) != draw(1, 5, 1)
+    generator = torch.Generator().manual_seed(1)
+    torch.rand(3, generator=generator)
+    before = generator.get_state()
+    order = Order(20, 5, sampler=make(generator))
+    assert [order.at(1).tolist(), order.at(0).tolist()] == [draw(1, 5, 1), draw(1, 5, 0)]
+    assert torch.equal(generator.get_state(), before)
+    assert generator.initial_seed() == 1
+
+
+@pytest.mark.feature("A30")
+def test_a_sampler_is_told_the_epoch_and_drawn_once_in_it():
+    sampler = Told([1, 2])
+    order = Order(5, 1, sampler=sampler)
+    for epoch in (2, 2, 3):
+        order.size(epoch)
+        order.at(epoch)
+    assert sampler.epochs == [2, 3]
+
+
+@pytest.mark.feature("A30")
+def test_a_sampler_may_give_another_number_in_each_epoch():
+    class Growing(Told):
+        def __iter__(self):
+            return iter(self.indices[: self.epochs[-1] + 1])
+
+    order = Order(5, 1, sampler=Growing([0, 1, 2, 3]))
+    assert [order.size(epoch) for epoch in range(3)] == [1, 2, 3]
+
+
+@pytest.mark.feature("A28", "L58")
+def test_the_global_order_does_not_depend_on_the_number_of_processes():
+    def read(count):
+        of_all = []
+        for index in range(count):
+            plan = Plan(23, 2, Share(index, count))
+            sampler = GlobalBatchSampler(Order(23, 5, shuffle=True), seed=5, purpose="train")
+            sampler.start_at(1, plan, range(plan.num_rounds))
+            batches = list(sampler)
+            assert len(batches) == len(sampler)
+            of_all.append(batches)
+        rounds = max(map(len, of_all))
+        return [i for r in range(rounds) for batches in of_all if r < len(batches) for i in batches[r]]
+
+    assert read(1) == read(2) == read(3) == read(4) == Order(23, 5, shuffle=True).at(1).tolist()
+
+
+@pytest.mark.feature("L09")
+def test_each_fetch_has_a_seed_of_its_own_over_batches_epochs_processes_and_purposes():
+    seeds = []
+    for purpose in ("train", "validate"):
+        for index in range(2):
+            plan = Plan(12, 2, Share(index, 2))
+            sampler = GlobalBatchSampler(Order(12, 5), seed=5, purpose=purpose)
+            for epoch in range(3):
+                sampler.start_at(epoch, plan, range(plan.num_rounds))
+                seeds += [batch.seed for batch in sampler]
+    assert len(set(seeds)) == len(seeds) == 2 * 2 * 3 * 3
+
+
+def test_a_global_batch_sampler_starts_and_ends_where_it_is_told():
+    plan = Plan(5, 2, Share(1, 2))
+    sampler = GlobalBatchSampler(Order(5, 1), seed=1, purpose="train")
+    sampler.start_at(0, plan, range(plan.num_rounds))
+    assert list(sampler) == [[2, 3]]
+    assert len(sampler) == 1
+    sampler.start_at(0, plan, range(1, 2))
+    assert list(sampler) == []
+    assert len(sampler) == 0
+    sampler.start_at(0, plan, range(0))
+    assert list(sampler) == []
+    assert len(sampler) == 0
+
+
+@pytest.mark.feature("N13", "T03", "L01")
+def test_batch_i_goes_to_process_i_mod_processes():
+    batches = [[0, 1], [2], [3, 4, 5], [6, 7], [8]]
+    shares = [BatchShare(batches, Share(index, 2), seed=1, purpose="train") for index in range(2)]
+    for share in shares:
+        share.start_at(0, range(3))
+    assert [list(share) for share in shares] == [[[0, 1], [3, 4, 5], [8]], [[2], [6, 7]]]
+    assert [len(share) for share in shares] == [3, 2]
+    assert shares[0].sizes(0) == shares[1].sizes(0) == [2, 1, 3, 2, 1]
+    for share in shares:
+        share.start_at(0, range(1, 2))
+    assert [list(share) for share in shares] == [[[3, 4, 5]], [[6, 7]]]
+
+
+@pytest.mark.feature("T03", "L01")
+def test_batches_that_are_drawn_as_they_come_are_the_same_on_every_process():
+    class Balanced:
+        """Draws each batch when it is asked for, from numpy's generator."""
+
+        def __iter__(self):
+            for _ in range(6):
+                yield np.random.choice(100, 3, replace=False)
+
+        def __len__(self):
+            return 6
+
+    def read(index, interference):
+        share = BatchShare(Balanced(), Share(index, 2), seed=1, purpose="train")
+        share.start_at(0, range(3))
+        batches = []
+        for batch in share:
+            batches.append([int(i) for i in batch])
+            np.random.seed(interference)  # what the training of a process does in between
+        return batches, share.sizes(0)
+
+    whole = BatchShare(Balanced(), Share(), seed=1, purpose="train")
+    whole.start_at(0, range(6))
+    whole = [[int(i) for i in batch] for batch in whole]
+    (first, sizes), (second, _) = read(0, 1), read(1, 2)
+    assert [first[0], second[0], first[1], second[1], first[2], second[2]] == whole
+    assert sizes == [3] * 6
+
+
+@pytest.mark.feature("T03")
+def test_the_generator_inside_a_batch_sampler_is_a_function_of_the_epoch():
+    def draw(epochs):
+        inner = RandomSampler(range(10), generator=torch.Generator().manual_seed(4))
+        share = BatchShare(BatchSampler(inner, 5, drop_last=False), Share(), seed=1, purpose="train")
+        drawn = {}
+        for epoch in epochs:
+            share.start_at(epoch, range(2))
+            drawn[epoch] = [list(batch) for batch in share]
+        return drawn
+
+    assert draw([0, 1, 2])[2] == draw([2])[2]
+    assert draw([0])[0] != draw([1])[1]
+
+
+def test_a_batch_sampler_is_told_the_epoch_and_so_is_the_sampler_in_it():
+    inner = Told([0, 1, 2, 3])
+    share = BatchShare(BatchSampler(inner, 2, drop_last=False), Share(), seed=1, purpose="train")
+    share.start_at(4, range(2))
+    assert list(share) == [[0, 1], [2, 3]]
+    assert inner.epochs == [4]
+
+
+@pytest.mark.feature("L09")
+def test_each_of_a_users_batches_has_a_seed_of_its_own_and_the_same_on_any_number_of_processes():
+    def seeds(count):
+        found = {}
+        for index in range(count):
+            share = BatchShare([[i] for i in range(6)], Share(index, count), seed=1, purpose="train")
+            for epoch in (0, 1):
+                share.start_at(epoch, range(6))
+                found |= {(epoch, batch[0]): batch.seed for batch in share}
+        return found
+
+    assert seeds(1) == seeds(2) == seeds(3)
+    assert len(set(seeds(1).values())) == 12
+
+
+def test_a_plain_sampler_has_no_randomness_to_derive():
+    assert Order(3, 1, sampler=SequentialSampler(range(3))).at(9).tolist() == [0, 1, 2]

@@ -1,0 +1,143 @@
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from accmt.data import derive_seed, draw_seed, seed_generators, set_seed
+from accmt.data.seeding import BatchIndices, SeededDataset, drawing_under
+
+
+def draw():
+    return torch.rand(1).item(), float(np.random.rand()), random.random()
+
+
+class Noisy:
+    def __getitem__(self, index):
+        return (index, *draw())
+
+    def __len__(self):
+        return 10
+
+
+class Batched:
+    def __init__(self):
+        self.asked = []
+
+    def __getitem__(self, index):
+        raise AssertionError("a batch was to be fetched at once")
+
+    def __getitems__(self, indices):
+        self.asked.append(indices)
+        return [(index, *draw()) for index in indices]
+
+    def __len__(self):
+        return 10
+
+
+def test_seeds_differ_by_seed_purpose_and_each_part_of_the_place():
+    places = [
+        (seed, purpose, a, b) for seed in (0, 1, 2**40) for purpose in ("x", "y") for a in range(20) for b in range(20)
+    ]
+    seeds = {derive_seed(*place) for place in places}
+    assert len(seeds) == len(places)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert derive_seed(0, "x") != derive_seed(0, "x", 0) != derive_seed(0, "x", 0, 0)
+
+
+def test_a_derived_seed_is_the_same_in_every_version_of_the_program():
+    assert derive_seed(42, "train", 1, 64) == 8969929308970975554
+    assert derive_seed(-1, "order", 0) == derive_seed(2**64 - 1, "order", 0)
+
+
+@pytest.mark.feature("L09")
+def test_one_seed_sets_all_three_generators():
+    seed_generators(5)
+    first = draw()
+    seed_generators(6)
+    second = draw()
+    seed_generators(5)
+    assert draw() == first
+    assert all(a != b for a, b in zip(first, second, strict=True))
+
+
+def test_seeds_of_64_bits_are_taken():
+    seed_generators(2**63 - 1)
+    first = draw()
+    seed_generators(2**63 - 1)
+    assert draw() == first
+
+
+def test_a_cpu_device_has_no_generator_of_its_own():
+    seed_generators(5)
+    first = draw()
+    seed_generators(5, torch.device("cpu"))
+    assert draw() == first
+
+
+@pytest.mark.feature("L09")
+@pytest.mark.parametrize("workers", [True, False])
+def test_set_seed_repeats_all_draws_and_returns_the_seed(workers):
+    assert set_seed(42, workers=workers) == 42
+    first = draw()
+    set_seed(42)
+    assert draw() == first
+    set_seed(43)
+    assert draw() != first
+
+
+def draw_and_fail():
+    draw()
+    raise ZeroDivisionError
+
+
+def test_drawing_under_a_seed_leaves_the_generators_as_they_were_even_after_an_error():
+    set_seed(1)
+    expected = draw()
+    set_seed(1)
+    with drawing_under(9):
+        draw()
+    with pytest.raises(ZeroDivisionError), drawing_under(9):
+        draw_and_fail()
+    assert draw() == expected
+
+
+def test_a_drawn_seed_ignores_the_seeded_generators():
+    seeds = set()
+    for _ in range(4):
+        set_seed(0)
+        seeds.add(draw_seed())
+    assert len(seeds) == 4
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_indices_keep_their_seed_on_the_way_to_a_worker():
+    indices = pickle.loads(pickle.dumps(BatchIndices([3, 1], 77)))
+    assert indices == [3, 1]
+    assert indices.seed == 77
+
+
+@pytest.mark.feature("L09")
+@pytest.mark.parametrize("kind", [Noisy, Batched])
+def test_a_batch_is_fetched_under_the_seed_that_it_carries(kind):
+    dataset = SeededDataset(kind())
+    first = dataset.__getitems__(BatchIndices([1, 2], 7))
+    other = dataset.__getitems__(BatchIndices([1, 2], 8))
+    assert dataset.__getitems__(BatchIndices([1, 2], 7)) == first
+    assert other != first
+    assert [sample[0] for sample in first] == [1, 2]
+    assert first[0][1:] != first[1][1:]
+
+
+def test_a_dataset_that_fetches_batches_gets_a_plain_list():
+    inner = Batched()
+    SeededDataset(inner).__getitems__(BatchIndices([4, 5], 7))
+    assert inner.asked == [[4, 5]]
+    assert type(inner.asked[0]) is list
+
+
+def test_a_seeded_dataset_is_read_by_index_too():
+    dataset = SeededDataset(Noisy())
+    assert len(dataset) == 10
+    assert dataset[3][0] == 3

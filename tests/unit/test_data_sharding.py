@@ -1,0 +1,59 @@
+import pytest
+
+from accmt.data import Share
+from accmt.data.sharding import Plan
+
+
+def grid():
+    return [(n, b, r) for n in range(1, 41) for b in range(1, 6) for r in range(1, 5)]
+
+
+def plans(num_samples, batch_size, count):
+    return [Plan(num_samples, batch_size, Share(index, count)) for index in range(count)]
+
+
+@pytest.mark.feature("A60", "L58")
+def test_every_position_belongs_to_one_process_and_round_in_the_order_of_the_whole():
+    for num_samples, batch_size, count in grid():
+        shares = plans(num_samples, batch_size, count)
+        positions = [p for round_ in range(shares[0].num_rounds) for plan in shares for p in plan.part(round_)]
+        assert positions == list(range(num_samples)), (num_samples, batch_size, count)
+
+
+@pytest.mark.feature("A60", "L58")
+def test_the_parts_of_a_round_are_as_even_as_can_be_and_no_larger_than_a_batch():
+    for num_samples, batch_size, count in grid():
+        shares = plans(num_samples, batch_size, count)
+        for round_ in range(shares[0].num_rounds):
+            sizes = [len(plan.part(round_)) for plan in shares]
+            assert max(sizes) - min(sizes) <= 1
+            assert max(sizes) <= batch_size
+            assert sizes == sorted(sizes, reverse=True)
+            assert sum(sizes) == shares[0].samples_in(round_, round_ + 1)
+
+
+@pytest.mark.feature("A60")
+def test_only_the_last_round_may_be_short():
+    for num_samples, batch_size, count in grid():
+        plan = Plan(num_samples, batch_size, Share(0, count))
+        sizes = [plan.samples_in(r, r + 1) for r in range(plan.num_rounds)]
+        assert all(size == batch_size * count for size in sizes[:-1])
+        assert 0 < sizes[-1] <= batch_size * count
+
+
+@pytest.mark.feature("T30")
+def test_samples_of_several_rounds_are_the_sum_of_theirs():
+    for num_samples, batch_size, count in grid():
+        plan = Plan(num_samples, batch_size, Share(0, count))
+        rounds = plan.num_rounds
+        for first in range(rounds):
+            sizes = [plan.samples_in(r, r + 1) for r in range(first, rounds)]
+            assert plan.samples_in(first, rounds) == sum(sizes)
+        assert plan.samples_in(0, rounds) == num_samples
+
+
+def test_five_samples_for_two_processes_by_hand():
+    first, second = plans(5, 2, 2)
+    assert (first.global_batch_size, first.num_rounds) == (4, 2)
+    assert [list(first.part(0)), list(second.part(0))] == [[0, 1], [2, 3]]
+    assert [list(first.part(1)), list(second.part(1))] == [[4], []]

@@ -1,0 +1,417 @@
+import random
+from time import perf_counter
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
+
+from accmt.data import LoaderOptions, Share, build_loader
+from accmt.data.sized import BatchLoader, SizedLoader
+from accmt.errors import DataError
+
+
+class Counted:
+    """Numbers that remember which were read."""
+
+    def __init__(self, length):
+        self.length = length
+        self.read = []
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return index
+
+    def __len__(self):
+        return self.length
+
+
+class Augmented:
+    """Samples with a draw of each generator."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.tensor(
+            [index, torch.rand(1).item(), float(np.random.rand()), random.random()], dtype=torch.float64
+        )
+
+
+class Scheduled(Augmented):
+    """Samples that depend on the epoch."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        return self.epoch
+
+
+def options(**told):
+    return LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, **told})
+
+
+def build_all(make, count, **told):
+    return [build_loader(make(), options(share=Share(index, count), **told)) for index in range(count)]
+
+
+def in_global_order(loaders, epoch=0, first=0):
+    """Read all processes' loaders side by side and return samples, checking what each round says."""
+    samples = []
+    for rounds in zip(*(loader.rounds(epoch, first) for loader in loaders), strict=True):
+        sizes = [0 if r.batch is None else len(r.batch) for r in rounds]
+        assert [r.own_samples for r in rounds] == sizes
+        assert {r.num_samples for r in rounds} == {sum(sizes)}
+        assert {r.is_partial for r in rounds} == {0 in sizes}
+        assert {r.is_last for r in rounds} == {rounds[0].index == loaders[0].num_rounds - 1}
+        assert loaders[0].samples_in(rounds[0].index, rounds[0].index + 1) == sum(sizes)
+        samples += [int(sample) for r in rounds if r.batch is not None for sample in r.batch]
+    return samples
+
+
+@pytest.mark.feature("A60", "L58", "A28")
+def test_every_sample_is_seen_once_over_all_processes_whatever_the_sizes():
+    for length in (1, 2, 3, 7, 12, 40):
+        expected = None
+        for batch_size in (1, 3, 5):
+            for count in (1, 2, 4):
+                loaders = build_all(lambda: Counted(length), count, batch_size=batch_size, shuffle=True)  # noqa: B023
+                samples = in_global_order(loaders)
+                assert sorted(samples) == list(range(length))
+                expected = expected or samples
+                assert samples == expected  # one global order
+                assert loaders[0].samples_in(0, loaders[0].num_rounds) == length
+
+
+@pytest.mark.feature("A28")
+def test_epochs_have_orders_of_their_own_that_repeat_with_the_seed():
+    (loader,) = build_all(lambda: Counted(30), 1, shuffle=True)
+    (again,) = build_all(lambda: Counted(30), 1, shuffle=True)
+    orders = [in_global_order([loader], epoch) for epoch in (0, 1, 2)]
+    assert len({tuple(order) for order in orders}) == 3
+    assert [in_global_order([again], epoch) for epoch in (2, 0)] == [orders[2], orders[0]]
+    (plain,) = build_all(lambda: Counted(30), 1)
+    assert in_global_order([plain], 5) == list(range(30))
+
+
+@pytest.mark.feature("A30")
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    "sampler", [SubsetRandomSampler([1, 3]), [1, 3], lambda data: SubsetRandomSampler([1, len(data) - 5])]
+)
+def test_a_sampler_a_factory_or_a_list_decides_which_samples_are_seen(sampler, count):
+    loaders = build_all(lambda: Counted(8), count, sampler=sampler, shuffle=True, batch_size=1)
+    assert sorted(in_global_order(loaders)) == [1, 3]
+
+
+@pytest.mark.feature("A30", "L60")
+def test_a_distributed_sampler_is_not_shared_a_second_time():
+    samples = []
+    for rank in range(2):
+        sampler = DistributedSampler(range(8), num_replicas=2, rank=rank, shuffle=False)
+        (loader,) = [build_loader(Counted(8), options(share=Share(rank, 2), sampler=sampler))]
+        samples.append(in_global_order([loader]))
+    assert samples == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+@pytest.mark.feature("A30")
+def test_a_sampler_whose_length_changes_changes_the_epochs_rounds():
+    class Growing:
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            return iter(range(2 * self.epoch + 2))
+
+    (loader,) = build_all(lambda: Counted(8), 1, sampler=Growing())
+    assert loader.num_rounds == 1
+    assert in_global_order([loader], epoch=2) == [0, 1, 2, 3, 4, 5]
+    assert loader.num_rounds == 3
+
+
+@pytest.mark.feature("N15")
+@pytest.mark.parametrize(("count", "rounds"), [(1, 2), (2, 1)])
+def test_drop_last_leaves_out_a_round_that_is_not_full(count, rounds):
+    loaders = build_all(lambda: Counted(5), count, drop_last=True)
+    assert loaders[0].num_rounds == rounds
+    assert in_global_order(loaders) == list(range(4))
+    assert build_all(lambda: Counted(5), count)[0].num_rounds == 3 - count // 2
+    full = build_all(lambda: Counted(8), count, drop_last=True)
+    assert in_global_order(full) == list(range(8))
+
+
+@pytest.mark.feature("N15")
+def test_dropping_all_there_is_is_an_error():
+    with pytest.raises(DataError, match="3 samples for batches of 4\n(.|\n)*drop_last"):
+        build_loader(Counted(3), options(batch_size=4, drop_last=True))
+
+
+@pytest.mark.feature("L32", "L33")
+@pytest.mark.parametrize(
+    ("limit", "rounds"), [(0.25, 2), (1.0, 8), (1, 1), (3, 3), (100, 8), (0.01, 1), (0, 0), (0.0, 0)]
+)
+def test_limits_end_the_epoch_and_mark_its_last_round(limit, rounds):
+    (loader,) = build_all(lambda: Counted(16), 1, limit=limit)
+    assert loader.num_rounds == rounds
+    found = list(loader.rounds(0))
+    assert [r.index for r in found] == list(range(rounds))
+    assert [r.is_last for r in found] == [False] * (rounds - 1) + [True] * (rounds > 0)
+
+
+@pytest.mark.feature("L32")
+def test_what_a_limit_leaves_out_is_not_even_prefetched():
+    data = Counted(100)
+    (loader,) = build_all(lambda: data, 1, limit=2)
+    list(loader.rounds(0))
+    assert data.read == [0, 1, 2, 3]
+
+
+@pytest.mark.feature("A60")
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_epoch_begun_later_is_the_tail_of_the_whole_and_reads_nothing_else(count):
+    whole = in_global_order(build_all(lambda: Counted(23), count, shuffle=True), epoch=1)
+    rounds = -(-23 // (2 * count))
+    for first in range(rounds + 1):
+        data = [Counted(23) for _ in range(count)]
+        loaders = [build_loader(data[i], options(share=Share(i, count), shuffle=True)) for i in range(count)]
+        tail = in_global_order(loaders, epoch=1, first=first)
+        assert tail == whole[first * 2 * count :]
+        assert sorted(i for d in data for i in d.read) == sorted(tail)
+
+
+@pytest.mark.feature("A60")
+def test_ten_million_samples_are_passed_over_in_no_time():
+    class Large(Counted):
+        def __getitem__(self, index):
+            self.read.append(index)
+            return torch.tensor(index)
+
+    data = Large(10_000_000)
+    (loader,) = build_all(lambda: data, 1, batch_size=10, shuffle=True)
+    start = perf_counter()
+    batches = [r.batch for r in loader.rounds(3, first=999_999)]
+    assert perf_counter() - start < 2.0
+    assert len(batches) == 1
+    assert data.read == batches[0].tolist()
+    assert len(data.read) == 10
+
+
+@pytest.mark.feature("A42", "L09")
+def test_workers_change_neither_samples_nor_augmentation():
+    def read(num_workers, epochs, first=0, count=1, index=0):
+        loader = build_loader(Augmented(), options(num_workers=num_workers, share=Share(index, count), shuffle=True))
+        return [torch.cat([r.batch for r in loader.rounds(epoch, first)]) for epoch in epochs]
+
+    inline, by_workers = read(0, (0, 1)), read(2, (0, 1))
+    assert all(torch.equal(a, b) for a, b in zip(inline, by_workers, strict=True))
+    assert torch.equal(read(2, (1,), first=4)[0], inline[1][8:])  # also where a run goes on
+    draws = torch.cat(inline)[:, 1:]
+    assert len(torch.unique(draws, dim=0)) == 24  # other ones for each sample of each epoch
+    assert all(len(torch.unique(column)) == 24 for column in draws.T)
+    of_two = torch.cat([read(0, (0,), count=2, index=i)[0] for i in range(2)])
+    assert len(torch.unique(of_two[:, 1:], dim=0)) == 12
+
+
+@pytest.mark.feature("L09")
+def test_augmentation_is_another_with_another_seed_or_purpose_and_ignores_what_happens_in_between():
+    def read(**told):
+        loader = build_loader(Augmented(), options(**told))
+        batches = []
+        for round_ in loader.rounds(0):
+            batches.append(round_.batch)
+            torch.manual_seed(len(batches))
+            random.seed(len(batches))
+        return torch.cat(batches)
+
+    first = read()
+    torch.rand(100)
+    assert torch.equal(read(), first)
+    assert not torch.equal(read(seed=4)[:, 1:], first[:, 1:])
+    assert not torch.equal(read(purpose="validate")[:, 1:], first[:, 1:])
+
+
+@pytest.mark.feature("A42")
+def test_an_epoch_left_in_the_middle_does_not_disturb_the_next():
+    loader = build_loader(Counted(40), options(num_workers=2, shuffle=True))
+    whole = in_global_order([loader], epoch=1)
+    left = loader.rounds(0)
+    next(left)
+    next(left)
+    left.close()
+    assert in_global_order([loader], epoch=1) == whole
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_is_told_the_epoch_in_its_workers_too(num_workers):
+    for data in (Scheduled(), DataLoader(Scheduled(), num_workers=num_workers, persistent_workers=num_workers > 0)):
+        loader = build_loader(data, options(num_workers=num_workers))
+        for epoch in (0, 1):
+            assert {int(sample) for r in loader.rounds(epoch) for sample in r.batch} == {epoch}
+
+
+@pytest.mark.feature("A60")
+def test_anything_with_a_length_and_items_is_a_dataset():
+    for data in ([5, 6, 7], (5, 6, 7), np.array([5, 6, 7]), torch.tensor([5, 6, 7]), range(5, 8)):
+        assert in_global_order(build_all(lambda: data, 2)) == [5, 6, 7]  # noqa: B023
+
+
+@pytest.mark.feature("A60")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_datasets_dataset_is_one_with_whole_batches_fetched_at_once(num_workers):
+    data = datasets.Dataset.from_dict({"number": list(range(7)), "text": list("abcdefg")}).with_format("torch")
+    loaders = build_all(lambda: data, 2, num_workers=num_workers)
+    rounds = [list(loader.rounds(0)) for loader in loaders]
+    assert [r.batch["number"].tolist() for r in rounds[0]] == [[0, 1], [4, 5]]
+    assert [r.batch["text"] for r in rounds[1]] == [["c", "d"], ["g"]]
+
+
+@pytest.mark.feature("A33")
+def test_a_collate_function_makes_the_batches():
+    loader = build_loader(Counted(3), options(collate=lambda samples: {"sum": sum(samples)}))
+    assert [r.batch for r in loader.rounds(0)] == [{"sum": 1}, {"sum": 2}]
+    assert [r.own_samples for r in loader.rounds(0)] == [2, 1]
+
+
+@pytest.mark.feature("T03", "L01")
+def test_a_given_dataloader_keeps_batches_sampler_and_collate_function():
+    data = TensorDataset(torch.arange(7))
+    given = DataLoader(
+        data, batch_size=3, sampler=[6, 5, 4, 3, 2, 1, 0], collate_fn=lambda rows: [int(r[0]) for r in rows]
+    )
+    loader = build_loader(given, options(batch_size=99))
+    assert isinstance(loader, BatchLoader)
+    assert [r.batch for r in loader.rounds(0)] == [[6, 5, 4], [3, 2, 1], [0]]
+    assert [r.own_samples for r in loader.rounds(0)] == [3, 3, 1]
+    assert loader.num_rounds == 3
+
+
+@pytest.mark.feature("T03", "L58", "L01")
+@pytest.mark.parametrize(("count", "num_workers"), [(1, 0), (2, 0), (3, 0), (5, 0), (2, 2)])
+def test_a_given_dataloader_is_shared_without_loss_or_repetition(count, num_workers):
+    def make():
+        return DataLoader(range(11), batch_size=3, shuffle=True, num_workers=num_workers)
+
+    whole = in_global_order(build_all(make, 1), epoch=1)
+    assert sorted(whole) == list(range(11))
+    assert in_global_order(build_all(make, count), epoch=1) == whole
+    assert in_global_order(build_all(make, count), epoch=0) != whole
+    loaders = build_all(make, count)
+    assert loaders[0].num_rounds == -(-4 // count)
+    assert loaders[0].samples_in(0, 1) is None  # which batches there are is known when the epoch begins
+    tail = in_global_order(loaders, epoch=1, first=1)
+    assert tail == whole[3 * count :]
+
+
+@pytest.mark.feature("T03")
+def test_a_given_dataloader_passes_over_samples_without_reading_them():
+    data = Counted(100)
+    loader = build_loader(DataLoader(data, batch_size=10), options())
+    assert in_global_order([loader], first=9) == list(range(90, 100))
+    assert data.read == list(range(90, 100))
+
+
+@pytest.mark.feature("T03")
+def test_a_given_dataloaders_generator_is_respected_and_the_same_on_every_process():
+    def make(seed):
+        return DataLoader(range(10), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(seed))
+
+    orders = {}
+    for users_seed in (1, 2):
+        whole = in_global_order(build_all(lambda: make(users_seed), 1))  # noqa: B023
+        assert in_global_order(build_all(lambda: make(users_seed), 2)) == whole  # noqa: B023
+        orders[users_seed] = whole
+    assert orders[1] != orders[2]
+    given = make(1)
+    first = [in_global_order([build_loader(given, options())], epoch) for epoch in (0, 1)]
+    second = [in_global_order([build_loader(given, options(seed=9))], epoch) for epoch in (0, 1)]
+    assert first == second  # another run with the same loader, whatever the run's seed
+    assert first[0] == orders[1]
+    assert first[0] != first[1]
+
+
+@pytest.mark.feature("L60", "T03")
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_dataloader_with_a_distributed_sampler_is_not_shared_twice(nested):
+    seen, draws = [], []
+    for rank in range(2):
+        sampler = DistributedSampler(Augmented(), num_replicas=2, rank=rank, shuffle=True)
+        how = (
+            {"batch_sampler": BatchSampler(sampler, 2, drop_last=False)}
+            if nested
+            else {"sampler": sampler, "batch_size": 2}
+        )
+        loader = build_loader(DataLoader(Augmented(), **how), options(share=Share(rank, 2)))
+        assert loader.num_rounds == 3
+        for epoch in (0, 1):
+            samples = torch.cat([r.batch for r in loader.rounds(epoch)])
+            assert sampler.epoch == epoch
+            seen += [(epoch, int(i)) for i in samples[:, 0]]
+            draws.append(samples[:, 1:])
+    assert sorted(seen) == [(epoch, i) for epoch in (0, 1) for i in range(12)]
+    assert len(torch.unique(torch.cat(draws), dim=0)) == 24
+
+
+@pytest.mark.feature("N13")
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_batch_sampler_decides_the_batches(count):
+    batches = [[0, 5], [3], [1, 2, 4]]
+    loaders = build_all(lambda: Counted(6), count, batch_sampler=batches, shuffle=True)
+    assert in_global_order(loaders) == [0, 5, 3, 1, 2, 4]
+    assert loaders[0].num_rounds == -(-3 // count)
+
+
+@pytest.mark.feature("N13")
+def test_a_batch_sampler_may_give_another_number_of_batches_than_its_length_says():
+    class Estimating:
+        def __len__(self):
+            return 2
+
+        def __iter__(self):
+            return iter([[0], [1, 2], [3]])
+
+    loaders = build_all(lambda: Counted(4), 2, batch_sampler=Estimating())
+    assert loaders[0].num_rounds == 1
+    assert in_global_order(loaders) == [0, 1, 2, 3]
+
+
+@pytest.mark.feature("L32")
+def test_limits_count_rounds_of_a_given_dataloader():
+    assert [
+        build_all(lambda: DataLoader(range(16), batch_size=2), 2, limit=limit)[0].num_rounds for limit in (0.25, 1, 1.0)
+    ] == [1, 1, 4]
+
+
+def test_the_torch_loader_underneath_knows_its_length():
+    loader = build_loader(DataLoader(range(10), batch_size=2), options(share=Share(0, 2)))
+    list(loader.rounds(0))
+    assert len(loader.dataloader) == 3
+    assert len(build_loader(Counted(10), options()).dataloader) == 5
+
+
+@pytest.mark.feature("T03")
+def test_options_of_a_given_dataloader_are_kept():
+    given = DataLoader(
+        range(4), num_workers=1, prefetch_factor=3, timeout=20, worker_init_fn=print, multiprocessing_context="fork"
+    )
+    kept = build_loader(given, options()).dataloader
+    assert (kept.num_workers, kept.prefetch_factor, kept.timeout, kept.worker_init_fn) == (1, 3, 20, print)
+    assert kept.multiprocessing_context.get_start_method() == "fork"
+
+
+def test_no_samples_and_no_batches_are_errors():
+    with pytest.raises(DataError, match="the train data\n  got: a dataset of length 0"):
+        build_loader([], options())
+    with pytest.raises(DataError, match="0 samples for batches of 2"):
+        build_loader([1, 2], options(sampler=[]))
+    with pytest.raises(DataError, match="a DataLoader without a batch"):
+        build_loader(DataLoader([1, 2], batch_size=3, drop_last=True), options())
+    with pytest.raises(DataError, match="a DataLoader without a batch"):
+        build_loader([1, 2], options(batch_sampler=[]))
+
+
+def test_the_loader_of_a_dataset_is_a_sized_one():
+    assert isinstance(build_loader([1], options()), SizedLoader)

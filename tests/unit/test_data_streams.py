@@ -1,0 +1,337 @@
+import random
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_worker_info
+
+from accmt.data import LoaderOptions, Share, build_loader
+from accmt.data.streams import GivenLoader, StreamLoader
+from accmt.errors import DataError
+
+
+class Stream(IterableDataset):
+    """Numbers that can only be read from the start; its workers share them, as torch asks."""
+
+    def __init__(self, length):
+        self.length = length
+        self.epochs = []
+
+    def __iter__(self):
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return iter(range(first, self.length, step))
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+class Sized(Stream):
+    """A stream that knows its length."""
+
+    def __len__(self):
+        return self.length
+
+
+class Shuffled(Stream):
+    """A stream that shuffles in a small buffer and augments, with the global generators, while it is read."""
+
+    def __iter__(self):
+        waiting = []
+        for number in range(self.length):
+            waiting.append(number)
+            if len(waiting) == 4:
+                yield self.augment(waiting.pop(random.randrange(4)))
+        yield from map(self.augment, waiting)
+
+    def augment(self, number):
+        return torch.tensor([number, torch.rand(1).item(), float(np.random.rand())], dtype=torch.float64)
+
+
+class Plain:
+    """Anything that can be iterated anew."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+def options(**told):
+    return LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, **told})
+
+
+def build_all(make, count, **told):
+    return [build_loader(make(), options(share=Share(index, count), **told)) for index in range(count)]
+
+
+def rounds_of_all(loaders, epoch=0, first=0):
+    """Read all processes' loaders and check that they agree on the rounds and on the end."""
+    of_all = [list(loader.rounds(epoch, first)) for loader in loaders]
+    for rounds in zip(*of_all, strict=True):
+        assert len({(r.index, r.num_samples, r.is_last, r.is_partial) for r in rounds}) == 1
+        assert rounds[0].is_partial == any(r.batch is None for r in rounds)
+        assert rounds[0].is_last == (rounds[0].index == of_all[0][-1].index)
+    assert [r.index for r in of_all[0]] == list(range(first, first + len(of_all[0])))
+    return of_all
+
+
+def in_global_order(loaders, epoch=0, first=0):
+    of_all = rounds_of_all(loaders, epoch, first)
+    return [int(s) for rounds in zip(*of_all, strict=True) for r in rounds if r.batch is not None for s in r.batch]
+
+
+@pytest.mark.feature("L61", "A60")
+@pytest.mark.parametrize("kind", [Stream, Sized, Plain])
+def test_every_sample_of_a_stream_is_seen_once_over_all_processes_in_its_order(kind):
+    for length in (1, 2, 3, 5, 8, 12, 13):
+        for batch_size in (1, 2, 5):
+            for count in (1, 2, 3, 4):
+                loaders = build_all(lambda: kind(length), count, batch_size=batch_size)  # noqa: B023
+                assert in_global_order(loaders) == list(range(length)), (length, batch_size, count)
+
+
+@pytest.mark.feature("L61", "A60")
+def test_the_last_round_of_a_stream_is_split_as_evenly_as_can_be():
+    of_all = rounds_of_all(build_all(lambda: Stream(13), 3))
+    assert [[r.own_samples for r in rounds] for rounds in of_all] == [[2, 2, 1], [2, 2, 0], [2, 2, 0]]
+    assert [r.num_samples for r in of_all[0]] == [6, 6, 1]
+    assert [r.is_partial for r in of_all[0]] == [False, False, True]
+
+
+@pytest.mark.feature("A60")
+@pytest.mark.parametrize("data", [[1, 2, 3].__reversed__, lambda: {4: 1, 5: 2}.keys(), lambda: {"a": 7}.values()])
+def test_anything_that_can_be_iterated_is_a_stream(data):
+    expected = list(data())
+    loader = build_loader(data(), options())
+    assert isinstance(loader, StreamLoader)
+    assert in_global_order([loader]) == expected
+
+
+@pytest.mark.feature("A60")
+def test_a_stream_begins_anew_and_is_told_each_epoch():
+    stream = Stream(3)
+    loader = build_loader(stream, options())
+    assert in_global_order([loader], 0) == in_global_order([loader], 1) == [0, 1, 2]
+    assert stream.epochs == [0, 1]
+
+
+@pytest.mark.feature("A60", "L61")
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_streaming_dataset_of_datasets_is_shared_and_shuffled_by_epoch(count):
+    def make():
+        data = datasets.Dataset.from_dict({"number": list(range(13))}).to_iterable_dataset(num_shards=3)
+        return data.shuffle(seed=1, buffer_size=4)
+
+    def numbers(epoch):
+        of_all = rounds_of_all(build_all(make, count), epoch)
+        return [int(n) for rounds in zip(*of_all, strict=True) for r in rounds if r.batch for n in r.batch["number"]]
+
+    assert sorted(numbers(0)) == list(range(13))
+    assert numbers(0) == numbers(0) != numbers(1)
+
+
+@pytest.mark.feature("A42", "A60")
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("kind", [Stream, Sized, Plain, "datasets"])
+def test_workers_read_the_same_samples_of_a_stream(kind, count):
+    def make():
+        if kind == "datasets":
+            return datasets.Dataset.from_dict({"n": list(range(13))}).to_iterable_dataset(num_shards=2)
+        return kind(13)
+
+    loaders = build_all(
+        make, count, num_workers=2, collate=lambda samples: [s["n"] if isinstance(s, dict) else s for s in samples]
+    )
+    for epoch in (0, 1):
+        assert sorted(in_global_order(loaders, epoch)) == list(range(13))
+
+
+def test_a_plain_iterable_which_knows_nothing_of_workers_gets_one():
+    assert build_loader(Plain(3), options(num_workers=2)).dataloader.num_workers == 1
+    assert build_loader(Stream(3), options(num_workers=2)).dataloader.num_workers == 2
+
+
+@pytest.mark.feature("L09", "L61")
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_stream_that_draws_while_it_is_read_is_the_same_on_every_process(given, num_workers):
+    def read(index, count, epoch=0, first=0, seed=3):
+        data = DataLoader(Shuffled(12), batch_size=2, num_workers=num_workers) if given else Shuffled(12)
+        loader = build_loader(data, options(share=Share(index, count), num_workers=num_workers, seed=seed))
+        batches = []
+        for round_ in loader.rounds(epoch, first):
+            batches.append(round_.batch)
+            torch.manual_seed(index)  # what the training of a process does in between
+            random.seed(index)
+            np.random.seed(index)
+        return batches
+
+    whole = read(0, 1)
+    both = [batch for pair in zip(read(0, 2), read(1, 2), strict=True) for batch in pair]
+    samples = torch.cat(whole)
+    assert sorted(torch.cat(both)[:, 0].tolist()) == list(range(12))
+    assert len(torch.unique(torch.cat(both), dim=0)) == 12
+    assert len(torch.unique(samples[:, 1])) == len(torch.unique(samples[:, 2])) == 12
+    if given:  # the same batches are read; ours are cut from twice as many samples
+        assert torch.equal(torch.cat(both), samples)
+    assert torch.equal(torch.cat(read(0, 1)), samples)
+    assert torch.equal(torch.cat(read(0, 1, first=4)), samples[8:])
+    assert not torch.equal(torch.cat(read(0, 1, epoch=1)), samples)
+    assert not torch.equal(torch.cat(read(0, 1, seed=4)), samples)
+
+
+@pytest.mark.feature("L32", "L61")
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_whole_number_limits_a_stream_and_the_last_round_knows(count):
+    loaders = build_all(lambda: Stream(100), count, limit=3)
+    assert loaders[0].num_rounds == 3
+    assert in_global_order(loaders) == list(range(6 * count))
+    assert build_all(lambda: Stream(100), count)[0].num_rounds is None
+
+
+@pytest.mark.feature("L32")
+def test_a_limit_above_what_there_is_ends_with_the_stream():
+    assert in_global_order(build_all(lambda: Stream(5), 2, limit=50)) == list(range(5))
+    assert list(build_loader(Stream(5), options(limit=0)).rounds(0)) == []
+
+
+@pytest.mark.feature("L32")
+def test_a_stream_is_read_one_round_ahead_and_no_further():
+    read = []
+
+    class Watched(Stream):
+        def __iter__(self):
+            for number in range(100):
+                read.append(number)
+                yield number
+
+    rounds = build_loader(Watched(100), options(limit=3)).rounds(0)
+    next(rounds)
+    assert read == [0, 1, 2, 3]
+    assert len(list(rounds)) == 2
+    assert read == list(range(6))
+
+
+@pytest.mark.feature("L32")
+@pytest.mark.parametrize("data", [Stream(8), Plain(8), DataLoader(Stream(8))], ids=["stream", "iterable", "loader"])
+def test_a_fraction_of_an_unknown_length_is_refused(data):
+    with pytest.raises(DataError, match="a limit of 0.25, a fraction of data without a length(.|\n)*a whole number"):
+        build_loader(data, options(limit=0.25))
+
+
+@pytest.mark.feature("A60", "L32")
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_stream_with_a_length_has_a_known_number_of_rounds(count):
+    loaders = build_all(lambda: Sized(16), count)
+    assert isinstance(loaders[0], StreamLoader)
+    assert loaders[0].num_rounds == 8 // count
+    assert in_global_order(build_all(lambda: Sized(16), count, limit=0.25)) == list(range(4))
+    given = build_all(lambda: DataLoader(Sized(15), batch_size=2), count)
+    assert given[0].num_rounds == 8 // count
+    assert build_all(lambda: Sized(16), count, num_workers=2)[0].num_rounds is None
+    assert build_all(lambda: Sized(7), count, drop_last=True)[0].num_rounds == 7 // (2 * count)
+
+
+@pytest.mark.feature("A60")
+def test_a_stream_that_is_shorter_than_it_says_ends_where_it_ends():
+    class Boasting(Sized):
+        def __len__(self):
+            return 100
+
+    loader = build_loader(Boasting(5), options())
+    assert loader.num_rounds == 50
+    assert in_global_order([loader]) == list(range(5))
+
+
+@pytest.mark.feature("N15")
+def test_drop_last_leaves_out_the_last_round_of_a_stream():
+    assert in_global_order(build_all(lambda: Stream(7), 2, drop_last=True)) == [0, 1, 2, 3]
+
+
+@pytest.mark.feature("A60")
+@pytest.mark.parametrize("first", [0, 1, 3, 4])
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_epoch_of_a_stream_begun_later_is_the_tail_of_the_whole(first, count):
+    loaders = build_all(lambda: Stream(7), count)
+    assert in_global_order(loaders, first=first) == list(range(first * 2 * count, 7))
+
+
+def test_samples_of_a_stream_are_not_known_beforehand():
+    assert build_loader(Sized(8), options()).samples_in(0, 1) is None
+    assert build_loader(DataLoader(Sized(8)), options()).samples_in(0, 1) is None
+
+
+@pytest.mark.feature("L61", "T03", "L01")
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Stream(11), batch_size=2),
+        lambda: DataLoader(Stream(11), batch_size=2, num_workers=2),
+        lambda: DataLoader([torch.arange(3), torch.arange(3, 11)], batch_size=None),
+        lambda: DataLoader(range(11), batch_sampler=iter([[0, 1, 2], list(range(3, 11))])),
+    ],
+    ids=["stream", "stream with workers", "batches by the dataset", "batches without a length"],
+)
+def test_a_given_dataloader_that_cannot_be_cut_is_read_by_all_and_shared_by_batches(make, count):
+    loaders = build_all(make, count, batch_size=99)
+    assert isinstance(loaders[0], GivenLoader)
+    assert sorted(in_global_order(loaders)) == list(range(11))
+
+
+@pytest.mark.feature("T03")
+def test_a_dataloader_class_that_iterates_in_its_own_way_keeps_its_way():
+    class Doubling(DataLoader):
+        def __iter__(self):
+            return (2 * batch for batch in super().__iter__())
+
+    loaders = build_all(lambda: Doubling(range(5), batch_size=1), 2)
+    assert in_global_order(loaders) == [0, 2, 4, 6, 8]
+    assert loaders[0].num_rounds == 3
+
+
+@pytest.mark.feature("T03")
+def test_the_generator_of_such_a_loader_is_a_function_of_the_epoch_and_left_as_it_was():
+    generator = torch.Generator().manual_seed(5)
+    before = generator.get_state()
+    sampler = RandomSampler(range(9), generator=generator)
+
+    def read(epoch):
+        given = DataLoader(range(9), batch_size=None, sampler=sampler, generator=generator)
+        return [r.batch for r in build_loader(given, options()).rounds(epoch)]
+
+    assert sorted(read(0)) == list(range(9))
+    assert read(0) == read(0) != read(1)
+    assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.feature("T03")
+def test_a_given_dataloaders_stream_is_told_the_epoch():
+    stream = Stream(3)
+    loader = build_loader(DataLoader(stream), options())
+    list(loader.rounds(4))
+    assert stream.epochs == [4]
+
+
+def test_an_iterator_that_is_read_up_is_an_error_and_no_empty_epoch():
+    loader = build_loader(iter([1, 2, 3]), options())
+    assert in_global_order([loader], 0) == [1, 2, 3]
+    with pytest.raises(DataError, match="nothing to read(.|\n)*an iterator can be read only once"):
+        list(loader.rounds(1))
+
+
+@pytest.mark.parametrize("data", [Stream(0), Plain(0), DataLoader(Stream(0))], ids=["stream", "iterable", "loader"])
+def test_a_stream_without_samples_is_an_error_when_it_is_read(data):
+    loader = build_loader(data, options())
+    with pytest.raises(DataError, match="the train data\n  got: nothing to read"):
+        next(loader.rounds(0))
+
+
+def test_a_length_of_zero_is_an_error_at_once():
+    with pytest.raises(DataError, match="the train data\n  got: a length of 0"):
+        build_loader(Sized(0), options())
+    with pytest.raises(DataError, match="a length of 0"):
+        build_loader(DataLoader(Sized(0)), options())

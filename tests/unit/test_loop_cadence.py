@@ -1,0 +1,166 @@
+"""What is due when, as tables over whole runs played with counters alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from accmt import Trainer
+from accmt.loop.cadence import Cadence
+from accmt.state import TrainingState
+
+
+def play(cadence, updates_per_epoch, *, is_sized=True, max_rounds=1000):
+    """Play a run with the loop's order of questions; return steps logged, steps evaluated and the counters."""
+    state = TrainingState()
+    logged, evaluated = [], []
+    known = updates_per_epoch if is_sized else None
+
+    def evaluate():
+        evaluated.append(state.global_step)
+        state.count_evaluation()
+
+    while not cadence.is_finished(state) and max_rounds:
+        max_rounds -= 1
+        for _ in range(updates_per_epoch):
+            state.count_batch()
+            state.count_update(1)
+            if cadence.is_log_due(state):
+                logged.append(state.global_step)
+            if cadence.is_evaluation_due(state, known):
+                evaluate()
+            if cadence.is_out_of_steps(state):
+                break
+        if cadence.is_evaluation_due_at_epoch_end(state):
+            evaluate()
+        if state.epoch_step == updates_per_epoch:
+            state.count_epoch()
+    if cadence.is_evaluation_due_at_end(state):
+        evaluate()
+    return logged, evaluated, state
+
+
+@pytest.mark.feature("A24")
+@pytest.mark.parametrize(("every", "expected"), [(1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (4, [4]), (7, []), (-1, [])])
+def test_rows_of_the_log_are_counted_over_epochs(every, expected):
+    assert play(Cadence(epochs=2, max_steps=None, log_every=every), 3)[0] == expected
+
+
+EVALUATIONS = [
+    # epochs, updates of each, every n steps, expected
+    (1, 10, 4, [4, 8, 10]),
+    (1, 10, 5, [5, 10]),
+    (1, 10, 1, list(range(1, 11))),
+    (1, 3, 7, [3]),
+    (4, 3, 7, [7, 12]),
+    (3, 5, 4, [4, 8, 12, 15]),
+    (2, 8, 0.25, [2, 4, 6, 8, 10, 12, 14, 16]),
+    (2, 8, 1.0, [8, 16]),
+    (1, 8, 0.01, [1, 2, 3, 4, 5, 6, 7, 8]),
+    (2, 10, 0.3, [3, 6, 9, 13, 16, 19, 20]),
+    (2, 3, 0.5, [1, 2, 3, 4, 5, 6]),
+    (2, 1, 0.5, [1, 2]),
+    (3, 4, None, [4, 8, 12]),
+]
+
+
+@pytest.mark.feature("A11", "A50", "L69", "L70", "L71", "L72")
+@pytest.mark.parametrize(("epochs", "updates", "every", "expected"), EVALUATIONS)
+def test_evaluations_come_as_told_and_never_twice_on_the_same_weights(epochs, updates, every, expected):
+    assert play(Cadence(epochs=epochs, max_steps=None, evaluate_every=every), updates)[1] == expected
+
+
+@pytest.mark.feature("A50")
+@pytest.mark.parametrize(("every", "expected"), [(4, [4, 8]), (5, [5, 10]), (None, [10])])
+def test_the_last_update_is_left_unevaluated_where_told_so(every, expected):
+    cadence = Cadence(epochs=1, max_steps=None, evaluate_every=every, evaluate_at_end=False)
+    assert play(cadence, 10)[1] == expected
+
+
+@pytest.mark.feature("L24")
+@pytest.mark.parametrize(
+    ("epochs", "every", "expected"), [(4, 2, [6, 12]), (4, 1, [3, 6, 9, 12]), (3, 2, [6]), (1, 5, [])]
+)
+def test_epochs_between_evaluations_are_counted(epochs, every, expected):
+    assert play(Cadence(epochs=epochs, max_steps=None, evaluate_every_n_epochs=every), 3)[1] == expected
+
+
+@pytest.mark.feature("L71")
+@pytest.mark.parametrize(("every", "expected"), [(4, [4, 8, 10]), (None, [7, 10])])
+def test_data_without_a_length_are_evaluated_by_count(every, expected):
+    cadence = Cadence(epochs=None, max_steps=10, evaluate_every=every)
+    assert play(cadence, 7, is_sized=False)[1] == expected
+
+
+@pytest.mark.feature("L38", "L39")
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "steps", "done"),
+    [(3, None, 15, 3), (5, 3, 3, 0), (None, 9, 9, 1), (2, 10, 10, 2), (2, 11, 10, 2), (2, 5, 5, 1), (1, 1, 1, 0)],
+)
+def test_the_earlier_of_epochs_and_max_steps_ends_the_run(epochs, max_steps, steps, done):
+    _, evaluated, state = play(Cadence(epochs=epochs, max_steps=max_steps), 5)
+    assert (state.global_step, state.epoch) == (steps, done)
+    assert evaluated[-1] == steps, "the end of a run by max_steps is evaluated too"
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "done", "updates", "expected"),
+    [
+        (3, None, 1, 5, False),
+        (3, None, 2, 5, True),
+        (3, None, 2, None, True),
+        (None, 12, 1, 5, False),
+        (None, 12, 2, 5, True),
+        (None, 10, 1, 5, True),
+        (9, 10, 1, 5, True),
+        (9, 10, 1, None, False),
+    ],
+)
+def test_the_last_epoch_is_known_beforehand(epochs, max_steps, done, updates, expected):
+    state = TrainingState(epoch=done, global_step=done * 5)
+    assert Cadence(epochs=epochs, max_steps=max_steps).is_last_epoch(state, updates) is expected
+
+
+def test_the_last_epoch_is_still_the_last_one_halfway_through():
+    cadence = Cadence(epochs=None, max_steps=8)
+    state = TrainingState(epoch=1, global_step=7, epoch_step=2)
+    assert cadence.is_last_epoch(state, 5)
+    assert not cadence.is_last_epoch(TrainingState(epoch=0, global_step=2, epoch_step=2), 5)
+
+
+@pytest.mark.parametrize("every", [1, 4, 0.25])
+def test_nothing_is_due_before_the_first_update_even_if_windows_were_skipped(every):
+    cadence = Cadence(epochs=1, max_steps=None, evaluate_every=every)
+    state = TrainingState()
+    state.count_batch()
+    state.count_update(8, is_skipped=True)
+    assert not cadence.is_log_due(state)
+    assert not cadence.is_evaluation_due(state, 8)
+    assert not cadence.is_evaluation_due_at_end(state)
+
+
+def test_a_skipped_first_window_of_an_epoch_is_not_evaluated_by_fraction():
+    cadence = Cadence(epochs=2, max_steps=None, evaluate_every=0.5)
+    state = TrainingState(epoch=1, global_step=7, last_evaluation_step=4)
+    state.count_update(8, is_skipped=True)
+    assert not cadence.is_evaluation_due(state, 8)
+
+
+@pytest.mark.parametrize("every", [2, 0.5, None])
+def test_a_skipped_update_after_an_evaluation_is_not_evaluated_again(every):
+    cadence = Cadence(epochs=1, max_steps=None, evaluate_every=every)
+    state = TrainingState(global_step=2, epoch_step=2, last_evaluation_step=2)
+    state.count_update(8, is_skipped=True)
+    assert not cadence.is_evaluation_due(state, 4)
+    assert not cadence.is_evaluation_due_at_epoch_end(state)
+    assert not cadence.is_evaluation_due_at_end(state)
+
+
+@pytest.mark.feature("A11", "A24", "A50", "L24", "L38", "L39")
+def test_the_rhythm_is_read_from_the_settings():
+    hps = {"epochs": -1, "max_steps": 9, "batch_size": 1, "optim": {"type": "SGD"}}
+    trainer = Trainer(hps, "out", log_every=3, evaluate_every_n_steps=0.5, eval_when_finish=False)
+    assert Cadence.of(trainer.settings) == Cadence(
+        epochs=None, max_steps=9, log_every=3, evaluate_every=0.5, evaluate_at_end=False
+    )
+    trainer = Trainer({"epochs": 2, "batch_size": 1, "optim": {"type": "SGD"}}, "out", evaluate_every_n_epochs=2)
+    assert Cadence.of(trainer.settings) == Cadence(epochs=2, max_steps=None, evaluate_every_n_epochs=2)

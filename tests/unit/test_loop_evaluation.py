@@ -1,0 +1,218 @@
+"""Evaluation: when it happens, what it counts and logs, and what it leaves untouched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accmt import Accuracy, Callback, Metric
+from tests.toys import Linear, Numbers, Recorder, Scripted, logged, make_points, make_trainer
+
+
+class Classifier(Linear):
+    """Predicts the sign of a number, always plus."""
+
+    def training_step(self, batch):
+        return batch.mean() + 0 * self.model.weight.sum()
+
+    def validation_step(self, batch):
+        return {"loss": batch.mean(), "accuracy": (torch.ones_like(batch), batch.sign())}
+
+
+@pytest.mark.feature("A43", "T22")
+def test_validation_loss_is_the_mean_over_samples_not_over_batches():
+    trainer = make_trainer({"batch_size": 4})
+    trainer.fit(Scripted(), Numbers(4), Numbers([1, 1, 1, 1, 6]))
+    assert logged(trainer, "val_loss") == [(1, 2.0)]
+
+
+@pytest.mark.feature("A44")
+def test_loss_can_be_reported_by_batch_and_still_decides():
+    trainer = make_trainer(
+        {"batch_size": [8, 2]}, report_loss_after_eval=False, model_saving="best_valid_loss", num_sanity_val_steps=0
+    )
+    state = trainer.fit(Scripted(), Numbers(8), Numbers([1, 1, 3, 3, 7]))
+    assert logged(trainer, "val_loss") == [(1, 1.0), (2, 3.0), (3, 7.0)]
+    assert state.best == {"best_valid_loss": 3.0}
+
+
+@pytest.mark.feature("A44")
+def test_batches_are_reported_every_log_every():
+    trainer = make_trainer({"batch_size": [8, 1]}, report_loss_after_eval=False, log_every=2, num_sanity_val_steps=0)
+    trainer.fit(Scripted(), Numbers(8), Numbers([1, 2, 3, 4, 5]))
+    assert logged(trainer, "val_loss") == [(2, 2.0), (4, 4.0)]
+
+
+@pytest.mark.feature("A11", "A50", "L71", "L72", "L69", "L24", "A09")
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"evaluate_every_n_steps": 4}, [4, 8, 10]),
+        ({"evaluate_every_n_steps": 5}, [5, 10]),
+        ({"evaluate_every_n_steps": 4, "eval_when_finish": False}, [4, 8]),
+        ({"evaluate_every_n_steps": 7}, [7, 10]),
+        ({"evaluate_every_n_steps": 0.5}, [2, 4, 7, 9, 10]),
+        ({"evaluate_every_n_steps": 0.01}, list(range(1, 11))),
+        ({}, [5, 10]),
+        ({"evaluate_every_n_epochs": 2}, [10]),
+    ],
+)
+def test_evaluations_come_when_they_are_due_and_never_twice_on_the_same_weights(settings: dict, steps: list[int]):
+    trainer = make_trainer({"epochs": 2}, **settings)
+    state = trainer.fit(Scripted(), Numbers(10), Numbers(2))
+    assert [step for step, _ in logged(trainer, "val_loss")] == steps
+    assert state.evaluations_done == len(steps)
+
+
+@pytest.mark.feature("L39", "A50")
+def test_a_run_that_max_steps_ends_inside_an_epoch_is_evaluated():
+    trainer = make_trainer({"epochs": 3, "max_steps": 7})
+    state = trainer.fit(Scripted(), Numbers(10), Numbers(2))
+    assert [step for step, _ in logged(trainer, "val_loss")] == [5, 7]
+    assert state.epoch == 1
+
+
+@pytest.mark.feature("A51")
+def test_evaluation_before_training_is_logged_at_step_0_and_saves_nothing():
+    recorder = Recorder()
+    trainer = make_trainer(eval_when_start=True, model_saving="best_valid_loss", callbacks=recorder)
+    state = trainer.fit(Scripted([1, 5, 5]), Numbers(2), Numbers(2))
+    assert [step for step, _ in logged(trainer, "val_loss")] == [0, 1]
+    assert (state.evaluations_done, recorder.calls.count("on_save_model")) == (1, 1)
+    assert recorder.calls.count("on_evaluation_start") == 2
+
+
+@pytest.mark.feature("L44")
+def test_the_trial_evaluation_leaves_no_trace():
+    recorder = Recorder()
+    module = Scripted()
+    trainer = make_trainer({"batch_size": [8, 1]}, callbacks=recorder, limit_train_batches=1)
+    state = trainer.fit(module, Numbers(8), Numbers(5))
+    assert [int(batch[0]) for batch in module.validated] == [0, 1, 0, 1, 2, 3, 4]
+    assert (state.eval_global_step, state.evaluations_done, state.val_step) == (5, 1, 5)
+    assert recorder.calls[0] == "on_fit_start"
+    assert len(logged(trainer, "val_loss")) == 1
+
+
+@pytest.mark.feature("L44")
+@pytest.mark.parametrize(("steps", "tried"), [(0, 0), (-1, 5), (3, 3)])
+def test_the_trial_evaluation_takes_as_many_batches_as_asked_for(steps: int, tried: int):
+    module = Scripted()
+    make_trainer({"batch_size": [8, 1]}, num_sanity_val_steps=steps).fit(module, Numbers(8), Numbers(5))
+    assert len(module.validated) == tried + 5
+
+
+@pytest.mark.feature("T25", "N25", "L77", "D04", "L78")
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_validation_runs_without_gradients_and_training_with(inference_mode: bool):
+    kinds = []
+
+    class Looking(Linear):
+        def validation_step(self, batch):
+            kinds.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled(), self.model.training))
+            if not inference_mode:
+                with torch.enable_grad():
+                    assert self.step(batch).requires_grad
+            return self.step(batch)
+
+        def training_step(self, batch):
+            assert torch.is_grad_enabled()
+            assert self.model.training
+            return self.step(batch)
+
+    make_trainer(inference_mode=inference_mode).fit(Looking(), make_points(), make_points(2))
+    assert set(kinds) == {(inference_mode, False, False)}
+
+
+@pytest.mark.feature("D23")
+def test_metrics_see_every_sample_once_and_a_model_can_be_selected_by_them():
+    trainer = make_trainer({"batch_size": 2}, metrics=Accuracy(), model_saving="best_accuracy")
+    state = trainer.fit(Classifier(), Numbers(4), Numbers([1, -1, 1, 1, 1]))
+    assert logged(trainer, "accuracy") == [(2, 0.8)]
+    assert state.best == {"best_accuracy": 0.8}
+    assert state.metrics == {"accuracy": 0.8, "val_loss": pytest.approx(0.6)}
+
+
+@pytest.mark.feature("D23", "L44")
+def test_a_wrong_metric_name_fails_before_the_first_update():
+    class Misnamed(Classifier):
+        def validation_step(self, batch):
+            return {"loss": batch.mean(), "acuracy": (batch, batch)}
+
+    recorder = Recorder()
+    with pytest.raises(ValueError, match="rename it to 'accuracy'"):
+        make_trainer(metrics=Accuracy(), callbacks=recorder).fit(Misnamed(), Numbers(4), Numbers(4))
+    assert recorder.calls == []
+
+
+@pytest.mark.feature("A07", "D04")
+def test_a_validation_step_without_the_loss_that_decides_fails_before_the_first_update():
+    class Lossless(Scripted):
+        def validation_step(self, batch):
+            return {"accuracy": (batch, batch)}
+
+    with pytest.raises(TypeError, match=r'return \{"loss": loss\} from validation_step'):
+        make_trainer(metrics=Accuracy(), model_saving="best_valid_loss").fit(Lossless(), Numbers(4), Numbers(4))
+
+
+@pytest.mark.feature("T20")
+def test_a_validation_step_needs_no_loss_where_nothing_is_selected_by_it():
+    class Lossless(Scripted):
+        def validation_step(self, batch):
+            return {"accuracy": (batch, batch)}
+
+    state = make_trainer(metrics=Accuracy(), model_saving="best_accuracy").fit(Lossless(), Numbers(4), Numbers(4))
+    assert state.metrics == {"accuracy": 1.0}
+
+
+@pytest.mark.feature("D05", "T02")
+def test_step_serves_for_training_and_validation():
+    trainer = make_trainer()
+    trainer.fit(Linear(), make_points(), make_points())
+    assert len(logged(trainer, "val_loss")) == 1
+
+
+@pytest.mark.feature("L23")
+def test_a_callback_that_edits_the_results_influences_what_is_saved():
+    class Edit(Callback):
+        def on_evaluation_end(self, metrics):
+            metrics["val_loss"] = 0.125
+
+    state = make_trainer(callbacks=Edit(), model_saving="best_valid_loss").fit(Scripted(), Numbers(4), Numbers(4))
+    assert state.best == {"best_valid_loss": 0.125}
+
+
+@pytest.mark.feature("D17")
+def test_reduce_on_plateau_steps_by_the_validation_loss():
+    hps = {"epochs": 4, "scheduler": {"type": "ReduceLROnPlateau", "patience": 0, "factor": 0.5}}
+    trainer = make_trainer(hps)
+    module = Scripted([1, 2, 2, 2])
+    trainer.fit(module, Numbers(2), Numbers(2))
+    assert module.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
+
+
+@pytest.mark.feature("D23")
+def test_a_metric_may_return_several_values():
+    class Spread(Metric):
+        def compute(self, predictions, references):
+            return {"low": predictions.min(), "high": predictions.max().item()}
+
+    class Module(Scripted):
+        def validation_step(self, batch):
+            return {"loss": batch.mean(), "spread": (batch, batch)}
+
+    metric = Spread("spread", comparator="<", main_metric="low")
+    state = make_trainer(metrics=[metric], model_saving="best_low").fit(Module(), Numbers(4), Numbers([3, 1, 2]))
+    assert (state.metrics["low"], state.metrics["high"], state.best) == (1.0, 3.0, {"best_low": 1.0})
+
+
+@pytest.mark.feature("P14")
+def test_running_statistics_are_not_moved_by_validation():
+    class Normed(Linear):
+        def __init__(self):
+            self.model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+
+    module = Normed()
+    make_trainer({"batch_size": 4}).fit(module, make_points(8), make_points(8))
+    assert module.model[1].num_batches_tracked.item() == 2

@@ -1,0 +1,179 @@
+"""Which evaluation's weights are saved, and what lies in the folder afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from accmt import Callback, Trainer
+from tests.toys import Linear, Numbers, Recorder, Scripted, make_points, make_trainer
+
+
+class SaveSteps(Callback):
+    """Writes down the update at which a model was saved."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_save_model(self, folder):
+        assert folder == Path("out/model")
+        self.steps.append(self.state.global_step)
+
+
+def saved_at(model_saving, val_losses=(), epochs=4, train=(1.0,), **settings) -> list[int]:
+    saves = SaveSteps()
+    trainer = make_trainer({"epochs": epochs, "batch_size": 1}, model_saving=model_saving, callbacks=saves, **settings)
+    val = Numbers(1) if val_losses else None
+    trainer.fit(Scripted(val_losses), Numbers(train), val)
+    return saves.steps
+
+
+@pytest.mark.feature("A07")
+def test_the_lowest_validation_loss_is_saved():
+    assert saved_at("best_valid_loss", [3, 2, 4, 1]) == [1, 2, 4]
+    status = json.loads(Path("out/model/status.json").read_text())
+    assert status["best"] == {"best_valid_loss": 1.0}
+    assert (status["global_step"], status["evaluations_done"]) == (4, 4)
+
+
+@pytest.mark.feature("A07")
+@pytest.mark.parametrize(
+    ("losses", "steps"),
+    [
+        ([float("nan"), 2, 3, 1], [2, 4]),
+        ([2, float("nan"), 1, 3], [1, 3]),
+        ([2, 2, 2, 2], [1]),
+        ([float("inf"), 5, float("-inf"), 4], [2, 4]),
+        ([0.0, 0.0, -1, 0.0], [1, 3]),
+    ],
+)
+def test_values_that_are_not_finite_and_ties_are_never_best(losses: list[float], steps: list[int]):
+    assert saved_at("best_valid_loss", losses) == steps
+
+
+@pytest.mark.feature("A07", "A08")
+def test_without_validation_data_the_training_loss_decides(caplog):
+    assert saved_at("best_valid_loss", train=[2.0], verbose=True) == [1]
+    assert "models are saved by best_train_loss" in caplog.text
+
+
+@pytest.mark.feature("A08")
+def test_the_training_loss_since_the_last_evaluation_decides():
+    class Falling(Scripted):
+        def training_step(self, batch):
+            return batch.mean() * self.sign * self.state.global_step + 0 * self.model.weight.sum()
+
+    def run(sign):
+        saves, module = SaveSteps(), Falling()
+        module.sign = sign
+        make_trainer({"epochs": 3, "batch_size": 1}, model_saving="best_train_loss", callbacks=saves, log_every=3).fit(
+            module, Numbers([1, 1])
+        )
+        return saves.steps
+
+    assert run(-1) == [2, 4, 6]
+    assert run(+1) == [2]
+
+
+@pytest.mark.feature("A09")
+def test_always_saves_at_each_evaluation():
+    assert saved_at("always", [1, 2, 3, 4]) == [1, 2, 3, 4]
+    assert saved_at("always") == [1, 2, 3, 4]
+    assert saved_at("always", [1, 2, 3, 4], evaluate_every_n_steps=2) == [2, 4]
+
+
+@pytest.mark.feature("A10", "N03")
+def test_none_saves_nothing():
+    assert saved_at(None, [1, 2, 3, 4]) == []
+    assert not Path("out").exists()
+
+
+@pytest.mark.feature("D22", "P16")
+def test_the_best_weights_are_in_the_folder_not_the_last():
+    weights = []
+
+    class Keep(Callback):
+        def on_update_end(self):
+            weights.append(self.module.unwrapped_model.weight.detach().clone())
+
+    class Module(Linear):
+        def validation_step(self, batch):
+            return torch.tensor([3.0, 1.0, 2.0][self.state.evaluations_done])
+
+    module = Module()
+    trainer = make_trainer({"epochs": 3, "batch_size": 8}, model_saving="best_valid_loss", callbacks=Keep())
+    trainer.fit(module, make_points(8), make_points(2))
+    fresh = Linear()
+    fresh.load_weights("out/model")
+    assert torch.equal(fresh.model.weight, weights[1])
+    assert not torch.equal(weights[1], weights[2])
+    trainer.save_model("out/last")
+    fresh.load_weights("out/last")
+    assert torch.equal(fresh.model.weight, weights[2])
+
+
+@pytest.mark.feature("A36", "A37")
+@pytest.mark.parametrize("safe", [True, False])
+def test_weights_are_split_and_written_in_the_format_asked_for(safe: bool):
+    module = Linear()
+    module.model = torch.nn.Sequential(torch.nn.Linear(3, 50), torch.nn.Linear(50, 50), torch.nn.Linear(50, 1))
+    trainer = make_trainer(model_saving="always", max_shard_size="5KB", safe_serialization=safe)
+    trainer.fit(module, make_points(), make_points())
+    suffix, index = (
+        (".safetensors", "model.safetensors.index.json") if safe else (".bin", "pytorch_model.bin.index.json")
+    )
+    names = {path.name for path in Path("out/model").iterdir()}
+    assert len([name for name in names if name.endswith(suffix)]) > 1
+    assert index in names
+    fresh = Linear()
+    fresh.model = torch.nn.Sequential(torch.nn.Linear(3, 50), torch.nn.Linear(50, 50), torch.nn.Linear(50, 1))
+    fresh.load_weights("out/model")
+    assert torch.equal(fresh.model[1].weight, module.model[1].weight)
+
+
+@pytest.mark.feature("A03")
+def test_a_model_path_below_a_file_is_refused_before_training():
+    Path("file").write_text("x")
+    recorder = Recorder()
+    trainer = make_trainer(model_path="file/model", model_saving="always", callbacks=recorder)
+    with pytest.raises(OSError, match=r"(?s)model_path.*it is a file.*another model_path"):
+        trainer.fit(Linear(), make_points(), make_points())
+    assert recorder.calls == []
+
+
+@pytest.mark.feature("A03")
+@pytest.mark.skipif(os.geteuid() != 0 or not Path("/proc/sys").exists(), reason="needs a place that root cannot write")
+def test_a_read_only_place_is_refused_before_training():
+    trainer = make_trainer(model_path="/proc/sys/model", model_saving="always")
+    with pytest.raises(OSError, match="cannot be written"):
+        trainer.fit(Linear(), make_points(), make_points())
+
+
+@pytest.mark.feature("A07", "D23")
+def test_a_misspelt_rule_names_the_nearest():
+    with pytest.raises(ValueError, match="best_valid_loss"):
+        make_trainer(model_saving="best_valid_los").fit(Linear(), make_points(), make_points())
+
+
+def test_a_model_can_only_be_saved_after_a_run():
+    with pytest.raises(RuntimeError, match="call fit first"):
+        make_trainer().save_model()
+
+
+@pytest.mark.feature("A04", "L89")
+def test_the_run_folder_is_named_after_the_model_path():
+    trainer = Trainer(
+        {"epochs": 1, "batch_size": 4, "optim": "SGD"},
+        "a/b/",
+        run_name="first",
+        model_saving=None,
+        checkpoint_every=None,
+        verbose=False,
+    )
+    trainer.fit(Linear(), make_points())
+    assert trainer.log_dir == Path("logs/b/first")
+    assert (trainer.log_dir / "history.jsonl").exists()

@@ -1,0 +1,176 @@
+"""Results of a validation set: means weighted by samples, metrics over all samples at once."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from accmt import Accuracy, Metric
+from accmt.errors import MetricError, ModuleContractError
+from accmt.metrics import ValidationCollector
+
+
+class Seen(Metric):
+    """Keeps what it was given, and returns what it is told to."""
+
+    def __init__(self, name="seen", result=None, **arguments):
+        super().__init__(name, **arguments)
+        self.result = {self.main_metric: 0.0} if result is None else result
+
+    def compute(self, predictions, references):
+        self.predictions, self.references = predictions, references
+        return self.result
+
+
+def collect(metrics, *batches):
+    collector = ValidationCollector(metrics)
+    for outputs, weight in batches:
+        collector.add(outputs, weight)
+    return collector.compute()
+
+
+@pytest.mark.feature("A43")
+def test_losses_are_averaged_over_samples_not_over_batches():
+    results = collect([], ({"val_loss": torch.tensor(1.25)}, 4), ({"val_loss": torch.tensor(5.0)}, 1))
+    assert results == {"val_loss": 2.0}
+
+
+@pytest.mark.feature("A43", "D04")
+@pytest.mark.parametrize("weight", [3, 3.0, torch.tensor(3), torch.tensor(3.0)])
+def test_weights_may_be_numbers_or_tensors(weight):
+    assert collect([], ({"a": torch.tensor(1.0)}, weight), ({"a": torch.tensor([[5.0]])}, 1)) == {"a": 2.0}
+
+
+@pytest.mark.feature("D04")
+@pytest.mark.parametrize("value", [2, 2.0, np.float32(2), torch.tensor(2), torch.tensor([2.0]), torch.tensor(True) + 1])
+def test_scalars_of_any_kind_are_averaged(value):
+    assert collect([], ({"own": value}, 1.0), ({"own": 4.0}, 1.0)) == {"own": 3.0}
+
+
+def test_an_entry_of_some_batches_only_is_averaged_over_those():
+    assert collect([], ({"a": 1.0, "b": 1.0}, 2), ({"a": 4.0}, 1)) == {"a": 2.0, "b": 1.0}
+
+
+def test_batches_of_weight_zero_count_for_nothing():
+    assert collect([], ({"a": 3.0}, 1), ({"a": math.nan}, 0)) == {"a": 3.0}
+    assert collect([], ({"a": 3.0}, 0)) == {}
+    assert collect([]) == {}
+
+
+@pytest.mark.parametrize("values", [(math.inf, 1.0), (math.inf, -math.inf), (math.nan, 1.0), (1e308, 1e308)])
+def test_values_beyond_all_bounds_are_averaged_as_floats_are(values):
+    mean = collect([], *(({"a": value}, 1.0) for value in values))["a"]
+    expected = sum(values) / 2
+    assert mean == expected or (math.isnan(mean) and math.isnan(expected))
+
+
+@pytest.mark.feature("D23", "D04")
+def test_a_metric_sees_all_samples_at_once_in_order():
+    metric = Seen()
+    pairs = [(torch.tensor([0, 1]), torch.tensor([2, 3])), (torch.tensor([4]), torch.tensor([5]))]
+    collect([metric], *(({"seen": pair}, 1) for pair in pairs))
+    assert metric.predictions.tolist() == [0, 1, 4]
+    assert metric.references.tolist() == [2, 3, 5]
+
+
+@pytest.mark.feature("D23")
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([[1, 2], [3]], [1, 2, 3]),
+        ([(1, 2), (3,)], [1, 2, 3]),
+        ([["a"], ["b", "c"]], ["a", "b", "c"]),
+        (["a", "b"], ["a", "b"]),
+        ([torch.tensor([1, 2]), torch.tensor(3)], [1, 2, 3]),
+        ([np.array([1, 2]), np.array([3])], [1, 2, 3]),
+        ([torch.ones(1, 2), torch.zeros(1, 2)], [[1.0, 1.0], [0.0, 0.0]]),
+        ([[], [1]], [1]),
+    ],
+    ids=str,
+)
+def test_predictions_may_be_tensors_arrays_or_lists(parts, expected):
+    metric = Seen()
+    collect([metric], *(({"seen": (part, [0])}, 1) for part in parts))
+    joined = metric.predictions
+    assert (joined.tolist() if isinstance(joined, torch.Tensor) else joined) == expected
+
+
+@pytest.mark.feature("D23")
+def test_samples_of_different_shapes_are_explained():
+    batches = [({"seen": (torch.ones(2, length), torch.ones(2))}, 1) for length in (3, 5)]
+    with pytest.raises(MetricError, match=r"\(3,\) and \(5,\) in different batches[\s\S]*pad them to one length"):
+        collect([Seen()], *batches)
+
+
+def test_predictions_are_kept_without_their_graph():
+    metric = Seen()
+    collect([metric], ({"seen": (torch.ones(2, requires_grad=True) * 2, torch.ones(2))}, 1))
+    assert not metric.predictions.requires_grad
+
+
+@pytest.mark.feature("D23")
+def test_several_metrics_stand_beside_the_means():
+    outputs = {"val_loss": 1.0, "accuracy": (torch.tensor([1, 0]), torch.tensor([1, 1])), "seen": ([1], [1])}
+    results = collect([Accuracy(), Seen(result={"seen": torch.tensor(7), "more": np.float64(0.5)})], (outputs, 2))
+    assert results == {"val_loss": 1.0, "accuracy": 0.5, "seen": 7.0, "more": 0.5}
+    assert {type(value) for value in results.values()} == {float}
+
+
+@pytest.mark.feature("D23")
+def test_a_metric_without_predictions_is_said_so():
+    with pytest.raises(
+        MetricError, match=r"metric 'accuracy'\n  got: no predictions[\s\S]*\(predictions, references\)"
+    ):
+        collect([Accuracy()], ({"val_loss": 1.0}, 1))
+
+
+@pytest.mark.feature("D23")
+def test_a_misspelt_name_of_a_metric_is_named_with_the_nearest():
+    with pytest.raises(MetricError, match="rename it to 'accuracy'"):
+        collect([Accuracy()], ({"acuracy": ([1], [1])}, 1))
+
+
+@pytest.mark.feature("D23")
+def test_predictions_for_no_metric_ask_for_one():
+    with pytest.raises(MetricError, match=r"metrics=\[...\] with a Metric named 'bleu'"):
+        collect([Accuracy()], ({"bleu": ([1], [1])}, 1))
+    with pytest.raises(MetricError, match=r"a name of metrics=: \[\]"):
+        collect([], ({"accuracy": ([1], [1])}, 1))
+
+
+@pytest.mark.feature("D23")
+@pytest.mark.parametrize("value", [1.0, torch.ones(3), (1, 2, 3), None])
+def test_a_metric_s_entry_has_to_be_a_pair(value):
+    with pytest.raises(ModuleContractError, match=r'return \{"accuracy": \(predictions, references\)\}'):
+        collect([Accuracy()], ({"accuracy": value}, 1))
+
+
+@pytest.mark.feature("D04")
+@pytest.mark.parametrize(
+    ("value", "got"), [(torch.ones(2), r"a tensor of shape \(2,\)"), ("high", "'high'"), (None, "None"), ([1], "list")]
+)
+def test_an_entry_that_is_no_scalar_is_refused(value, got):
+    with pytest.raises(ModuleContractError, match=f"the value 'own'\n  got: .*{got}"):
+        collect([], ({"own": value}, 1))
+
+
+@pytest.mark.feature("D23")
+@pytest.mark.parametrize("result", [{"other": 1.0}, {}, 0.5, [("seen", 1.0)]])
+def test_a_result_without_the_main_metric_is_refused(result):
+    with pytest.raises(MetricError, match=r'return \{"seen": value\}'):
+        collect([Seen(result=result)], ({"seen": ([1], [1])}, 1))
+
+
+@pytest.mark.feature("D23")
+def test_the_main_metric_may_have_another_name():
+    metric = Seen("scores", result={"f1": 0.5, "recall": 1.0}, main_metric="f1")
+    assert collect([metric], ({"scores": ([1], [1])}, 1)) == {"f1": 0.5, "recall": 1.0}
+
+
+@pytest.mark.feature("D23")
+def test_a_result_that_is_no_number_is_refused():
+    with pytest.raises(ModuleContractError, match="the value 'seen'"):
+        collect([Seen(result={"seen": "high"})], ({"seen": ([1], [1])}, 1))

@@ -1,0 +1,143 @@
+"""The user's module outside a run: what it shows, and how its parts fall back on each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accmt import AcceleratorModule, TrainingState
+from accmt.module import HuggingFaceModule
+
+
+class Classifier(AcceleratorModule):
+    def __init__(self, model=None):
+        self.model = nn.Linear(2, 1) if model is None else model
+
+
+class Bare(AcceleratorModule):
+    pass
+
+
+@pytest.mark.feature("D07")
+def test_a_module_shows_its_size_and_its_structure():
+    module = Classifier()
+    assert repr(module) == "Classifier(3 parameters)"
+    assert str(module) == str(module.model)
+    assert len(module) == 3
+    assert bool(module) is True
+
+
+@pytest.mark.feature("D07")
+def test_a_module_without_parameters_is_still_true():
+    module = Classifier(nn.ReLU())
+    assert (len(module), bool(module), repr(module)) == (0, True, "Classifier(0 parameters)")
+
+
+@pytest.mark.feature("D07")
+@pytest.mark.parametrize("module", [Bare(), Classifier("bert")])
+def test_a_module_without_a_model_can_still_be_shown(module):
+    assert repr(module) == f"{type(module).__name__}(no model)"
+    assert bool(module) is True
+
+
+@pytest.mark.feature("D07")
+def test_a_model_on_the_class_counts_too():
+    kind = type("Shared", (AcceleratorModule,), {"model": nn.Linear(2, 1)})
+    assert repr(kind()) == "Shared(3 parameters)"
+
+
+@pytest.mark.feature("D07")
+def test_large_sizes_are_readable():
+    assert repr(Classifier(nn.Linear(1000, 1234, bias=False))) == "Classifier(1,234,000 parameters)"
+
+
+@pytest.mark.feature("D07")
+def test_calling_a_module_runs_forward_which_runs_the_model():
+    module = Classifier()
+    batch = torch.ones(1, 2)
+    assert torch.equal(module(batch), module.model(batch))
+
+    class Twice(Classifier):
+        def forward(self, batch, *, scale=1):
+            return self.model(batch) * scale
+
+    twice = Twice()
+    assert torch.equal(twice(batch, scale=2), twice.model(batch) * 2)
+
+
+@pytest.mark.feature("D05", "D06")
+def test_steps_fall_back_on_the_shared_one():
+    class Shared(Classifier):
+        def step(self, batch):
+            return ("step", batch)
+
+    module = Shared()
+    assert module.training_step(1) == module.validation_step(1) == module.test_step(1) == ("step", 1)
+
+
+@pytest.mark.feature("D06")
+def test_test_step_falls_back_on_the_validation_step():
+    class Validates(Classifier):
+        def validation_step(self, batch):
+            return ("validation", batch)
+
+    assert Validates().test_step(1) == ("validation", 1)
+
+
+@pytest.mark.feature("D01")
+def test_a_step_that_is_not_defined_says_what_to_define():
+    for step in (Classifier().training_step, Classifier().validation_step, Classifier().step):
+        with pytest.raises(NotImplementedError, match=r"define training_step\(self, batch\), or step"):
+            step(1)
+
+
+@pytest.mark.feature("D08", "D09", "D10", "A59", "L22")
+def test_what_a_module_may_decide_is_left_to_the_settings_by_default():
+    module = Classifier()
+    assert module.get_optimizer() is None
+    assert module.get_scheduler(None, steps_per_epoch=5, epochs=3) is None
+    assert module.get_train_dataloader() is module.get_validation_dataloader() is None
+    assert module.get_callbacks() is None
+    assert module.get_batch_size([1, 2]) is None
+    assert (module.collate_fn, module.collate_fn_train, module.collate_fn_val) == (None, None, None)
+    assert (module.teacher, module.processor) == (None, None)
+
+
+@pytest.mark.feature("D02")
+def test_outside_a_run_the_unwrapped_model_is_the_model():
+    module = Classifier()
+    assert module.unwrapped_model is module.model
+
+
+@pytest.mark.feature("D03", "D25")
+def test_the_status_is_the_dict_of_the_counters():
+    module = Classifier()
+    module.state = TrainingState(epoch=2, global_step=7)
+    assert module.status_dict == module.state.state_dict()
+    assert module.status_dict["global_step"] == 7
+
+
+def test_a_module_is_no_torch_module_and_needs_no_super_call():
+    assert not isinstance(Classifier(), nn.Module)
+
+
+def test_modules_share_no_state():
+    first, second = Classifier(), Classifier()
+    first.model.weight.data.zero_()
+    first.processor = object()
+    assert second.processor is None
+    assert second.model.weight.any()
+
+
+@pytest.mark.feature("D12")
+def test_a_transformers_module_takes_the_loss_that_its_model_computes():
+    class Model(nn.Module):
+        def forward(self, labels, inputs):
+            return type("Output", (), {"loss": (labels - inputs).sum()})()
+
+    processor = object()
+    module = HuggingFaceModule(Model(), processor)
+    batch = {"labels": torch.tensor([3.0]), "inputs": torch.tensor([1.0])}
+    assert module.training_step(batch).item() == module.validation_step(batch).item() == 2.0
+    assert module.processor is processor

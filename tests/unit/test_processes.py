@@ -1,0 +1,112 @@
+import json
+import pickle
+
+import pytest
+import torch
+
+from accmt import processes
+from accmt.processes import (
+    broadcast_object,
+    gather_objects,
+    is_main_process,
+    num_processes,
+    process_index,
+    run_on_main_process,
+    sum_over_processes,
+)
+from tests.launching import SCRIPTS, launch
+
+CPU = torch.device("cpu")
+
+
+def test_without_a_process_group_there_is_one_process_and_it_is_the_main_one():
+    assert (num_processes(), process_index(), is_main_process()) == (1, 0, True)
+
+
+def test_one_process_is_its_own_sum():
+    sums = sum_over_processes((1, 2.5), CPU)
+    assert sums == [1.0, 2.5]
+    assert [type(value) for value in sums] == [float, float]  # as with several processes
+    assert sum_over_processes([], CPU) == []
+
+
+def test_one_process_gathers_and_hands_on_the_very_same_object():
+    value = object()
+    assert gather_objects(value) == [value]
+    assert broadcast_object(value) is value
+
+
+def test_one_process_acts_and_its_errors_are_its_own():
+    error = ValueError("wrong")
+
+    def fail():
+        raise error
+
+    assert run_on_main_process(lambda: 3) == 3
+    with pytest.raises(ValueError, match="wrong") as raised:
+        run_on_main_process(fail)
+    assert raised.value is error
+
+
+def test_an_outcome_that_can_travel_does_so_unchanged():
+    result = processes._Result.of(lambda: 3)
+    assert result.for_others() is result
+    assert pickle.loads(pickle.dumps(result)).unwrap() == 3
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    path = tmp_path_factory.mktemp("processes") / "result.json"
+    launch(SCRIPTS / "processes.py", str(path), processes=2, result=path)
+    return json.loads(path.read_text())
+
+
+def of_both(answers, name):
+    return [answer[name] for answer in answers]
+
+
+def test_two_processes_know_their_places(answers):
+    assert of_both(answers, "num_processes") == [2, 2]
+    assert of_both(answers, "process_index") == [0, 1]
+    assert of_both(answers, "is_main_process") == [True, False]
+
+
+def test_sums_are_those_of_all_in_double_precision(answers):
+    assert of_both(answers, "sums") == [[3.0, 0.2, 2e15 + 1]] * 2
+    assert of_both(answers, "no_sums") == [[], []]
+
+
+def test_objects_are_gathered_in_the_order_of_ranks_and_handed_on_from_the_main_process(answers):
+    assert of_both(answers, "gathered") == [[{"rank": 0}, {"rank": 1}]] * 2
+    assert of_both(answers, "broadcast") == [["of", 0]] * 2
+
+
+def test_the_main_process_acts_alone_and_all_get_the_result(answers):
+    assert of_both(answers, "on_main") == ["done", "done"]
+    assert of_both(answers, "acted") == [["acted"], []]
+
+
+def test_an_error_of_the_main_process_is_raised_on_both(answers):
+    assert of_both(answers, "plain_error") == ["ValueError: wrong"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "own"), [("awkward_error", "AwkwardError: wrong 3"), ("unpicklable_error", "OSError: the disk is full")]
+)
+def test_an_error_that_cannot_travel_is_raised_on_both_all_the_same(answers, name, own):
+    assert of_both(answers, name) == [own, f"RuntimeError: on the main process: {own}"]
+
+
+def test_a_result_that_cannot_travel_is_an_error_on_both(answers):
+    assert of_both(answers, "has_unpicklable_value_error") == [True, True]
+
+
+def test_after_errors_the_processes_are_still_in_step(answers):
+    assert of_both(answers, "in_step_afterwards") == [[0, 1]] * 2
+
+
+@pytest.mark.feature("A30", "L58", "T03")
+@pytest.mark.parametrize("name", ["sampler", "loader"])
+def test_generators_with_another_seed_on_each_process_neither_repeat_nor_lose_a_sample(answers, name):
+    first, second = (answer["read"][name] for answer in answers)
+    assert sorted(first + second) == list(range(13))

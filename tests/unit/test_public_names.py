@@ -1,0 +1,96 @@
+"""What `import accmt` offers, and that it does nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import accmt
+
+
+@pytest.mark.parametrize("name", accmt.__all__)
+def test_every_public_name_resolves_to_the_object_of_that_name(name):
+    value = getattr(accmt, name)
+    assert isinstance(value, str) if name == "__version__" else value.__name__ == name
+
+
+def test_dir_lists_all_public_names():
+    assert set(accmt.__all__) <= set(dir(accmt))
+    assert {"accelerator", "seed_everything"} <= set(dir(accmt))
+
+
+def test_public_names_for_type_checkers_are_those_at_run_time():
+    import ast
+    from pathlib import Path
+
+    tree = ast.parse(Path(accmt.__file__).read_text())
+    block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    imported = {a.asname: n.module for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert imported == accmt._HOMES
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'accmt' has no attribute 'Trayner'"):
+        _ = accmt.Trayner
+    assert not hasattr(accmt, "__wrapped__")
+
+
+def test_star_import_gives_the_public_names():
+    names: dict[str, object] = {}
+    exec("from accmt import *", names)  # noqa: S102
+    assert set(accmt.__all__) <= set(names)
+
+
+@pytest.mark.feature("L09")
+def test_seed_everything_is_set_seed():
+    assert accmt.seed_everything is accmt.set_seed
+
+
+BARE = """
+import sys
+before = set(sys.modules)
+import accmt
+new = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+assert new == {"accmt"}, new
+assert len([name for name in sys.modules if name.startswith("accmt.")]) == 1, "accmt.version alone"
+"""
+
+NO_EFFECT = """
+import os, sys, threading
+import numpy, torch
+precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+environment, threads = dict(os.environ), torch.get_num_threads()
+generator, hook = torch.random.get_rng_state(), sys.excepthook
+import accmt
+for name in accmt.__all__:
+    getattr(accmt, name)
+assert accmt.accelerator is None
+heavy = {"accelerate", "transformers", "mlflow", "datasets", "pydantic", "tensorboard", "torchmetrics"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+import accmt.loop.setup, accmt.loop.fit
+assert torch.get_float32_matmul_precision() == precision and torch.backends.cudnn.allow_tf32 == cudnn
+assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()
+assert dict(os.environ) == environment and torch.get_num_threads() == threads
+assert torch.equal(torch.random.get_rng_state(), generator) and sys.excepthook is hook
+assert threading.active_count() == 1
+import accelerate.state
+assert not accelerate.state.PartialState._shared_state and not accelerate.state.AcceleratorState._shared_state
+"""
+
+
+@pytest.mark.feature("D26", "D34")
+@pytest.mark.parametrize("code", [BARE, NO_EFFECT], ids=["nothing is loaded", "nothing is changed"])
+def test_importing_has_no_effect(tmp_path, code):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.feature("D34")
+def test_there_is_no_accelerator_before_a_run():
+    code = "import accmt; assert accmt.accelerator is None"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

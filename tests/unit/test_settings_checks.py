@@ -1,0 +1,180 @@
+"""Every check of a single Trainer argument: what is accepted, and what is said about the rest."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from accmt import Trainer
+from accmt.errors import ArgumentError
+
+HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
+
+WRONG = [
+    ("log_every", 0, "updates from 1, or -1"),
+    ("log_every", -2, "updates from 1, or -1"),
+    ("log_every", 1.5, "updates from 1, or -1"),
+    ("log_every", True, "updates from 1, or -1"),
+    ("log_every", "1", "updates from 1, or -1"),
+    ("train_loss_metric_name", "", "a name"),
+    ("val_loss_metric_name", None, "a name"),
+    ("track_name", " ", "a name"),
+    ("run_name", 3, "a name"),
+    ("additional_tracker_config", ["a"], "a dict"),
+    ("clip_grad", -1, "a number above 0"),
+    ("clip_grad", -0.5, "a number above 0"),
+    ("clip_grad", math.nan, "a number above 0"),
+    ("clip_grad", "1.0", "a number above 0"),
+    ("clip_grad", "", "a number above 0"),
+    ("clip_grad", True, "a number above 0"),
+    ("clip_grad_type", "norms", r"clip_grad_type='norm'\?"),
+    ("grad_accumulation_steps", 0, "a whole number from 1"),
+    ("grad_accumulation_steps", 2.0, "a whole number from 1"),
+    ("grad_accumulation_steps", True, "a whole number from 1"),
+    ("grad_accumulation_steps", {-1: 2}, "a whole number from 0"),
+    ("grad_accumulation_steps", {0: 0}, r"grad_accumulation_steps\[0\]"),
+    ("grad_accumulation_steps", {"0": 2}, "a whole number from 0"),
+    ("seed", -1, "a whole number from 0"),
+    ("seed", 1.0, "a whole number from 0"),
+    ("seed", True, "a whole number from 0"),
+    ("mixed_precision", "bf-16", r"mixed_precision='bf16'\?"),
+    ("mixed_precision", "None", r"mixed_precision=None\?"),
+    ("mixed_precision", 16, "one of None, 'no', 'fp16', 'bf16'"),
+    ("compile_kwargs", {"backend": "eager"}, "compile=True"),
+    ("compile_kwargs", "eager", "a dict"),
+    ("ddp_kwargs", [1], "a dict"),
+    ("evaluate_every_n_steps", 0, "a whole number of updates from 1"),
+    ("evaluate_every_n_steps", -3, "a whole number of updates from 1"),
+    ("evaluate_every_n_steps", 0.0, "float fraction of an epoch"),
+    ("evaluate_every_n_steps", 1.5, "float fraction of an epoch"),
+    ("evaluate_every_n_steps", math.nan, "float fraction of an epoch"),
+    ("evaluate_every_n_steps", True, "a whole number of updates from 1"),
+    ("evaluate_every_n_epochs", 0, "a whole number from 1"),
+    ("num_sanity_val_steps", -2, "a whole number from -1"),
+    ("limit_train_batches", 0, "a whole number of batches from 1"),
+    ("limit_train_batches", 0.0, "a whole number of batches from 1"),
+    ("limit_train_batches", 1.1, "as a float up to 1.0"),
+    ("limit_train_batches", True, "a whole number of batches from 1"),
+    ("limit_train_batches", math.nan, "a whole number of batches from 1"),
+    ("limit_val_batches", -1, "a whole number of batches from 0"),
+    ("limit_val_batches", "all", "limit_val_batches=1.0 for all"),
+    ("dataloader_num_workers", -1, "a whole number from 0"),
+    ("dataloader_num_workers", None, "a whole number from 0"),
+    ("max_shard_size", "10 foos", "bytes, or a number with KB, MB, GB or TB"),
+    ("max_shard_size", "10", "bytes, or a number with KB, MB, GB or TB"),
+    ("max_shard_size", 0, "a whole number from 1"),
+    ("max_shard_size", 1.5, "a whole number from 1"),
+    ("compile", "max-autotune", "True or False"),
+    ("shuffle_train", "no", "True or False"),
+    ("shuffle_validation", 1, "True or False"),
+    ("safe_serialization", "false", "True or False"),
+    ("set_to_none", None, "set_to_none=True"),
+    ("eval_when_start", "yes", "eval_when_start=False"),
+    ("enable_checkpointing", "no", "True or False"),
+]
+
+
+@pytest.mark.feature("A24", "A25", "A26", "A36", "A60", "L09", "L69")
+@pytest.mark.parametrize(("name", "value", "expected"), WRONG, ids=lambda value: str(value)[:24])
+def test_a_value_that_cannot_be_is_refused_with_its_name(name, value, expected):
+    with pytest.raises(ArgumentError, match=expected) as error:
+        Trainer(HPS, "out", **{name: value})
+    assert f"Trainer({name}" in str(error.value)
+    assert all(part in str(error.value) for part in ("got: ", "expected: ", "do: "))
+
+
+ACCEPTED = [
+    ("log_every", -1),
+    ("clip_grad", None),
+    ("clip_grad", 0),
+    ("clip_grad", 1),
+    ("clip_grad", math.inf),
+    ("grad_accumulation_steps", {0: 1, 4: 3}),
+    ("evaluate_every_n_steps", 1.0),
+    ("evaluate_every_n_steps", 10**6),
+    ("num_sanity_val_steps", -1),
+    ("limit_train_batches", 1),
+    ("limit_train_batches", 1e-9),
+    ("limit_val_batches", 0),
+    ("limit_val_batches", 0.0),
+    ("max_shard_size", "1.5 gb"),
+    ("max_shard_size", 1),
+    ("seed", 0),
+    ("seed", 2**70),
+    ("mixed_precision", "no"),
+    ("enable_checkpointing", False),
+    ("enable_progress_bar", None),
+]
+
+
+@pytest.mark.feature("A24", "A25", "A26", "A36", "L30", "L44", "L69")
+@pytest.mark.parametrize(("name", "value"), ACCEPTED, ids=lambda value: str(value)[:24])
+def test_values_at_the_edge_are_kept_as_given(name, value):
+    trainer = Trainer(HPS, "out", **{name: value})
+    kept = {k: v for group in groups_of(trainer) for k, v in vars(group).items()}
+    assert kept[name] == value
+    assert type(kept[name]) is type(value)
+
+
+def groups_of(trainer):
+    return [getattr(trainer.settings, name) for name in trainer.settings.GROUPS]
+
+
+@pytest.mark.feature("L24")
+def test_both_rhythms_of_evaluation_are_one_too_many():
+    with pytest.raises(ArgumentError, match="either evaluate_every_n_steps or evaluate_every_n_epochs"):
+        Trainer(HPS, "out", evaluate_every_n_steps=4, evaluate_every_n_epochs=2)
+
+
+@pytest.mark.feature("N13")
+def test_a_sampler_beside_a_batch_sampler_is_one_too_many():
+    with pytest.raises(ArgumentError, match="a batch sampler decides the order"):
+        Trainer(HPS, "out", sampler=[0, 1], batch_sampler=[[0], [1]])
+
+
+@pytest.mark.feature("L25")
+@pytest.mark.parametrize("path", ["s3://bucket/model", Path("s3://bucket/model"), "hdfs://x", "file:///tmp/x"])
+def test_a_model_path_on_another_machine_is_refused(path):
+    with pytest.raises(ValueError, match="mount the remote storage"):
+        Trainer(HPS, path)
+
+
+@pytest.mark.feature("A03")
+@pytest.mark.parametrize("path", ["", "  ", None, 3])
+def test_a_model_path_that_is_no_path_is_refused(path):
+    with pytest.raises(ArgumentError, match="the path of a folder"):
+        Trainer(HPS, path)
+
+
+@pytest.mark.feature("A03")
+@pytest.mark.parametrize("path", ["out/m", Path("out/m"), "a:b", "C:/models"])
+def test_a_model_path_may_be_text_or_a_path(path):
+    assert Trainer(HPS, path).settings.saving.folder == Path(path)
+
+
+@pytest.mark.feature("L15")
+def test_accumulation_begins_at_the_epochs_of_the_table():
+    told = Trainer(HPS, "out", grad_accumulation_steps={4: 3, 2: 2}).settings.optimization
+    assert [told.accumulation_at(epoch) for epoch in range(6)] == [1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.feature("A25")
+@pytest.mark.parametrize(("steps", "expected"), [(None, 1), (1, 1), (7, 7), ({}, 1)])
+def test_accumulation_is_the_same_in_every_epoch_without_a_table(steps, expected):
+    told = Trainer(HPS, "out", grad_accumulation_steps=steps).settings.optimization
+    assert [told.accumulation_at(epoch) for epoch in (0, 100)] == [expected, expected]
+
+
+@pytest.mark.feature("A14", "L27")
+def test_checkpoints_are_on_unless_either_argument_says_no():
+    assert Trainer(HPS, "out").settings.checkpoints.is_on
+    assert not Trainer(HPS, "out", checkpoint_every=None).settings.checkpoints.is_on
+    assert not Trainer(HPS, "out", enable_checkpointing=False).settings.checkpoints.is_on
+
+
+def test_settings_cannot_be_changed_afterwards():
+    settings = Trainer(HPS, "out").settings
+    with pytest.raises(AttributeError, match="cannot assign"):
+        settings.data.shuffle_train = False

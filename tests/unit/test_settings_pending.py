@@ -1,0 +1,47 @@
+"""Arguments whose behaviour is not built yet say so, instead of doing nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from accmt import Trainer
+from accmt.settings import Settings
+from accmt.settings.pending import PENDING, SWITCHED_OFF
+
+HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
+DEFAULTS = Settings.defaults()
+NUMBERS = {"limit_test_batches": 1, "limit_predict_batches": 0.5, "tracker_flush_s": 5, "preempt_exit_code": 3}
+
+
+def another_value(name):
+    default = DEFAULTS[name]
+    return NUMBERS.get(name, not default if isinstance(default, bool) else "another")
+
+
+@pytest.mark.feature("A45", "A53", "A05", "A06", "A12", "A31", "A32")
+@pytest.mark.parametrize("name", PENDING)
+def test_a_pending_argument_raises_and_names_itself(name):
+    with pytest.raises(NotImplementedError, match=rf"Trainer\({name}=.*leave `{name}` out"):
+        Trainer(HPS, "out", **{name: another_value(name)})
+
+
+@pytest.mark.parametrize("name", PENDING)
+def test_a_pending_argument_at_its_default_is_accepted(name):
+    Trainer(HPS, "out", **{name: DEFAULTS[name]})
+
+
+@pytest.mark.feature("A14")
+@pytest.mark.parametrize("name", SWITCHED_OFF)
+def test_switching_a_pending_behaviour_off_is_accepted(name):
+    Trainer(HPS, "out", **{name: SWITCHED_OFF[name]})
+
+
+@pytest.mark.parametrize("name", ["limit_test_batches", "limit_predict_batches"])
+def test_one_batch_is_not_mistaken_for_all_of_them(name):
+    with pytest.raises(NotImplementedError, match=name):
+        Trainer(HPS, "out", **{name: 1})
+
+
+def test_every_pending_name_is_an_argument_with_a_default():
+    assert set(PENDING) <= set(DEFAULTS)
+    assert set(SWITCHED_OFF) <= set(PENDING)
