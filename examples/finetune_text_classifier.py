@@ -22,7 +22,7 @@ from accmt import AcceleratorModule, MLFlow, Trainer, set_seed
 from accmt.metrics import Accuracy
 
 HPS_PATH = Path(__file__).resolve().parents[1] / "hps" / "bbc_news.yaml"
-MAX_TOKENS = 128
+MAX_TOKENS = 96
 SEED = 42
 
 

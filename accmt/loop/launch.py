@@ -39,6 +39,7 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
     else:
         accelerator = Accelerator(**_arguments(given, settings))
         accelerator.gradient_accumulation_steps = 1  # the environment may say otherwise; accumulation is the loop's
+    _check_loader_config(accelerator)
     _check_engine(accelerator)
     _current = weakref.ref(accelerator)
     return accelerator
@@ -57,6 +58,8 @@ def _arguments(given: Any, settings: RunningSettings) -> dict[str, Any]:
         do = "choose the hardware with `accelerate launch`, or pass accelerator=Accelerator(cpu=True)"
         raise ArgumentError(explain("Trainer(accelerator=...)", repr(given), expected, do))
     arguments = dict(given or {})
+    if arguments.get("gradient_accumulation_steps", 1) != 1:
+        _refuse("grad_accumulation_steps", "that of the Trainer", arguments["gradient_accumulation_steps"])
     if settings.mixed_precision is not None:
         if arguments.get("mixed_precision", settings.mixed_precision) != settings.mixed_precision:
             _refuse("mixed_precision", settings.mixed_precision, arguments["mixed_precision"])
@@ -76,6 +79,12 @@ def _check_given(accelerator: Accelerator, settings: RunningSettings) -> None:
         _refuse("ddp_kwargs", settings.ddp_kwargs, "its own kwargs_handlers")
     if accelerator.gradient_accumulation_steps != 1:
         _refuse("grad_accumulation_steps", "that of the Trainer", accelerator.gradient_accumulation_steps)
+
+
+def _check_loader_config(accelerator: Accelerator) -> None:
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(accelerator.dataloader_config, name):
+            _refuse(name, "each process makes its own part of a global batch", f"{name}=True")
 
 
 def _refuse(name: str, trainer: Any, accelerator: Any) -> None:

@@ -1,4 +1,4 @@
-"""Reducing gradients by hand, for the one window of an epoch in which a process had no batch."""
+"""What processes do by hand: reduce gradients where one had no batch, share buffers, compare initial weights."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 
-from accmt.processes import num_processes
+from accmt.errors import ModuleContractError, explain
+from accmt.processes import gather_objects, num_processes
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
@@ -42,3 +44,31 @@ def broadcast_buffers(model: nn.Module) -> None:
         return
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
+
+
+def require_equal_weights(model: nn.Module) -> None:
+    """Check that training begins with the same weights on all processes.
+
+    DistributedDataParallel sees to that unless it is told not to (`init_sync=False`) or to pass over a parameter.
+
+    Processes: collective.
+
+    Raises:
+        ModuleContractError: They differ; the message names the first parameter or buffer that does.
+    """
+    if num_processes() == 1:
+        return
+    own = {name: _digest(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    every = gather_objects(own)
+    names = [name for name in every[0] if any(other.get(name) != every[0][name] for other in every)]
+    if not names:
+        return
+    processes = [rank for rank, other in enumerate(every) if other.get(names[0]) != every[0][names[0]]]
+    got = f"{names[0]!r} differs between process 0 and {processes} (and so do {len(names) - 1} others)"
+    do = "set_seed(seed) before the model is built, and leave DDP's init_sync on"
+    raise ModuleContractError(explain("initial weights", got, "the same weights on every process", do))
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return xxhash.xxh3_64_hexdigest(flat.view(torch.uint8).numpy().data)

@@ -15,6 +15,7 @@ from accmt.files import require_writable_folder
 from accmt.loop.cadence import Cadence
 from accmt.loop.contract import adapt_training_step, adapt_validation_step, check_module, defines
 from accmt.loop.launch import build_accelerator
+from accmt.loop.reduction import require_equal_weights
 from accmt.loop.row_logger import RowLogger
 from accmt.loop.run import Actions, Run
 from accmt.loop.saver import ModelSaver
@@ -180,11 +181,11 @@ def _prepare(
         module.model.compile(**(told.compile_kwargs or {}))  # in place: names of weights stay as they are
     optimizer = module.get_optimizer() or build_optimizer(settings.hps, module.model.parameters())
     scheduler = _build_scheduler(module, optimizer, settings, cadence, loader)
-    model, prepared = accelerator.prepare(module.model, optimizer)
+    model, _ = accelerator.prepare(module.model, optimizer)
+    require_equal_weights(accelerator.unwrap_model(model))
     stepper = Stepper(
         accelerator,
-        model,
-        prepared,
+        optimizer,
         set_to_none=settings.optimization.set_to_none,
         clip=settings.optimization.clip_grad,
         clip_type=settings.optimization.clip_grad_type,

@@ -75,7 +75,7 @@ class Metric(ABC):
 
     def is_better(self, new: float, best: float) -> bool:
         """Return whether `new` beats `best` in this metric's direction; NaN never does."""
-        return not math.isnan(new) and _COMPARATORS[self.comparator](new, best)
+        return _COMPARATORS[self.comparator](new, best)
 
     @property
     def worst(self) -> float:

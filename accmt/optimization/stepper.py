@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from accelerate.utils import DistributedType
 from torch import nn
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_OWN_ENGINE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.FSDP, DistributedType.XLA)
-
 
 class Stepper:
     """Turns losses into updates of one optimizer.
 
-    Where Accelerate has nothing to add (no scaler, no engine of its own), torch is called directly: its wrapped
-    optimizer costs more per step than the whole rest of the loop on a small model.
+    Torch is called directly: under data parallelism Accelerate's wrapped optimizer adds nothing, costs more per step
+    than the whole rest of the loop on a small model, and does not see that a fused optimizer skipped a step.
 
     Args:
-        accelerator: The accelerator that prepared model and optimizer.
-        model: The prepared model.
-        optimizer: The prepared optimizer.
+        accelerator: The accelerator that prepared the model.
+        optimizer: The torch optimizer.
         set_to_none: Whether gradients are dropped after an update.
         clip: Largest norm or value of the gradient; None is off.
         clip_type: "norm" or "value".
 
     Attributes:
-        optimizer: The torch optimizer underneath.
+        optimizer: The torch optimizer.
+        parameters: The parameters that it changes.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
-        model: nn.Module,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         *,
         set_to_none: bool = True,
         clip: float | None = None,
@@ -44,44 +40,32 @@ class Stepper:
     ) -> None:
         from accelerate import Accelerator
 
-        self.optimizer: torch.optim.Optimizer = optimizer.optimizer
+        self.optimizer = optimizer
+        self.parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
         self._accelerator = accelerator
-        self._prepared = optimizer
-        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self._model = model
+        self._scaler: torch.amp.GradScaler | None = accelerator.scaler
         self._set_to_none = set_to_none
         self._clip = clip or None
         self._clip_type = clip_type
-        self._is_direct = accelerator.scaler is None and accelerator.distributed_type not in _OWN_ENGINE
-        self._calls_backward = self._is_direct and type(accelerator).backward is Accelerator.backward
+        self._is_plain_backward = self._scaler is None and type(accelerator).backward is Accelerator.backward
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss` to those of the window."""
-        if self._calls_backward:
+        if self._is_plain_backward:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
             self._accelerator.backward(loss)
 
     def unscale(self) -> None:
         """Take the gradient scaler's factor out of the gradients; once per window, before they are read or changed."""
-        if self._accelerator.scaler is not None:
-            self._accelerator.unscale_gradients(self._prepared)
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
 
     def multiply_gradients(self, factor: float) -> None:
         """Multiply all gradients by one number."""
-        gradients = self.gradients
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if gradients and factor != 1.0:
             torch._foreach_mul_(gradients, factor)
-
-    @property
-    def gradients(self) -> list[torch.Tensor]:
-        """The gradients there are, in the order of the optimizer's parameters."""
-        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer changes."""
-        return self._parameters
 
     def clip(self) -> torch.Tensor | None:
         """Clip the gradients of the window, unscaled before.
@@ -92,24 +76,28 @@ class Stepper:
         if self._clip is None:
             return None
         if self._clip_type == "value":
-            nn.utils.clip_grad_value_(self._parameters, self._clip)
+            nn.utils.clip_grad_value_(self.parameters, self._clip)
             return None
-        if self._is_direct or self._accelerator.scaler is not None:
-            return nn.utils.clip_grad_norm_(self._parameters, self._clip)
-        norm: torch.Tensor | None = self._accelerator.clip_grad_norm_(self._model.parameters(), self._clip)
-        return norm
+        return nn.utils.clip_grad_norm_(self.parameters, self._clip)
 
     def step(self) -> bool:
         """Let the optimizer make its update.
 
         Returns:
-            False if the gradient scaler skipped it, because a gradient was not finite.
+            False if the gradient scaler skipped it, because a gradient was not finite. Its scale is then lower, which
+            is what tells (a fused optimizer skips by itself).
+
+        Source:
+            https://docs.pytorch.org/docs/stable/notes/amp_examples.html
         """
-        if self._is_direct:
+        scaler = self._scaler
+        if scaler is None:
             self.optimizer.step()
             return True
-        self._prepared.step()
-        return not self._prepared.step_was_skipped
+        scaler.step(self.optimizer)
+        scale = scaler.get_scale()
+        scaler.update()
+        return scaler.get_scale() >= scale
 
     def skip(self) -> bool:
         """Make no update of the window.
@@ -117,8 +105,8 @@ class Stepper:
         Returns:
             False, as `step` does when it was skipped.
         """
-        if self._accelerator.scaler is not None:
-            self._accelerator.scaler.update()  # or it would refuse to unscale the next window
+        if self._scaler is not None:
+            self._scaler.update()  # or it would refuse to unscale the next window
         return False
 
     def zero_grad(self) -> None:

@@ -9,40 +9,38 @@ from accmt.loop.cadence import Cadence
 from accmt.state import TrainingState
 
 
-def play(cadence, updates_per_epoch, *, is_sized=True, max_rounds=1000):
-    """Play a run with the loop's order of questions; return steps logged, steps evaluated and the counters."""
-    state = TrainingState()
-    logged, evaluated = [], []
-    known = updates_per_epoch if is_sized else None
+class Played:
+    """A run played in the loop's order of questions; `logged` and `evaluated` hold the steps."""
 
-    def evaluate():
-        evaluated.append(state.global_step)
-        state.count_evaluation()
+    def __init__(self, cadence, updates_per_epoch, *, is_sized=True):
+        self.cadence, self.updates = cadence, updates_per_epoch
+        self.known_updates = updates_per_epoch if is_sized else None
+        self.state, self.logged, self.evaluated = TrainingState(), [], []
+        while not cadence.is_finished(self.state):
+            self.play_epoch()
+        self.evaluate_if(cadence.is_evaluation_due_at_end(self.state))
 
-    while not cadence.is_finished(state) and max_rounds:
-        max_rounds -= 1
-        for _ in range(updates_per_epoch):
-            state.count_batch()
+    def play_epoch(self):
+        state = self.state
+        while state.epoch_step < self.updates and not self.cadence.is_out_of_steps(state):
             state.count_update(1)
-            if cadence.is_log_due(state):
-                logged.append(state.global_step)
-            if cadence.is_evaluation_due(state, known):
-                evaluate()
-            if cadence.is_out_of_steps(state):
-                break
-        if cadence.is_evaluation_due_at_epoch_end(state):
-            evaluate()
-        if state.epoch_step == updates_per_epoch:
+            if self.cadence.is_log_due(state):
+                self.logged.append(state.global_step)
+            self.evaluate_if(self.cadence.is_evaluation_due(state, self.known_updates))
+        self.evaluate_if(self.cadence.is_evaluation_due_at_epoch_end(state))
+        if state.epoch_step == self.updates:
             state.count_epoch()
-    if cadence.is_evaluation_due_at_end(state):
-        evaluate()
-    return logged, evaluated, state
+
+    def evaluate_if(self, is_due):
+        if is_due:
+            self.evaluated.append(self.state.global_step)
+            self.state.count_evaluation()
 
 
 @pytest.mark.feature("A24")
 @pytest.mark.parametrize(("every", "expected"), [(1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (4, [4]), (7, []), (-1, [])])
 def test_rows_of_the_log_are_counted_over_epochs(every, expected):
-    assert play(Cadence(epochs=2, max_steps=None, log_every=every), 3)[0] == expected
+    assert Played(Cadence(epochs=2, max_steps=None, log_every=every), 3).logged == expected
 
 
 EVALUATIONS = [
@@ -66,14 +64,14 @@ EVALUATIONS = [
 @pytest.mark.feature("A11", "A50", "L69", "L70", "L71", "L72")
 @pytest.mark.parametrize(("epochs", "updates", "every", "expected"), EVALUATIONS)
 def test_evaluations_come_as_told_and_never_twice_on_the_same_weights(epochs, updates, every, expected):
-    assert play(Cadence(epochs=epochs, max_steps=None, evaluate_every=every), updates)[1] == expected
+    assert Played(Cadence(epochs=epochs, max_steps=None, evaluate_every=every), updates).evaluated == expected
 
 
 @pytest.mark.feature("A50")
 @pytest.mark.parametrize(("every", "expected"), [(4, [4, 8]), (5, [5, 10]), (None, [10])])
 def test_the_last_update_is_left_unevaluated_where_told_so(every, expected):
     cadence = Cadence(epochs=1, max_steps=None, evaluate_every=every, evaluate_at_end=False)
-    assert play(cadence, 10)[1] == expected
+    assert Played(cadence, 10).evaluated == expected
 
 
 @pytest.mark.feature("L24")
@@ -81,14 +79,14 @@ def test_the_last_update_is_left_unevaluated_where_told_so(every, expected):
     ("epochs", "every", "expected"), [(4, 2, [6, 12]), (4, 1, [3, 6, 9, 12]), (3, 2, [6]), (1, 5, [])]
 )
 def test_epochs_between_evaluations_are_counted(epochs, every, expected):
-    assert play(Cadence(epochs=epochs, max_steps=None, evaluate_every_n_epochs=every), 3)[1] == expected
+    assert Played(Cadence(epochs=epochs, max_steps=None, evaluate_every_n_epochs=every), 3).evaluated == expected
 
 
 @pytest.mark.feature("L71")
 @pytest.mark.parametrize(("every", "expected"), [(4, [4, 8, 10]), (None, [7, 10])])
 def test_data_without_a_length_are_evaluated_by_count(every, expected):
     cadence = Cadence(epochs=None, max_steps=10, evaluate_every=every)
-    assert play(cadence, 7, is_sized=False)[1] == expected
+    assert Played(cadence, 7, is_sized=False).evaluated == expected
 
 
 @pytest.mark.feature("L38", "L39")
@@ -97,9 +95,9 @@ def test_data_without_a_length_are_evaluated_by_count(every, expected):
     [(3, None, 15, 3), (5, 3, 3, 0), (None, 9, 9, 1), (2, 10, 10, 2), (2, 11, 10, 2), (2, 5, 5, 1), (1, 1, 1, 0)],
 )
 def test_the_earlier_of_epochs_and_max_steps_ends_the_run(epochs, max_steps, steps, done):
-    _, evaluated, state = play(Cadence(epochs=epochs, max_steps=max_steps), 5)
-    assert (state.global_step, state.epoch) == (steps, done)
-    assert evaluated[-1] == steps, "the end of a run by max_steps is evaluated too"
+    played = Played(Cadence(epochs=epochs, max_steps=max_steps), 5)
+    assert (played.state.global_step, played.state.epoch) == (steps, done)
+    assert played.evaluated[-1] == steps, "the end of a run by max_steps is evaluated too"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +130,7 @@ def test_nothing_is_due_before_the_first_update_even_if_windows_were_skipped(eve
     cadence = Cadence(epochs=1, max_steps=None, evaluate_every=every)
     state = TrainingState()
     state.count_batch()
-    state.count_update(8, is_skipped=True)
+    state.count_update(is_skipped=True)
     assert not cadence.is_log_due(state)
     assert not cadence.is_evaluation_due(state, 8)
     assert not cadence.is_evaluation_due_at_end(state)
@@ -141,7 +139,7 @@ def test_nothing_is_due_before_the_first_update_even_if_windows_were_skipped(eve
 def test_a_skipped_first_window_of_an_epoch_is_not_evaluated_by_fraction():
     cadence = Cadence(epochs=2, max_steps=None, evaluate_every=0.5)
     state = TrainingState(epoch=1, global_step=7, last_evaluation_step=4)
-    state.count_update(8, is_skipped=True)
+    state.count_update(is_skipped=True)
     assert not cadence.is_evaluation_due(state, 8)
 
 
@@ -149,7 +147,7 @@ def test_a_skipped_first_window_of_an_epoch_is_not_evaluated_by_fraction():
 def test_a_skipped_update_after_an_evaluation_is_not_evaluated_again(every):
     cadence = Cadence(epochs=1, max_steps=None, evaluate_every=every)
     state = TrainingState(global_step=2, epoch_step=2, last_evaluation_step=2)
-    state.count_update(8, is_skipped=True)
+    state.count_update(is_skipped=True)
     assert not cadence.is_evaluation_due(state, 4)
     assert not cadence.is_evaluation_due_at_epoch_end(state)
     assert not cadence.is_evaluation_due_at_end(state)

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 windows.py RESULT.json
 
-Each sample has 1 to 5 tokens. Without weights the loss is the mean over samples; with weights it is the mean over tokens,
-weighted by their number.
+Each sample has 1 to 5 tokens. Without weights the loss is the mean over samples; with weights it is the mean over
+tokens, weighted by their number.
 """
 
 from __future__ import annotations

@@ -1,0 +1,95 @@
+"""What a batch weighs, and what happens where nothing does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accmt import AcceleratorModule
+from tests.toys import Linear, Numbers, logged, make_points, make_trainer
+
+
+class Weighted(AcceleratorModule):
+    """The mean of the numbers in a batch times one parameter, weighing what the function says."""
+
+    def __init__(self, weigh):
+        self.model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(self.model.weight)
+        self.weigh = weigh
+
+    def training_step(self, batch):
+        return {"loss": self.model.weight.sum() * batch.mean(), "weight": self.weigh(batch)}
+
+
+@pytest.mark.feature("D03", "T20")
+@pytest.mark.parametrize("kind", [float, torch.tensor], ids=["float", "tensor"])
+def test_a_window_is_the_mean_weighted_by_what_the_step_says(kind):
+    module = Weighted(lambda batch: kind(float(batch[0])))
+    make_trainer(
+        {"batch_size": 1, "optim": {"type": "SGD", "lr": 1.0}}, grad_accumulation_steps=2, shuffle_train=False
+    ).fit(module, Numbers([1, 3]))
+    assert module.model.weight.item() == pytest.approx(-(1 * 1 + 3 * 3) / 4)
+
+
+@pytest.mark.feature("T16")
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_window_that_weighs_nothing_is_skipped_and_counted(accumulation: int):
+    module = Weighted(lambda batch: float(batch[0] > 2))
+    trainer = make_trainer(
+        {"batch_size": 1, "scheduler": {"type": "StepLR", "step_size": 1}},
+        grad_accumulation_steps=accumulation,
+        shuffle_train=False,
+    )
+    state = trainer.fit(module, Numbers([1, 2, 3, 4]))
+    assert (state.global_step, state.skipped_updates, state.samples_seen) == (2 // accumulation, 2 // accumulation, 4)
+    assert module.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.1**state.global_step)
+    assert logged(trainer, "skipped_updates")[-1][1] == state.skipped_updates
+
+
+def test_weights_for_some_batches_only_are_refused():
+    module = Weighted(lambda batch: 1.0 if batch[0] < 2 else None)
+    with pytest.raises(TypeError, match='"weight" in the first batch but not in this one'):
+        make_trainer({"batch_size": 1}, shuffle_train=False).fit(module, Numbers(4))
+
+
+@pytest.mark.feature("T22")
+def test_the_module_may_say_how_many_samples_a_batch_has():
+    class Halves(Linear):
+        def get_batch_size(self, batch):
+            return 10 * len(batch[0])
+
+    state = make_trainer(grad_accumulation_steps=3).fit(Halves(), make_points(8))
+    assert state.samples_seen == 80
+
+
+@pytest.mark.feature("T22")
+def test_a_batch_that_shows_no_samples_weighs_1_and_says_so(caplog):
+    class Opaque(Linear):
+        def get_batch_size(self, batch):
+            return None
+
+        def training_step(self, batch):
+            return self.step(batch.points)
+
+    class Points:
+        def __init__(self, samples):
+            self.points = torch.utils.data.default_collate(samples)
+
+    state = make_trainer(collate_fn=Points, verbose=True).fit(Opaque(), make_points(8))
+    assert state.samples_seen == 4
+    assert caplog.text.count("each batch weighs 1") == 1
+
+
+@pytest.mark.feature("A25", "L15")
+def test_accumulation_may_change_with_the_epoch():
+    steps = []
+
+    class Look(Linear):
+        def on_epoch_end(self):
+            steps.append(self.state.global_step)
+
+    trainer = make_trainer({"epochs": 4}, grad_accumulation_steps={1: 2, 3: 4})
+    trainer.fit(Look(), make_points(10))
+    assert steps == [5, 8, 11, 13]
+    assert trainer.estimated_stepping_batches == 13
