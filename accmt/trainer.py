@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from difflib import get_close_matches
 from os import PathLike
@@ -12,6 +13,7 @@ import torch
 
 from accmt.callbacks import build_callbacks
 from accmt.config import HyperParameters
+from accmt.config.numbers import read_numbers
 from accmt.errors import ArgumentError, UnknownArgumentError, explain
 from accmt.messages import speaking
 from accmt.module import AcceleratorModule
@@ -26,6 +28,8 @@ ALIASES = {
     "precision": "mixed_precision",
 }
 """Other spellings of arguments, from the original's documentation and from other trainers."""
+
+MISSPELT = ("model_saving_aboce",)
 
 
 class Trainer(TrainerView):
@@ -240,7 +244,7 @@ class Trainer(TrainerView):
         if not isinstance(config, Mapping):
             import yaml
 
-            arguments = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+            arguments = read_numbers(yaml.safe_load(Path(config).read_text(encoding="utf-8")))
         if not isinstance(arguments, Mapping):
             raise ArgumentError(
                 explain(
@@ -263,21 +267,20 @@ def _resolve_aliases(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[s
                 explain(f"Trainer({alias}=..., {name}=...)", "both", "one of them", f"drop {alias}")
             )
         resolved[name] = extra.pop(alias)
+        if alias in MISSPELT:
+            warnings.warn(f"{alias} is a misspelling; write {name}", DeprecationWarning, stacklevel=3)
     return resolved
 
 
 def _check_tracker_kwargs(extra: Mapping[str, Any], names: list[str], *, has_tracker: bool) -> None:
     """Refuse keywords that look like a misspelt argument, and all of them where there is no tracker to take them."""
     for name in extra:
-        nearest = get_close_matches(name, names, n=1, cutoff=0.8 if has_tracker else 0.0)
-        if not nearest:
+        nearest = get_close_matches(name, names, n=1, cutoff=0.8 if has_tracker else 0.6)
+        if has_tracker and not nearest:
             continue
-        expected = "an argument of Trainer" + (
-            " or of a tracker's start" if has_tracker else "; no tracker is given to take others"
-        )
-        raise UnknownArgumentError(
-            explain(f"Trainer({name}=...)", "an argument that does not exist", expected, f"did you mean {nearest[0]}?")
-        )
+        expected = "an argument of Trainer" + ("" if has_tracker else "; no tracker is given to take others")
+        do = f"did you mean {nearest[0]}?" if nearest else "drop it, or give a tracker: log_with=MLFlow"
+        raise UnknownArgumentError(explain(f"Trainer({name}=...)", "an argument that does not exist", expected, do))
 
 
 def _as_module(module: Any, kwargs: dict[str, Any]) -> Any:

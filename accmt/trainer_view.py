@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +97,11 @@ class TrainerView:
         return [loader.dataloader for loader in self.run.val_loaders.values()]
 
     @property
+    def train_step_batch_size(self) -> int:
+        """Samples that a training step gets at a time: `batch_size`, or a divisor within `max_micro_batch_size`."""
+        return self.hps.train_step_batch_size
+
+    @property
     def estimated_global_steps_per_epoch(self) -> int | None:
         """Updates of the epoch in work; None if the data have no length."""
         return self.run.updates_per_epoch(self.state.epoch)
@@ -105,7 +112,7 @@ class TrainerView:
         from accmt.loop.setup import count_updates
 
         run = self.run
-        updates = count_updates(run.cadence, run.train_loader.num_rounds, self.settings)
+        updates = count_updates(run.cadence, run.train_loader, self.settings)
         return math.inf if updates is None else updates
 
     @property
@@ -129,4 +136,9 @@ class TrainerView:
     def dashboard_command(self) -> str | None:
         """The command that shows the run in a browser, or None where no tracker has one."""
         command = self.run.tracking.dashboard_command()
-        return shlex.join(command).replace(os.getcwd() + os.sep, "") if command else None  # noqa: PTH109 - a text
+        if not command:
+            return None
+        beside_python = Path(sys.executable).parent / command[0]
+        if shutil.which(command[0]) is None and beside_python.exists():  # a virtual environment that is not activated
+            command = [os.path.relpath(beside_python), *command[1:]]
+        return shlex.join(command)

@@ -128,4 +128,7 @@ def build_callbacks(value: Any) -> list[Any]:
                 f"callbacks={callback.__name__}()",
             )
             raise ModuleContractError(message)
+        if not isinstance(callback, Callback):
+            expected, do = "an accmt.Callback, or a list of them", "class MyCallback(Callback): ..."
+            raise ModuleContractError(explain("Trainer(callbacks=...)", repr(callback), expected, do))
     return callbacks

@@ -6,12 +6,14 @@ from accmt.data.loaders import build_loader
 from accmt.data.options import Loader, LoaderOptions
 from accmt.data.seeding import derive_seed, draw_seed, seed_generators, set_seed
 from accmt.data.sharding import Share
+from accmt.data.unshared import UnsharedLoader
 
 __all__ = [
     "Loader",
     "LoaderOptions",
     "Round",
     "Share",
+    "UnsharedLoader",
     "build_collate",
     "build_loader",
     "derive_seed",

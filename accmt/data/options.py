@@ -22,10 +22,12 @@ class Loader(Protocol):
         dataloader: The torch DataLoader underneath.
         num_rounds: Rounds of an epoch after limits, at most; None for data without a length. Where a user's sampler
             gives another number in each epoch, the one of the epoch in work.
+        micro_batches: Rounds that make one batch of the size that was asked for.
     """
 
     dataloader: DataLoader[Any]
     num_rounds: int | None
+    micro_batches: int
 
     def samples_in(self, first: int, last: int) -> int | None:
         """Return the samples of rounds `first` up to without `last` over all processes; None if unknown beforehand."""
@@ -43,7 +45,8 @@ class LoaderOptions:
         batch_size: Samples of a batch of one process.
         share: This process among those that share the data.
         seed: The run's seed.
-        limit: Rounds at most: a number, or a fraction as a float.
+        micro_batches: Batches of `batch_size` that make one of the size that was asked for.
+        limit: Batches of the size that was asked for at most: a number, or a fraction as a float.
         shuffle: Whether the order is random.
         sampler: The user's sampler, a function that makes one of the dataset, or a list of indices.
         batch_sampler: The user's batch sampler.
@@ -57,6 +60,7 @@ class LoaderOptions:
     batch_size: int
     share: Share = field(default_factory=Share)
     seed: int = 0
+    micro_batches: int = 1
     limit: int | float = 1.0
     shuffle: bool = False
     sampler: Any = None
@@ -67,11 +71,13 @@ class LoaderOptions:
     pin_memory: bool = False
 
     def limit_rounds(self, num_rounds: int) -> int:
-        """Return how many of an epoch's rounds are used; a fraction above 0 keeps at least one."""
-        if isinstance(self.limit, float):
+        """Return how many of an epoch's rounds are used; a fraction above 0 keeps at least one batch."""
+        wanted = self.limit
+        if isinstance(wanted, float):
+            num_batches = -(-num_rounds // self.micro_batches)
             # Rounded first: 100 * 0.29 is 28.999999999999996.
-            return max(1, int(round(num_rounds * self.limit, 6))) if self.limit > 0 else 0
-        return min(self.limit, num_rounds)
+            wanted = max(1, int(round(num_batches * wanted, 6))) if wanted > 0 else 0
+        return min(wanted * self.micro_batches, num_rounds)
 
     def torch_options(self, dataset: Any) -> dict[str, Any]:
         """Return the DataLoader arguments that do not say which samples make a batch."""

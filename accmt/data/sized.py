@@ -31,6 +31,7 @@ class SizedLoader:
         if callable(sampler) and not isinstance(sampler, Sampler):
             sampler = sampler(dataset)
         options = options.without_second_sharing(sampler)
+        self.micro_batches = options.micro_batches
         self._dataset = dataset
         self._options = options
         self._order = Order(len(dataset), options.seed, shuffle=options.shuffle, sampler=sampler)
@@ -58,8 +59,8 @@ class SizedLoader:
     def _start_at(self, epoch: int, first: int) -> int:
         options = self._options
         self._plan = plan = Plan(self._order.size(epoch), options.batch_size, options.share)
-        is_short = plan.num_samples % plan.global_batch_size > 0
-        num_full = plan.num_rounds - (options.drop_last and is_short)
+        whole_batches = plan.num_samples // (plan.global_batch_size * options.micro_batches)
+        num_full = whole_batches * options.micro_batches if options.drop_last else plan.num_rounds
         require_rounds(num_full, options, f"{plan.num_samples} samples for batches of {plan.global_batch_size}")
         num_rounds = options.limit_rounds(num_full)
         self._sampler.start_at(epoch, plan, range(first, num_rounds))
@@ -78,6 +79,7 @@ class BatchLoader:
     """
 
     def __init__(self, given: DataLoader[Any], options: LoaderOptions) -> None:
+        self.micro_batches = 1
         self._dataset = given.dataset
         self._options = options
         self._sampler = BatchShare(given.batch_sampler, options.share, seed=options.seed, purpose=options.purpose)  # type: ignore[arg-type]

@@ -36,6 +36,7 @@ class _ReadThroughLoader:
         self, dataloader: DataLoader[Any], options: LoaderOptions, num_rounds: int | None, randomness: UserRandomness
     ) -> None:
         self.dataloader = dataloader
+        self.micro_batches = options.micro_batches
         self.num_rounds = _limit(num_rounds, options)
         self._options = options
         self._randomness = randomness
@@ -80,7 +81,7 @@ def _limit(num_rounds: int | None, options: LoaderOptions) -> int | None:
         require_rounds(num_rounds, options, "a length of 0")
         return options.limit_rounds(num_rounds)
     if isinstance(options.limit, int):
-        return options.limit
+        return options.limit * options.micro_batches
     if options.limit < 1.0:
         got = f"a limit of {options.limit}, a fraction of data without a length"
         do = "a limit such as 100, or __len__ for the data"

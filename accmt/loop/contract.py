@@ -21,12 +21,11 @@ _CONTRACT = tuple(
 )
 
 
-def check_module(module: Any, *, has_validation: bool) -> None:
+def check_module(module: Any) -> None:
     """Check all that can be known about a module without running it.
 
     Args:
         module: What the user passed to `fit`.
-        has_validation: Whether validation data were given.
 
     Raises:
         ModuleContractError: The message shows the line to write.
@@ -34,16 +33,25 @@ def check_module(module: Any, *, has_validation: bool) -> None:
     _check_kind(module)
     _check_spelling(module)
     _check_model(module)
-    has_step = defines(module, "step") and not isinstance(module, ExtendedAcceleratorModule)
-    if not defines(module, "training_step") and not has_step:
+    if not defines(module, "training_step") and not _defines_step(module):
         _refuse(module, "neither training_step nor step", "def training_step(self, batch): return loss")
-    if has_validation and not defines(module, "validation_step") and not has_step:
-        _refuse(
-            module,
-            "validation data, but neither validation_step nor step",
-            'def validation_step(self, batch): return {"loss": loss}',
-        )
     find_hooks(module)
+
+
+def check_validation(module: AcceleratorModule) -> None:
+    """Check a module that has validation data.
+
+    Raises:
+        ModuleContractError: It has no step for them; the message shows the line to write.
+    """
+    if not defines(module, "validation_step") and not _defines_step(module):
+        got = "validation data, but neither validation_step nor step"
+        _refuse(module, got, 'def validation_step(self, batch): return {"loss": loss}')
+
+
+def _defines_step(module: AcceleratorModule) -> bool:
+    # In an ExtendedAcceleratorModule `step` is something else: it advances optimizer and schedule.
+    return defines(module, "step") and not isinstance(module, ExtendedAcceleratorModule)
 
 
 def defines(module: AcceleratorModule, name: str) -> bool:

@@ -49,7 +49,7 @@ def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
 def _log_results(run: Run, results: dict[str, float]) -> None:
     loss_name = run.settings.tracking.val_loss_metric_name
     reported = run.settings.evaluation.report_loss_after_eval
-    row = {name: value for name, value in results.items() if reported or name.split("__")[0] != loss_name}
+    row = {name: value for name, value in results.items() if reported or name != loss_name}
     if row:
         for hook in run.hooks.on_log:
             hook(values=row, step=run.state.global_step)
@@ -104,9 +104,8 @@ def _evaluate_set(run: Run, stage: Stage, key: str, loader: Loader, max_rounds: 
         hook(key=key)
     collector = ValidationCollector(run.metrics)
     for round_ in islice(loader.rounds(0), max_rounds):
-        if not is_silent:
-            run.state.count_validation_batch()
         loss, weight = _validate_batch(run, collector, key, round_, is_silent=is_silent)
+        run.state.count_validation_batch()
         if not is_silent and not run.settings.evaluation.report_loss_after_eval:
             _report_batch(run, key, loss, weight)
     outputs = collector.compute()

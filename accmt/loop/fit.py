@@ -79,7 +79,9 @@ def _try_evaluation(run: Run) -> None:
     if not run.val_loaders or told.num_sanity_val_steps == 0 or told.eval_when_start:
         return
     limit = None if told.num_sanity_val_steps == -1 else told.num_sanity_val_steps
+    counters = run.state.state_dict()
     run.saver.check(evaluate(run, "sanity_check", max_rounds=limit))
+    run.state.load_state_dict(counters)
 
 
 def _tell_failure(run: Run, error: BaseException) -> None:

@@ -104,8 +104,8 @@ class Run:
         return device
 
     def accumulation_at(self, epoch: int) -> int:
-        """Return how many batches of each process make one update in `epoch`."""
-        return self.settings.accumulation_at(epoch)
+        """Return how many rounds make one update in `epoch` (from 0)."""
+        return self.settings.optimization.accumulation_at(epoch) * self.train_loader.micro_batches
 
     def updates_per_epoch(self, epoch: int) -> int | None:
         """Return the updates of an epoch; None if its length is unknown."""

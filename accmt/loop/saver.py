@@ -51,7 +51,7 @@ class ModelSaver(Callback):
     def _values(self, metrics: Mapping[str, float], train_loss: float | None) -> dict[str, float]:
         loss_name = self.trainer.run.settings.tracking.val_loss_metric_name
         values = {VALID_LOSS if name == loss_name else f"best_{name}": value for name, value in metrics.items()}
-        return values if train_loss is None else values | {TRAIN_LOSS: train_loss}
+        return values | {TRAIN_LOSS: math.nan if train_loss is None else train_loss}
 
 
 def save_model(run: Run, folder: Path) -> None:

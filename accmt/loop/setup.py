@@ -9,11 +9,11 @@ from torch import nn
 
 from accmt.callbacks import Callback, Hooks, build_callbacks
 from accmt.callbacks.progress import ProgressBar
-from accmt.data import Loader, draw_seed
-from accmt.errors import MetricError, explain
+from accmt.data import Loader, UnsharedLoader, draw_seed
+from accmt.errors import ArgumentError, MetricError, explain
 from accmt.files import require_writable_folder
 from accmt.loop.cadence import Cadence
-from accmt.loop.contract import adapt_training_step, adapt_validation_step, check_module, defines
+from accmt.loop.contract import adapt_training_step, adapt_validation_step, check_module, check_validation, defines
 from accmt.loop.launch import build_accelerator
 from accmt.loop.reduction import require_equal_weights
 from accmt.loop.row_logger import RowLogger
@@ -82,6 +82,7 @@ def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any) -> 
     saver = ModelSaver(inputs.selection)
     hooks = _build_hooks(trainer, module, [RowLogger(inputs.tracking), saver])
     cadence = Cadence.of(settings)
+    _check_fraction(cadence, train_loader)
     prepared = _prepare(module, accelerator, settings, cadence, train_loader)
     state.num_processes, state.best = num_processes(), inputs.selection.best
     _equip_module(trainer, module, accelerator, prepared)
@@ -114,11 +115,13 @@ def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any) -> 
 def _check_inputs(settings: Settings, module: Any, train_data: Any, val_data: Any) -> _Inputs:
     if settings.checkpoints.is_on:
         say_once("checkpoints are not written yet in this version; checkpoint_every=None silences this line")
-    check_module(module, has_validation=val_data is not None)
+    check_module(module)
+    val_data = find_validation_data(module, val_data, settings.data)
+    if val_data is not None:
+        check_validation(module)
     if settings.saving.model_saving is not None:
         require_writable_folder(settings.saving.folder, "model_path")
     metrics = _read_metrics(settings.evaluation.metrics)
-    val_data = find_validation_data(module, val_data, settings.data)
     return _Inputs(
         train_data=find_train_data(module, train_data),
         val_data=val_data,
@@ -134,9 +137,9 @@ def _read_metrics(value: Any) -> tuple[Metric, ...]:
         if not isinstance(metric, Metric):
             got = f"the class {metric.__name__}" if isinstance(metric, type) else repr(metric)
             raise MetricError(explain("Trainer(metrics=...)", got, "accmt.Metric objects", "metrics=[Accuracy()]"))
-    names = [metric.name for metric in metrics]
-    if len(set(names)) != len(names):
-        raise MetricError(explain("Trainer(metrics=...)", f"the names {names}", "each name once", "rename one"))
+    for names in ([metric.name for metric in metrics], [metric.main_metric for metric in metrics]):
+        if len(set(names)) != len(names):
+            raise MetricError(explain("Trainer(metrics=...)", f"the names {names}", "each name once", "rename one"))
     return metrics
 
 
@@ -166,9 +169,19 @@ def _build_loaders(
 ) -> tuple[Loader, dict[str, Loader]]:
     pin_memory = settings.data.dataloader_pin_memory and accelerator.device.type != "cpu"
     train = build_train_loader(module, inputs.train_data, settings, seed=seed, pin_memory=pin_memory)
+    if num_processes() > 1 and not settings.data.shard_dataloaders:
+        train = UnsharedLoader(train, accelerator.device)
     if inputs.val_data is None:
         return train, {}
     return train, {"": build_validation_loader(module, inputs.val_data, settings, seed=seed, pin_memory=pin_memory)}
+
+
+def _check_fraction(cadence: Cadence, loader: Loader) -> None:
+    every = cadence.evaluate_every
+    if isinstance(every, float) and loader.num_rounds is None:
+        got = f"{every}, a fraction of an epoch whose length is unknown"
+        do = "evaluate_every_n_steps=100, say"
+        raise ArgumentError(explain("Trainer(evaluate_every_n_steps=...)", got, "a whole number of updates", do))
 
 
 def _prepare(
@@ -196,10 +209,8 @@ def _prepare(
 def _build_scheduler(
     module: AcceleratorModule, optimizer: Any, settings: Settings, cadence: Cadence, loader: Loader
 ) -> Any:
-    total = count_updates(cadence, loader.num_rounds, settings)
-    per_epoch = None
-    if loader.num_rounds is not None:
-        per_epoch = -(-loader.num_rounds // settings.accumulation_at(0))
+    total = count_updates(cadence, loader, settings)
+    per_epoch = _updates_in(0, loader, settings)
     if defines(module, "get_scheduler"):
         epochs = cadence.epochs or (-(-total // per_epoch) if total and per_epoch else 1)
         own = module.get_scheduler(optimizer, steps_per_epoch=per_epoch or total or 0, epochs=epochs)
@@ -208,12 +219,18 @@ def _build_scheduler(
     return build_scheduler(settings.hps, optimizer, total_updates=total, updates_per_epoch=per_epoch)
 
 
-def count_updates(cadence: Cadence, num_rounds: int | None, settings: Settings) -> int | None:
+def count_updates(cadence: Cadence, loader: Loader, settings: Settings) -> int | None:
     """Return the updates of a whole run; None if neither epochs of a known length nor `max_steps` bound it."""
-    if num_rounds is None or cadence.epochs is None:
+    if cadence.epochs is None or loader.num_rounds is None:
         return cadence.max_steps
-    updates = sum(-(-num_rounds // settings.accumulation_at(epoch)) for epoch in range(cadence.epochs))
+    updates = sum(_updates_in(epoch, loader, settings) or 0 for epoch in range(cadence.epochs))
     return updates if cadence.max_steps is None else min(updates, cadence.max_steps)
+
+
+def _updates_in(epoch: int, loader: Loader, settings: Settings) -> int | None:
+    if loader.num_rounds is None:
+        return None
+    return -(-loader.num_rounds // (settings.optimization.accumulation_at(epoch) * loader.micro_batches))
 
 
 def _equip_module(trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, prepared: _Prepared) -> None:

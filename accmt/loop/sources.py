@@ -6,8 +6,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from accmt.data import Loader, LoaderOptions, Share, build_collate, build_loader
 from accmt.errors import ArgumentError, DataError, explain
+from accmt.messages import warn
 from accmt.module import AcceleratorModule
 from accmt.processes import num_processes, process_index
 from accmt.settings import DataSettings, Settings
@@ -50,9 +53,11 @@ def build_train_loader(
     """
     told = settings.data
     _refuse_sampler_beside_loader(data, told)
+    micro_batches = _count_micro_batches(data, settings)
     options = LoaderOptions(
         purpose="train",
-        batch_size=settings.hps.train_batch_size,
+        batch_size=settings.hps.train_batch_size // micro_batches,
+        micro_batches=micro_batches,
         share=_share(told),
         seed=seed,
         limit=told.limit_train_batches,
@@ -91,6 +96,14 @@ def build_validation_loader(
     return build_loader(data, options)
 
 
+def _count_micro_batches(data: Any, settings: Settings) -> int:
+    count = settings.hps.train_batch_size // settings.hps.train_step_batch_size
+    if count > 1 and (isinstance(data, DataLoader) or settings.data.batch_sampler is not None):
+        warn("max_micro_batch_size has no effect: a DataLoader or a batch sampler of yours decides the size of batches")
+        return 1
+    return count
+
+
 def _share(told: DataSettings) -> Share:
     return Share(process_index(), num_processes()) if told.shard_dataloaders else Share()
 
@@ -104,8 +117,6 @@ def _collate(module: AcceleratorModule, told: DataSettings, phase: str) -> Calla
 
 
 def _refuse_sampler_beside_loader(data: Any, told: DataSettings) -> None:
-    from torch.utils.data import DataLoader
-
     if isinstance(data, DataLoader) and (told.sampler is not None or told.batch_sampler is not None):
         expected = "a dataset beside sampler=, or a DataLoader that has its own sampler"
         raise ArgumentError(

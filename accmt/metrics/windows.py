@@ -136,7 +136,7 @@ class TrainingWindow:
         has_others = self._collect()
         loss = self._since_log.take()
         row = {} if loss is None else {loss_name: loss}
-        return row | self._take_others() if has_others else row
+        return self._take_others() | row if has_others else row
 
     def take_since_evaluation(self) -> float | None:
         """Return the mean loss since the last call, over all processes; None if nothing was added.

@@ -66,5 +66,5 @@ def refuse_pending(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) ->
             name.startswith("limit_") and type(value) is int
         )  # equal to the default 1.0, which is all of them
         if not is_harmless or is_one_batch:
-            message = f"Trainer({name}={value!r}): {what} are not built yet in this version; leave `{name}` out"
+            message = f"Trainer({name}={value!r}): not built yet in this version ({what}); leave `{name}` out"
             raise NotImplementedError(message)

@@ -74,10 +74,6 @@ class Settings:
         }
         return cls(hps=HyperParameters.from_config(arguments["hps_config"]), **groups)
 
-    def accumulation_at(self, epoch: int) -> int:
-        """Return how many batches of each process make one update in `epoch` (from 0), micro-batches counted."""
-        return self.optimization.accumulation_at(epoch) * self.hps.train_batch_size // self.hps.train_step_batch_size
-
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """Return each argument's default by name; an argument without one is left out."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import get_linear_schedule_with_warmup
+
 from tests.distributed.scripts import windows
 from tests.launching import SCRIPTS, launch
 
@@ -22,51 +23,85 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return json.loads(path.read_text())
 
 
-def reference(case: Any, processes: int) -> tuple[list[torch.Tensor], list[float], torch.Tensor]:
-    """Train with plain torch, one window as one batch; return gradients, losses and final weights."""
+def windows_of(case: Any, processes: int) -> list[list[int]]:
+    """Return the samples of each update of an epoch."""
+    size = windows.BATCH_SIZE * case.accumulation
+    if case.data != "unshared":
+        size *= processes
+        return [list(range(start, min(start + size, case.samples))) for start in range(0, case.samples, size)]
+    own = [windows.own_samples(case.samples, process, processes) for process in range(processes)]
+    starts = range(0, max(map(len, own)), size)
+    return [[index for samples in own for index in samples[start : start + size]] for start in starts]
+
+
+def reference(case: Any, processes: int) -> dict[str, Any]:
+    """Train with plain torch, each window as one batch."""
     model = windows.build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=windows.LR)
-    size = windows.BATCH_SIZE * processes * case.accumulation
-    gradients, losses = [], []
-    for _ in range(case.epochs):
-        for start in range(0, case.samples, size):
-            samples = [windows.make_sample(i) for i in range(start, min(start + size, case.samples))]
-            batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
-            loss, _ = windows.compute_loss(model, batch, weighted=case.weighted)
-            loss.backward()
-            if case.clip is not None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
-            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-            losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-    return gradients, losses, torch.cat([p.detach().flatten() for p in model.parameters()])
+    epoch = windows_of(case, processes)
+    schedule = None
+    if case.data != "stream":
+        total = len(epoch) * case.epochs
+        schedule = get_linear_schedule_with_warmup(optimizer, math.ceil(windows.WARMUP * total), total)
+    gradients, losses, rates = [], [], []
+    for indices in epoch * case.epochs:
+        samples = [windows.make_sample(index) for index in indices]
+        batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+        loss, _ = windows.compute_loss(model, batch, weighted=case.weighted)
+        loss.backward()
+        if case.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        losses.append(loss.item())
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        optimizer.zero_grad()
+    assert schedule is None or optimizer.param_groups[0]["lr"] == 0
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return {"gradients": gradients, "losses": losses, "weights": weights, "learning_rates": rates}
 
 
 @pytest.mark.feature(
-    "A25", "L13", "L14", "P22", "P27", "P31", "P37", "A24", "A26", "A60", "L61", "L85", "T29", "T35", "N12", "P05"
+    "A25",
+    "L13",
+    "L14",
+    "P22",
+    "P27",
+    "P31",
+    "A24",
+    "A26",
+    "A60",
+    "L61",
+    "L85",
+    "T29",
+    "T35",
+    "N12",
+    "P05",
+    "P21",
+    "L59",
+    "D17",
 )
 @pytest.mark.parametrize("name", CASES)
 def test_every_update_equals_that_of_one_big_batch(name: str, results: dict[str, Any]) -> None:
     case, result = CASES[name], results[name]
-    gradients, losses, weights = reference(case, result["processes"])
+    expected = reference(case, result["processes"])
     assert result["processes_agree"]
-    assert len(result["gradients"]) == len(gradients) == result["state"]["global_step"]
-    for got, expected in zip(result["gradients"], gradients, strict=True):
-        difference = (torch.tensor(got) - expected).norm() / expected.norm()
-        assert difference <= 1e-6
-    assert result["losses"] == pytest.approx(losses, rel=1e-6)
-    assert torch.tensor(result["weights"]).sub(weights).norm() / weights.norm() <= 1e-6
+    assert len(result["gradients"]) == len(expected["gradients"]) == result["state"]["global_step"]
+    for got, gradient in zip(result["gradients"], expected["gradients"], strict=True):
+        assert (torch.tensor(got) - gradient).norm() / gradient.norm() <= 1e-6
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    assert result["learning_rates"] == expected["learning_rates"]
+    assert (torch.tensor(result["weights"]) - expected["weights"]).norm() / expected["weights"].norm() <= 1e-6
 
 
-@pytest.mark.feature("T30", "P22", "T28")
+@pytest.mark.feature("T30", "T28", "T35")
 @pytest.mark.parametrize("name", CASES)
 def test_counts_do_not_depend_on_the_launch(name: str, results: dict[str, Any]) -> None:
     case, result = CASES[name], results[name]
-    rounds = math.ceil(case.samples / (windows.BATCH_SIZE * result["processes"]))
     state = result["state"]
     assert state["samples_seen"] == case.samples * case.epochs
-    assert state["batch_iteration"] == rounds * case.epochs
-    assert state["global_step"] == math.ceil(rounds / case.accumulation) * case.epochs
+    assert state["global_step"] == len(windows_of(case, result["processes"])) * case.epochs
     assert state["epoch"] == case.epochs
     assert state["skipped_updates"] == 0

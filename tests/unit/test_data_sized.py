@@ -168,6 +168,7 @@ def test_what_a_limit_leaves_out_is_not_even_prefetched():
     (loader,) = build_all(lambda: data, 1, limit=2)
     list(loader.rounds(0))
     assert data.read == [0, 1, 2, 3]
+    assert len(loader.dataloader) == 2
 
 
 @pytest.mark.feature("A60")

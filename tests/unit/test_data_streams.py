@@ -183,6 +183,19 @@ def test_a_stream_that_draws_while_it_is_read_is_the_same_on_every_process(given
     assert not torch.equal(torch.cat(read(0, 1, seed=4)), samples)
 
 
+@pytest.mark.feature("L09")
+def test_the_workers_of_a_stream_begin_each_epoch_with_its_seed():
+    class Augmenting(IterableDataset):
+        def __iter__(self):
+            return (torch.rand(1) for _ in range(4))
+
+    def read(epochs):
+        loader = build_loader(Augmenting(), options(num_workers=1))
+        return [torch.cat([r.batch for r in loader.rounds(epoch)]) for epoch in epochs]
+
+    assert torch.equal(read((0, 1))[1], read((1,))[0])
+
+
 @pytest.mark.feature("L32", "L61")
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_whole_number_limits_a_stream_and_the_last_round_knows(count):

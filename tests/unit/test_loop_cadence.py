@@ -23,7 +23,7 @@ class Played:
     def play_epoch(self):
         state = self.state
         while state.epoch_step < self.updates and not self.cadence.is_out_of_steps(state):
-            state.count_update(1)
+            state.count_update()
             if self.cadence.is_log_due(state):
                 self.logged.append(state.global_step)
             self.evaluate_if(self.cadence.is_evaluation_due(state, self.known_updates))

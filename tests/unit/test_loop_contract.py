@@ -8,7 +8,7 @@ from torch import nn
 
 from accmt import AcceleratorModule, Trainer
 from accmt.errors import ModuleContractError
-from accmt.loop.contract import adapt_training_step, adapt_validation_step, check_module
+from accmt.loop.contract import adapt_training_step, adapt_validation_step, check_module, check_validation
 from accmt.state import TrainingState
 
 HPS = {"epochs": 1, "batch_size": 2, "optim": {"type": "SGD", "lr": 0.1}}
@@ -84,6 +84,12 @@ class MisspeltInMixin(OnlyStep, type("Mixin", (), {"get_bach_size": lambda self,
     pass
 
 
+def check(module, *, has_validation=True):
+    check_module(module)
+    if has_validation:
+        check_validation(module)
+
+
 REFUSED = [
     (Whole, r"expected: an object of it\n  do: trainer.fit\(Whole\(...\), ...\)"),
     (nn.Linear(2, 1), r"got: Linear\n  expected: an AcceleratorModule\n  do: class MyModule\(AcceleratorModule\)"),
@@ -107,7 +113,7 @@ REFUSED = [
 @pytest.mark.parametrize(("module", "message"), REFUSED, ids=lambda value: type(value).__name__)
 def test_a_fault_of_the_module_shows_the_line_to_write(module, message):
     with pytest.raises(ModuleContractError, match=message) as error:
-        check_module(module, has_validation=True)
+        check(module)
     assert isinstance(error.value, TypeError)
 
 
@@ -131,7 +137,7 @@ def test_fit_refuses_before_it_reads_a_sample_or_writes_a_file(module, tmp_path)
     ("module", "has_validation"), [(Whole(), True), (OnlyStep(), True), (OnlyStep(), False), (Trains(), False)]
 )
 def test_a_module_that_keeps_the_contract_passes(module, has_validation):
-    check_module(module, has_validation=has_validation)
+    check(module, has_validation=has_validation)
 
 
 @pytest.mark.feature("D01")
@@ -139,14 +145,14 @@ def test_steps_set_on_the_object_count_as_defined():
     module = Base()
     module.training_step = lambda batch: batch
     module.validation_step = lambda batch: batch
-    check_module(module, has_validation=True)
+    check(module)
 
 
 @pytest.mark.feature("D02")
 def test_a_partly_frozen_model_passes():
     module = Whole()
     module.model.bias.requires_grad_(requires_grad=False)
-    check_module(module, has_validation=True)
+    check(module)
 
 
 def test_names_that_are_only_alike_are_the_users_own():
@@ -161,7 +167,7 @@ def test_names_that_are_only_alike_are_the_users_own():
         def train_step(self):
             return 0
 
-    check_module(Own(), has_validation=True)
+    check(Own())
 
 
 def module_with(**methods):

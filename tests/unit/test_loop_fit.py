@@ -395,11 +395,9 @@ def test_empty_data_are_refused():
 
 @pytest.mark.feature("L71", "A60")
 def test_a_stream_trains_for_epochs_and_for_max_steps():
-    stream = lambda: iter(make_points(7))
-
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
-            return stream()
+            return iter(make_points(7))
 
     assert make_trainer({"epochs": 2}).fit(Linear(), Stream()).global_step == 8
     state = make_trainer({"epochs": -1, "max_steps": 10}, evaluate_every_n_steps=4).fit(
@@ -470,8 +468,7 @@ def test_clipping_by_norm_and_value():
         before = module.model.weight.detach().clone()
         points = torch.utils.data.TensorDataset(1000 * torch.ones(2, 3), torch.zeros(2, 1))
         make_trainer({"optim": {"type": "SGD", "lr": 1.0}}, **settings).fit(module, points)
-        moved = torch.cat([(module.model.weight.detach() - before).flatten(), torch.zeros(0)])
-        return moved
+        return (module.model.weight.detach() - before).flatten()
 
     assert train(clip_grad=1).norm().item() == pytest.approx(1.0, rel=1e-4)
     assert train(clip_grad=0.5, clip_grad_type="value").abs().max().item() == pytest.approx(0.5)
@@ -621,3 +618,84 @@ def test_a_wrong_training_output_stops_the_run_with_the_line_to_write(output, ma
 
     with pytest.raises(TypeError, match=match):
         make_trainer().fit(Wrong(), Numbers(4))
+
+
+@pytest.mark.feature("T06")
+def test_a_callback_that_is_none_is_refused_at_once():
+    with pytest.raises(TypeError, match=r"an accmt\.Callback, or a list of them"):
+        make_trainer(callbacks=5)
+
+
+@pytest.mark.feature("D04")
+def test_validation_data_of_the_module_need_a_validation_step():
+    class Own(AcceleratorModule):
+        def __init__(self):
+            self.model = nn.Linear(1, 1)
+
+        def training_step(self, batch):
+            return self.model(batch).mean()
+
+        def get_validation_dataloader(self):
+            return Numbers(3)
+
+    with pytest.raises(TypeError, match="neither validation_step nor step"):
+        make_trainer().fit(Own(), Numbers(4))
+
+
+@pytest.mark.feature("L69")
+def test_a_fraction_of_an_unknown_epoch_is_refused():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(make_points(7))
+
+    with pytest.raises(ValueError, match="a fraction of an epoch whose length is unknown"):
+        make_trainer(evaluate_every_n_steps=0.5).fit(Linear(), Stream(), make_points(2))
+
+
+@pytest.mark.feature("D03")
+def test_an_entry_with_the_name_of_the_loss_does_not_replace_it():
+    class Clashing(Scripted):
+        def training_step(self, batch):
+            return {"loss": super().training_step(batch), "train_loss": 99.0}
+
+    trainer = make_trainer({"batch_size": 2}, shuffle_train=False)
+    trainer.fit(Clashing(), Numbers([1, 3]))
+    assert logged(trainer, "train_loss") == [(1, 2.0)]
+
+
+@pytest.mark.feature("D23")
+def test_two_metrics_with_one_name_are_refused():
+    from accmt import Accuracy
+
+    with pytest.raises(ValueError, match="each name once"):
+        make_trainer(metrics=[Accuracy(), Accuracy()]).fit(Linear(), make_points(), make_points())
+    with pytest.raises(ValueError, match=r"metrics=\[Accuracy\(\)\]"):
+        make_trainer(metrics=Accuracy).fit(Linear(), make_points(), make_points())
+
+
+@pytest.mark.feature("P21")
+def test_micro_batches_keep_the_batch_that_was_asked_for():
+    module = Scripted()
+    trainer = make_trainer({"batch_size": 6, "max_micro_batch_size": 4}, shuffle_train=False, limit_train_batches=2)
+    state = trainer.fit(module, Numbers(20))
+    assert module.seen == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert (state.global_step, trainer.train_step_batch_size, trainer.estimated_stepping_batches) == (2, 3, 2)
+
+
+@pytest.mark.feature("P21")
+def test_micro_batches_cannot_cut_the_batches_of_a_loader(caplog):
+    loader = torch.utils.data.DataLoader(Numbers(8), batch_size=4)
+    state = make_trainer({"batch_size": 4, "max_micro_batch_size": 1}).fit(Scripted(), loader)
+    assert state.global_step == 2
+    assert "max_micro_batch_size has no effect" in caplog.text
+
+
+@pytest.mark.feature("P08")
+@pytest.mark.parametrize("setting", ["split_batches", "dispatch_batches"])
+def test_launch_settings_that_change_batches_are_refused(setting: str):
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**{setting: True}))
+    with pytest.raises(ValueError, match=f"{setting}: the Trainer says"):
+        make_trainer(accelerator=accelerator).fit(Linear(), make_points())

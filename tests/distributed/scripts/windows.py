@@ -1,4 +1,4 @@
-"""Trains a small network on a grid of cases and writes what each update was made of: one process or many, one script.
+"""Trains a small network on a grid of cases and writes what each update was made of, on one process or many.
 
     torchrun --nproc-per-node 2 windows.py RESULT.json
 
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accmt import AcceleratorModule, Callback, Trainer, read_history
-from accmt.processes import gather_objects, is_main_process, num_processes
+from accmt.processes import gather_objects, is_main_process, num_processes, process_index
 
 BATCH_SIZE = 4
 TOKENS = 5
 LR = 0.05
 CLIP = 0.3
+WARMUP = 0.3
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Case:
     weighted: bool = False
     data: str = "sized"
     clip: float | None = None
+    micro: int | None = None
     epochs: int = 2
 
     @property
@@ -52,7 +56,14 @@ def make_cases() -> list[Case]:
     cases += [
         Case(n, a, w, data) for n in (3, 29) for a in (1, 2) for w in (False, True) for data in ("loader", "stream")
     ]
+    cases += [Case(n, a, w, "unshared") for n in (3, 29) for a in (1, 2) for w in (False, True)]
+    cases += [Case(n, a, w, micro=m) for n in (17, 29) for a in (1, 2) for w in (False, True) for m in (1, 3)]
     return cases + [Case(29, a, w, clip=CLIP) for a in (1, 2) for w in (False, True)]
+
+
+def own_samples(samples: int, process: int, processes: int) -> list[int]:
+    """Return what one process has where processes have data of their own: the first has most."""
+    return [i for i in range(samples) if (0 if i < samples // 2 else i % processes) == process]
 
 
 def make_sample(index: int) -> dict[str, torch.Tensor]:
@@ -82,14 +93,14 @@ def compute_loss(model: nn.Module, batch: dict[str, torch.Tensor], *, weighted: 
 class Samples(Dataset[Any]):
     """Samples with a length."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, indices: Sequence[int]) -> None:
+        self.indices = indices
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return make_sample(index)
+        return make_sample(self.indices[index])
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.indices)
 
 
 class Stream(IterableDataset[Any]):
@@ -131,21 +142,28 @@ def make_data(case: Case) -> Any:
     """Return the case's data in the form it asks for."""
     if case.data == "stream":
         return Stream(case.samples)
-    samples = Samples(case.samples)
+    if case.data == "unshared":
+        return Samples(own_samples(case.samples, process_index(), int(os.environ.get("WORLD_SIZE", "1"))))
+    samples = Samples(range(case.samples))
     return DataLoader(samples, BATCH_SIZE) if case.data == "loader" else samples
 
 
 def run_case(case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
     """Train one case and return what its updates were made of."""
     recorder = GradientRecorder()
+    hps = {"epochs": case.epochs, "batch_size": BATCH_SIZE, "optim": {"type": "SGD", "lr": LR}}
+    hps["max_micro_batch_size"] = case.micro
+    if case.data != "stream":
+        hps["scheduler"] = {"type": "LinearWithWarmup", "warmup_ratio": WARMUP}
     trainer = Trainer(
-        {"epochs": case.epochs, "batch_size": BATCH_SIZE, "optim": {"type": "SGD", "lr": LR}},
+        hps,
         folder / "model",
         model_saving=None,
         checkpoint_every=None,
         logging_dir=folder,
         grad_accumulation_steps=case.accumulation,
         shuffle_train=False,
+        shard_dataloaders=case.data != "unshared",
         clip_grad=case.clip,
         callbacks=recorder,
         verbose=False,

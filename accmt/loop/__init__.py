@@ -1,0 +1,1 @@
+"""The loop: builds a run, trains it, evaluates it and saves its best model."""
