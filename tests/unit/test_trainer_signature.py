@@ -168,7 +168,10 @@ def test_precision_is_another_name_of_mixed_precision():
 
 @pytest.mark.feature("A32")
 def test_the_documented_misspelling_of_model_saving_above_is_understood():
-    with pytest.raises(NotImplementedError, match="model_saving_above"):
+    with (
+        pytest.warns(DeprecationWarning, match="write model_saving_above"),
+        pytest.raises(NotImplementedError, match="model_saving_above"),
+    ):
         Trainer(HPS, "out", model_saving_aboce=0.5)
 
 
