@@ -132,6 +132,18 @@ class TrainerView:
 
     tracker = logger
 
+    def get_tracker(self, name: str, *, unwrap: bool = False) -> Any:
+        """Return a tracker of the run in work by name.
+
+        Args:
+            name: "tensorboard", "mlflow", or the name of a tracker of yours.
+            unwrap: Whether what the tracker wraps is returned: a `SummaryWriter`, an MLflow run.
+
+        Raises:
+            ArgumentError: No tracker of that name is running.
+        """
+        return self.run.tracking.get_tracker(name, unwrap=unwrap)
+
     @property
     def dashboard_command(self) -> str | None:
         """The command that shows the run in a browser, or None where no tracker has one."""

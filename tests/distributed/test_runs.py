@@ -71,3 +71,11 @@ def test_a_save_that_fails_on_the_main_process_stops_every_process(outcome) -> N
     assert len(results["failure"]) == processes
     assert set(results["failure"]) != {"nothing"}
     assert "nothing" not in results["failure"]
+
+
+@pytest.mark.feature("P37")
+def test_gradients_are_reduced_once_an_update(outcome) -> None:
+    processes, results, _ = outcome
+    reductions, updates = results["reductions"]
+    assert updates == {1: 6, 2: 4, 3: 2}[processes]
+    assert reductions == (updates if processes > 1 else 0)

@@ -150,7 +150,6 @@ def test_evaluations_are_announced_and_their_results_stay():
     assert "evaluating" not in last
 
 
-@pytest.mark.feature("L91")
 def test_shown_values_replace_their_former_ones():
     stream = Terminal()
     bar = make(stream)

@@ -260,7 +260,6 @@ def test_a_validation_step_with_other_parameters_is_refused(step):
         adapt_validation_step(validating("validation_step", step), "validation_step")
 
 
-@pytest.mark.feature("D06")
 def test_the_validation_step_stands_in_for_a_missing_test_step():
     for name in ("test_step", "validation_step", "step"):
         module = validating(name, lambda self, key, batch: [key, batch])

@@ -207,7 +207,6 @@ def test_a_metric_may_return_several_values():
     assert (state.metrics["low"], state.metrics["high"], state.best) == (1.0, 3.0, {"best_low": 1.0})
 
 
-@pytest.mark.feature("P14")
 def test_running_statistics_are_not_moved_by_validation():
     class Normed(Linear):
         def __init__(self):

@@ -184,7 +184,7 @@ def test_evaluating_in_between_changes_no_weight():
     assert torch.equal(often, train(limit_val_batches=0))
 
 
-@pytest.mark.feature("A45", "D27", "N17")
+@pytest.mark.feature("D27", "N17")
 @pytest.mark.parametrize(
     ("error", "status", "hooks"),
     [
@@ -232,7 +232,7 @@ def test_a_quiet_run_prints_nothing(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.feature("A52", "A14")
+@pytest.mark.feature("A52")
 def test_a_talking_run_says_that_checkpoints_are_not_written_yet(caplog):
     make_trainer(verbose=True, checkpoint_every="epoch").fit(Linear(), make_points())
     assert "checkpoints are not written yet" in caplog.text
@@ -514,7 +514,6 @@ def test_a_schedule_per_epoch_changes_at_epoch_ends_only():
     assert rates == [0.1, 0.1, 0.05, 0.05]
 
 
-@pytest.mark.feature("D11")
 def test_a_teacher_is_frozen_and_in_eval_mode():
     class Student(Linear):
         def __init__(self):
@@ -586,7 +585,7 @@ def test_order_of_training_and_validation_samples():
     assert module.seen == [[3], [1]]
 
 
-@pytest.mark.feature("L32", "L33", "L28")
+@pytest.mark.feature("L32", "L33")
 @pytest.mark.parametrize(("limit", "batches"), [(0.25, 2), (10, 8), (1, 1), (1.0, 8)])
 def test_limits_of_batches(limit, batches: int):
     module = Scripted()
@@ -699,3 +698,35 @@ def test_launch_settings_that_change_batches_are_refused(setting: str):
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**{setting: True}))
     with pytest.raises(ValueError, match=f"{setting}: the Trainer says"):
         make_trainer(accelerator=accelerator).fit(Linear(), make_points())
+
+
+@pytest.mark.feature("T18")
+def test_nested_batches_keep_their_types_on_the_way_to_the_device():
+    class Nested(Linear):
+        def training_step(self, batch):
+            assert isinstance(batch, dict)
+            assert isinstance(batch["pair"], tuple)
+            assert [type(value) for value in batch["list"]] == [torch.Tensor, str]
+            return self.step(batch["pair"])
+
+    def collate(samples):
+        inputs, targets = torch.utils.data.default_collate(samples)
+        return {"pair": (inputs, targets), "list": [inputs, "text"]}
+
+    assert make_trainer(collate_fn=collate).fit(Nested(), make_points()).global_step == 4
+
+
+@pytest.mark.feature("L86", "L87")
+def test_trackers_are_at_hand_during_a_run():
+    from torch.utils.tensorboard import SummaryWriter
+
+    found = []
+
+    class Look(Callback):
+        def on_epoch_end(self):
+            found.append((len(self.trainer.loggers), self.trainer.get_tracker("tensorboard", unwrap=True)))
+            assert self.trainer.tracker is self.trainer.logger is self.module.tracker
+
+    make_trainer(log_with="tensorboard", callbacks=Look()).fit(Linear(), make_points())
+    assert found[0][0] == 1
+    assert isinstance(found[0][1], SummaryWriter)

@@ -92,7 +92,7 @@ def test_none_saves_nothing():
     assert not Path("out").exists()
 
 
-@pytest.mark.feature("D22", "P16")
+@pytest.mark.feature("D22")
 def test_the_best_weights_are_in_the_folder_not_the_last():
     weights = []
 

@@ -66,7 +66,7 @@ def test_calling_a_module_runs_forward_which_runs_the_model():
     assert torch.equal(twice(batch, scale=2), twice.model(batch) * 2)
 
 
-@pytest.mark.feature("D05", "D06")
+@pytest.mark.feature("D05")
 def test_steps_fall_back_on_the_shared_one():
     class Shared(Classifier):
         def step(self, batch):
@@ -76,7 +76,6 @@ def test_steps_fall_back_on_the_shared_one():
     assert module.training_step(1) == module.validation_step(1) == module.test_step(1) == ("step", 1)
 
 
-@pytest.mark.feature("D06")
 def test_test_step_falls_back_on_the_validation_step():
     class Validates(Classifier):
         def validation_step(self, batch):
@@ -85,7 +84,7 @@ def test_test_step_falls_back_on_the_validation_step():
     assert Validates().test_step(1) == ("validation", 1)
 
 
-@pytest.mark.feature("D01")
+@pytest.mark.feature("D01", "P06")
 def test_a_step_that_is_not_defined_says_what_to_define():
     for step in (Classifier().training_step, Classifier().validation_step, Classifier().step):
         with pytest.raises(NotImplementedError, match=r"define training_step\(self, batch\), or step"):
@@ -110,7 +109,7 @@ def test_outside_a_run_the_unwrapped_model_is_the_model():
     assert module.unwrapped_model is module.model
 
 
-@pytest.mark.feature("D03", "D25")
+@pytest.mark.feature("D03")
 def test_the_status_is_the_dict_of_the_counters():
     module = Classifier()
     module.state = TrainingState(epoch=2, global_step=7)

@@ -10,14 +10,12 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.feature("D25")
 def test_status_comes_back_with_its_version(tmp_path):
     status = {"epoch": 2, "global_step": 120, "best": {"loss": 0.1 + 0.2}, "additional_metrics": {}, "digest": "ab"}
     write_status(tmp_path, status)
     assert read_status(tmp_path) == {"version": 1, **status}
 
 
-@pytest.mark.feature("D25")
 def test_status_is_strict_json_with_infinite_best_values(tmp_path):
     def refuse(name):
         raise AssertionError(f"{name} is not JSON")

@@ -167,7 +167,6 @@ def test_accumulation_is_the_same_in_every_epoch_without_a_table(steps, expected
     assert [told.accumulation_at(epoch) for epoch in (0, 100)] == [expected, expected]
 
 
-@pytest.mark.feature("A14", "L27")
 def test_checkpoints_are_on_unless_either_argument_says_no():
     assert Trainer(HPS, "out").settings.checkpoints.is_on
     assert not Trainer(HPS, "out", checkpoint_every=None).settings.checkpoints.is_on

@@ -18,7 +18,6 @@ def another_value(name):
     return NUMBERS.get(name, not default if isinstance(default, bool) else "another")
 
 
-@pytest.mark.feature("A45", "A53", "A05", "A06", "A12", "A31", "A32")
 @pytest.mark.parametrize("name", PENDING)
 def test_a_pending_argument_raises_and_names_itself(name):
     with pytest.raises(NotImplementedError, match=rf"Trainer\({name}=.*leave `{name}` out"):
@@ -30,7 +29,6 @@ def test_a_pending_argument_at_its_default_is_accepted(name):
     Trainer(HPS, "out", **{name: DEFAULTS[name]})
 
 
-@pytest.mark.feature("A14")
 @pytest.mark.parametrize("name", SWITCHED_OFF)
 def test_switching_a_pending_behaviour_off_is_accepted(name):
     Trainer(HPS, "out", **{name: SWITCHED_OFF[name]})

@@ -115,7 +115,7 @@ def test_a_misspelt_argument_in_a_file_is_named_with_the_nearest():
         Trainer.from_config({"hps_config": HPS, "model_path": "out", "log_evry": 5})
 
 
-@pytest.mark.feature("A02")
+@pytest.mark.feature("A02", "P07", "T05")
 def test_five_forms_of_hyper_parameters_are_equal(tmp_path):
     import json
 

@@ -22,7 +22,7 @@ def train(state, *, epochs, batches, accumulation, samples=2):
         state.count_epoch()
 
 
-@pytest.mark.feature("N38", "T28", "T29", "T30", "L82", "L85")
+@pytest.mark.feature("N38", "T28", "T29", "T33", "T34", "T30", "L82", "L85")
 def test_counters_after_two_epochs():
     state = TrainingState()
     train(state, epochs=2, batches=5, accumulation=2)

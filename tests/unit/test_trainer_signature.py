@@ -166,7 +166,6 @@ def test_precision_is_another_name_of_mixed_precision():
     assert Trainer(HPS, "out", precision="bf16").settings.running.mixed_precision == "bf16"
 
 
-@pytest.mark.feature("A32")
 def test_the_documented_misspelling_of_model_saving_above_is_understood():
     with (
         pytest.warns(DeprecationWarning, match="write model_saving_above"),

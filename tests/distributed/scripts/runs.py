@@ -128,6 +128,31 @@ def train(folder: Path) -> dict[str, Any]:
     }
 
 
+class ReductionCounter(Callback):
+    """Counts the gradient reductions of DistributedDataParallel."""
+
+    count = 0
+
+    def on_fit_start(self) -> None:
+        if isinstance(self.module.model, nn.parallel.DistributedDataParallel):
+            self.module.model.register_comm_hook(None, self.reduce)
+
+    def reduce(self, state: None, bucket: Any) -> Any:
+        self.count += 1
+        work = torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return work.then(lambda future: future.value()[0] / torch.distributed.get_world_size())
+
+
+def count_reductions(folder: Path) -> tuple[int, int]:
+    """Return how often gradients were reduced, and the updates, with four batches an update."""
+    counter = ReductionCounter()
+    quiet = {"model_saving": None, "checkpoint_every": None, "logging_dir": folder, "verbose": False}
+    hps = {"epochs": 2, "batch_size": 2, "optim": "SGD"}
+    trainer = Trainer(hps, folder / "none", grad_accumulation_steps=4, callbacks=counter, **quiet)
+    state = trainer.fit(Classifier(), make_points(24))
+    return counter.count, state.global_step
+
+
 def fail_on_main(folder: Path) -> list[str]:
     """Let saving fail on the main process, and return what each process raised."""
     (folder / "blocked").mkdir(parents=True, exist_ok=True)
@@ -149,6 +174,7 @@ def main() -> None:
     results = {
         "evaluations": {size: evaluate_untrained(size, folder) for size in VALIDATION_SIZES},
         "training": train(folder),
+        "reductions": count_reductions(folder),
         "failure": fail_on_main(folder),
     }
     if is_main_process():
