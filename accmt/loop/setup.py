@@ -9,6 +9,7 @@ from torch import nn
 
 from accmt.callbacks import Callback, Hooks, build_callbacks
 from accmt.callbacks.progress import ProgressBar
+from accmt.callbacks.report import EvaluationReport
 from accmt.data import Loader, UnsharedLoader, draw_seed
 from accmt.errors import ArgumentError, MetricError, explain
 from accmt.files import require_writable_folder
@@ -256,7 +257,7 @@ def _build_hooks(trainer: Trainer, module: AcceleratorModule, builtin: list[Call
         enable=None if told.enable_progress_bar is None and enable_bar else enable_bar,
         loss_name=trainer.settings.tracking.train_loss_metric_name,
     )
-    callbacks = [*of_trainer, *of_module, bar, *builtin]
+    callbacks = [*of_trainer, *of_module, bar, EvaluationReport(), *builtin]
     for callback in callbacks:
         callback.trainer, callback.module, callback.state = trainer, module, trainer.state
     return Hooks([*callbacks, module], is_main_process=is_main_process())

@@ -1,4 +1,4 @@
-"""Microseconds per step of this loop, of a loop written by hand with Accelerate, and of plain torch.
+"""Microseconds per step of this loop, a loop by hand with Accelerate, the transformers Trainer, and plain torch.
 
     make bench
 
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from hf_trainer import time_trainer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -137,6 +138,11 @@ def run_accelerate_in_use(train: list[Sample], validation: list[Sample], *, fuse
         return time_second(epoch)
 
 
+def run_hf_trainer(train: list[Sample], optim: str) -> float:
+    """Time the transformers Trainer with all that can be off, off."""
+    return time_trainer(build_model(), train, batch_size=BATCH_SIZE, lr=LR, optim=optim)
+
+
 class Classifier(AcceleratorModule):
     """The network as a module of accmt."""
 
@@ -206,6 +212,8 @@ def build_contests(num_steps: int) -> list[Contest]:
         "plain torch, fused": lambda: run_torch(train, fused=True),
         "hand-written Accelerate": lambda: run_accelerate(train),
         "hand-written Accelerate, fused": lambda: run_accelerate(train, fused=True),
+        "transformers Trainer": lambda: run_hf_trainer(train, "adamw_torch"),
+        "transformers Trainer, fused": lambda: run_hf_trainer(train, "adamw_torch_fused"),
         "accmt": lambda: run_accmt(train),
         "accmt, not fused": lambda: run_accmt(train, fused=False),
     }
