@@ -9,7 +9,7 @@ import time
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 
 class WithLoss(nn.Module):
@@ -66,6 +66,8 @@ def time_trainer(
             use_cpu=True,
         )
         samples = [{"inputs": inputs, "labels": labels} for inputs, labels in train]
-        Trainer(WithLoss(network), arguments, train_dataset=samples, callbacks=[timer]).train()
+        trainer = Trainer(WithLoss(network), arguments, train_dataset=samples, callbacks=[timer])
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
     torch.set_num_threads(1)
     return timer.seconds
