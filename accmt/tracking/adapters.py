@@ -10,7 +10,7 @@ import os
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate.tracking import MLflowTracker, TensorBoardTracker
@@ -71,7 +71,7 @@ class MLFlowRun(MLflowTracker):  # type: ignore[misc]
         self._environment = {name: value for name, value in self._environment.items() if name not in os.environ}
         os.environ.update(self._environment)
         try:
-            with _hushed("mlflow") if self._is_quiet else nullcontext():
+            with _hushed("mlflow" if self._is_quiet else "mlflow.store"):
                 super().start()
         except BaseException:
             self._restore_environment()
