@@ -157,18 +157,22 @@ def test_a_dead_server_is_noticed_at_once_and_leaves_no_environment():
 
 @pytest.mark.feature("A52")
 @pytest.mark.parametrize("is_quiet", [True, False])
-def test_a_quiet_start_hushes_mlflow_for_the_start_only(store, monkeypatch, is_quiet):
-    logger, heard = logging.getLogger("mlflow.store.db.utils"), []
+def test_a_start_hushes_mlflows_store_and_a_quiet_one_all_of_it(store, monkeypatch, is_quiet):
+    of_store, of_run = (logging.getLogger(f"mlflow.{name}") for name in ("store.db.utils", "tracking.fluent"))
+    heard = []
     start = MLflowTracker.start
-    monkeypatch.setattr(
-        MLflowTracker, "start", lambda run: (heard.append(logger.isEnabledFor(logging.INFO)), start(run))
-    )
+
+    def listen(run):
+        heard.extend(logger.isEnabledFor(logging.INFO) for logger in (of_store, of_run))
+        start(run)
+
+    monkeypatch.setattr(MLflowTracker, "start", listen)
     run = MLFlowRun(store, is_quiet=is_quiet, experiment_name="quiet")
     run.start()
     assert ("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT" in os.environ) == is_quiet
     run.finish()
-    assert heard == [not is_quiet]
-    assert logger.isEnabledFor(logging.INFO)
+    assert heard == [False, not is_quiet]
+    assert of_store.isEnabledFor(logging.INFO)
 
 
 @pytest.mark.feature("D27")
