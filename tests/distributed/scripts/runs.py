@@ -137,7 +137,7 @@ class ReductionCounter(Callback):
         if isinstance(self.module.model, nn.parallel.DistributedDataParallel):
             self.module.model.register_comm_hook(None, self.reduce)
 
-    def reduce(self, state: None, bucket: Any) -> Any:
+    def reduce(self, state, bucket):  # torch looks at annotations here, and refuses their text
         self.count += 1
         work = torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
         return work.then(lambda future: future.value()[0] / torch.distributed.get_world_size())
