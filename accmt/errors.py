@@ -12,6 +12,9 @@ Each is also the built-in that a reader would expect, so `except ValueError` wor
     ├── MetricError (ValueError)              a metric's name, direction or result is wrong
     ├── DataError (ValueError)                data that cannot be trained on: empty, unsized where a length is needed
     ├── SavingError (OSError)                 a model folder that cannot be written
+    ├── CheckpointError (RuntimeError)        a checkpoint that cannot be written, read, or loaded into this run
+    │   ├── NoCheckpointError (FileNotFoundError)        there is no checkpoint to continue from
+    │   └── CheckpointCorruptError                       a checkpoint that is not what was written
     ├── TrackerError (RuntimeError)           a tracker that does not start
     └── WeightsError (RuntimeError)           saved weights that do not fit, or lack something
     MissingPackageError (ImportError)         an optional package is not installed
@@ -60,6 +63,18 @@ class DataError(AccmtError, ValueError):
 
 class SavingError(AccmtError, OSError):
     """A folder for models or logs that cannot be written."""
+
+
+class CheckpointError(AccmtError, RuntimeError):
+    """A checkpoint that cannot be written (the older ones are untouched), read, or loaded into this run."""
+
+
+class NoCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint to continue from."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checkpoint lacks files, or they are not what was written."""
 
 
 class TrackerError(AccmtError, RuntimeError):

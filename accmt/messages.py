@@ -31,6 +31,18 @@ def say_once(message: str) -> None:
         say(message)
 
 
+def warn_once(message: str, *, about: str) -> None:
+    """Warn people the first time only, until `speaking` begins anew.
+
+    Args:
+        message: The warning.
+        about: What it is about; further warnings about it are held back.
+    """
+    if about not in _said:
+        _said.add(about)
+        warn(message)
+
+
 class _BarFriendlyHandler(logging.Handler):
     """Writes to stderr without tearing a progress bar apart."""
 

@@ -148,7 +148,7 @@ class AcceleratorModule:
         """The model without the wrapper that reduces gradients: for `generate`, `config` and the like."""
         if "accelerator" not in self.__dict__:
             return self.model
-        model: nn.Module = self.accelerator.unwrap_model(self.model)
+        model: nn.Module = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         return model
 
     @property
@@ -193,6 +193,11 @@ class AcceleratorModule:
 
         processor = kwargs.pop("processor", None)
         return HuggingFaceModule(load_pretrained(path, type, **kwargs), processor)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the module without its run, so that loader processes and copies do not drag a run along."""
+        of_run = ("trainer", "state", "accelerator", "optimizer", "scheduler", "tracker", "manual_steps")
+        return {name: value for name, value in self.__dict__.items() if name not in of_run}
 
     def __repr__(self) -> str:
         size = f"{len(self):,} parameters" if isinstance(getattr(self, "model", None), nn.Module) else "no model"
@@ -280,4 +285,17 @@ class HuggingFaceModule(AcceleratorModule):
             got = f"no loss from a batch with {sorted(batch)}"
             do = 'fit((path, "AutoModelForSequenceClassification"), ...), with "labels" in each batch'
             raise ModuleContractError(explain(where, got, "a model with a head that computes its loss", do))
-        return loss
+        weight = _count_targets(self.unwrapped_model, batch.get("labels"))
+        return loss if weight is None else {"loss": loss, "weight": weight}
+
+
+def _count_targets(model: Any, labels: Any) -> torch.Tensor | None:
+    """Return the target tokens of a batch, which its mean loss is over; None where the loss is a mean over samples."""
+    is_tokens = getattr(labels, "ndim", 0) == 2 and not (labels.is_floating_point() or labels.is_complex())
+    if not is_tokens or getattr(model.config, "problem_type", None) == "multi_label_classification":
+        return None
+    # A causal model predicts each token from those before it: the first one is no target. None means causal, too:
+    # transformers takes that loss where the name of a class (such as GPT2LMHeadModel) tells none.
+    is_causal = getattr(model, "loss_type", None) in (None, "ForCausalLM") and not model.config.is_encoder_decoder
+    count: torch.Tensor = ((labels[:, 1:] if is_causal else labels) != -100).sum()
+    return count

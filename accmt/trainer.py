@@ -14,7 +14,9 @@ import torch
 from accmt.callbacks import build_callbacks
 from accmt.config import HyperParameters
 from accmt.config.numbers import read_numbers
+from accmt.data import keeping_generators
 from accmt.errors import ArgumentError, UnknownArgumentError, explain
+from accmt.loop.setup import read_metrics
 from accmt.messages import speaking
 from accmt.module import AcceleratorModule
 from accmt.settings import Settings
@@ -149,6 +151,7 @@ class Trainer(TrainerView):
         _check_tracker_kwargs(tracker_kwargs, list(arguments), has_tracker=bool(log_with))
         self.settings = Settings.from_arguments(arguments | {"tracker_kwargs": tracker_kwargs})
         build_callbacks(self.settings.running.callbacks)
+        read_metrics(self.settings)
         self.state = TrainingState()
 
     def fit(
@@ -182,8 +185,9 @@ class Trainer(TrainerView):
         from accmt.loop.setup import build_run
 
         module = _as_module(module, kwargs)
-        with speaking(verbose=self.settings.running.verbose):
+        with speaking(verbose=self.settings.running.verbose), keeping_generators():
             self.state = TrainingState()
+            self._run = None  # what an earlier run holds is free before the next is built
             self._run = build_run(self, module, train_dataset, val_dataset)
             fit(self._run)
         return self.state

@@ -37,7 +37,7 @@ def describe(value: Any) -> str:
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the name that was probably meant by `name`, upper and lower case aside, or None."""
     spelling = {candidate.lower(): candidate for candidate in names}
-    matches = difflib.get_close_matches(name.lower(), spelling, n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(name.lower(), spelling, n=1, cutoff=0.6)
     return spelling[matches[0]] if matches else None
 
 

@@ -4,7 +4,7 @@ from accmt.data.batches import Round, find_batch_size
 from accmt.data.collate import build_collate
 from accmt.data.loaders import build_loader
 from accmt.data.options import Loader, LoaderOptions
-from accmt.data.seeding import derive_seed, draw_seed, seed_generators, set_seed
+from accmt.data.seeding import derive_seed, draw_seed, keeping_generators, seed_generators, set_seed
 from accmt.data.sharding import Share
 from accmt.data.unshared import UnsharedLoader
 
@@ -19,6 +19,7 @@ __all__ = [
     "derive_seed",
     "draw_seed",
     "find_batch_size",
+    "keeping_generators",
     "seed_generators",
     "set_seed",
 ]

@@ -41,7 +41,7 @@ def _refuse_kind(data: Any, options: LoaderOptions) -> NoReturn:
     keys = f" with the keys {list(data)}" if isinstance(data, Mapping) else ""
     raise DataError(
         explain(
-            f"the {options.purpose} data",
+            f"the {options.kind} data",
             type(data).__name__ + keys,
             "a Dataset (with __len__ and __getitem__), an IterableDataset, a datasets.Dataset or a DataLoader",
             'pass one of these to fit; of a dict of datasets one of its values, such as data["train"]',
@@ -71,7 +71,7 @@ def _refuse_prepared(given: DataLoader[Any], options: LoaderOptions) -> None:
     if isinstance(given, DataLoaderStateMixin):
         raise DataError(
             explain(
-                f"the {options.purpose} data",
+                f"the {options.kind} data",
                 "a DataLoader that accelerator.prepare has shared already",
                 "the DataLoader as it was before",
                 "leave preparing to the Trainer",

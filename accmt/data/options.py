@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.data.dataloader import default_collate
 
 from accmt.data.batches import Round
-from accmt.data.seeding import derive_seed
+from accmt.data.seeding import WorkerStart, derive_seed
 from accmt.data.sharding import Share
 from accmt.errors import DataError, explain
 
@@ -70,6 +70,11 @@ class LoaderOptions:
     num_workers: int = 0
     pin_memory: bool = False
 
+    @property
+    def kind(self) -> str:
+        """What people call these data."""
+        return {"train": "training", "validate": "validation"}.get(self.purpose, self.purpose)
+
     def limit_rounds(self, num_rounds: int) -> int:
         """Return how many of an epoch's rounds are used; a fraction above 0 keeps at least one batch."""
         wanted = self.limit
@@ -82,9 +87,10 @@ class LoaderOptions:
     def torch_options(self, dataset: Any) -> dict[str, Any]:
         """Return the DataLoader arguments that do not say which samples make a batch."""
         return {
-            "collate_fn": self.collate or default_collate,
+            "collate_fn": self.collate or _collate_or_explain,
             "num_workers": self.num_workers,
             "pin_memory": self.pin_memory,
+            "worker_init_fn": WorkerStart(),
             # Workers that outlive an epoch have a copy of the dataset that would not hear of the next.
             "persistent_workers": self.num_workers > 0 and not hasattr(dataset, "set_epoch"),
         }
@@ -98,6 +104,18 @@ class LoaderOptions:
         return replace(self, share=Share(), seed=derive_seed(self.seed, "process", shared.rank))
 
 
+def _collate_or_explain(samples: list[Any]) -> Any:
+    """Stack samples as torch does, and say what to do where they have unequal lengths."""
+    try:
+        return default_collate(samples)
+    except RuntimeError as error:
+        if "equal size" not in str(error):
+            raise
+        expected = "samples of equal shapes, or a collate function that pads them"
+        do = "Trainer(collate_fn=DataCollatorWithPadding(tokenizer)) for text, or a function of your own"
+        raise DataError(explain("making a batch", str(error), expected, do)) from error
+
+
 def require_rounds(count: int, options: LoaderOptions, got: str) -> None:
     """Check that an epoch has anything in it.
 
@@ -106,7 +124,7 @@ def require_rounds(count: int, options: LoaderOptions, got: str) -> None:
     """
     if count == 0:
         do = "look at the path or the filter that made the data, at the sampler, and at drop_last"
-        raise DataError(explain(f"the {options.purpose} data", got, "at least one sample and one batch", do))
+        raise DataError(explain(f"the {options.kind} data", got, "at least one sample and one batch", do))
 
 
 def length_of(data: Any) -> int | None:

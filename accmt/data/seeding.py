@@ -9,14 +9,16 @@ from __future__ import annotations
 import random
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
+_TORCH_DEFAULT = 67280421310721  # what torch begins with until it is given a seed
 _MAX_SEED = 2**63
 
 
@@ -69,10 +71,9 @@ def set_seed(seed: int, *, workers: bool = True) -> int:
 
 
 @contextmanager
-def drawing_under(seed: int) -> Iterator[None]:
-    """Let code draw from the global generators under a seed, and leave them as they were."""
+def keeping_generators() -> Iterator[None]:
+    """Leave the global generators as they were, whatever is drawn and seeded inside."""
     states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-    seed_generators(seed)
     try:
         yield
     finally:
@@ -81,9 +82,18 @@ def drawing_under(seed: int) -> Iterator[None]:
         random.setstate(states[2])
 
 
+@contextmanager
+def drawing_under(seed: int) -> Iterator[None]:
+    """Let code draw from the global generators under a seed, and leave them as they were."""
+    with keeping_generators():
+        seed_generators(seed)
+        yield
+
+
 def draw_seed() -> int:
-    """Return a seed that no earlier call has influenced, from the operating system."""
-    return random.SystemRandom().randrange(2**31)
+    """Return the seed that torch was given, as by `set_seed`; else one from the operating system."""
+    given = torch.initial_seed()
+    return random.SystemRandom().randrange(2**31) if given == _TORCH_DEFAULT else given % 2**31
 
 
 class BatchIndices(list[int]):
@@ -126,3 +136,22 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+
+@dataclass(frozen=True)
+class WorkerStart:
+    """Starts a loader's worker so that `get_worker_info().dataset` is the user's dataset, not our wrapper.
+
+    Attributes:
+        own: The user's `worker_init_fn`.
+    """
+
+    own: Callable[[int], Any] | None = None
+
+    def __call__(self, worker_id: int) -> None:
+        """Run in the worker, before its first fetch."""
+        info = torch.utils.data.get_worker_info()
+        if info is not None and isinstance(info.dataset, SeededDataset):
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # WorkerInfo refuses ordinary assignment
+        if self.own is not None:
+            self.own(worker_id)

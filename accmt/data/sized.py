@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Sampler
 from accmt.data.batches import Round
 from accmt.data.options import LoaderOptions, length_of, require_rounds
 from accmt.data.samplers import BatchShare, GlobalBatchSampler, Order, tell_epoch
-from accmt.data.seeding import SeededDataset
+from accmt.data.seeding import SeededDataset, WorkerStart
 from accmt.data.sharding import Plan
 
 
@@ -115,7 +115,9 @@ class BatchLoader:
 
 def _torch_options_of(given: DataLoader[Any]) -> dict[str, Any]:
     names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor")
-    return {name: getattr(given, name) for name in names} | {
+    options = {name: getattr(given, name) for name in names}
+    options["worker_init_fn"] = WorkerStart(given.worker_init_fn)
+    return options | {
         "multiprocessing_context": given.multiprocessing_context,
         "persistent_workers": given.persistent_workers and not hasattr(given.dataset, "set_epoch"),
     }

@@ -85,7 +85,7 @@ def _limit(num_rounds: int | None, options: LoaderOptions) -> int | None:
     if options.limit < 1.0:
         got = f"a limit of {options.limit}, a fraction of data without a length"
         do = "a limit such as 100, or __len__ for the data"
-        raise DataError(explain(f"the {options.purpose} data", got, "a whole number of batches", do))
+        raise DataError(explain(f"the {options.kind} data", got, "a whole number of batches", do))
     return None
 
 

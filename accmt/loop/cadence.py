@@ -71,7 +71,7 @@ class Cadence:
             return state.global_step % every == 0
         if updates_per_epoch is None:
             return False
-        return state.epoch_step % max(1, int(every * updates_per_epoch)) == 0
+        return state.epoch_step % max(1, int(round(every * updates_per_epoch, 6))) == 0
 
     def is_evaluation_due_at_epoch_end(self, state: TrainingState) -> bool:
         """Return whether to evaluate at the end of the epoch in work, which is not counted yet."""

@@ -88,6 +88,18 @@ def _check_model(module: AcceleratorModule) -> None:
         _refuse(module, f"self.model is {type(model).__name__}", "self.model = an nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         _refuse(module, "no parameter of self.model requires a gradient", "leave at least one unfrozen")
+    _check_other_models(module, model)
+
+
+def _check_other_models(module: AcceleratorModule, model: nn.Module) -> None:
+    own = {id(parameter) for parameter in model.parameters()}
+    for name, other in vars(module).items():
+        if name in ("model", "teacher") or not isinstance(other, nn.Module):
+            continue
+        if any(parameter.requires_grad and id(parameter) not in own for parameter in other.parameters()):
+            got = f"self.{name} has parameters that are not in self.model: they would be neither trained nor saved"
+            do = f"self.model = nn.ModuleDict({{..., {name!r}: ...}}), or self.{name}.requires_grad_(False)"
+            _refuse(module, got, do)
 
 
 def _refuse(module: AcceleratorModule, got: str, do: str) -> NoReturn:
@@ -126,7 +138,9 @@ def adapt_validation_step(module: AcceleratorModule, name: str) -> Callable[[str
         return lambda key, batch: step(batch, key=key, **_fill(further))
     if _accepts(step, None, **further):
         return lambda _key, batch: step(batch, **_fill(further))
-    if not _accepts(step, None, None, **further):
+    names = list(inspect.signature(step).parameters)
+    takes_key = len(names) > 1 and (names[0] == "key" or names[1] == "batch")
+    if not takes_key or not _accepts(step, None, None, **further):
         _refuse_parameters(module, name, step, f"def {name}(self, batch) or def {name}(self, key, batch)")
     return lambda key, batch: step(key, batch, **_fill(further))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -87,14 +87,22 @@ def evaluate(run: Run, stage: Stage, *, max_rounds: int | None = None) -> dict[s
 @contextmanager
 def _evaluating(run: Run, stage: Stage) -> Iterator[None]:
     before, run.state.now.stage = run.state.now.stage, stage
+    training = [module for module in run.unwrapped_model.modules() if module.training]
     run.unwrapped_model.eval()
-    gradients_off = torch.inference_mode if run.settings.evaluation.inference_mode else torch.no_grad
     try:
-        with run.using_unwrapped_model(), gradients_off():
+        with run.using_unwrapped_model():
             yield
     finally:
-        run.unwrapped_model.train()
+        for module in training:  # and not those that the user keeps in eval mode
+            module.training = True
         run.state.now.stage = before
+
+
+def _without_gradients(run: Run, stage: Stage) -> AbstractContextManager[None]:
+    # What a model caches in the trial evaluation is used in training, where inference tensors are refused.
+    if stage == "sanity_check" or not run.settings.evaluation.inference_mode:
+        return torch.no_grad()
+    return torch.inference_mode()
 
 
 def _evaluate_set(run: Run, stage: Stage, key: str, loader: Loader, max_rounds: int | None) -> dict[str, float]:
@@ -104,7 +112,8 @@ def _evaluate_set(run: Run, stage: Stage, key: str, loader: Loader, max_rounds: 
         hook(key=key)
     collector = ValidationCollector(run.metrics)
     for round_ in islice(loader.rounds(0), max_rounds):
-        loss, weight = _validate_batch(run, collector, key, round_, is_silent=is_silent)
+        with _without_gradients(run, stage):
+            loss, weight = _validate_batch(run, collector, key, round_, is_silent=is_silent)
         run.state.count_validation_batch()
         if not is_silent and not run.settings.evaluation.report_loss_after_eval:
             _report_batch(run, key, loss, weight)
@@ -141,5 +150,5 @@ def _report_batch(run: Run, key: str, loss: Any, weight: Any) -> None:
         return
     total, total_weight = sum_over_processes((float(loss) * float(weight), float(weight)), run.device)
     name = run.settings.tracking.val_loss_metric_name + (f"__{key}" if key else "")
-    for hook in run.hooks.on_log:
+    for hook in run.hooks.on_log if total_weight else ():
         hook(values={name: total / total_weight}, step=step)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from accmt.callbacks.dispatch import Hook
+from accmt.errors import DataError, explain
 from accmt.loop.evaluation import evaluate, evaluate_and_count
 from accmt.loop.run import Run
 from accmt.loop.training import log_row, train_epoch
 from accmt.loop.update import step_schedule
+from accmt.messages import warn
 from accmt.processes import run_on_main_process
 from accmt.state import Progress
 from accmt.tracking import RunStatus
@@ -21,7 +24,7 @@ def fit(run: Run) -> None:
     Processes: collective.
 
     Raises:
-        BaseException: What a step, a hook or the data raised; hooks were told, and trackers closed
+        BaseException: What a step, a hook or the data raised; hooks were told, and trackers closed.
     """
     now = run.state.now
     now.fn, now.status = "fit", "running"
@@ -30,9 +33,10 @@ def fit(run: Run) -> None:
         run_on_main_process(lambda: run.tracking.start(describe(run)))
         run.module.tracker = next(iter(run.tracking.loggers), None)
         _train_and_tell(run)
+    except BaseException as error:
+        _mark_failure(run, error)
+        raise
     finally:
-        if now.status == "running":  # it ended before training began
-            now.status = "failed"
         run.tracking.finish(_TRACKER_STATUS[now.status])
         restore_model(run)
 
@@ -41,12 +45,12 @@ def _train_and_tell(run: Run) -> None:
     try:
         _train(run)
         run.state.now.status = "finished"
+        run.saver.warn_if_nothing_was_saved()
     except BaseException as error:
         _tell_failure(run, error)
         raise
     finally:
-        for hook in run.hooks.on_fit_end:
-            hook()
+        _call_end_hooks(run)
 
 
 def _train(run: Run) -> None:
@@ -54,6 +58,7 @@ def _train(run: Run) -> None:
         hook()
     if run.settings.evaluation.eval_when_start and run.val_loaders and run.state.global_step == 0:
         evaluate_and_count(run, counts=False)
+    run.stepper.zero_grad()  # whatever an earlier, broken run left behind
     while not run.cadence.is_finished(run.state):
         train_epoch(run)
         _end_epoch(run)
@@ -66,11 +71,19 @@ def _end_epoch(run: Run) -> None:
     log_row(run)
     if run.cadence.is_evaluation_due_at_epoch_end(state):
         evaluate_and_count(run)
+    _require_updates(run)
     if state.now.is_last_training_batch:
         step_schedule(run, at_epoch_end=True)
         state.count_epoch()
     for hook in run.hooks.on_epoch_end:
         hook()
+
+
+def _require_updates(run: Run) -> None:
+    """Refuse to go on for ever: `max_steps` is the only end, and an epoch made no update towards it."""
+    if run.cadence.epochs is None and run.state.epoch_step == 0 and run.accelerator.scaler is None:
+        got = "an epoch without an update: the weights of all its batches are 0"
+        raise DataError(explain("training until max_steps", got, "a batch that weighs something", "look at the data"))
 
 
 def _try_evaluation(run: Run) -> None:
@@ -84,18 +97,39 @@ def _try_evaluation(run: Run) -> None:
     run.state.load_state_dict(counters)
 
 
-def _tell_failure(run: Run, error: BaseException) -> None:
-    now, hooks = run.state.now, run.hooks
+def _mark_failure(run: Run, error: BaseException) -> None:
+    now = run.state.now
     now.interrupted = isinstance(error, KeyboardInterrupt)
     now.status = "interrupted" if now.interrupted else "failed"
-    for hook in hooks.on_keyboard_interrupt if now.interrupted else ():
-        hook(error=error)
-    for hook in hooks.on_cuda_out_of_memory if is_out_of_memory(error) else ():
-        hook(error=error)
-    for hook in hooks.on_runtime_error if isinstance(error, RuntimeError) else ():
-        hook(error=error)
-    for hook in hooks.on_exception if isinstance(error, Exception) else ():
-        hook(error=error)
+
+
+def _tell_failure(run: Run, error: BaseException) -> None:
+    """Call the hooks for an error; one that fails itself must not hide it."""
+    _mark_failure(run, error)
+    hooks = run.hooks
+    told: list[Hook] = []
+    told += hooks.on_keyboard_interrupt if run.state.interrupted else ()
+    told += hooks.on_cuda_out_of_memory if is_out_of_memory(error) else ()
+    told += hooks.on_runtime_error if isinstance(error, RuntimeError) else ()
+    told += hooks.on_exception if isinstance(error, Exception) else ()
+    for hook in told:
+        try:
+            hook(error=error)
+        except Exception as own:  # noqa: BLE001 - the error that ends the run goes first
+            warn(f"a hook for errors raised {type(own).__name__}: {own}")
+
+
+def _call_end_hooks(run: Run) -> None:
+    """Call every `on_fit_end`, also after one that fails, and raise the first failure."""
+    failures = []
+    for hook in run.hooks.on_fit_end:
+        try:
+            hook()
+        except Exception as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+    if failures:
+        run.state.now.status = "failed"
+        raise failures[0]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -105,10 +139,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def restore_model(run: Run) -> None:
     """Give the module its own model back, without the wrappers of the run, and let the Accelerator forget it."""
-    model: Any = run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
+    model: Any = run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False, keep_torch_compile=False)
     model.__dict__.pop("_is_accelerate_prepared", None)
     run.module.model = model
-    run.accelerator.free_memory()
+    for loader in (run.train_loader, *run.val_loaders.values()):
+        loader.dataloader._iterator = None  # ends its worker processes
+    if run.accelerator is not run.settings.running.accelerator:  # what a user prepared is not ours to forget
+        run.accelerator.free_memory()
 
 
 def describe(run: Run) -> dict[str, Any]:
@@ -116,7 +153,7 @@ def describe(run: Run) -> dict[str, Any]:
     from accmt.version import __version__
 
     settings = run.settings
-    accumulation = run.accumulation_at(0)
+    accumulation = settings.optimization.accumulation_at(0)
     return {
         **settings.hps.get_config(),
         "effective_batch_size": settings.hps.train_batch_size * accumulation * run.state.num_processes,

@@ -64,7 +64,7 @@ def _read_others(output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         if name in ("loss", "weight"):
             continue
         if isinstance(value, torch.Tensor) and value.numel() == 1:
-            others[name] = value.detach().reshape(())
+            others[name] = value.detach().reshape(()).clone()
         elif isinstance(value, Real):
             others[name] = torch.tensor(float(value), dtype=torch.float64)
     return others

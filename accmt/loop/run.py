@@ -12,6 +12,7 @@ from torch import nn
 
 from accmt.callbacks import Hooks
 from accmt.data import Loader, Round, find_batch_size
+from accmt.errors import ModuleContractError, explain
 from accmt.loop.cadence import Cadence
 from accmt.loop.weighting import Weighting
 from accmt.messages import say_once
@@ -27,7 +28,23 @@ if TYPE_CHECKING:
 
     from accmt.loop.saver import ModelSaver
 
-_FULL_PRECISION = nullcontext()
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _require_call(wrapper: nn.Module) -> Iterator[None]:
+    """Raise unless the wrapper is called: a step that uses another way to the model trains each process alone."""
+    calls: list[None] = []
+    handle = wrapper.register_forward_pre_hook(lambda _module, _inputs: calls.append(None))
+    try:
+        yield
+    finally:
+        handle.remove()
+    if not calls:
+        got = "self.model was not called, so the gradients of the processes would not be averaged"
+        expected = "the loss computed through self.model(...)"
+        do = "call self.model(...), not self.unwrapped_model or one of its methods; put several calls into its forward"
+        raise ModuleContractError(explain("training_step", got, expected, do))
 
 
 @dataclass(frozen=True)
@@ -122,6 +139,12 @@ class Run:
         finally:
             self.module.model = wrapped
 
+    def watching_wrapper(self, *, is_partial: bool) -> AbstractContextManager[None]:
+        """Return a context that refuses a training step which goes around the wrapper that reduces gradients."""
+        if self.model is self.unwrapped_model or is_partial:
+            return _NOTHING
+        return _require_call(self.model)
+
     def place(self, batch: Any) -> Any:
         """Return the batch on the run's device."""
         if self.device.type == "cpu" or not self.settings.data.batch_device_placement:
@@ -133,7 +156,7 @@ class Run:
     def autocast(self) -> AbstractContextManager[None]:
         """Return the context in which steps run: the mixed precision of the run, if any."""
         if self.accelerator.mixed_precision == "no":
-            return _FULL_PRECISION
+            return _NOTHING
         context: AbstractContextManager[None] = self.accelerator.autocast()
         return context
 

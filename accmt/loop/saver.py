@@ -11,6 +11,7 @@ from accmt import huggingface
 from accmt.callbacks import Callback
 from accmt.loop.reduction import broadcast_buffers
 from accmt.loop.run import Run
+from accmt.messages import warn
 from accmt.processes import run_on_main_process
 from accmt.saving import TRAIN_LOSS, VALID_LOSS, Selection, save_weights, write_status
 
@@ -39,6 +40,12 @@ class ModelSaver(Callback):
         save_model(self.trainer.run, folder)
         for hook in self.trainer.run.hooks.on_save_model:
             hook(folder=folder)
+
+    def warn_if_nothing_was_saved(self) -> None:
+        """Warn at the end of a run that was to save a model by its best value, and never had a finite one."""
+        if self.selection.needs is not None and not self.selection.best:
+            do = "lower the learning rate, or pass clip_grad=1.0"
+            warn(f"no model was saved: {self.selection.needs} was never finite; {do}")
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Check, with the results of a trial, that what decides will be there.

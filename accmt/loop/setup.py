@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.callbacks import Callback, Hooks, build_callbacks
 from accmt.callbacks.progress import ProgressBar
 from accmt.callbacks.report import EvaluationReport
 from accmt.data import Loader, UnsharedLoader, draw_seed
-from accmt.errors import ArgumentError, MetricError, explain
+from accmt.errors import ArgumentError, MetricError, ModuleContractError, explain
 from accmt.files import require_writable_folder
 from accmt.loop.cadence import Cadence
 from accmt.loop.contract import adapt_training_step, adapt_validation_step, check_module, check_validation, defines
@@ -85,6 +86,7 @@ def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any) -> 
     cadence = Cadence.of(settings)
     _check_fraction(cadence, train_loader)
     prepared = _prepare(module, accelerator, settings, cadence, train_loader)
+    _check_plateau(prepared.scheduler, val_loaders)
     state.num_processes, state.best = num_processes(), inputs.selection.best
     _equip_module(trainer, module, accelerator, prepared)
     return Run(
@@ -122,7 +124,7 @@ def _check_inputs(settings: Settings, module: Any, train_data: Any, val_data: An
         check_validation(module)
     if settings.saving.model_saving is not None:
         require_writable_folder(settings.saving.folder, "model_path")
-    metrics = _read_metrics(settings.evaluation.metrics)
+    metrics = read_metrics(settings)
     return _Inputs(
         train_data=find_train_data(module, train_data),
         val_data=val_data,
@@ -132,7 +134,14 @@ def _check_inputs(settings: Settings, module: Any, train_data: Any, val_data: An
     )
 
 
-def _read_metrics(value: Any) -> tuple[Metric, ...]:
+def read_metrics(settings: Settings) -> tuple[Metric, ...]:
+    """Return the metrics of the settings, and check them and the rule of saving, which needs no data.
+
+    Raises:
+        MetricError: Something is no Metric, or two have one name.
+        ArgumentError: No such rule of saving.
+    """
+    value = settings.evaluation.metrics
     metrics = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
     for metric in metrics:
         if not isinstance(metric, Metric):
@@ -141,6 +150,7 @@ def _read_metrics(value: Any) -> tuple[Metric, ...]:
     for names in ([metric.name for metric in metrics], [metric.main_metric for metric in metrics]):
         if len(set(names)) != len(names):
             raise MetricError(explain("Trainer(metrics=...)", f"the names {names}", "each name once", "rename one"))
+    _build_selection(settings, metrics, has_validation=True)
     return metrics
 
 
@@ -149,7 +159,11 @@ def _build_selection(settings: Settings, metrics: tuple[Metric, ...], *, has_val
     if rule == VALID_LOSS and not has_validation:
         say_once(f"no validation data: models are saved by {TRAIN_LOSS}")
         rule = TRAIN_LOSS
-    return Selection(rule, {metric.main_metric: metric.is_better for metric in metrics})
+    selection = Selection(rule, {metric.main_metric: metric.is_better for metric in metrics})
+    if selection.needs not in (None, TRAIN_LOSS) and not has_validation:
+        do = f"pass validation data to fit, or model_saving={TRAIN_LOSS!r}"
+        raise ArgumentError(explain(f"Trainer(model_saving={rule!r})", "no validation data", "validation data", do))
+    return selection
 
 
 def _build_tracking(settings: Settings) -> Tracking:
@@ -174,7 +188,18 @@ def _build_loaders(
         train = UnsharedLoader(train, accelerator.device)
     if inputs.val_data is None:
         return train, {}
-    return train, {"": build_validation_loader(module, inputs.val_data, settings, seed=seed, pin_memory=pin_memory)}
+    validation = build_validation_loader(module, inputs.val_data, settings, seed=seed, pin_memory=pin_memory)
+    if num_processes() > 1 and not settings.data.shard_dataloaders:
+        validation = UnsharedLoader(validation, accelerator.device)
+    return train, {"": validation}
+
+
+def _check_plateau(scheduler: Any, val_loaders: dict[str, Loader]) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau) and not val_loaders:
+        got = "ReduceLROnPlateau, which steps by the validation loss, and no validation data"
+        raise ArgumentError(
+            explain("scheduler", got, "validation data", "pass them to fit, or choose another schedule")
+        )
 
 
 def _check_fraction(cadence: Cadence, loader: Loader) -> None:
@@ -194,9 +219,11 @@ def _prepare(
     if told.compile:
         module.model.compile(**(told.compile_kwargs or {}))  # in place: names of weights stay as they are
     optimizer = module.get_optimizer() or build_optimizer(settings.hps, module.model.parameters())
+    _require_own_parameters(module, optimizer)
     scheduler = _build_scheduler(module, optimizer, settings, cadence, loader)
     model, _ = accelerator.prepare(module.model, optimizer)
-    require_equal_weights(accelerator.unwrap_model(model))
+    unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
+    require_equal_weights(unwrapped)
     stepper = Stepper(
         accelerator,
         optimizer,
@@ -204,7 +231,17 @@ def _prepare(
         clip=settings.optimization.clip_grad,
         clip_type=settings.optimization.clip_grad_type,
     )
-    return _Prepared(model, accelerator.unwrap_model(model), stepper, scheduler)
+    return _Prepared(model, unwrapped, stepper, scheduler)
+
+
+def _require_own_parameters(module: AcceleratorModule, optimizer: Any) -> None:
+    own = {id(parameter) for parameter in module.model.parameters()}
+    if not all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        got = "an optimizer of parameters that are not in self.model: they would be neither reduced nor saved"
+        do = "put their modules into self.model, such as an nn.ModuleDict"
+        raise ModuleContractError(
+            explain(f"{type(module).__name__}.get_optimizer", got, "parameters of self.model", do)
+        )
 
 
 def _build_scheduler(
@@ -252,12 +289,13 @@ def _build_hooks(trainer: Trainer, module: AcceleratorModule, builtin: list[Call
     of_module = build_callbacks(module.get_callbacks())
     replaced = {type(callback) for callback in of_module}
     of_trainer = [callback for callback in build_callbacks(told.callbacks) if type(callback) not in replaced]
+    loss_name = trainer.settings.tracking.train_loss_metric_name
     enable_bar = told.verbose if told.enable_progress_bar is None else told.enable_progress_bar
     bar = ProgressBar(
         enable=None if told.enable_progress_bar is None and enable_bar else enable_bar,
-        loss_name=trainer.settings.tracking.train_loss_metric_name,
+        loss_name=loss_name,
     )
-    callbacks = [*of_trainer, *of_module, bar, EvaluationReport(), *builtin]
+    callbacks = [*of_trainer, *of_module, bar, EvaluationReport(loss_name), *builtin]
     for callback in callbacks:
         callback.trainer, callback.module, callback.state = trainer, module, trainer.state
     return Hooks([*callbacks, module], is_main_process=is_main_process())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -53,6 +53,7 @@ def build_train_loader(
     """
     told = settings.data
     _refuse_sampler_beside_loader(data, told)
+    _refuse_iterator(data, settings)
     micro_batches = _count_micro_batches(data, settings)
     options = LoaderOptions(
         purpose="train",
@@ -94,6 +95,13 @@ def build_validation_loader(
         pin_memory=pin_memory,
     )
     return build_loader(data, options)
+
+
+def _refuse_iterator(data: Any, settings: Settings) -> None:
+    if isinstance(data, Iterator) and settings.hps.epochs != 1:
+        expected = "data that begin anew for each epoch"
+        do = "an IterableDataset, a list, or epochs: 1"
+        raise DataError(explain("the training data", "an iterator, which can be read only once", expected, do))
 
 
 def _count_micro_batches(data: Any, settings: Settings) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from accmt.errors import DataError, explain
 from accmt.loop.evaluation import evaluate_and_count
 from accmt.loop.manual import ManualSteps
 from accmt.loop.run import Run
 from accmt.loop.windows import Windows
+from accmt.messages import warn_once
 from accmt.module import ExtendedAcceleratorModule
 
 
@@ -16,7 +19,8 @@ def train_epoch(run: Run) -> None:
     state.grad_accum_steps = run.accumulation_at(state.epoch)
     state.now.stage = "train"
     state.now.is_last_epoch = run.cadence.is_last_epoch(state, run.updates_per_epoch(state.epoch))
-    run.unwrapped_model.train()
+    if not run.unwrapped_model.training:  # else the user's own choice of modes stands
+        run.unwrapped_model.train()
     for hook in run.hooks.on_epoch_start:
         hook()
     module = run.module
@@ -45,9 +49,13 @@ def log_row(run: Run) -> None:
 
     Processes: collective.
     """
-    row = run.window.take_row(run.settings.tracking.train_loss_metric_name)
+    loss_name = run.settings.tracking.train_loss_metric_name
+    row = run.window.take_row(loss_name)
     if not row:
         return
+    if not math.isfinite(row[loss_name]):
+        do = "lower the learning rate, or pass clip_grad=1.0"
+        warn_once(f"{loss_name} is {row[loss_name]} at update {run.state.global_step}: {do}", about=loss_name)
     if run.state.skipped_updates:
         row["skipped_updates"] = run.state.skipped_updates
     for hook in run.hooks.on_log:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from accmt.data import Round, derive_seed, seed_generators
 from accmt.errors import ModuleContractError, explain
 from accmt.loop.outputs import TrainingOutput, read_training_output
@@ -79,20 +81,37 @@ def _train_batch(run: Run, window: Window, round_: Round) -> None:
     seed_generators(derive_seed(run.seed, "step", run.state.epoch, round_.index, process_index()), run.device)
     for hook in hooks.on_before_training_step:
         hook(batch=batch)
-    with run.autocast():
+    with run.autocast(), run.watching_wrapper(is_partial=round_.is_partial):
         outputs = run.training_step(batch)
     output = read_training_output(outputs)
     weight = _weigh(run, window, round_, batch, output)
     for hook in hooks.on_before_backward:
         hook(loss=output.loss)
-    factor = run.weighting.loss_factor(window, weight)
-    is_one = isinstance(factor, float) and factor == 1.0
-    run.actions.backward(output.loss if is_one else output.loss * factor)
+    _backward(run, output.loss, run.weighting.loss_factor(window, weight))
     for hook in hooks.on_after_backward:
         hook(loss=output.loss)
     run.window.add(output.loss.detach(), weight, output.others)
     for hook in hooks.on_after_training_step:
         hook(batch=batch, outputs=outputs)
+
+
+def _backward(run: Run, loss: torch.Tensor, factor: Weight) -> None:
+    if isinstance(factor, torch.Tensor):
+        run.actions.backward(loss * factor)
+    elif factor == 1.0:
+        run.actions.backward(loss)
+    elif factor != 0.0:
+        run.actions.backward(loss * factor)
+    elif num_processes() > 1:  # the other processes reduce gradients now, so this one has to
+        _require_finite(loss)
+        run.actions.backward(loss * factor)
+
+
+def _require_finite(loss: torch.Tensor) -> None:
+    if not torch.isfinite(loss):
+        got = f"loss {loss.item()} with weight 0: 0 times it is no gradient of 0"
+        do = "divide by mask.sum().clamp(min=1)"
+        raise ModuleContractError(explain("training_step", got, "a finite loss", do))
 
 
 def _weigh(run: Run, window: Window, round_: Round, batch: Any, output: TrainingOutput) -> Weight:

@@ -26,7 +26,6 @@ class Stepper:
 
     Attributes:
         optimizer: The torch optimizer.
-        parameters: The parameters that it changes.
     """
 
     def __init__(
@@ -41,13 +40,17 @@ class Stepper:
         from accelerate import Accelerator
 
         self.optimizer = optimizer
-        self.parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
         self._accelerator = accelerator
         self._scaler: torch.amp.GradScaler | None = accelerator.scaler
         self._set_to_none = set_to_none
         self._clip = clip or None
         self._clip_type = clip_type
         self._is_plain_backward = self._scaler is None and type(accelerator).backward is Accelerator.backward
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer changes, groups that were added later included."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss` to those of the window."""
@@ -63,8 +66,10 @@ class Stepper:
 
     def multiply_gradients(self, factor: float) -> None:
         """Multiply all gradients by one number."""
+        if factor == 1.0:
+            return
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if gradients and factor != 1.0:
+        if gradients:
             torch._foreach_mul_(gradients, factor)
 
     def clip(self) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NoReturn
 
 from accmt.errors import ArgumentError, ModuleContractError, explain
 
@@ -38,15 +38,8 @@ class Selection:
         self._directions = {VALID_LOSS: operator.lt, TRAIN_LOSS: operator.lt} | {
             f"best_{name}": is_better for name, is_better in directions.items()
         }
-        choices = [*self._directions, ALWAYS]
-        if rule is not None and rule not in choices:
-            nearest = get_close_matches(str(rule), choices, n=1, cutoff=0.0)[0]
-            expected = (
-                "one of " + ", ".join(map(repr, choices)) + ", or None; best_<metric> needs that Metric in metrics="
-            )
-            raise ArgumentError(
-                explain("Trainer(model_saving=...)", repr(rule), expected, f"model_saving={nearest!r}?")
-            )
+        if rule is not None and rule not in (*self._directions, ALWAYS):
+            _refuse_rule(str(rule), [*self._directions, ALWAYS])
         self.rule = rule
         self.best: dict[str, float] = {}
 
@@ -101,3 +94,15 @@ class Selection:
         """Take back what `state_dict` returned."""
         self.best.clear()
         self.best.update(state["best"])
+
+
+def _refuse_rule(rule: str, choices: list[str]) -> NoReturn:
+    expected = "one of " + ", ".join(map(repr, choices)) + ", or None; best_<metric> needs that Metric in metrics="
+    nearest = get_close_matches(rule, choices, n=1, cutoff=0.75)
+    metric = rule.removeprefix("best_")
+    do = (
+        f"model_saving={nearest[0]!r}?"
+        if nearest
+        else f"metrics=[...] with a Metric named {metric!r}, such as Accuracy()"
+    )
+    raise ArgumentError(explain("Trainer(model_saving=...)", repr(rule), expected, do))

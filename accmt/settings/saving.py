@@ -21,7 +21,8 @@ class SavingSettings:
     Args:
         model_path: Folder of the saved model; made when something is saved.
         model_saving: When to save: "best_valid_loss", "best_train_loss", "best_<metric>", "always" (at each
-            evaluation), or None for never. Without validation data "best_valid_loss" means "best_train_loss".
+            evaluation), or None for never. Without validation data "best_valid_loss" means "best_train_loss": the mean
+            since the last evaluation. Of equal values the first stays.
         model_saving_below: Saves only while the value that decides is below this.
         model_saving_above: Saves only while the value that decides is above this.
         max_shard_size: Largest weight file: bytes, or text such as "5GB".

@@ -205,10 +205,10 @@ class Tracking:
             if receiver in self._warned:
                 return
             self._warned.add(receiver)
-            message = explain(
-                f"the tracker {receiver}",
-                f"{type(error).__name__}: {error}",
-                f"rows that it accepts; training goes on, and {self.run_folder / HISTORY_FILE} has them all",
-                "look at the tracker's server; further failures of this tracker are not reported",
-            )
-            warn(message)
+            got = f"{type(error).__name__}: {error}"
+            expected = f"rows that it accepts; training goes on, and {self.run_folder / HISTORY_FILE} has them all"
+            do = "look at the tracker's server; further failures of this tracker are not reported"
+            if receiver == HISTORY_FILE:
+                expected = "room for the rows of the log; training goes on, and rows are missing from now on"
+                do = f"make room in {self.run_folder}; further failures are not reported"
+            warn(explain(f"the tracker {receiver}", got, expected, do))

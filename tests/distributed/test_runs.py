@@ -79,3 +79,11 @@ def test_gradients_are_reduced_once_an_update(outcome) -> None:
     reductions, updates = results["reductions"]
     assert updates == {1: 6, 2: 4, 3: 2}[processes]
     assert reductions == updates or processes == 1  # where there is nobody to reduce with
+
+
+@pytest.mark.feature("N12", "P31")
+def test_a_step_that_evades_the_reduction_of_gradients_is_refused(outcome) -> None:
+    processes, results, _ = outcome
+    assert len(results["evasion"]) == processes
+    for message in results["evasion"] if processes > 1 else ():
+        assert "self.model was not called" in message

@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from accmt import AcceleratorModule
+from accmt import AcceleratorModule, Callback
 from tests.toys import make_trainer
 
 
@@ -61,3 +61,36 @@ def test_a_path_alone_is_a_model_too(pretrained: Path):
 def test_a_wrong_class_name_gives_the_nearest(pretrained: Path):
     with pytest.raises(ValueError, match="AutoModelForSequenceClassification"):
         make_trainer().fit((str(pretrained), "AutoModelForSequenceClasification"), make_data(2))
+
+
+@pytest.mark.feature("A25", "D12")
+def test_the_gradient_of_a_language_model_does_not_depend_on_accumulation(tmp_path: Path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=1, eos_token_id=2)
+    ).save_pretrained(tmp_path)
+    tokens = [[(7 * row + column) % 40 for column in range(14)] for row in range(8)]
+    labels = [row[:2] + [-100] * 12 if index < 4 else row for index, row in enumerate(tokens)]
+    data = Dataset.from_dict({"input_ids": tokens, "labels": labels}).with_format("torch")
+
+    def first_gradient(batch_size: int, accumulation: int) -> torch.Tensor:
+        gradients = []
+
+        class Look(Callback):
+            def on_before_optimizer_step(self, optimizer):
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                gradients.append(torch.cat([p.grad.flatten() for p in parameters]))
+
+        module = AcceleratorModule.from_hf(
+            tmp_path, "AutoModelForCausalLM", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        )
+        trainer = make_trainer(
+            {"batch_size": batch_size}, grad_accumulation_steps=accumulation, shuffle_train=False, callbacks=Look()
+        )
+        trainer.fit(module, data)
+        return gradients[0]
+
+    whole, split = first_gradient(8, 1), first_gradient(4, 2)
+    assert (whole - split).norm() / whole.norm() <= 1e-5

@@ -64,7 +64,7 @@ def test_a_batch_sampler_makes_a_loader_of_batches():
 
 @pytest.mark.parametrize("data", [3, None, object(), WithoutLength(), "data.csv", b"bytes", print])
 def test_what_is_no_data_is_refused_by_its_kind(data):
-    with pytest.raises(DataError, match=f"the validate data\n  got: {type(data).__name__}\n  expected: a Dataset"):
+    with pytest.raises(DataError, match=f"the validation data\n  got: {type(data).__name__}\n  expected: a Dataset"):
         build_loader(data, options())
 
 

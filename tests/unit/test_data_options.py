@@ -4,6 +4,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 from accmt.data import LoaderOptions, Share
 from accmt.data.options import length_of, require_rounds
+from accmt.data.seeding import WorkerStart
 from accmt.errors import DataError
 
 
@@ -36,6 +37,8 @@ def test_a_whole_number_limits_rounds_and_a_float_is_a_fraction(limit, rounds, u
 @pytest.mark.feature("A41", "A42", "A33")
 def test_options_of_the_torch_loader():
     told = options(num_workers=2, pin_memory=True, collate=list).torch_options(range(3))
+    start = told.pop("worker_init_fn")
+    assert start == WorkerStart()
     assert told == {"collate_fn": list, "num_workers": 2, "pin_memory": True, "persistent_workers": True}
     assert not options().torch_options(range(3))["persistent_workers"]
     assert torch.equal(options().torch_options(range(3))["collate_fn"]([1, 2]), torch.tensor([1, 2]))
@@ -62,7 +65,7 @@ def test_data_that_a_distributed_sampler_shares_are_not_shared_twice():
 
 def test_an_empty_epoch_is_refused_with_what_was_found():
     require_rounds(1, options(), "one")
-    with pytest.raises(DataError, match="the train data\n  got: a folder without files\n.*at least one sample"):
+    with pytest.raises(DataError, match="the training data\n  got: a folder without files\n.*at least one sample"):
         require_rounds(0, options(), "a folder without files")
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from accmt.data import derive_seed, draw_seed, seed_generators, set_seed
+from accmt.data import derive_seed, draw_seed, keeping_generators, seed_generators, set_seed
 from accmt.data.seeding import BatchIndices, SeededDataset, drawing_under
 
 
@@ -103,13 +103,26 @@ def test_drawing_under_a_seed_leaves_the_generators_as_they_were_even_after_an_e
     assert draw() == expected
 
 
-def test_a_drawn_seed_ignores_the_seeded_generators():
-    seeds = set()
-    for _ in range(4):
-        set_seed(0)
-        seeds.add(draw_seed())
+def test_a_drawn_seed_is_the_one_that_torch_was_given():
+    set_seed(7)
+    assert draw_seed() == 7
+
+
+def test_without_a_seed_each_drawn_one_is_another():
+    torch.default_generator.manual_seed(67280421310721)  # as torch begins
+    seeds = {draw_seed() for _ in range(4)}
     assert len(seeds) == 4
     assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_generators_are_left_as_they_were():
+    set_seed(5)
+    expected = (torch.rand(1).item(), np.random.rand(), random.random())
+    set_seed(5)
+    with keeping_generators():
+        seed_generators(9)
+        torch.rand(3)
+    assert (torch.rand(1).item(), np.random.rand(), random.random()) == expected
 
 
 def test_indices_keep_their_seed_on_the_way_to_a_worker():

@@ -399,12 +399,12 @@ def test_options_of_a_given_dataloader_are_kept():
         range(4), num_workers=1, prefetch_factor=3, timeout=20, worker_init_fn=print, multiprocessing_context="fork"
     )
     kept = build_loader(given, options()).dataloader
-    assert (kept.num_workers, kept.prefetch_factor, kept.timeout, kept.worker_init_fn) == (1, 3, 20, print)
+    assert (kept.num_workers, kept.prefetch_factor, kept.timeout, kept.worker_init_fn.own) == (1, 3, 20, print)
     assert kept.multiprocessing_context.get_start_method() == "fork"
 
 
 def test_no_samples_and_no_batches_are_errors():
-    with pytest.raises(DataError, match="the train data\n  got: a dataset of length 0"):
+    with pytest.raises(DataError, match="the training data\n  got: a dataset of length 0"):
         build_loader([], options())
     with pytest.raises(DataError, match="0 samples for batches of 2"):
         build_loader([1, 2], options(sampler=[]))

@@ -339,12 +339,12 @@ def test_an_iterator_that_is_read_up_is_an_error_and_no_empty_epoch():
 @pytest.mark.parametrize("data", [Stream(0), Plain(0), DataLoader(Stream(0))], ids=["stream", "iterable", "loader"])
 def test_a_stream_without_samples_is_an_error_when_it_is_read(data):
     loader = build_loader(data, options())
-    with pytest.raises(DataError, match="the train data\n  got: nothing to read"):
+    with pytest.raises(DataError, match="the training data\n  got: nothing to read"):
         next(loader.rounds(0))
 
 
 def test_a_length_of_zero_is_an_error_at_once():
-    with pytest.raises(DataError, match="the train data\n  got: a length of 0"):
+    with pytest.raises(DataError, match="the training data\n  got: a length of 0"):
         build_loader(Sized(0), options())
     with pytest.raises(DataError, match="a length of 0"):
         build_loader(DataLoader(Sized(0)), options())

@@ -121,7 +121,8 @@ def test_validation_runs_without_gradients_and_training_with(inference_mode: boo
             assert self.model.training
             return self.step(batch)
 
-    make_trainer(inference_mode=inference_mode).fit(Looking(), make_points(), make_points(2))
+    trainer = make_trainer(inference_mode=inference_mode, num_sanity_val_steps=0)
+    trainer.fit(Looking(), make_points(), make_points(2))
     assert set(kinds) == {(inference_mode, False, False)}
 
 

@@ -153,6 +153,25 @@ def count_reductions(folder: Path) -> tuple[int, int]:
     return counter.count, state.global_step
 
 
+class Evading(Classifier):
+    """Goes around the wrapper that reduces gradients."""
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        inputs, labels = batch
+        return nn.functional.cross_entropy(self.unwrapped_model(inputs), labels)
+
+
+def evade_reduction(folder: Path) -> list[str]:
+    """Return what each process raised when the step did not call the wrapped model."""
+    hps = {"epochs": 1, "batch_size": 4, "optim": "SGD"}
+    trainer = Trainer(hps, folder / "e", model_saving=None, checkpoint_every=None, logging_dir=folder, verbose=False)
+    try:
+        trainer.fit(Evading(), make_points(24))
+    except TypeError as error:
+        return gather_objects(str(error))
+    return gather_objects("nothing")
+
+
 def fail_on_main(folder: Path) -> list[str]:
     """Let saving fail on the main process, and return what each process raised."""
     (folder / "blocked").mkdir(parents=True, exist_ok=True)
@@ -175,6 +194,7 @@ def main() -> None:
         "evaluations": {size: evaluate_untrained(size, folder) for size in VALIDATION_SIZES},
         "training": train(folder),
         "reductions": count_reductions(folder),
+        "evasion": evade_reduction(folder),
         "failure": fail_on_main(folder),
     }
     if is_main_process():

@@ -1,0 +1,338 @@
+"""What goes wrong in real scripts: wrong results must not pass in silence, and nothing may be left behind."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from accmt import AcceleratorModule, Accuracy, Callback, read_history
+from tests.toys import Linear, Numbers, Scripted, logged, make_points, make_trainer
+
+
+@pytest.mark.feature("D01", "D02")
+def test_a_trainable_model_beside_the_model_is_refused():
+    class WithHead(Linear):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(2, 2)
+
+    with pytest.raises(TypeError, match=r"self\.head has parameters that are not in self\.model"):
+        make_trainer().fit(WithHead(), make_points())
+    module = WithHead()
+    module.head.requires_grad_(requires_grad=False)
+    assert make_trainer().fit(module, make_points()).global_step == 4
+
+
+@pytest.mark.feature("D08")
+def test_an_optimizer_of_foreign_parameters_is_refused():
+    class Foreign(Linear):
+        def get_optimizer(self):
+            return torch.optim.SGD([*self.model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
+
+    with pytest.raises(TypeError, match=r"parameters that are not in self\.model"):
+        make_trainer().fit(Foreign(), make_points())
+
+
+@pytest.mark.feature("A07", "D23")
+def test_a_model_cannot_be_selected_by_validation_without_validation_data():
+    with pytest.raises(ValueError, match="pass validation data to fit"):
+        make_trainer(model_saving="best_accuracy", metrics=Accuracy()).fit(Linear(), make_points())
+
+
+@pytest.mark.feature("D17")
+def test_a_plateau_schedule_needs_validation_data():
+    with pytest.raises(ValueError, match="ReduceLROnPlateau, which steps by the validation loss"):
+        make_trainer({"scheduler": "ReduceLROnPlateau"}).fit(Linear(), make_points())
+
+
+def test_a_loss_that_is_not_finite_is_told_once_and_so_is_that_nothing_was_saved(caplog):
+    class Exploding(Linear):
+        def training_step(self, batch):
+            return self.step(batch) * math.inf
+
+        def validation_step(self, batch):
+            return torch.tensor(math.nan)
+
+    trainer = make_trainer({"epochs": 2}, model_saving="best_valid_loss", num_sanity_val_steps=0)
+    trainer.fit(Exploding(), make_points(), make_points())
+    assert caplog.text.count("train_loss is") == 1
+    assert "at update 1" in caplog.text
+    assert "no model was saved: best_valid_loss was never finite" in caplog.text
+
+
+@pytest.mark.feature("A60")
+def test_an_iterator_is_refused_before_training_where_it_would_be_read_twice():
+    with pytest.raises(ValueError, match="an iterator, which can be read only once"):
+        make_trainer({"epochs": 2}).fit(Linear(), iter(make_points()))
+    assert make_trainer({"epochs": 1}).fit(Linear(), iter(make_points())).global_step == 4
+
+
+@pytest.mark.feature("A33")
+def test_samples_of_unequal_lengths_are_told_what_to_do():
+    class Ragged(Dataset):
+        def __getitem__(self, index):
+            return torch.ones(1 + index)
+
+        def __len__(self):
+            return 4
+
+    with pytest.raises(ValueError, match="DataCollatorWithPadding"):
+        make_trainer().fit(Scripted(), Ragged())
+
+
+@pytest.mark.feature("D03")
+def test_a_batch_that_weighs_nothing_cannot_poison_its_window():
+    class Masked(Linear):
+        def training_step(self, batch):
+            inputs, targets = batch
+            mask = torch.full((len(inputs),), float(self.state.train_step != 1))
+            errors = (self.model(inputs) - targets).square().squeeze(1) * mask
+            return {"loss": errors.sum() / mask.sum(), "weight": mask.sum()}  # 0 / 0 in the second batch
+
+    module = Masked()
+    trainer = make_trainer(grad_accumulation_steps=2)
+    trainer.fit(module, make_points())
+    assert torch.isfinite(module.model.weight).all()
+    assert all(math.isfinite(value) for _, value in logged(trainer, "train_loss"))
+
+
+def test_gradients_of_a_broken_run_do_not_reach_the_next():
+    seen = []
+
+    class Breaking(Linear):
+        breaks = True
+
+        def training_step(self, batch):
+            if self.breaks and self.state.train_step == 1:
+                raise ValueError("broken")
+            return self.step(batch)
+
+        def on_before_optimizer_step(self):
+            seen.append(self.model.weight.grad.clone())
+
+    module = Breaking()
+    with pytest.raises(ValueError, match="broken"):
+        make_trainer(grad_accumulation_steps=4).fit(module, make_points())
+    assert module.model.weight.grad is not None
+    module.breaks = False
+    make_trainer(grad_accumulation_steps=4).fit(module, make_points())
+    make_trainer(grad_accumulation_steps=4).fit(Linear_like(module), make_points())
+    assert torch.equal(seen[0], seen[1])
+
+
+def Linear_like(module):  # noqa: N802 - a module of the same class, untouched
+    fresh = type(module)()
+    fresh.breaks = False
+    return fresh
+
+
+@pytest.mark.feature("D03")
+def test_logged_parameters_are_those_of_the_step_not_of_the_log():
+    class Tempered(Linear):
+        def __init__(self):
+            self.model = nn.Linear(3, 1)
+            self.temperatures = []
+
+        def training_step(self, batch):
+            self.temperatures.append(self.model.bias.item())
+            return {"loss": self.step(batch), "temperature": self.model.bias}
+
+    module = Tempered()
+    trainer = make_trainer(log_every=4)
+    trainer.fit(module, make_points())
+    expected = sum(module.temperatures) / 4
+    assert logged(trainer, "temperature")[0][1] == pytest.approx(expected, rel=1e-6)
+
+
+class Offset(Dataset):
+    """Numbers with an offset that a worker sets."""
+
+    offset = 0.0
+
+    def __getitem__(self, index):
+        return torch.tensor(index + self.offset)
+
+    def __len__(self):
+        return 4
+
+
+def set_offset(worker_id: int) -> None:
+    get_worker_info().dataset.offset = 100.0
+
+
+@pytest.mark.feature("T03")
+def test_a_workers_start_sees_the_users_own_dataset():
+    module = Scripted()
+    loader = DataLoader(Offset(), batch_size=2, num_workers=1, worker_init_fn=set_offset)
+    make_trainer().fit(module, loader)
+    assert module.seen == [[100, 101], [102, 103]]
+
+
+@pytest.mark.feature("D27", "P21")
+def test_the_configuration_tells_the_batch_that_was_asked_for():
+    trainer = make_trainer({"batch_size": 8, "max_micro_batch_size": 2})
+    trainer.fit(Linear(), make_points())
+    config = next(row["config"] for row in read_history(trainer.log_dir) if "config" in row)
+    assert (config["effective_batch_size"], config["grad_accumulation_steps"]) == (8, 1)
+
+
+@pytest.mark.feature("L39")
+def test_a_run_that_can_never_end_is_refused_after_an_epoch():
+    class Weightless(Linear):
+        def training_step(self, batch):
+            return {"loss": self.step(batch), "weight": 0.0}
+
+    with pytest.raises(ValueError, match="an epoch without an update"):
+        make_trainer({"epochs": -1, "max_steps": 3}).fit(Weightless(), make_points())
+
+
+@pytest.mark.feature("A26")
+def test_parameter_groups_added_later_are_clipped_too():
+    norms = []
+
+    class Thawing(Linear):
+        def __init__(self):
+            torch.manual_seed(0)
+            self.model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+
+        def get_optimizer(self):
+            return torch.optim.SGD(self.model[1].parameters(), lr=0.1)
+
+        def on_epoch_start(self):
+            self.optimizer.add_param_group({"params": list(self.model[0].parameters())})
+
+        def on_before_optimizer_step(self):
+            norms.append(torch.cat([p.grad.flatten() for p in self.model.parameters()]).norm().item())
+
+    make_trainer(clip_grad=1e-3).fit(Thawing(), make_points())
+    assert max(norms) <= 1e-3 * (1 + 1e-4)
+
+
+def test_a_module_can_be_copied_and_pickled_during_a_run():
+    copies = []
+
+    class Copy(Callback):
+        def on_epoch_end(self):
+            copies.append(copy.deepcopy(self.module))
+            pickle.dumps(self.module)
+
+    module = Linear()
+    make_trainer(callbacks=Copy()).fit(module, make_points())
+    assert torch.equal(copies[0].model.weight, module.model.weight)
+    assert "trainer" not in vars(copies[0])
+
+
+@pytest.mark.feature("L02")
+def test_a_part_that_the_user_keeps_in_eval_mode_stays_there():
+    class PartlyFrozen(Linear):
+        def __init__(self):
+            self.model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+            self.model[0].eval()
+
+    module = PartlyFrozen()
+    make_trainer({"epochs": 2, "batch_size": 4}).fit(module, make_points(), make_points())
+    assert not module.model[0].training
+    assert module.model[1].training
+    assert torch.equal(module.model[0].running_mean, torch.zeros(3))
+
+
+@pytest.mark.feature("L44", "L77")
+def test_what_a_model_caches_in_the_trial_evaluation_can_be_trained_with():
+    class Caching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 1)
+            self.cache = None
+
+        def forward(self, inputs):
+            if self.cache is None:
+                self.cache = torch.ones(1) * 2
+            return self.linear(inputs) * self.cache
+
+    module = Linear()
+    module.model = Caching()
+    assert make_trainer().fit(module, make_points(), make_points()).global_step == 4
+
+
+@pytest.mark.feature("A42")
+def test_no_worker_process_is_left_behind():
+    import psutil
+
+    trainer = make_trainer(dataloader_num_workers=1)
+    trainer.fit(Linear(), make_points(), make_points())
+    assert [child for child in psutil.Process().children() if "pt_data_worker" in child.name()] == []
+    assert trainer.train_dataloader._iterator is None
+
+
+@pytest.mark.feature("P08")
+def test_a_given_accelerator_keeps_what_the_user_prepared():
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    own = accelerator.prepare(nn.Linear(2, 2))
+    make_trainer(accelerator=accelerator).fit(Linear(), make_points())
+    assert any(model is own for model in accelerator._models)
+
+
+@pytest.mark.feature("N17")
+def test_hooks_that_fail_hide_neither_the_error_nor_one_another(caplog):
+    closed = []
+
+    class Clumsy(Callback):
+        def on_exception(self, error):
+            raise KeyError("clumsy")
+
+        def on_fit_end(self):
+            raise RuntimeError("clumsy end")
+
+    class Last(Callback):
+        order = 10
+
+        def on_fit_end(self):
+            closed.append(True)
+
+    class Failing(Linear):
+        def training_step(self, batch):
+            raise ValueError("the true error")
+
+    with pytest.raises(RuntimeError, match="clumsy end") as caught:
+        make_trainer(callbacks=[Clumsy(), Last()]).fit(Failing(), make_points())
+    assert isinstance(caught.value.__context__, ValueError)
+    assert closed == [True]
+    assert "a hook for errors raised KeyError" in caplog.text
+
+
+@pytest.mark.feature("D04")
+def test_a_second_parameter_of_another_name_is_refused():
+    class Indexed(Linear):
+        def validation_step(self, batch, index):
+            return self.step(batch)
+
+    with pytest.raises(TypeError, match=r"def validation_step\(self, batch\)"):
+        make_trainer().fit(Indexed(), make_points(), make_points())
+
+
+@pytest.mark.feature("L09")
+def test_a_seed_set_before_is_the_runs_seed_and_generators_are_left_alone():
+    from accmt import set_seed
+
+    def train() -> tuple[list[list[float]], float]:
+        set_seed(11)
+        module = Scripted()
+        make_trainer({"batch_size": 1}, seed=None).fit(module, Numbers(9))
+        return module.seen, torch.rand(1).item()
+
+    set_seed(11)
+    expected = torch.rand(1).item()
+    first, second = train(), train()
+    assert first == second
+    assert isinstance(Scripted(), AcceleratorModule)
+    set_seed(11)
+    Scripted()
+    assert first[1] == torch.rand(1).item() != expected
