@@ -1,0 +1,277 @@
+"""A training run's state in a folder: what is collected, written and loaded again on any number of processes.
+
+A folder holds one file of tensors per process (safetensors) and `state.json` with everything else (typed JSON): the
+structure of the whole state, in which each tensor stands as `{"$tensor": name}`. Reading it executes nothing.
+
+Saving has three parts, so that a thread can do the last: `StateCollector.collect` (all processes together, copies
+nothing), `CollectedState.copied_by` a snapshot, and `write_state` (each process for itself). `save_state` does the
+first and the last.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from accmt.checkpoint.pieces import PiecePlanner, Pieces, file_names, write_pieces
+from accmt.checkpoint.snapshot import HostSnapshot
+from accmt.checkpoint.tensors import join_tensors, referred_tensors, split_tensors
+from accmt.checkpoint.torch_states import (
+    State,
+    model_state,
+    optimizer_state,
+    require_known,
+    restore_model,
+    restore_optimizer,
+)
+from accmt.checkpoint.typed_json import TensorReference, decode, encode
+from accmt.errors import CheckpointCorruptError, CheckpointError, explain
+from accmt.processes import is_main_process, num_processes
+
+STATE_FILE = "state.json"
+
+
+@dataclass(frozen=True)
+class CollectedState:
+    """What one process writes of a state.
+
+    Attributes:
+        pieces: Its share of the tensors: the live ones, until `copied_by` a snapshot.
+        text: Everything else of the whole state, as typed JSON; the main process writes it.
+    """
+
+    pieces: Pieces
+    text: str
+
+    def copied_by(self, snapshot: HostSnapshot) -> CollectedState:
+        """Return the same with copies of the tensors as they are now; valid until the snapshot's next copy."""
+        return replace(self, pieces=replace(self.pieces, tensors=snapshot.take(self.pieces.tensors)))
+
+
+class StateCollector:
+    """Collects the state of a run again and again.
+
+    Args:
+        model: The model, wrapped (DDP, `fully_shard`, compiled) or not.
+        optimizers: The torch optimizers of its parameters; none of them is ever stepped.
+
+    Raises:
+        CheckpointError: The model is sharded by FSDP version 1.
+        ModuleContractError: An optimizer trains a parameter that the model does not have.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        require_known(model, optimizers)
+        self._model = model
+        self._optimizers = optimizers
+        self._planner = PiecePlanner()
+
+    def collect(self, others: Mapping[str, Any]) -> CollectedState:
+        """Collect the state as it is, and decide which process writes what of it; copies nothing.
+
+        Processes:
+            Collective. Model and optimizers may be sharded; no process gets the whole of either.
+
+        Args:
+            others: Further states by name: JSON values and tensors. Those of the main process are kept.
+
+        Raises:
+            CheckpointError: Something cannot be stored; the message names it.
+        """
+        states = [optimizer_state(self._model, optimizer) for optimizer in self._optimizers]
+        shared, rest = split_tensors({"model": model_state(self._model), "optimizers": states})
+        own, other_rest = split_tensors({"others": dict(others)})
+        _require_unsharded(own)
+        text = encode({"files": file_names(num_processes()), **rest, **other_rest})
+        pieces = self._planner.pieces_of(shared)
+        return CollectedState(pieces | Pieces.whole(own) if is_main_process() else pieces, text)
+
+
+def write_state(collected: CollectedState, folder: Path) -> list[Path]:
+    """Write this process's files; no process waits for another.
+
+    Args:
+        collected: What a `StateCollector` returned, or its copy.
+        folder: An existing empty folder that all processes write.
+
+    Returns:
+        The files of this process. They are not made durable here.
+
+    Raises:
+        OSError: The disk is full or the folder cannot be written, on this process.
+    """
+    written = [write_pieces(collected.pieces, folder)]
+    if is_main_process():
+        path = folder / STATE_FILE
+        path.write_text(collected.text, encoding="utf-8")
+        written.append(path)
+    return written
+
+
+def save_state(
+    model: nn.Module, optimizers: Sequence[Optimizer], others: Mapping[str, Any], folder: Path
+) -> list[Path]:
+    """Collect and write a state at once; the arguments, errors and result of `StateCollector` and `write_state`.
+
+    Processes:
+        Collective.
+    """
+    return write_state(StateCollector(model, optimizers).collect(others), folder)
+
+
+def load_state(model: nn.Module, optimizers: Sequence[Optimizer], folder: Path) -> dict[str, Any]:
+    """Load what any number of processes saved; each process reads the parts that it needs.
+
+    Processes:
+        Collective.
+
+    Args:
+        model: The model, built and wrapped as it will be trained; its weights are replaced in place.
+        optimizers: The optimizers, built as when it was saved.
+        folder: A folder that `write_state` filled, verified.
+
+    Returns:
+        The other states, with their tensors on the CPU.
+
+    Raises:
+        CheckpointCorruptError: The checkpoint is incomplete.
+        CheckpointError: It is that of another model or of other optimizers.
+        OSError: A file cannot be read.
+    """
+    require_known(model, optimizers)
+    saved = _read_rest(folder)
+    reader = HuggingFaceStorageReader(str(folder))
+    stored = _read_metadata(reader, saved, folder)
+    ours = model_state(model)
+    _require_same_model(ours, saved["model"], stored)
+    _require_same_number(optimizers, saved["optimizers"])
+    targets = _targets(ours, saved, stored)
+    _read_tensors(targets, reader, folder)
+    loaded = join_tensors(targets, saved)
+    restore_model(model, loaded["model"])
+    for optimizer, state in zip(optimizers, loaded["optimizers"], strict=True):
+        restore_optimizer(model, optimizer, state)
+    others: dict[str, Any] = loaded["others"]
+    return others
+
+
+def _read_rest(folder: Path) -> State:
+    rest: State = decode((folder / STATE_FILE).read_text(encoding="utf-8"))
+    found = {path.name for path in folder.glob("*.safetensors")}
+    if found == set(rest["files"]):
+        return rest
+    missing, alien = sorted(set(rest["files"]) - found), sorted(found - set(rest["files"]))
+    message = explain(
+        str(folder),
+        f"missing: {', '.join(missing) or 'nothing'}; not part of it: {', '.join(alien) or 'nothing'}",
+        f"{len(rest['files'])} files of tensors",
+        "resume from another checkpoint",
+    )
+    raise CheckpointCorruptError(message)
+
+
+def _read_metadata(reader: HuggingFaceStorageReader, saved: State, folder: Path) -> Mapping[str, Any]:
+    try:
+        stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+        missing = sorted(referred_tensors(saved) - stored.keys())
+        fault = f"tensors are missing: {', '.join(missing[:5])}" if missing else None
+    except SafetensorError as error:
+        fault = str(error)
+    if fault is None:
+        return stored
+    message = explain(str(folder), fault, "a complete checkpoint", "resume from another checkpoint")
+    raise CheckpointCorruptError(message)
+
+
+def _require_unsharded(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            message = explain(
+                name, "a sharded tensor", "whole tensors, the same on every process", "store its `full_tensor()`"
+            )
+            raise CheckpointError(message)
+
+
+def _require_same_model(ours: State, saved: State, stored: Mapping[str, Any]) -> None:
+    faults = [f"{name} is not in the checkpoint" for name in ours.keys() - saved.keys()]
+    faults += [f"{name} is not in the model" for name in saved.keys() - ours.keys()]
+    for name in ours.keys() & saved.keys():
+        got, expected = _describe(ours[name]), _describe(_metadata_of(saved[name], stored))
+        if got != expected:
+            faults.append(f"{name} is {got} in the model, {expected} in the checkpoint")
+    if faults:
+        message = explain(
+            "the model",
+            f"{len(faults)} differences: " + "; ".join(sorted(faults)[:5]),
+            "the model that was saved",
+            "build it as in the run that saved, or start a new run with `resume=False`",
+        )
+        raise CheckpointError(message)
+
+
+def _metadata_of(entry: Any, stored: Mapping[str, Any]) -> Any:
+    return stored.get(entry.name) if isinstance(entry, TensorReference) else entry
+
+
+def _describe(entry: Any) -> str:
+    if isinstance(entry, Tensor):
+        return f"{tuple(entry.shape)} {entry.dtype}"
+    if isinstance(entry, TensorStorageMetadata):
+        return f"{tuple(entry.size)} {entry.properties.dtype}"
+    return "missing" if entry is None else "no tensor"
+
+
+def _require_same_number(optimizers: Sequence[Optimizer], saved: Sequence[State]) -> None:
+    if len(optimizers) != len(saved):
+        message = explain(
+            "the optimizers",
+            str(len(optimizers)),
+            f"{len(saved)}, as in the checkpoint",
+            "build the ones that were saved",
+        )
+        raise CheckpointError(message)
+
+
+def _targets(ours: State, saved: State, stored: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return where to read each tensor into: weights in place, optimizer state sharded like its parameter."""
+    targets: dict[str, Tensor] = {}
+    for name, entry in saved["model"].items():
+        if isinstance(entry, TensorReference):
+            targets.setdefault(entry.name, ours[name])
+    for optimizer in saved["optimizers"]:
+        for name, state in optimizer["state"].items():
+            targets |= {key: _empty(stored[key], ours.get(name)) for key in referred_tensors(state)}
+    return targets | {key: _empty(stored[key], None) for key in referred_tensors(saved) - targets.keys()}
+
+
+def _empty(stored: TensorStorageMetadata, like: Tensor | None) -> Tensor:
+    # A scalar is rather a count, which torch.optim keeps on the CPU; it moves what it wants elsewhere.
+    if like is not None and like.dim() > 0 and like.shape == stored.size:
+        return torch.empty_like(like, dtype=stored.properties.dtype)
+    return torch.empty(stored.size, dtype=stored.properties.dtype)
+
+
+def _read_tensors(targets: dict[str, Tensor], reader: HuggingFaceStorageReader, folder: Path) -> None:
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    try:
+        with warnings.catch_warnings():
+            # "assuming the intent is to load in a single process", which is so
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            load(targets, storage_reader=reader, planner=planner)
+    except CheckpointException as error:
+        message = explain(str(folder), str(error), "a complete checkpoint", "resume from another checkpoint")
+        raise CheckpointCorruptError(message) from error

@@ -1,0 +1,245 @@
+"""`manifest.json`: what a checkpoint holds, with size and digest of every file; written last, so it is the proof.
+
+A checkpoint is complete when its manifest is there, has its own digest, is of a known version, and every file that it
+names is there with its size and digest. The digest of the manifest covers its other entries as one line of strict JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from accmt.checkpoint.names import STEP
+from accmt.errors import CheckpointCorruptError, CheckpointError, NoCheckpointError, explain
+from accmt.files import dumps, loads, write_text
+from accmt.processes import num_processes
+from accmt.version import __version__
+
+MANIFEST_NAME = "manifest.json"
+MANIFEST_VERSION = 1
+_OWN_DIGEST = "manifest_xxh3_64"
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What a file has to be.
+
+    Attributes:
+        size: Bytes.
+        xxh3_64: Digest of the content, 16 hexadecimal digits.
+    """
+
+    size: int
+    xxh3_64: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileEntry:
+        """Measure a file.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, xxhash.xxh3_64)
+            return cls(file.tell(), digest.hexdigest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds and where it comes from.
+
+    Attributes:
+        step: Updates done.
+        sequence: How many checkpoints the folder had seen, this one included. The newest is the one with the largest:
+            a run that continues from an old checkpoint passes the same steps again.
+        files: What each file has to be, by its path in the checkpoint.
+        info: Free JSON values: epoch, samples seen, ...
+        versions: Of accmt, torch and python.
+        processes: How many wrote it together.
+        threads: With how many threads the main process computed.
+        time: When it was written, ISO 8601 in UTC.
+    """
+
+    step: int
+    sequence: int
+    files: Mapping[str, FileEntry]
+    info: Mapping[str, Any]
+    versions: Mapping[str, str]
+    processes: int
+    threads: int
+    time: str
+
+    @classmethod
+    def of_this_run(
+        cls, *, step: int, sequence: int, files: Mapping[str, FileEntry], info: Mapping[str, Any]
+    ) -> Manifest:
+        """Fill in what is known of this program and its launch."""
+        return cls(
+            step=step,
+            sequence=sequence,
+            files=dict(sorted(files.items())),
+            info=dict(info),
+            versions={"accmt": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            processes=num_processes(),
+            threads=torch.get_num_threads(),
+            time=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+    @classmethod
+    def of_content(cls, content: Mapping[str, Any]) -> Manifest:
+        """Build it from the JSON of a file.
+
+        Raises:
+            KeyError: An entry is missing.
+            TypeError: An entry is of the wrong kind, or there is one too many.
+        """
+        files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+        return cls(**{**{key: value for key, value in content.items() if key != "version"}, "files": files})
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: every file was found to be what was written.
+
+    Attributes:
+        folder: Where it lies.
+        manifest: What it holds.
+    """
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """Updates done."""
+        return self.manifest.step
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """The free values that were given when it was saved."""
+        return self.manifest.info
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Why a checkpoint is not complete.
+
+    Attributes:
+        reason: The file at fault and what is wrong with it.
+    """
+
+    reason: str
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write `manifest.json`, durably: from here on the folder is complete.
+
+    Raises:
+        OSError: The disk is full or the folder cannot be written.
+        TypeError: `info` holds what JSON cannot.
+    """
+    # Through JSON and back: the digest has to be that of what will be read, where keys are texts and tuples are lists.
+    content = loads(dumps({"version": MANIFEST_VERSION, **asdict(manifest)}))
+    write_text(folder / MANIFEST_NAME, dumps({**content, _OWN_DIGEST: _digest(content)}, indent=2) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest | Damage:
+    """Read `manifest.json`, without a look at the other files.
+
+    Raises:
+        CheckpointError: It is of a version that this accmt does not know.
+    """
+    try:
+        content = loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Damage(f"{MANIFEST_NAME} is missing")
+    except OSError as error:
+        return Damage(f"{MANIFEST_NAME} cannot be read: {error.strerror}")
+    except ValueError:
+        return Damage(f"{MANIFEST_NAME} is not JSON")
+    if not isinstance(content, dict) or content.pop(_OWN_DIGEST, None) != _digest(content):
+        return Damage(f"{MANIFEST_NAME} is not what was written")
+    if content.get("version") != MANIFEST_VERSION:
+        raise CheckpointError(_explain_version(folder, content))
+    try:
+        return Manifest.of_content(content)
+    except (KeyError, TypeError, AttributeError) as error:
+        return Damage(f"{MANIFEST_NAME} has other entries than format {MANIFEST_VERSION}: {error}")
+
+
+def examine(folder: Path) -> Checkpoint | Damage:
+    """Read a checkpoint's manifest and compare every file with it.
+
+    Raises:
+        CheckpointError: It is of a version that this accmt does not know.
+    """
+    manifest = read_manifest(folder)
+    if isinstance(manifest, Damage):
+        return manifest
+    reasons = (_find_fault(folder / name, name, entry) for name, entry in manifest.files.items())
+    reason = next((reason for reason in reasons if reason is not None), None)
+    return Checkpoint(folder, manifest) if reason is None else Damage(reason)
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Return the checkpoint in `folder` once every file was found to be what was written.
+
+    Raises:
+        NoCheckpointError: There is no checkpoint.
+        CheckpointCorruptError: A file is missing, or is not what was written.
+        CheckpointError: It is of a version that this accmt does not know.
+    """
+    if not (folder / MANIFEST_NAME).exists() and not (folder.is_dir() and STEP.fullmatch(folder.name)):
+        raise NoCheckpointError(_explain_absence(folder))
+    found = examine(folder)
+    if isinstance(found, Damage):
+        expected = f"every file as {MANIFEST_NAME} says"
+        do = 'continue from another checkpoint; `resume="auto"` takes the newest complete one'
+        raise CheckpointCorruptError(explain(f"checkpoint {folder}", found.reason, expected, do))
+    return found
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(dumps(content).encode())
+
+
+def _find_fault(path: Path, name: str, expected: FileEntry) -> str | None:
+    try:
+        size = path.stat().st_size
+        found = FileEntry.of(path) if size == expected.size else None
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    if found is None:
+        return f"{name} has {size} bytes instead of {expected.size}"
+    return None if found == expected else f"{name} does not hold what was written (its digest differs)"
+
+
+def _explain_version(folder: Path, content: Mapping[str, Any]) -> str:
+    versions = content.get("versions")
+    writer = versions.get("accmt", "?") if isinstance(versions, dict) else "?"
+    return explain(
+        f"checkpoint {folder}",
+        f"format {content.get('version')}, written by accmt {writer}",
+        f"format {MANIFEST_VERSION}, which accmt {__version__} reads",
+        f"install accmt {writer} or newer, or continue from another checkpoint",
+    )
+
+
+def _explain_absence(folder: Path) -> str:
+    inside = sorted(path.name for path in folder.glob("step-*") if (path / MANIFEST_NAME).exists())
+    if inside:
+        got, do = f"a folder of {len(inside)} checkpoint(s)", f"name one of them, such as {folder / inside[-1]}"
+    else:
+        got = f"a folder without {MANIFEST_NAME}" if folder.is_dir() else "no such folder"
+        do = 'check the path, or train anew with `resume=False` or `resume="auto"`'
+    return explain(f"checkpoint {folder}", got, f"the folder of a checkpoint, with its {MANIFEST_NAME}", do)

@@ -1,0 +1,167 @@
+"""The states of model and optimizers under the parameters' plain names, as if nothing were wrapped.
+
+`torch.distributed.checkpoint.state_dict` does the same for more wrappers, but steps an optimizer that has no state yet
+(which leaves momenta behind), misses the second name of a module that a wrapped model has twice, and costs several
+times as much while training waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from accmt.errors import CheckpointError, ModuleContractError, explain
+
+State = dict[str, Any]
+
+
+def require_known(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Check that model and optimizers are such that every tensor has a plain name.
+
+    Raises:
+        CheckpointError: The model is sharded in a way whose parameters have no names of their own.
+        ModuleContractError: An optimizer trains a parameter that the model does not have.
+    """
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        message = explain(
+            type(model).__name__,
+            "a model sharded by FSDP version 1",
+            "DDP, or `fully_shard` (FSDP version 2)",
+            "set `fsdp_version: 2` in Accelerate's configuration",
+        )
+        raise CheckpointError(message)
+    for index, optimizer in enumerate(optimizers):
+        _require_parameters_of(model, optimizer, f"{type(optimizer).__name__} (optimizer {index})")
+
+
+def model_state(model: nn.Module) -> State:
+    """Return the model's state by plain names; its tensors are the model's, not copies."""
+    wrapped = _wrapped_paths(model)
+    return {_plain_name(key, wrapped): value for key, value in model.state_dict().items()}
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
+    """Return an optimizer's state: `state` by parameter name, `param_groups` with names; tensors are not copied.
+
+    Raises:
+        CheckpointError: It keeps a state that belongs to no parameter.
+    """
+    names = _parameter_names(model, optimizer)
+    state = optimizer.state_dict()
+    strangers = [key for key in state["state"] if key not in range(len(names))]
+    if strangers:
+        message = explain(
+            f"the state of {type(optimizer).__name__}",
+            f"entries that belong to no parameter: {', '.join(map(repr, strangers))}",
+            "state by parameter, as torch.optim keeps it",
+            "keep them in the module's `state_dict`",
+        )
+        raise CheckpointError(message)
+    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[index]: entry for index, entry in state["state"].items()}, "param_groups": groups}
+
+
+def restore_model(model: nn.Module, state: State) -> None:
+    """Give the model a state as `model_state` returns it."""
+    wrapped = _wrapped_paths(model)
+    model.load_state_dict({key: state[_plain_name(key, wrapped)] for key in model.state_dict()})
+
+
+def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> None:
+    """Give the optimizer a state as `optimizer_state` returns it.
+
+    Raises:
+        CheckpointError: Its groups hold other parameters than the state's.
+    """
+    names = _parameter_names(model, optimizer)
+    groups = optimizer.state_dict()["param_groups"]
+    _require_same_groups(
+        optimizer,
+        [[names[index] for index in group["params"]] for group in groups],
+        [group["params"] for group in state["param_groups"]],
+    )
+    indices = {name: index for index, name in enumerate(names)}
+    optimizer.load_state_dict(
+        {
+            "state": {indices[name]: entry for name, entry in state["state"].items()},
+            "param_groups": [
+                {**saved, "params": group["params"]} for saved, group in zip(state["param_groups"], groups, strict=True)
+            ],
+        }
+    )
+    _restore_dtypes(optimizer, names, state["state"])
+
+
+def _require_parameters_of(model: nn.Module, optimizer: Optimizer, where: str) -> None:
+    known = set(model.parameters())
+    for number, group in enumerate(optimizer.param_groups):
+        strangers = [tuple(parameter.shape) for parameter in group["params"] if parameter not in known]
+        if strangers:
+            message = explain(
+                f"{where}, param_groups[{number}]",
+                f"{len(strangers)} parameters that the model does not have, of shapes {strangers[:3]}",
+                "parameters of the model: only those are saved and loaded",
+                "make the module that owns them a submodule of `self.model`",
+            )
+            raise ModuleContractError(message)
+
+
+def _wrapped_paths(model: nn.Module) -> set[str]:
+    """Return the paths of modules that stand inside a wrapper, whose last part is no part of a plain name."""
+    paths = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        inner = "module" if isinstance(module, DistributedDataParallel) else "_orig_mod"  # the latter: torch.compile
+        if inner in module._modules and (inner == "_orig_mod" or isinstance(module, DistributedDataParallel)):
+            paths.add(f"{path}.{inner}".removeprefix("."))
+    return paths
+
+
+def _plain_name(key: str, wrapped: set[str]) -> str:
+    if not wrapped:
+        return key
+    parts = key.split(".")
+    return ".".join(part for end, part in enumerate(parts, 1) if ".".join(parts[:end]) not in wrapped)
+
+
+def _parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Return the plain name of each parameter, in the order in which the optimizer numbers them."""
+    wrapped = _wrapped_paths(model)
+    names = {parameter: _plain_name(name, wrapped) for name, parameter in model.named_parameters()}
+    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _require_same_groups(optimizer: Optimizer, got: list[list[str]], saved: list[list[str]]) -> None:
+    for number, (ours, theirs) in enumerate(zip(got, saved, strict=False)):
+        if set(ours) != set(theirs):
+            odd = sorted(set(ours) ^ set(theirs))
+            raise _other_groups(optimizer, f"other parameters in group {number}: {', '.join(odd[:5])} (of {len(odd)})")
+    if len(got) != len(saved):
+        raise _other_groups(optimizer, f"{len(got)} parameter groups, {len(saved)} in the checkpoint")
+
+
+def _other_groups(optimizer: Optimizer, got: str) -> CheckpointError:
+    return CheckpointError(
+        explain(
+            type(optimizer).__name__,
+            got,
+            "the parameter groups that were saved",
+            "build the optimizer as in the run that saved, or start a new run with `resume=False`",
+        )
+    )
+
+
+def _restore_dtypes(optimizer: Optimizer, names: list[str], saved: State) -> None:
+    """Undo a conversion: `Optimizer.load_state_dict` rounds float32 state of bfloat16 parameters to bfloat16.
+
+    Source: `Optimizer._process_value_according_to_param_policy` in torch/optim/optimizer.py.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        for key, value in saved.get(name, {}).items():
+            if isinstance(value, Tensor) and optimizer.state[parameter][key].dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(parameter.device)

@@ -1,0 +1,167 @@
+"""JSON that gives every value back with its type and all its bits, and that never runs anything.
+
+What JSON lacks is marked by an object with one key that begins with `$`:
+
+| value | written as |
+|---|---|
+| `(1, 2)` | `{"$tuple": [1, 2]}` |
+| `{0: "a"}`, or a dict with a key that begins with `$` | `{"$dict": [[0, "a"]]}` |
+| `inf`, `-inf`, `nan` | `{"$float": "inf"}` |
+| an int that needs more than 53 bits, which other readers would round | `{"$int": "0x20000000000001"}` |
+| a tensor, kept elsewhere under a name | `{"$tensor": "model.weight"}` |
+
+None, booleans, strings, lists, other floats (their shortest exact form) and ints stand as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from accmt.errors import CheckpointCorruptError, CheckpointError, explain
+
+_EXACT_BITS = 53
+
+
+@dataclass(frozen=True)
+class TensorReference:
+    """Stands in a state for a tensor that is kept elsewhere.
+
+    Attributes:
+        name: The tensor's name there.
+    """
+
+    name: str
+
+
+def encode(value: Any, where: str = "state") -> str:
+    """Write a value as typed JSON.
+
+    Args:
+        value: None, booleans, ints, floats, strings, tensor references, and lists, tuples and dicts of them (an
+            `OrderedDict` comes back as a dict).
+        where: What the value is, for messages.
+
+    Raises:
+        CheckpointError: Something in it has another type; the message holds the path to it.
+    """
+    return json.dumps(_to_json(value, where), allow_nan=False)
+
+
+def decode(text: str) -> Any:
+    """Read what `encode` wrote.
+
+    Raises:
+        CheckpointCorruptError: `text` is not JSON.
+        CheckpointError: It has a mark that this version does not know.
+    """
+    try:
+        return json.loads(text, object_hook=_unmark)
+    except json.JSONDecodeError as error:
+        message = explain(
+            "a checkpoint's state",
+            f"text that is not JSON: {error}",
+            "typed JSON",
+            "resume from another checkpoint",
+        )
+        raise CheckpointCorruptError(message) from error
+
+
+def _to_json(value: Any, where: str) -> Any:
+    write = _WRITERS.get(type(value))
+    if write is None:
+        raise refusal(where, value)
+    return write(value, where)
+
+
+def refusal(where: str, value: Any) -> CheckpointError:
+    """Return the error about a value that a checkpoint cannot hold.
+
+    Args:
+        where: The path to the value in the state.
+        value: The value.
+    """
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return CheckpointError(
+        explain(
+            where,
+            f"a {kind}, which cannot be stored",
+            "None, bool, int, float, str, tensors, and lists, tuples and dicts of them (exactly these types)",
+            "convert it in `state_dict` (float(x), list(x), torch.as_tensor(x)) and back in `load_state_dict`",
+        )
+    )
+
+
+def _as_it_is(value: Any, where: str) -> Any:
+    return value
+
+
+def _write_int(value: int, where: str) -> Any:
+    return value if value.bit_length() <= _EXACT_BITS else {"$int": hex(value)}
+
+
+def _write_float(value: float, where: str) -> Any:
+    return value if math.isfinite(value) else {"$float": repr(value)}
+
+
+def _write_list(value: list[Any], where: str) -> list[Any]:
+    return [_to_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
+
+
+def _write_tuple(value: tuple[Any, ...], where: str) -> Any:
+    return {"$tuple": _write_list(list(value), where)}
+
+
+def _write_dict(value: dict[Any, Any], where: str) -> Any:
+    for key in value:
+        if type(key) not in (str, int):
+            raise refusal(f"a key of {where}: {key!r}", key)
+    items = {key: _to_json(item, f"{where}.{key}") for key, item in value.items()}
+    if all(type(key) is str and not key.startswith("$") for key in items):
+        return items
+    return {"$dict": [[_to_json(key, where), item] for key, item in items.items()]}
+
+
+def _write_reference(value: TensorReference, where: str) -> Any:
+    return {"$tensor": value.name}
+
+
+_WRITERS: dict[type, Callable[[Any, str], Any]] = {
+    type(None): _as_it_is,
+    bool: _as_it_is,
+    str: _as_it_is,
+    int: _write_int,
+    float: _write_float,
+    list: _write_list,
+    tuple: _write_tuple,
+    dict: _write_dict,
+    OrderedDict: _write_dict,
+    TensorReference: _write_reference,
+}
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "$int": lambda text: int(text, 16),
+    "$float": float,
+    "$tuple": tuple,
+    "$dict": dict,
+    "$tensor": TensorReference,
+}
+
+
+def _unmark(value: dict[str, Any]) -> Any:
+    mark = next(iter(value), "")
+    if not mark.startswith("$"):
+        return value
+    if mark not in _READERS:
+        message = explain(
+            "a checkpoint's state",
+            f"the mark {mark!r}, which this version of accmt does not know",
+            f"one of {', '.join(_READERS)}",
+            "load it with the version of accmt that wrote it (see its manifest)",
+        )
+        raise CheckpointError(message)
+    return _READERS[mark](value[mark])

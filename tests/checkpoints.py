@@ -1,0 +1,82 @@
+"""Checkpoints for tests: saved, damaged, and looked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from accmt.checkpoint.store import CheckpointStore
+from accmt.files import dumps
+
+
+def writer_of(content: str) -> Callable[[Path], None]:
+    """Return what writes two files that hold `content`."""
+
+    def write(files: Path) -> None:
+        (files / "weights.bin").write_text(content)
+        (files / "parts").mkdir()
+        (files / "parts" / "state.json").write_text(f'"{content}"')
+
+    return write
+
+
+def save(folder: Path, step: int, content: str | None = None, *, max_checkpoints: int | None = None) -> Path:
+    """Save a checkpoint that holds `content` in its files and in its info."""
+    content = f"at {step}" if content is None else content
+    store = CheckpointStore(folder, max_checkpoints=max_checkpoints)
+    return store.save(step, writer_of(content), {"content": content})
+
+
+def newest_content(folder: Path) -> str | None:
+    """Return what the newest checkpoint holds, None where there is none; its files have to agree."""
+    found = CheckpointStore(folder).newest()
+    if found is None:
+        return None
+    content: str = found.info["content"]
+    assert (found.folder / "weights.bin").read_text() == content
+    assert (found.folder / "parts" / "state.json").read_text() == f'"{content}"'
+    return content
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path, position: int = 1) -> None:
+    """Change one bit."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+def grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def write_version(folder: Path, version: int, **more: Any) -> None:
+    """Rewrite the manifest as one of another version, or with other entries, with a right digest."""
+    content = json.loads((folder / "manifest.json").read_text())
+    del content["manifest_xxh3_64"]
+    content = {**content, "version": version, **more}
+    content["manifest_xxh3_64"] = xxhash.xxh3_64_hexdigest(dumps(content).encode())
+    (folder / "manifest.json").write_text(dumps(content))

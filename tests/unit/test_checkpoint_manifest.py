@@ -1,0 +1,163 @@
+import json
+import math
+import platform
+from datetime import UTC, datetime
+
+import pytest
+import torch
+import xxhash
+
+import accmt
+from accmt.checkpoint.manifest import (
+    Checkpoint,
+    Damage,
+    FileEntry,
+    Manifest,
+    examine,
+    read_checkpoint,
+    read_manifest,
+    write_manifest,
+)
+from accmt.errors import CheckpointCorruptError, CheckpointError, NoCheckpointError
+from tests.checkpoints import cut_in_half, delete, empty, flip, grow, truncate, write_version
+
+INFO = {"epoch": 2, "samples_seen": 3840, "best": math.inf, "names": ["a", "ü"], "nothing": None}
+FILES = {"weights.bin": bytes(range(256)) * 40, "state.json": b'{"step": 120}', "parts/optimizer.bin": b"12345"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A complete checkpoint."""
+    path = tmp_path / "step-00000120"
+    for name, content in FILES.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(content)
+    entries = {name: FileEntry.of(path / name) for name in FILES}
+    write_manifest(path, Manifest.of_this_run(step=120, sequence=3, files=entries, info=INFO))
+    return path
+
+
+def test_a_complete_checkpoint_is_read_with_all_that_was_said_about_it(folder):
+    checkpoint = read_checkpoint(folder)
+    assert (checkpoint.folder, checkpoint.step, checkpoint.info) == (folder, 120, INFO)
+    manifest = checkpoint.manifest
+    assert (manifest.sequence, manifest.processes, manifest.threads) == (3, 1, 1)
+    versions = {"accmt": accmt.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    assert manifest.versions == versions
+    assert abs((datetime.now(UTC) - datetime.fromisoformat(manifest.time)).total_seconds()) < 60
+    assert examine(folder) == checkpoint
+
+
+def test_the_manifest_can_be_checked_without_accmt(folder):
+    content = json.loads((folder / "manifest.json").read_text())
+    assert content["version"] == 1
+    for name, entry in content["files"].items():
+        data = (folder / name).read_bytes()
+        assert entry == {"size": len(data), "xxh3_64": xxhash.xxh3_64_hexdigest(data)}
+    own = content.pop("manifest_xxh3_64")
+    assert own == xxhash.xxh3_64_hexdigest(json.dumps(content, ensure_ascii=False).encode())
+    assert list(content["files"]) == sorted(FILES)
+
+
+@pytest.mark.parametrize("info", [{1: "a", "pair": (1, 2)}, {"text": "NaN"}, {"number": -0.0, "large": 2**70}])
+def test_values_that_json_changes_do_not_look_like_damage(folder, info):
+    entries = {name: FileEntry.of(folder / name) for name in FILES}
+    write_manifest(folder, Manifest.of_this_run(step=120, sequence=3, files=entries, info=info))
+    assert isinstance(examine(folder), Checkpoint)
+
+
+def replace_by_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def loop(path):
+    path.unlink()
+    path.symlink_to(path)
+
+
+REASONS = {
+    truncate: "bytes instead of",
+    cut_in_half: "bytes instead of",
+    flip: "does not hold what was written",
+    empty: "has 0 bytes instead of",
+    delete: "is missing",
+    grow: "bytes instead of",
+    replace_by_folder: "bytes instead of|cannot be read",
+    loop: "cannot be read",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", REASONS, ids=lambda damage: damage.__name__)
+def test_every_damage_to_a_file_is_named(folder, name, damage):
+    damage(folder / name)
+    with pytest.raises(CheckpointCorruptError, match=rf"(?s)step-00000120.*{name}.*({REASONS[damage]})"):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (delete, "is missing"),
+        (empty, "is not JSON"),
+        (cut_in_half, "is not JSON"),
+        (replace_by_folder, "cannot be read"),
+        (lambda path: path.write_text("[]"), "is not what was written"),
+        (lambda path: path.write_text("{}"), "is not what was written"),
+        (lambda path: path.write_text(path.read_text().replace("3840", "3841")), "is not what was written"),
+        (lambda path: path.write_bytes(b"\xff" + path.read_bytes()), "is not JSON"),
+    ],
+)
+def test_every_damage_to_the_manifest_is_named(folder, damage, reason):
+    damage(folder / "manifest.json")
+    with pytest.raises(CheckpointCorruptError, match=f"(?s)manifest.json {reason}"):
+        read_checkpoint(folder)
+
+
+def test_no_flipped_byte_of_the_manifest_changes_what_is_read(folder):
+    whole = read_manifest(folder)
+    path = folder / "manifest.json"
+    content = path.read_bytes()
+    outcomes = []
+    for position in range(len(content)):
+        flip(path, position)
+        found = read_manifest(folder)
+        outcomes.append(isinstance(found, Damage) or found == whole)
+        path.write_bytes(content)
+    assert all(outcomes)
+
+
+def test_a_manifest_of_a_future_version_says_which_accmt_reads_it(folder):
+    write_version(folder, 2, versions={"accmt": "9.1.0"}, files="in another form")
+    told = r"(?s)format 2, written by accmt 9\.1\.0.*install accmt 9\.1\.0"
+    with pytest.raises(CheckpointError, match=told) as raised:
+        read_checkpoint(folder)
+    assert not isinstance(raised.value, CheckpointCorruptError)
+    write_version(folder, 3, versions=None)
+    with pytest.raises(CheckpointError, match=r"format 3, written by accmt \?"):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("more", [{"unknown": 1}, {"files": []}, {"files": {"a": {"size": 1}}}])
+def test_a_manifest_of_this_version_with_other_entries_is_damaged(folder, more):
+    write_version(folder, 1, **more)
+    with pytest.raises(CheckpointCorruptError, match="other entries than format 1"):
+        read_checkpoint(folder)
+
+
+def test_where_there_is_no_checkpoint_the_message_says_what_there_is(folder, tmp_path):
+    with pytest.raises(NoCheckpointError, match="no such folder"):
+        read_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"(?s)a folder of 1 checkpoint.*such as .*step-00000120"):
+        read_checkpoint(tmp_path)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(NoCheckpointError, match=r"a folder without manifest\.json"):
+        read_checkpoint(tmp_path / "other")
+    with pytest.raises(NoCheckpointError, match="no such folder"):
+        read_checkpoint(folder / "weights.bin")
+
+
+def test_a_checkpoint_may_be_renamed_and_have_files_beside_its_own(folder, tmp_path):
+    (folder / "notes.txt").write_text("mine")
+    assert read_checkpoint(folder.rename(tmp_path / "the best one")).step == 120

@@ -1,0 +1,78 @@
+"""The host copy holds the moment it was taken, in memory that is used again and again."""
+
+from __future__ import annotations
+
+import threading
+
+import psutil
+import torch
+
+from accmt.checkpoint.snapshot import HostSnapshot
+
+
+def test_a_copy_holds_the_moment_of_the_take_while_the_source_changes():
+    source = torch.zeros(1000)
+    snapshot = HostSnapshot()
+    stop = threading.Event()
+
+    def train() -> None:
+        while not stop.is_set():
+            source.add_(1)
+
+    copies = snapshot.take({"w": source})
+    moment = copies["w"].clone()
+    thread = threading.Thread(target=train)
+    thread.start()
+    while source[0].item() < 10:
+        pass
+    stop.set()
+    thread.join()
+    assert torch.equal(copies["w"], moment)
+    assert torch.equal(moment, torch.zeros(1000))
+    assert torch.equal(snapshot.take({"w": source})["w"], source)
+
+
+def test_buffers_are_used_again_where_shape_and_dtype_are_the_same():
+    snapshot = HostSnapshot()
+    first = snapshot.take({"same": torch.ones(3), "grown": torch.ones(3), "cast": torch.ones(3)})
+    second = snapshot.take(
+        {"same": torch.zeros(3), "grown": torch.zeros(4), "cast": torch.zeros(3, dtype=torch.float64)}
+    )
+    assert second["same"].data_ptr() == first["same"].data_ptr()
+    assert second["grown"].shape == (4,)
+    assert second["cast"].dtype == torch.float64
+
+
+def test_buffers_of_tensors_that_are_gone_are_given_back():
+    snapshot = HostSnapshot()
+    snapshot.take({"a": torch.ones(100), "b": torch.ones(100)})
+    assert list(snapshot.take({"a": torch.ones(100)})) == ["a"]
+    assert snapshot.size_bytes == 400
+
+
+def test_memory_does_not_grow_over_100_takes():
+    source = {f"w{index}": torch.rand(250_000) for index in range(8)}  # 8 MB
+    snapshot = HostSnapshot()
+    snapshot.take(source)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    for _ in range(100):
+        for tensor in source.values():
+            tensor.add_(1)
+        snapshot.take(source)
+    assert process.memory_info().rss - before < 4_000_000
+    assert snapshot.size_bytes == 8_000_000
+
+
+def test_copies_are_contiguous_and_keep_every_kind_of_tensor():
+    sources = {
+        "turned": torch.arange(6.0).view(2, 3).T,
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "flags": torch.tensor([True, False]),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "nothing": torch.zeros(0, 3),
+    }
+    copies = HostSnapshot().take(sources)
+    assert all(copy.is_contiguous() and not copy.requires_grad for copy in copies.values())
+    assert all(torch.equal(copies[name], sources[name]) for name in sources)
+    assert all(copies[name].dtype == sources[name].dtype for name in sources)

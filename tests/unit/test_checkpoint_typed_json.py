@@ -1,0 +1,137 @@
+"""Typed JSON: every value comes back with its type and its bits, everything else is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import OrderedDict, defaultdict
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from accmt.checkpoint.typed_json import TensorReference, decode, encode
+from accmt.errors import CheckpointCorruptError, CheckpointError
+
+VALUES = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    2**53,
+    2**53 + 1,
+    -(2**64),
+    3**20_000,
+    0.1,
+    -0.0,
+    5e-324,
+    1.7976931348623157e308,
+    math.inf,
+    -math.inf,
+    "",
+    "é\u2028\ud800\x00",
+    "$tuple",
+    [],
+    (),
+    {},
+    (1,),
+    [(), [None], {"a": ()}],
+    {"a": {"b": {"c": (1, 2.5, "x")}}},
+    {0: "a", -7: "b", "0": "c"},
+    {"$tuple": [1]},
+    {"$float": "inf", "plain": 1},
+    {"a": {"$dict": {3: (4,)}}},
+    TensorReference("model.weight"),
+    {"lr": 1e-3, "betas": (0.9, 0.999), "fused": None, "state": {0: {"step": 3}}},
+]
+
+
+def same(left: object, right: object) -> bool:
+    """Return whether two values are equal, of the same types all the way down."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return repr(left) == repr(right) if isinstance(left, float) else left == right
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+def test_a_value_comes_back_with_its_type(value):
+    assert same(decode(encode(value)), value)
+
+
+def test_keys_of_a_dict_keep_their_types_and_order():
+    assert list(decode(encode({"1": "a", 1: "b", "x": "c"}))) == ["1", 1, "x"]
+
+
+def test_nan_comes_back():
+    assert math.isnan(decode(encode({"loss": [math.nan]}))["loss"][0])
+
+
+def test_random_floats_and_ints_come_back_bit_for_bit():
+    rng = random.Random(0)
+    floats = np.frombuffer(rng.randbytes(8 * 2000), dtype=np.float64)
+    values = [float(number) for number in floats if math.isfinite(number)]
+    values += [rng.getrandbits(rng.randrange(1, 300)) for _ in range(500)]
+    assert same(decode(encode(values)), values)
+
+
+def test_the_text_is_json_that_any_reader_takes():
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    text = encode({"a": math.inf, "b": math.nan, "c": 2**60, "d": (1,)})
+    read = json.loads(text, parse_constant=refuse)
+    assert read == {"a": {"$float": "inf"}, "b": {"$float": "nan"}, "c": {"$int": hex(2**60)}, "d": {"$tuple": [1]}}
+
+
+def test_an_ordered_dict_comes_back_as_a_dict():
+    assert same(decode(encode(OrderedDict(b=1, a=2))), {"b": 1, "a": 2})
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (Path("x"), "pathlib"),
+        (b"x", "bytes"),
+        ({1}, "set"),
+        (np.float64(1.5), "numpy.float64"),
+        (np.int64(1), "numpy.int64"),
+        (Fraction(1, 3), "fractions.Fraction"),
+        (torch.float32, "torch.dtype"),
+        (torch.Size([1]), "torch.Size"),
+        (torch.zeros(1), "torch.Tensor"),
+        (defaultdict(int), "collections.defaultdict"),
+        (len, "builtin_function_or_method"),
+        (1j, "complex"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_another_type_is_refused_with_the_path_to_it(value, kind):
+    with pytest.raises(CheckpointError, match=r"others\.callbacks\[1\]\.best") as caught:
+        encode({"callbacks": [None, {"best": value}]}, "others")
+    assert kind in str(caught.value)
+    assert "state_dict" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", [1.5, True, None, (1, 2)])
+def test_a_key_of_another_type_is_refused(key):
+    with pytest.raises(CheckpointError, match=r"a key of state\.a: .*"):
+        encode({"a": {key: 1}})
+
+
+def test_text_that_is_cut_off_is_a_damaged_checkpoint():
+    with pytest.raises(CheckpointCorruptError, match="not JSON"):
+        decode(encode({"a": [1, 2, 3]})[:-3])
+
+
+@pytest.mark.parametrize("text", ['{"$module": "os"}', '{"a": [{"$python": "exit()"}]}'])
+def test_an_unknown_mark_is_refused_and_nothing_runs(text):
+    with pytest.raises(CheckpointError, match=r"mark '\$(module|python)', which this version of accmt does not know"):
+        decode(text)
