@@ -322,8 +322,9 @@ def test_an_accelerator_that_accumulates_itself_is_refused():
 @pytest.mark.feature("A25")
 def test_accumulation_in_the_environment_changes_nothing(monkeypatch):
     def train() -> torch.Tensor:
-        module = Linear()
-        make_trainer().fit(module, make_points())
+        module, trainer = Linear(), make_trainer()
+        trainer.fit(module, make_points())
+        assert trainer.run.accelerator.gradient_accumulation_steps == 1  # it would divide scaled losses by it
         return module.model.weight.detach()
 
     plain = train()

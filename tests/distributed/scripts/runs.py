@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from accmt import AcceleratorModule, Accuracy, Callback, MainProcessCallback, Trainer, read_history
-from accmt.processes import gather_objects, is_main_process
+from accmt.loop.reduction import require_equal_weights
+from accmt.processes import gather_objects, is_main_process, process_index
 
 VALIDATION_SIZES = (1, 4, 7, 8, 9, 17)
 
@@ -153,6 +154,20 @@ def count_reductions(folder: Path) -> tuple[int, int]:
     return counter.count, state.global_step
 
 
+def begin_differently() -> list[str]:
+    """Return what each process says of a model that differs in its last bias."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    require_equal_weights(model)
+    with torch.no_grad():
+        model[1].bias.fill_(process_index())
+    try:
+        require_equal_weights(model)
+    except TypeError as error:
+        return gather_objects(str(error))
+    return gather_objects("nothing")
+
+
 class Evading(Classifier):
     """Goes around the wrapper that reduces gradients."""
 
@@ -194,6 +209,7 @@ def main() -> None:
         "evaluations": {size: evaluate_untrained(size, folder) for size in VALIDATION_SIZES},
         "training": train(folder),
         "reductions": count_reductions(folder),
+        "beginnings": begin_differently(),
         "evasion": evade_reduction(folder),
         "failure": fail_on_main(folder),
     }
