@@ -46,7 +46,9 @@ def error_of(action: Callable[[], Any]) -> str:
 
 
 def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    names = sorted(path.name for path in folder.iterdir())
+    gather_objects(None)  # nobody goes on to change the folder while another still looks
+    return names
 
 
 def answer(folder: Path) -> dict[str, Any]:
