@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
+from accmt.metrics.windows import Weight
 from accmt.processes import num_processes, sum_over_processes
-
-Weight = float | torch.Tensor
 
 
 @dataclass(slots=True)

@@ -11,7 +11,8 @@ from accmt.errors import ModuleContractError, explain
 from accmt.loop.outputs import TrainingOutput, read_training_output
 from accmt.loop.run import Run
 from accmt.loop.update import finish_window
-from accmt.loop.weighting import Weight, Window
+from accmt.loop.weighting import Window
+from accmt.metrics.windows import Weight
 from accmt.processes import num_processes, process_index
 
 
@@ -96,15 +97,12 @@ def _train_batch(run: Run, window: Window, round_: Round) -> None:
 
 
 def _backward(run: Run, loss: torch.Tensor, factor: Weight) -> None:
-    if isinstance(factor, torch.Tensor):
-        run.actions.backward(loss * factor)
-    elif factor == 1.0:
-        run.actions.backward(loss)
-    elif factor != 0.0:
-        run.actions.backward(loss * factor)
-    elif num_processes() > 1:  # the other processes reduce gradients now, so this one has to
-        _require_finite(loss)
-        run.actions.backward(loss * factor)
+    is_known = not isinstance(factor, torch.Tensor)  # without waiting for the device
+    if is_known and factor == 0.0:
+        if num_processes() == 1:
+            return
+        _require_finite(loss)  # the other processes reduce gradients now, so this one has to
+    run.actions.backward(loss if is_known and factor == 1.0 else loss * factor)
 
 
 def _require_finite(loss: torch.Tensor) -> None:
