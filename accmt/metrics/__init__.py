@@ -1,8 +1,30 @@
 """Metrics: what is computed over a whole validation set, and means of what is logged."""
 
 from accmt.metrics.accuracy import Accuracy
+from accmt.metrics.building import BUILTIN, build_metrics
+from accmt.metrics.builtin import AUROC, F1, MAE, MSE, R2, RMSE, Perplexity, Precision, Recall
 from accmt.metrics.collector import ValidationCollector
 from accmt.metrics.metric import Metric
+from accmt.metrics.streaming import StreamingMetric
+from accmt.metrics.torch_metrics import TorchMetric
 from accmt.metrics.windows import TrainingWindow
 
-__all__ = ["Accuracy", "Metric", "TrainingWindow", "ValidationCollector"]
+__all__ = [
+    "AUROC",
+    "BUILTIN",
+    "F1",
+    "MAE",
+    "MSE",
+    "R2",
+    "RMSE",
+    "Accuracy",
+    "Metric",
+    "Perplexity",
+    "Precision",
+    "Recall",
+    "StreamingMetric",
+    "TorchMetric",
+    "TrainingWindow",
+    "ValidationCollector",
+    "build_metrics",
+]

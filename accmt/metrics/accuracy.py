@@ -7,11 +7,16 @@ from typing import Any
 import torch
 
 from accmt.errors import MetricError, explain
-from accmt.metrics.metric import Metric
+from accmt.metrics.classes import read_classes
+from accmt.metrics.streaming import StreamingMetric
 
 
-class Accuracy(Metric):
-    """Share of predictions that equal their references.
+class Accuracy(StreamingMetric):
+    """Share of predicted classes that equal their references; a reference of -100 is left out.
+
+    Shapes:
+        predictions: Class indices `[samples, ...]`, or logits `[samples, ..., classes]`, of which the largest counts.
+        references: Class indices `[samples, ...]`.
 
     Args:
         name: The key under which `validation_step` returns predictions and references.
@@ -20,24 +25,24 @@ class Accuracy(Metric):
     def __init__(self, name: str = "accuracy") -> None:
         super().__init__(name, greater_is_better=True)
 
-    def compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        """Compare class indices.
-
-        Shapes:
-            predictions, references: `[samples, ...]`, equal; tensors, or lists of numbers.
+    def count(self, predictions: Any, references: Any) -> torch.Tensor:
+        """Count the right predictions, and all.
 
         Raises:
-            MetricError: The shapes differ, as they do when logits are given instead of class indices.
+            MetricError: The shapes do not fit, or there is one score for each reference.
         """
-        predictions, references = torch.as_tensor(predictions), torch.as_tensor(references)
-        if predictions.shape != references.shape:
-            got = f"predictions {tuple(predictions.shape)}, references {tuple(references.shape)}"
-            raise MetricError(
-                explain(
-                    f"metric {self.name!r}",
-                    got,
-                    "equal shapes: class indices",
-                    "return logits.argmax(-1) as predictions",
-                )
-            )
-        return {self.name: (predictions == references).double().mean().item()}
+        predicted, expected = read_classes(self.name, predictions, references)
+        is_right = predicted == expected
+        return torch.stack([is_right.sum(), is_right.new_tensor(is_right.numel(), dtype=torch.int64)])
+
+    def finish(self, sums: list[float]) -> dict[str, float]:
+        """Return the share.
+
+        Raises:
+            MetricError: There is no reference but -100.
+        """
+        num_right, num_samples = sums
+        if not num_samples:
+            do = "look into what validation_step returns"
+            raise MetricError(explain(f"metric {self.name!r}", "no reference but -100", "at least one class", do))
+        return {self.name: num_right / num_samples}

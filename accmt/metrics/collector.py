@@ -2,153 +2,111 @@
 
 from __future__ import annotations
 
-import numbers
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
 from accmt.errors import MetricError, ModuleContractError, explain
 from accmt.metrics.metric import Metric
+from accmt.metrics.results import describe, find_scalar, is_pair
 from accmt.metrics.windows import Weight, WeightedSum, exact_sum
-from accmt.processes import gather_objects, run_on_main_process
-
-Pair = tuple[Any, Any]
+from accmt.processes import gather_objects
 
 
 class ValidationCollector:
     """The results of one validation set.
 
     Args:
-        metrics: The metrics to compute.
+        metrics: The metrics to compute; each is begun anew.
     """
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
-        self._metrics = {metric.name: metric for metric in metrics}
+        self._taken = {metric.name: metric.accumulate() for metric in metrics}
         self._sums: dict[str, WeightedSum] = {}
-        self._pairs: dict[str, list[Pair]] = {name: [] for name in self._metrics}
+        self._num_entries: Counter[str] = Counter()
+        self._num_batches = 0
 
-    def add(self, outputs: Mapping[str, Any], weight: Weight) -> None:
+    def add(self, outputs: Mapping[str, Any], weight: Weight, position: int | None = None) -> None:
         """Add what `validation_step` returned for one batch.
 
         Args:
-            outputs: Scalars by name, and `(predictions, references)` under the names of metrics.
-            weight: Samples in the batch, or the weight that the step returned.
+            outputs: Scalars by name, and under the names of metrics what these take: `(predictions, references)`.
+            weight: What scalars weigh: samples in the batch, or the weight that the step returned.
+            position: The round of the batch, by which the order of the data is restored; None is the next.
 
         Raises:
-            MetricError: A pair stands under a name that no metric has.
-            ModuleContractError: An entry is neither a scalar nor a pair.
+            MetricError: A pair stands under a name that no metric has, or a metric cannot read its entry.
+            ModuleContractError: An entry is neither a scalar nor what its metric takes.
         """
+        position = self._num_batches if position is None else position
+        self._num_batches += 1
         for name, value in outputs.items():
-            if isinstance(value, tuple | list) and len(value) == 2:
-                self._add_pair(name, value[0], value[1])
-            elif name in self._metrics:
-                self._refuse_entry(name, value)
+            self._num_entries[name] += 1
+            if name in self._taken:
+                self._taken[name].add(value, position)
+            elif is_pair(value):
+                self._refuse_name(name)
             else:
                 self._sums.setdefault(name, WeightedSum()).add(_to_scalar(name, value), weight)
 
-    def _add_pair(self, name: str, predictions: Any, references: Any) -> None:
-        if name not in self._metrics:
-            names = list(self._metrics)
-            nearest = get_close_matches(name, names, n=1)
-            do = f"rename it to {nearest[0]!r}" if nearest else f"metrics=[...] with a Metric named {name!r}"
-            got = f"an entry {name!r} with predictions and references"
-            raise MetricError(explain("validation_step", got, f"a name of metrics=: {names}", do))
-        self._pairs[name].append((_to_cpu(predictions), _to_cpu(references)))
-
-    def _refuse_entry(self, name: str, value: Any) -> None:
-        raise ModuleContractError(
-            explain(
-                "validation_step",
-                f"{name!r}: {type(value).__name__}",
-                "(predictions, references)",
-                f'return {{"{name}": (predictions, references)}}',
-            )
-        )
+    def _refuse_name(self, name: str) -> NoReturn:
+        names = list(self._taken)
+        nearest = get_close_matches(name, names, n=1)
+        do = f"rename it to {nearest[0]!r}" if nearest else f"metrics=[...] with a Metric named {name!r}"
+        got = f"an entry {name!r} with predictions and references"
+        raise MetricError(explain("validation_step", got, f"a name of metrics=: {names}", do))
 
     def compute(self) -> dict[str, float]:
         """Return means and metrics over all samples of all processes.
 
-        Processes: collective; metrics are computed on the main process.
+        Processes: collective; metrics are computed on the main process, and every process gets the values.
 
         Raises:
-            MetricError: A metric got no predictions, or returned something else than numbers with its main entry.
+            MetricError: A metric got no entry, returned something else than numbers with its main entry, or a value has
+                the name of another one.
         """
-        return self._means() | self._metric_values()
+        own = {name: total.take() for name, total in self._sums.items()}
+        every = gather_objects((own, set(self._num_entries)))
+        self._require_entries(set().union(*(names for _, names in every)))
+        results = _means([sums for sums, _ in every])
+        for name, taken in self._taken.items():
+            values = taken.compute()
+            _require_new(name, values, results)
+            results |= values
+        return results
 
-    def _means(self) -> dict[str, float]:
-        totals: dict[str, list[tuple[float, float]]] = {}
-        for sums in gather_objects({name: total.take() for name, total in self._sums.items()}):
-            for name, pair in sums.items():
-                totals.setdefault(name, []).append(pair)
-        weights = {name: exact_sum([weight for _, weight in pairs]) for name, pairs in totals.items()}
-        return {name: exact_sum([t for t, _ in totals[name]]) / weight for name, weight in weights.items() if weight}
-
-    def _metric_values(self) -> dict[str, float]:
-        if not self._metrics:
-            return {}
-        every = gather_objects(self._pairs)
-
-        def compute_all() -> dict[str, float]:
-            values: dict[str, float] = {}
-            for name, metric in self._metrics.items():
-                values |= _compute(metric, [pair for pairs in every for pair in pairs[name]])
-            return values
-
-        return run_on_main_process(compute_all)
+    def _require_entries(self, returned: set[str]) -> None:
+        for name in self._taken:
+            if name not in returned:
+                got = f"no predictions; validation_step returned {sorted(returned)}"
+                do = f'return {{"loss": loss, "{name}": (predictions, references)}}'
+                expected = f"validation_step to return an entry {name!r}"
+                raise MetricError(explain(f"metric {name!r}", got, expected, do))
 
 
-def _compute(metric: Metric, pairs: list[Pair]) -> dict[str, float]:
-    if not pairs:
-        raise MetricError(
-            explain(
-                f"metric {metric.name!r}",
-                "no predictions",
-                f"validation_step to return an entry {metric.name!r}",
-                f'return {{"loss": loss, "{metric.name}": (predictions, references)}}',
-            )
-        )
-    result = metric.compute(_join(metric.name, [p for p, _ in pairs]), _join(metric.name, [r for _, r in pairs]))
-    if not isinstance(result, dict) or metric.main_metric not in result:
-        raise MetricError(
-            explain(
-                f"metric {metric.name!r}",
-                f"compute returned {result!r}",
-                f"a dict with the entry {metric.main_metric!r}",
-                f'return {{"{metric.main_metric}": value}}',
-            )
-        )
-    return {name: float(_to_scalar(name, value)) for name, value in result.items()}
+def _means(every: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
+    totals: dict[str, list[tuple[float, float]]] = {}
+    for sums in every:
+        for name, pair in sums.items():
+            totals.setdefault(name, []).append(pair)
+    weights = {name: exact_sum([weight for _, weight in pairs]) for name, pairs in totals.items()}
+    return {name: exact_sum([t for t, _ in totals[name]]) / weight for name, weight in weights.items() if weight}
 
 
-def _join(name: str, parts: list[Any]) -> Any:
-    """Put the predictions (or references) of all batches together."""
-    if not all(isinstance(part, torch.Tensor) for part in parts):
-        return [item for part in parts for item in (part if isinstance(part, list | tuple) else [part])]
-    parts = [part.reshape(1) if part.ndim == 0 else part for part in parts]
-    shapes = sorted({tuple(part.shape[1:]) for part in parts})
-    if len(shapes) > 1:
-        got = f"samples of the shapes {shapes[0]} and {shapes[-1]} in different batches"
-        do = "pad them to one length, flatten them, or return lists"
-        raise MetricError(explain(f"metric {name!r}", got, "samples of one shape", do))
-    return torch.cat(parts)
-
-
-def _to_cpu(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return torch.as_tensor(value)
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+def _require_new(metric: str, values: Mapping[str, float], results: Mapping[str, float]) -> None:
+    twice = sorted(set(values) & set(results))
+    if twice:
+        got, expected = f"the result {twice[0]!r}, which there is already", "each name once"
+        do = "rename the entry of validation_step, or what the metric returns"
+        raise MetricError(explain(f"metric {metric!r}", got, expected, do))
 
 
 def _to_scalar(name: str, value: Any) -> torch.Tensor:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.detach().reshape(())
-    if isinstance(value, numbers.Real):
-        return torch.tensor(float(value), dtype=torch.float64)
-    is_tensor = isinstance(value, torch.Tensor)
-    got = f"a tensor of shape {tuple(value.shape)}" if is_tensor else f"{value!r:.80} ({type(value).__name__})"
-    raise ModuleContractError(
-        explain(f"the value {name!r}", got, "a number or a tensor of one element", "return its mean()")
-    )
+    scalar = find_scalar(value)
+    if scalar is None:
+        expected, do = "a number or a tensor of one element", "return its mean()"
+        raise ModuleContractError(explain(f"the value {name!r}", describe(value), expected, do))
+    return scalar

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from accmt.errors import MetricError, explain
+from accmt.metrics.gathering import GatheredPairs
 
-_COMPARATORS: dict[str, Callable[[float, float], bool]] = {
+IsBetter = Callable[[float, float], bool]
+
+_COMPARATORS: dict[str, IsBetter] = {
     ">": operator.gt,
     ">=": operator.ge,
     "<": operator.lt,
@@ -18,10 +21,29 @@ _COMPARATORS: dict[str, Callable[[float, float], bool]] = {
 }
 
 
+class Accumulation(Protocol):
+    """What a metric has taken in of one validation set, on this process."""
+
+    def add(self, entry: Any, position: int) -> None:
+        """Take in what `validation_step` returned for one batch.
+
+        Args:
+            entry: What stands under the metric's name, such as `(predictions, references)`.
+            position: The batch's place among those of this process; equal places of the processes follow one another.
+        """
+
+    def compute(self) -> dict[str, float]:
+        """Return the values over all samples of all processes.
+
+        Processes: collective; every process gets the same values.
+        """
+
+
 class Metric(ABC):
     """A quantity computed from the predictions and references of a whole validation set, each sample once.
 
     The module's `validation_step` returns `{"<name>": (predictions, references)}`, and `compute` sees all of them.
+    All predictions are kept until then; `StreamingMetric` needs the memory of one batch.
 
     Args:
         name: The key under which `validation_step` returns predictions and references.
@@ -65,8 +87,9 @@ class Metric(ABC):
         Processes: called on the main process only.
 
         Args:
-            predictions: What `validation_step` returned first, all samples together: tensors `[samples, ...]` on the
-                CPU (of arrays too), or a list where it returned lists.
+            predictions: What `validation_step` returned first, all samples together in the order of the data: tensors
+                `[samples, ...]` on the CPU (of arrays too), a list where it returned lists, a dict of these where it
+                returned dicts.
             references: What it returned second, likewise.
 
         Returns:
@@ -78,6 +101,15 @@ class Metric(ABC):
         return _COMPARATORS[self.comparator](new, best)
 
     @property
+    def directions(self) -> Mapping[str, IsBetter]:
+        """For each entry of the result that models can be selected by, whether a new value beats an old one."""
+        return {self.main_metric: self.is_better}
+
+    @property
     def worst(self) -> float:
         """The value that every other one beats."""
         return -math.inf if self.greater_is_better else math.inf
+
+    def accumulate(self) -> Accumulation:
+        """Return something empty that takes in a validation set batch by batch."""
+        return GatheredPairs(self)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from accmt.processes import gather_objects, sum_over_processes
+from accmt.processes import gather_objects, is_main_process, num_processes, process_index, sum_over_processes
 
 _COMPACT_AT = 256
 
@@ -49,6 +50,25 @@ class WeightedSum:
             pairs.append(tuple(self._partial.tolist()))
         self._values, self._weights, self._partial = [], [], None
         return exact_sum([total for total, _ in pairs]), exact_sum([weight for _, weight in pairs])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything added so far, each value as it is: adding them up now would round otherwise than later."""
+        values, weights = self._stack()
+        return {
+            "values": values.tolist(),
+            "weights": weights.tolist(),
+            "are_tensors": [isinstance(weight, torch.Tensor) for weight in self._weights],
+            "partial": None if self._partial is None else self._partial.tolist(),
+        }
+
+    def add_state(self, state: Mapping[str, Any]) -> None:
+        """Add what `state_dict` returned, in this process or in another one."""
+        self._values += [torch.tensor(value, dtype=torch.float64) for value in state["values"]]
+        for weight, is_tensor in zip(state["weights"], state["are_tensors"], strict=True):
+            self._weights.append(torch.tensor(weight, dtype=torch.float64) if is_tensor else weight)
+        if state["partial"] is not None:
+            partial = torch.tensor(state["partial"], dtype=torch.float64)
+            self._partial = partial if self._partial is None else self._partial + partial
 
     def _compact(self) -> None:
         values, weights = self._stack()
@@ -98,6 +118,12 @@ class _Mean:
         self._total = self._weight = 0.0
         return mean
 
+    def state_dict(self) -> dict[str, float]:
+        return {"total": self._total, "weight": self._weight}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self._total, self._weight = state["total"], state["weight"]
+
 
 class TrainingWindow:
     """The training values since the last row of the log, and the loss since the last evaluation.
@@ -145,6 +171,30 @@ class TrainingWindow:
         """
         self._collect()
         return self._since_evaluation.take()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values that no row has yet, those of each process.
+
+        Processes: collective.
+        """
+        own = {"loss": self._loss.state_dict(), "others": {name: s.state_dict() for name, s in self._others.items()}}
+        return {
+            "processes": gather_objects(own),
+            "since_log": self._since_log.state_dict(),
+            "since_evaluation": self._since_evaluation.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned; with another number of processes the main one takes all."""
+        self._loss, self._others = WeightedSum(), {}
+        self._since_log.load_state_dict(state["since_log"])
+        self._since_evaluation.load_state_dict(state["since_evaluation"])
+        saved = state["processes"]
+        own = [saved[process_index()]] if len(saved) == num_processes() else saved if is_main_process() else []
+        for part in own:
+            self._loss.add_state(part["loss"])
+            for name, values in part["others"].items():
+                self._others.setdefault(name, WeightedSum()).add_state(values)
 
     def _collect(self) -> bool:
         loss, weight, num_others = sum_over_processes((*self._loss.take(), len(self._others)), self._device)

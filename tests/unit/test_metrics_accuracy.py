@@ -1,4 +1,4 @@
-"""Accuracy: its values, and what is said about logits."""
+"""Accuracy: its values, and what predictions may look like."""
 
 from __future__ import annotations
 
@@ -33,10 +33,39 @@ def test_accuracy_of_many_samples_is_counted_in_double_precision():
     assert Accuracy().compute(predictions, references)["accuracy"] == (2**24 + 2) / (2**24 + 3)
 
 
+def test_logits_count_by_their_largest():
+    logits = torch.tensor([[0.1, 0.9, 0.0], [5.0, 1.0, 2.0]])
+    assert Accuracy().compute(logits, torch.tensor([1, 2])) == {"accuracy": 0.5}
+    assert Accuracy().compute(logits.unsqueeze(0), torch.tensor([[1, 0]])) == {"accuracy": 1.0}
+
+
+def test_references_of_minus_100_are_left_out():
+    assert Accuracy().compute(torch.tensor([1, 2, 3]), torch.tensor([1, -100, 0])) == {"accuracy": 0.5}
+    with pytest.raises(MetricError, match="no reference but -100"):
+        Accuracy().compute(torch.tensor([1]), torch.tensor([-100]))
+
+
 @pytest.mark.feature("D23")
-def test_logits_instead_of_class_indices_are_refused():
-    with pytest.raises(MetricError, match=r"predictions \(4, 3\), references \(4,\)\n.*\n  do: .*argmax\(-1\)"):
-        Accuracy().compute(torch.randn(4, 3), torch.zeros(4))
+@pytest.mark.parametrize(("predictions", "references"), [((4, 3), (2,)), ((4,), (3,)), ((4, 3, 2), (4,))])
+def test_shapes_that_do_not_fit_are_refused(predictions, references):
+    with pytest.raises(MetricError, match=r"predictions \(4.*references \([\s\S]*do: .*argmax\(-1\)"):
+        Accuracy().compute(torch.randn(predictions), torch.zeros(references))
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1)])
+def test_one_score_for_each_sample_is_refused_as_its_threshold_cannot_be_known(shape):
+    with pytest.raises(MetricError, match=r"one score for each reference[\s\S]*\(logits > 0\).long\(\)"):
+        Accuracy().compute(torch.full(shape, 0.7), torch.ones(3))
+
+
+def test_classes_may_be_floats_that_are_whole():
+    assert Accuracy().compute(torch.tensor([1.0, -1.0]), torch.tensor([1.0, 1.0])) == {"accuracy": 0.5}
+
+
+@pytest.mark.parametrize("value", ["positive", [{"label": 1}]])
+def test_what_is_no_number_is_refused(value):
+    with pytest.raises(MetricError, match="expected: a tensor, an array or a list of numbers"):
+        Accuracy().compute(value, [1])
 
 
 def test_accuracy_may_have_another_name():

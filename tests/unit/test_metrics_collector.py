@@ -171,6 +171,40 @@ def test_the_main_metric_may_have_another_name():
 
 
 @pytest.mark.feature("D23")
-def test_a_result_that_is_no_number_is_refused():
-    with pytest.raises(ModuleContractError, match="the value 'seen'"):
-        collect([Seen(result={"seen": "high"})], ({"seen": ([1], [1])}, 1))
+@pytest.mark.parametrize(
+    ("value", "got"), [("high", r"'high' \(str\)"), (torch.ones(2), r"a tensor of shape \(2,\)"), (None, "None")]
+)
+def test_a_result_that_is_no_number_is_refused(value, got):
+    with pytest.raises(MetricError, match=f"metric 'seen'\n  got: compute returned 'seen': {got}"):
+        collect([Seen(result={"seen": value})], ({"seen": ([1], [1])}, 1))
+
+
+def test_a_metric_without_an_entry_is_told_what_there_was():
+    with pytest.raises(MetricError, match=r"validation_step returned \['acc', 'val_loss'\]"):
+        collect([Accuracy()], ({"val_loss": 1.0, "acc": 0.5}, 1))
+
+
+def test_a_result_with_the_name_of_another_value_is_refused():
+    metric = Seen(result={"seen": 1.0, "val_loss": 0.0})
+    with pytest.raises(MetricError, match="the result 'val_loss', which there is already"):
+        collect([metric], ({"val_loss": 1.0, "seen": ([1], [1])}, 1))
+    with pytest.raises(MetricError, match="metric 'second'\n  got: the result 'both'"):
+        collect(
+            [Seen("first", result={"first": 1.0, "both": 1.0}), Seen("second", result={"second": 1.0, "both": 1.0})],
+            ({"first": ([1], [1]), "second": ([1], [1])}, 1),
+        )
+
+
+def test_the_order_is_that_of_positions_where_they_are_given():
+    metric = Seen()
+    collector = ValidationCollector([metric])
+    for position in (2, 0, 1):
+        collector.add({"seen": (torch.tensor([position]), [position])}, 1, position)
+    collector.compute()
+    assert metric.predictions.tolist() == metric.references == [0, 1, 2]
+
+
+def test_a_metric_may_have_an_entry_in_some_batches_only():
+    metric = Seen()
+    collect([metric], ({"a": 1.0}, 1), ({"seen": ([7], [8])}, 1), ({"a": 2.0}, 1))
+    assert (metric.predictions, metric.references) == ([7], [8])

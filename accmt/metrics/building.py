@@ -1,0 +1,85 @@
+"""Makes metrics of what the Trainer was given as `metrics=`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from accmt.errors import MetricError, explain
+from accmt.metrics.accuracy import Accuracy
+from accmt.metrics.builtin import AUROC, F1, MAE, MSE, R2, RMSE, Perplexity, Precision, Recall
+from accmt.metrics.metric import Metric
+from accmt.metrics.results import describe
+from accmt.metrics.torch_metrics import TorchMetric, is_torch_metric
+
+BUILTIN: dict[str, Callable[..., Metric]] = {
+    "accuracy": Accuracy,
+    "auroc": AUROC,
+    "f1": F1,
+    "mae": MAE,
+    "mse": MSE,
+    "perplexity": Perplexity,
+    "precision": Precision,
+    "r2": R2,
+    "recall": Recall,
+    "rmse": RMSE,
+}
+"""The metrics that a name stands for."""
+
+_WHERE = "Trainer(metrics=...)"
+_EXPECTED = "accmt.Metric or torchmetrics.Metric objects, a MetricCollection, or names of " + ", ".join(BUILTIN)
+
+
+def build_metrics(value: Any) -> tuple[Metric, ...]:
+    """Return the metrics that a value stands for.
+
+    Args:
+        value: None, a `Metric`, a `torchmetrics.Metric` or `MetricCollection`, a built-in metric's name such as "f1",
+            a list or tuple of these, or a dict of them by name.
+
+    Raises:
+        MetricError: Something else, an unknown name, or two metrics or two of their results with one name.
+        MissingPackageError: A built-in metric needs torchmetrics, which is not installed.
+    """
+    if value is None:
+        return ()
+    if isinstance(value, Mapping) and not is_torch_metric(value):
+        metrics = tuple(_build_one(item, name) for name, item in value.items())
+    else:
+        metrics = tuple(_build_one(item, None) for item in (value if isinstance(value, list | tuple) else [value]))
+    _require_distinct([metric.name for metric in metrics])
+    _require_distinct([entry for metric in metrics for entry in metric.directions])
+    return metrics
+
+
+def _build_one(value: Any, name: str | None) -> Metric:
+    if name is not None and not isinstance(name, str):
+        _refuse(f"the name {describe(name)}", 'metrics={"f1": F1()}')
+    if isinstance(value, str):
+        return _find_builtin(value)() if name is None else _find_builtin(value)(name)
+    if is_torch_metric(value):
+        return TorchMetric(value, name)
+    if not isinstance(value, Metric):
+        got = f"the class {value.__name__}" if isinstance(value, type) else describe(value)
+        _refuse(got, f"metrics=[{value.__name__ if isinstance(value, type) else 'Accuracy'}()]")
+    if name not in (None, value.name):
+        got = f"{name!r} for a {type(value).__name__} that is named {value.name!r}"
+        _refuse(got, f"{type(value).__name__}(name={name!r}), or metrics=[...] without names")
+    return value
+
+
+def _find_builtin(name: str) -> Callable[..., Metric]:
+    if name not in BUILTIN:
+        nearest = get_close_matches(name.lower(), BUILTIN, n=1)
+        _refuse(repr(name), f"metrics=[{nearest[0]!r}]" if nearest else "a Metric of your own: class MyMetric(Metric)")
+    return BUILTIN[name]
+
+
+def _require_distinct(names: list[str]) -> None:
+    if len(set(names)) != len(names):
+        raise MetricError(explain(_WHERE, f"the names {names}", "each name once", "rename one"))
+
+
+def _refuse(got: str, do: str) -> NoReturn:
+    raise MetricError(explain(_WHERE, got, _EXPECTED, do))

@@ -1,0 +1,281 @@
+"""The metrics that people use most, computed by torchmetrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from accmt.errors import MetricError, explain
+from accmt.metrics.classes import IGNORED, has_scores, read_classes, read_scores, to_tensor
+from accmt.metrics.results import require_pair
+from accmt.metrics.torch_metrics import TorchMetric, load_torch_metric
+
+_AVERAGES = ("binary", "macro", "micro", "weighted", "none")
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _OfPairs(TorchMetric):
+    """A metric that reads predictions and references in a way of its own."""
+
+    def prepare(self, entry: Any) -> Inputs | None:
+        """Return the arguments of `update`; None where every reference is left out."""
+        predictions, references = self.read_pair(*require_pair(self.name, entry))
+        return ((predictions, references), {}) if references.numel() else None
+
+    def read_pair(self, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what torchmetrics is given.
+
+        Raises:
+            MetricError: The shapes do not fit.
+        """
+        raise NotImplementedError
+
+
+class _OfClasses(_OfPairs):
+    _default_name: str
+    _torch_name: str
+
+    def __init__(self, name: str | None = None, *, num_classes: int = 2, average: str | None = None) -> None:
+        name = name or self._default_name
+        if average is None:
+            average = "binary" if num_classes == 2 else "macro"
+        _check_classes(name, num_classes, average)
+        self._num_classes = num_classes
+        super().__init__(_load_of_classes(name, self._torch_name, num_classes, average), name)
+
+    def read_pair(self, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return predicted and true classes.
+
+        Raises:
+            MetricError: The shapes do not fit, or there are other classes than `num_classes` says.
+        """
+        predictions, references = to_tensor(self.name, predictions), to_tensor(self.name, references)
+        if has_scores(predictions, references):
+            _require_scores(self.name, predictions, self._num_classes)
+        predicted, expected = read_classes(self.name, predictions, references)
+        _require_classes(self.name, self._num_classes, predicted, expected)
+        return predicted.long(), expected.long()
+
+
+class F1(_OfClasses):
+    """F1 score: the harmonic mean of precision and recall.
+
+    Shapes:
+        predictions: Class indices `[samples, ...]`, or logits `[samples, ..., classes]`, of which the largest counts.
+        references: Class indices `[samples, ...]`; those of -100 are left out.
+
+    Args:
+        name: The key under which `validation_step` returns predictions and references.
+        num_classes: How many classes there are.
+        average: "binary" (that of class 1), "macro", "micro", "weighted", or "none" for one value a class, named
+            `<name>_<class>`; None is "binary" for two classes and "macro" for more.
+
+    Raises:
+        MetricError: No such average, or less than two classes.
+        MissingPackageError: torchmetrics is not installed.
+    """
+
+    _default_name = "f1"
+    _torch_name = "F1Score"
+
+
+class Precision(_OfClasses):
+    """Precision: the share of predictions of a class that are right. Shapes and arguments are those of `F1`."""
+
+    _default_name = "precision"
+    _torch_name = "Precision"
+
+
+class Recall(_OfClasses):
+    """Recall: the share of a class's samples that are found. Shapes and arguments are those of `F1`."""
+
+    _default_name = "recall"
+    _torch_name = "Recall"
+
+
+class AUROC(_OfPairs):
+    """Area under the receiver operating characteristic, exact: the scores of all samples are kept, on the CPU.
+
+    Shapes:
+        predictions: For two classes any score that rises with class 1 `[samples, ...]`, or two logits
+            `[samples, ..., 2]`; for more of them logits (or log-probabilities) `[samples, ..., classes]`.
+        references: Class indices `[samples, ...]`; those of -100 are left out.
+
+    Args:
+        name: The key under which `validation_step` returns predictions and references.
+        num_classes: How many classes there are.
+        average: As for `F1`, without "micro"; "binary" means two classes.
+
+    Raises:
+        MetricError: No such average, or less than two classes.
+        MissingPackageError: torchmetrics is not installed.
+    """
+
+    def __init__(self, name: str = "auroc", *, num_classes: int = 2, average: str | None = None) -> None:
+        if average is None:
+            average = "binary" if num_classes == 2 else "macro"
+        _check_classes(name, num_classes, average, [choice for choice in _AVERAGES if choice != "micro"])
+        self._num_classes = num_classes
+        self._is_binary = average == "binary"
+        super().__init__(_load_of_classes(name, "AUROC", num_classes, average), name)
+
+    def read_pair(self, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores between 0 and 1 and the true classes.
+
+        torchmetrics takes scores for logits if any of a batch lies outside 0 to 1, so how samples are shared among
+        batches would change the result. Scores are therefore brought there beforehand, in their order.
+
+        Raises:
+            MetricError: The shapes do not fit.
+        """
+        scores, classes = to_tensor(self.name, predictions), to_tensor(self.name, references)
+        if self._is_binary and scores.shape == classes.shape:
+            is_kept = classes != IGNORED
+            scores, classes = _to_double(scores[is_kept]), classes[is_kept]
+        else:
+            scores, classes = read_scores(self.name, scores, classes)
+            _require_scores(self.name, scores, self._num_classes)
+            scores = _to_double(scores)
+            scores = scores[:, 1] - scores[:, 0] if self._is_binary else scores.softmax(-1)
+        _require_classes(self.name, self._num_classes, classes)
+        return _squash(scores) if self._is_binary else scores, classes.long()
+
+
+class _Regression(_OfPairs):
+    _default_name: str
+    _path: str
+    _arguments: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, name: str | None = None) -> None:
+        name = name or self._default_name
+        super().__init__(load_torch_metric(name, self._path, **self._arguments), name)
+
+    def read_pair(self, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return predictions and references, flat.
+
+        Raises:
+            MetricError: Their shapes differ.
+        """
+        predictions, references = to_tensor(self.name, predictions), to_tensor(self.name, references)
+        if predictions.shape != references.shape:
+            got = f"predictions {tuple(predictions.shape)}, references {tuple(references.shape)}"
+            do = "bring them to one shape: predictions.squeeze(-1), say"
+            raise MetricError(explain(f"metric {self.name!r}", got, "equal shapes", do))
+        return predictions.reshape(-1), references.reshape(-1)
+
+
+class MSE(_Regression):
+    """Mean squared error over all numbers of predictions and references of equal shapes."""
+
+    _default_name = "mse"
+    _path = "regression.MeanSquaredError"
+
+
+class RMSE(_Regression):
+    """Square root of the mean squared error over all numbers of predictions and references of equal shapes."""
+
+    _default_name = "rmse"
+    _path = "regression.MeanSquaredError"
+    _arguments = MappingProxyType({"squared": False})
+
+
+class MAE(_Regression):
+    """Mean absolute error over all numbers of predictions and references of equal shapes."""
+
+    _default_name = "mae"
+    _path = "regression.MeanAbsoluteError"
+
+
+class R2(_Regression):
+    """Coefficient of determination over all numbers of predictions and references of equal shapes."""
+
+    _default_name = "r2"
+    _path = "regression.R2Score"
+
+
+class Perplexity(_OfPairs):
+    """Exponential of the mean negative log-likelihood of the right tokens.
+
+    Shapes:
+        predictions: Logits `[batch, time, vocab]`.
+        references: Tokens `[batch, time]`, those of -100 are left out. For a causal model both are shifted by the
+            step: `logits[:, :-1]` and `labels[:, 1:]`.
+
+    Args:
+        name: The key under which `validation_step` returns predictions and references.
+
+    Raises:
+        MissingPackageError: torchmetrics is not installed.
+    """
+
+    def __init__(self, name: str = "perplexity") -> None:
+        super().__init__(load_torch_metric(name, "text.Perplexity"), name)
+
+    def read_pair(self, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits `[1, tokens, vocab]` and tokens `[1, tokens]`.
+
+        Raises:
+            MetricError: The shapes do not fit.
+        """
+        logits, tokens = read_scores(self.name, predictions, references)
+        return logits.unsqueeze(0), tokens.unsqueeze(0)
+
+
+def _require_scores(name: str, scores: torch.Tensor, num_classes: int) -> None:
+    """Check how many classes there are scores for.
+
+    Raises:
+        MetricError: Another number than `num_classes`.
+    """
+    if scores.shape[-1] != num_classes:
+        got = f"predictions {tuple(scores.shape)}, the last dimension being classes, and num_classes={num_classes}"
+        do = f"num_classes={scores.shape[-1]}"
+        raise MetricError(explain(f"metric {name!r}", got, "as many scores as classes", do))
+
+
+def _require_classes(name: str, num_classes: int, *classes: torch.Tensor) -> None:
+    """Check that there are no other classes than there may be, which torchmetrics does not see in all cases.
+
+    Raises:
+        MetricError: There are.
+    """
+    every = torch.cat([part.flatten() for part in classes])
+    if not every.numel():
+        return
+    lowest, highest = (int(value) for value in torch.stack(every.aminmax()).tolist())
+    if lowest < 0 or highest >= num_classes:
+        do = f"num_classes={highest + 1}" if lowest >= 0 else f"{IGNORED} for what is to be left out"
+        expected = f"classes from 0 to {num_classes - 1} (num_classes={num_classes})"
+        raise MetricError(explain(f"metric {name!r}", f"classes from {lowest} to {highest}", expected, do))
+
+
+def _check_classes(
+    name: str, num_classes: int, average: str, averages: tuple[str, ...] | list[str] = _AVERAGES
+) -> None:
+    if num_classes < 2:
+        raise MetricError(explain(f"metric {name!r}", f"num_classes={num_classes}", "2 or more", "num_classes=2"))
+    choices = [choice for choice in averages if num_classes == 2 or choice != "binary"]
+    if average not in choices:
+        got = f"average={average!r} and num_classes={num_classes}"
+        raise MetricError(explain(f"metric {name!r}", got, f"one of {choices}", f"average={choices[0]!r}"))
+
+
+def _load_of_classes(name: str, kind: str, num_classes: int, average: str) -> Any:
+    if average == "binary":
+        return load_torch_metric(name, f"classification.Binary{kind}", validate_args=False)
+    arguments = {"num_classes": num_classes, "average": average, "validate_args": False}
+    return load_torch_metric(name, f"classification.Multiclass{kind}", **arguments)
+
+
+def _squash(scores: torch.Tensor) -> torch.Tensor:
+    """Bring scores between 0 and 1 without changing their order."""
+    return scores.atan() / math.pi + 0.5
+
+
+def _to_double(scores: torch.Tensor) -> torch.Tensor:
+    return scores if scores.device.type == "mps" else scores.double()

@@ -1,0 +1,86 @@
+"""What predictions of classes may look like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accmt.errors import MetricError, explain
+
+IGNORED = -100
+"""References of this value are left out, as torch's losses leave them out."""
+
+
+def read_classes(name: str, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return predicted and true classes, one for each reference that is not `IGNORED`.
+
+    Args:
+        name: The metric, for messages.
+        predictions: Class indices `[...]`, or scores `[..., classes]` of which the largest counts; tensors, arrays or
+            lists.
+        references: Class indices `[...]`.
+
+    Returns:
+        Both flat, `[samples]`.
+
+    Raises:
+        MetricError: The shapes do not fit, or there is one score for each sample: whether it is a logit or a
+            probability cannot be told.
+    """
+    predictions, references = to_tensor(name, predictions), to_tensor(name, references)
+    if has_scores(predictions, references):
+        predictions = predictions.argmax(-1)
+    if predictions.shape != references.shape or not _are_whole(predictions):
+        _refuse(name, predictions, references)
+    is_kept = references != IGNORED
+    return predictions.to(references.device)[is_kept], references[is_kept]
+
+
+def read_scores(name: str, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scores `[samples, classes]` with the classes `[samples]` that are not `IGNORED`.
+
+    Raises:
+        MetricError: There are not several scores for each reference.
+    """
+    predictions, references = to_tensor(name, predictions), to_tensor(name, references)
+    if not has_scores(predictions, references):
+        got = f"predictions {tuple(predictions.shape)}, references {tuple(references.shape)}"
+        expected = "logits [..., classes] and class indices [...]"
+        raise MetricError(explain(f"metric {name!r}", got, expected, "return the logits as predictions"))
+    is_kept = references != IGNORED
+    return predictions[is_kept.to(predictions.device)], references[is_kept]
+
+
+def has_scores(predictions: torch.Tensor, references: torch.Tensor) -> bool:
+    """Return whether there are several scores for each reference."""
+    has_classes = predictions.is_floating_point() and predictions.ndim > 0 and predictions.shape[-1] > 1
+    return has_classes and predictions.shape[:-1] == references.shape
+
+
+def to_tensor(name: str, value: Any) -> torch.Tensor:
+    """Return a tensor of numbers.
+
+    Raises:
+        MetricError: The value is something else.
+    """
+    try:
+        return torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        got, expected = f"{value!r:.80} ({type(value).__name__})", "a tensor, an array or a list of numbers"
+        do = f"return tensors under {name!r}, or write a Metric of your own"
+        raise MetricError(explain(f"metric {name!r}", got, expected, do)) from error
+
+
+def _are_whole(predictions: torch.Tensor) -> bool:
+    return not predictions.is_floating_point() or bool((predictions == predictions.round()).all())
+
+
+def _refuse(name: str, predictions: torch.Tensor, references: torch.Tensor) -> None:
+    got = f"predictions {tuple(predictions.shape)}, references {tuple(references.shape)}"
+    expected = "class indices of equal shapes, or scores with one dimension more, the classes"
+    do = "return logits.argmax(-1) as predictions"
+    if predictions.shape == references.shape or predictions.shape == (*references.shape, 1):
+        got += ", one score for each reference"
+        do = "return (logits > 0).long(), or (probabilities > 0.5).long(), in the shape of the references"
+    raise MetricError(explain(f"metric {name!r}", got, expected, do))

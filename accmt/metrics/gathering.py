@@ -1,0 +1,149 @@
+"""Predictions of all batches and processes, brought together where they are needed, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from accmt.errors import MetricError, explain
+from accmt.metrics.results import read_result, require_pair
+from accmt.processes import gather_objects, is_main_process, num_processes, run_on_main_process
+
+if TYPE_CHECKING:
+    from accmt.metrics.metric import Metric
+
+T = TypeVar("T")
+
+_CHUNK_BYTES = 2**25
+
+
+class GatheredPairs:
+    """Keeps predictions and references on the CPU until the metric is computed, over all of them at once.
+
+    Args:
+        metric: What computes.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._pairs: list[tuple[int, Any, Any]] = []
+
+    def add(self, entry: Any, position: int) -> None:
+        """Keep the pair of one batch.
+
+        Raises:
+            ModuleContractError: It is no pair.
+        """
+        predictions, references = require_pair(self._metric.name, entry)
+        self._pairs.append((position, to_cpu(predictions), to_cpu(references)))
+
+    def compute(self) -> dict[str, float]:
+        """Compute the metric on the main process, over the samples in the order of the data.
+
+        Processes: collective; the predictions go to the main process only.
+
+        Raises:
+            MetricError: Parts cannot be joined, or the metric returned something else than numbers.
+        """
+        every = gather_on_main_process(self._pairs)
+        self._pairs = []
+        return run_on_main_process(lambda: self._compute(every))
+
+    def _compute(self, every: list[list[tuple[int, Any, Any]]]) -> dict[str, float]:
+        # Processes share each round in their order, and sorting keeps equal positions as they stand.
+        pairs = sorted(chain(*every), key=lambda pair: pair[0])
+        name = self._metric.name
+        predictions = _join(name, [predictions for _, predictions, _ in pairs])
+        references = _join(name, [references for _, _, references in pairs])
+        return read_result(name, self._metric.main_metric, self._metric.compute(predictions, references))
+
+
+def gather_on_main_process(items: list[T]) -> list[list[T]]:
+    """Bring what each process holds to the main process, a few megabytes at a time.
+
+    Processes: collective.
+
+    Args:
+        items: Picklable values, any number of them, none too; tensors on the CPU.
+
+    Returns:
+        On the main process the items of each process, in the order of ranks; nothing on the others.
+    """
+    if num_processes() == 1:
+        return [items]
+    chunks = list(_cut(items))
+    gathered: list[list[T]] = [[] for _ in range(num_processes())] if is_main_process() else []
+    for index in range(max(gather_objects(len(chunks)))):
+        received: list[Any] | None = [None] * num_processes() if is_main_process() else None
+        dist.gather_object(chunks[index] if index < len(chunks) else [], received)
+        for of_process, part in zip(gathered, received or [], strict=True):
+            of_process += part
+    return gathered
+
+
+def _cut(items: list[T]) -> Iterator[list[T]]:
+    chunk: list[T] = []
+    size = 0
+    for item in items:
+        chunk.append(item)
+        size += _count_bytes(item)
+        if size >= _CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _count_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(_count_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_count_bytes, value))
+    return len(value) if isinstance(value, str | bytes) else 8
+
+
+def to_cpu(value: Any) -> Any:
+    """Return the value with its tensors and arrays, wherever they stand in it, as detached CPU tensors of their own.
+
+    They are copies: a view would keep the memory of all that it looks at, and a step may fill its output anew.
+    """
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return torch.tensor(value)
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: to_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [to_cpu(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _join(name: str, parts: list[Any]) -> Any:
+    """Put the predictions (or references) of all batches together."""
+    if all(isinstance(part, Mapping) for part in parts):
+        return _join_mappings(name, parts)
+    if not all(isinstance(part, torch.Tensor) for part in parts):
+        return [item for part in parts for item in (part if isinstance(part, list | tuple) else [part])]
+    parts = [part.reshape(1) if part.ndim == 0 else part for part in parts]
+    shapes = sorted({tuple(part.shape[1:]) for part in parts})
+    if len(shapes) > 1:
+        got = f"samples of the shapes {shapes[0]} and {shapes[-1]} in different batches"
+        do = "pad them to one length, flatten them, or return lists"
+        raise MetricError(explain(f"metric {name!r}", got, "samples of one shape", do))
+    return torch.cat(parts)
+
+
+def _join_mappings(name: str, parts: list[Mapping[Any, Any]]) -> dict[Any, Any]:
+    keys = sorted({tuple(part) for part in parts}, key=str)
+    if len({frozenset(of_part) for of_part in keys}) > 1:
+        got = f"dicts with the keys {keys[0]} and {keys[-1]} in different batches"
+        raise MetricError(explain(f"metric {name!r}", got, "the same keys", "return the same keys for every batch"))
+    return {key: _join(name, [part[key] for part in parts]) for key in keys[0]}

@@ -1,0 +1,81 @@
+"""Reads what validation steps and metrics return: pairs, and numbers."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, NoReturn
+
+import torch
+
+from accmt.errors import MetricError, ModuleContractError, explain
+
+
+def is_pair(entry: Any) -> bool:
+    """Return whether an entry looks like `(predictions, references)`."""
+    return isinstance(entry, tuple | list) and len(entry) == 2
+
+
+def require_pair(name: str, entry: Any) -> tuple[Any, Any]:
+    """Return the predictions and references of an entry.
+
+    Raises:
+        ModuleContractError: It is no pair.
+    """
+    if not is_pair(entry):
+        do = f'return {{"{name}": (predictions, references)}}'
+        raise ModuleContractError(
+            explain("validation_step", f"{name!r}: {describe(entry)}", "(predictions, references)", do)
+        )
+    return entry[0], entry[1]
+
+
+def find_scalar(value: Any) -> torch.Tensor | None:
+    """Return a number, or a tensor or array of one element, as a detached tensor of shape []; None for others."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().reshape(()) if value.numel() == 1 else None
+    if isinstance(value, numbers.Real):
+        return torch.tensor(float(value), dtype=torch.float64)
+    return None
+
+
+def read_result(name: str, main_metric: str, result: Any) -> dict[str, float]:
+    """Return the values that a metric computed.
+
+    Args:
+        name: The metric.
+        main_metric: The entry that must be there.
+        result: What `compute` returned.
+
+    Raises:
+        MetricError: It is no dict, lacks the main entry, or holds something else than numbers.
+    """
+    if not isinstance(result, dict) or main_metric not in result:
+        refuse_result(
+            name, describe(result), f"a dict with the entry {main_metric!r}", f'return {{"{main_metric}": value}}'
+        )
+    values = {}
+    for entry, value in result.items():
+        scalar = find_scalar(value)
+        if scalar is None:
+            do = f'return {{"{entry}": value.item()}}, with one entry for each number'
+            refuse_result(name, f"{entry!r}: {describe(value)}", "a number, or a tensor of one element", do)
+        values[str(entry)] = float(scalar)
+    return values
+
+
+def refuse_result(name: str, got: str, expected: str, do: str) -> NoReturn:
+    """Say what is wrong with the result of a metric.
+
+    Raises:
+        MetricError: Always.
+    """
+    raise MetricError(explain(f"metric {name!r}", f"compute returned {got}", expected, do))
+
+
+def describe(value: Any) -> str:
+    """Return the shape of a tensor or array, or the value and its type, cut short."""
+    shape = getattr(value, "shape", None)
+    if shape is not None and (not isinstance(value, torch.Tensor) or value.numel() != 1):
+        kind = "a tensor" if isinstance(value, torch.Tensor) else f"{type(value).__name__}"
+        return f"{kind} of shape {tuple(shape)}"
+    return f"{value!r:.80} ({type(value).__name__})"

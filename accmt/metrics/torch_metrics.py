@@ -1,0 +1,260 @@
+"""Metrics of torchmetrics: taken in batch by batch, put together over processes, computed once."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+from torch import nn
+
+from accmt.errors import MetricError, MissingPackageError, explain
+from accmt.metrics.metric import Accumulation, IsBetter, Metric
+from accmt.metrics.results import describe, find_scalar, is_pair, refuse_result
+from accmt.metrics.torch_states import KeptLists, begin_anew, bring_together, has_network, place, put_together
+from accmt.processes import run_on_main_process
+
+if TYPE_CHECKING:
+    import torchmetrics
+
+
+_FAULTS = (TypeError, ValueError, IndexError, RuntimeError)  # that torchmetrics raises about its inputs
+
+
+def is_torch_metric(value: Any) -> bool:
+    """Return whether a value is a `torchmetrics.Metric` or `MetricCollection`, without importing the package."""
+    package = sys.modules.get("torchmetrics")
+    return package is not None and isinstance(value, package.Metric | package.MetricCollection)
+
+
+def load_torch_metric(name: str, path: str, **arguments: Any) -> torchmetrics.Metric:
+    """Build a metric of torchmetrics.
+
+    Args:
+        name: The metric of ours that needs it.
+        path: Module and class below torchmetrics, such as "classification.BinaryF1Score".
+        arguments: Of the class.
+
+    Raises:
+        MissingPackageError: torchmetrics is not installed.
+    """
+    module, _, kind = path.rpartition(".")
+    try:
+        loaded = import_module(f"torchmetrics.{module}")
+    except ImportError as error:
+        message = explain(f"metric {name!r}", f"{error}", "the package torchmetrics", "pip install torchmetrics")
+        raise MissingPackageError(message) from error
+    metric: torchmetrics.Metric = getattr(loaded, kind)(**arguments)
+    return metric
+
+
+class TorchMetric(Metric):
+    """A metric of torchmetrics, or a collection of them that get the same inputs.
+
+    The module's `validation_step` returns under the name what `update` takes: `(predictions, references)`, a tuple of
+    another length, a dict of named arguments, or a single value. It is handed on as it comes, with arrays and lists of
+    numbers as tensors, and floats in double precision, so that the result does not depend on how samples were shared.
+
+    Results: one number is named as the metric; of a vector each element is `<name>_<index>`; entries of a dict and
+    members of a collection keep their names.
+
+    Args:
+        metric: A `torchmetrics.Metric` or `MetricCollection`; it is reset at the start of each validation set.
+        name: The key under which `validation_step` returns the inputs; None is the name of the class in snake case.
+        greater_is_better: The direction; None is the metric's own `higher_is_better`.
+        main_metric: The entry of the result that models are selected by; None is the name, or each of a collection.
+
+    Raises:
+        MetricError: `metric` is something else.
+    """
+
+    def __init__(
+        self,
+        metric: Any,
+        name: str | None = None,
+        *,
+        greater_is_better: bool | None = None,
+        main_metric: str | None = None,
+    ) -> None:
+        if not is_torch_metric(metric):
+            expected = "a torchmetrics.Metric or MetricCollection"
+            raise MetricError(
+                explain("TorchMetric(...)", describe(metric), expected, "TorchMetric(MeanSquaredError())")
+            )
+        name = name or _to_snake_case(type(metric).__name__)
+        is_collection = isinstance(metric, nn.ModuleDict)
+        self.members: dict[str, torchmetrics.Metric] = dict(metric.items()) if is_collection else {name: metric}
+        self._is_main_required = main_metric is not None
+        self._greater = {
+            entry: self._find_direction(entry) if greater_is_better is None else greater_is_better
+            for entry in (self.members if main_metric is None else [main_metric])
+        }
+        first, greater = next(iter(self._greater.items()))
+        super().__init__(name, greater_is_better=greater, main_metric=first)
+
+    def _find_direction(self, entry: str) -> bool | None:
+        members = list(self.members.values())
+        member = self.members.get(entry, members[0] if len(members) == 1 else None)
+        return None if member is None else member.higher_is_better
+
+    def prepare(self, entry: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the positional and named arguments of `update`; None where there is nothing to take in.
+
+        Args:
+            entry: What `validation_step` returned under the metric's name.
+        """
+        if isinstance(entry, Mapping):
+            return (), dict(entry)
+        return (tuple(entry) if isinstance(entry, tuple) or is_pair(entry) else (entry,)), {}
+
+    @property
+    def directions(self) -> Mapping[str, IsBetter]:
+        """For each entry of the result that models can be selected by, whether a new value beats an old one."""
+        return {entry: partial(self._is_better, entry) for entry in self._greater}
+
+    def is_better(self, new: float, best: float) -> bool:
+        """Return whether `new` beats `best` in the main metric's direction; NaN never does.
+
+        Raises:
+            MetricError: torchmetrics does not know the direction, and none was given.
+        """
+        return self._is_better(self.main_metric, new, best)
+
+    def _is_better(self, entry: str, new: float, best: float) -> bool:
+        greater = self._greater[entry]
+        if greater is None:
+            got = f"no direction for {entry!r}: torchmetrics does not know whether greater is better"
+            do = "TorchMetric(metric, greater_is_better=True)"
+            raise MetricError(explain(f"metric {self.name!r}", got, "a direction, to select models by it", do))
+        return new > best if greater else new < best
+
+    def compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        """Compute the metric over everything at once, on this process alone."""
+        taken = _TakenIn(self)
+        taken.add((predictions, references), 0)
+        return taken.compute_here([])
+
+    def accumulate(self) -> Accumulation:
+        """Reset the metric and let it take in a validation set batch by batch."""
+        return _TakenIn(self)
+
+    def read(self) -> dict[str, float]:
+        """Return the values of the metric's states as they are.
+
+        Raises:
+            MetricError: Something else than numbers, vectors and dicts of them, or not the main metric.
+        """
+        values: dict[str, float] = {}
+        for name, member in self.members.items():
+            values |= _flatten(self.name, name, member.compute())
+        if self._is_main_required and self.main_metric not in values:
+            do = f"main_metric={next(iter(values), None)!r}"
+            refuse_result(self.name, f"the entries {list(values)}", f"the entry {self.main_metric!r}", do)
+        return values
+
+
+class _TakenIn:
+    """What a metric of torchmetrics has taken in of one validation set."""
+
+    def __init__(self, metric: TorchMetric) -> None:
+        self._metric = metric
+        self._members = list(metric.members.values())
+        for member in self._members:
+            begin_anew(member)
+        self._kept = [KeptLists(member) for member in self._members]
+        self._dtype = None if any(map(has_network, self._members)) else torch.float64
+
+    def add(self, entry: Any, position: int) -> None:
+        inputs = self._metric.prepare(entry)
+        if inputs is None:
+            return
+        arguments, named = _to_tensors(inputs, self._dtype)
+        device = _find_device((arguments, named))
+        for member, kept in zip(self._members, self._kept, strict=True):
+            if device is not None:
+                place(member, device)
+            try:
+                member.update(*arguments, **named)
+            except torch.OutOfMemoryError:
+                raise
+            except _FAULTS as error:
+                self._refuse(f"{_describe_inputs(arguments, named)}: {error}", error)
+            kept.move_new()
+
+    def compute(self) -> dict[str, float]:
+        gathered = [bring_together(member) for member in self._members]
+        values = run_on_main_process(lambda: self.compute_here(gathered))
+        for member in self._members:
+            begin_anew(member)  # so that no samples are kept until the next evaluation
+        return values
+
+    def compute_here(self, gathered: list[Any]) -> dict[str, float]:
+        """Compute from the states of all processes, on the CPU unless the metric has a network."""
+        for index, member in enumerate(self._members):
+            if not has_network(member):
+                place(member, torch.device("cpu"))
+            put_together(member, gathered[index] if gathered else [])
+        if not any(member.update_called for member in self._members):
+            self._refuse("no sample: every reference was left out", None)
+        try:
+            with torch.inference_mode():  # as validation steps: their tensors may be changed in no other mode
+                return self._metric.read()
+        except MetricError:
+            raise
+        except _FAULTS as error:
+            self._refuse(f"compute: {error}", error)
+
+    def _refuse(self, got: str, cause: Exception | None) -> NoReturn:
+        expected = "what update of " + ", ".join(type(member).__name__ for member in self._members) + " takes"
+        do = "look into what validation_step returns under this name"
+        raise MetricError(explain(f"metric {self._metric.name!r}", got, expected, do)) from cause
+
+
+def _to_snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def _to_tensors(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return the value with arrays and lists of numbers as tensors, floats in `dtype` where the device has it."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        value = torch.as_tensor(value)
+    if isinstance(value, list) and value and all(isinstance(item, Real) for item in value):
+        value = torch.tensor(value)
+    if isinstance(value, torch.Tensor):
+        is_cast = dtype is not None and value.is_floating_point() and value.device.type != "mps"
+        return value.detach().to(dtype) if is_cast else value.detach()
+    if isinstance(value, Mapping):
+        return {key: _to_tensors(item, dtype) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_to_tensors(item, dtype) for item in value)
+    return value
+
+
+def _find_device(value: Any) -> torch.device | None:
+    """Return the device of the first tensor in a value."""
+    if isinstance(value, torch.Tensor):
+        return value.device
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return next((device for item in items if (device := _find_device(item)) is not None), None)
+
+
+def _describe_inputs(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> str:
+    return ", ".join([*map(describe, arguments), *(f"{name}: {describe(value)}" for name, value in named.items())])
+
+
+def _flatten(metric: str, name: str, value: Any) -> dict[str, float]:
+    if isinstance(value, Mapping):
+        return {key: item for entry in value for key, item in _flatten(metric, str(entry), value[entry]).items()}
+    scalar = find_scalar(value)
+    if scalar is not None:
+        return {name: float(scalar)}
+    if not isinstance(value, torch.Tensor) or value.ndim != 1:
+        do = "choose a metric of numbers, such as an average"
+        refuse_result(metric, f"{name!r}: {describe(value)}", "a number, one for each class, or a dict of these", do)
+    return {f"{name}_{index}": item for index, item in enumerate(value.tolist())}

@@ -1,0 +1,73 @@
+"""What `metrics=` may be given, and what is said about the rest."""
+
+from __future__ import annotations
+
+import pytest
+import torchmetrics
+from torchmetrics import regression
+
+from accmt.errors import MetricError
+from accmt.metrics import BUILTIN, F1, Accuracy, Metric, TorchMetric, build_metrics
+
+
+class Own(Metric):
+    def compute(self, predictions, references):
+        return {self.name: 1.0}
+
+
+ACCURACY = Accuracy()
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        (None, []),
+        ([], []),
+        ({}, []),
+        (ACCURACY, ["accuracy"]),
+        ([ACCURACY, Own("own")], ["accuracy", "own"]),
+        ((ACCURACY,), ["accuracy"]),
+        ("accuracy", ["accuracy"]),
+        (["accuracy", "f1", F1("macro_f1", num_classes=3)], ["accuracy", "f1", "macro_f1"]),
+        (regression.MeanSquaredError(), ["mean_squared_error"]),
+        ([regression.R2Score(), ACCURACY], ["r2_score", "accuracy"]),
+        ({"error": regression.MeanSquaredError(), "top1": "accuracy", "own": Own("own")}, ["error", "top1", "own"]),
+        (torchmetrics.MetricCollection([regression.MeanSquaredError()]), ["metric_collection"]),
+        ({"errors": torchmetrics.MetricCollection([regression.MeanSquaredError()])}, ["errors"]),
+    ],
+)
+def test_metrics_may_be_given_in_many_ways(value, names):
+    assert [metric.name for metric in build_metrics(value)] == names
+
+
+def test_metrics_of_ours_are_taken_as_they_are():
+    assert build_metrics([ACCURACY])[0] is ACCURACY
+    assert isinstance(build_metrics(regression.MeanSquaredError())[0], TorchMetric)
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_every_built_in_metric_has_its_name(name):
+    (metric,) = build_metrics(name)
+    assert (metric.name, metric.main_metric, list(metric.directions)) == (name, name, [name])
+    (renamed,) = build_metrics({"other": name})
+    assert (renamed.name, list(renamed.directions)) == ("other", ["other"])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("acuracy", r"got: 'acuracy'\n  expected: .*accuracy, auroc, f1[\s\S]*do: metrics=\['accuracy'\]"),
+        ("F1", r"do: metrics=\['f1'\]"),
+        ("bleu", "a Metric of your own"),
+        (Accuracy, r"the class Accuracy\n[\s\S]*metrics=\[Accuracy\(\)\]"),
+        ([ACCURACY, Accuracy()], r"the names \['accuracy', 'accuracy'\]"),
+        ([Own("a", main_metric="x"), Own("b", main_metric="x")], r"the names \['x', 'x'\]"),
+        ([3], r"got: 3 \(int\)"),
+        (lambda p, r: 0.0, "function"),
+        ({"other": ACCURACY}, "'other' for a Accuracy that is named 'accuracy'"),
+        ({3: ACCURACY}, r"the name 3 \(int\)"),
+    ],
+)
+def test_what_is_no_metric_is_refused(value, message):
+    with pytest.raises(MetricError, match=message):
+        build_metrics(value)
