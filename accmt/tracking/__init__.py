@@ -2,6 +2,7 @@
 
 from accmt.tracking.history import read_history
 from accmt.tracking.run_folder import RunPlace, default_run_name, default_track_name, is_url
+from accmt.tracking.spec import TrackerSpec
 from accmt.tracking.specs import (
     Aim,
     ClearML,
@@ -9,10 +10,10 @@ from accmt.tracking.specs import (
     DVCLive,
     MLFlow,
     TensorBoard,
-    TrackerSpec,
     WandB,
     resolve_trackers,
 )
+from accmt.tracking.sync import Synced, sync_run
 from accmt.tracking.tracking import RunStatus, Tracking
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "MLFlow",
     "RunPlace",
     "RunStatus",
+    "Synced",
     "TensorBoard",
     "TrackerSpec",
     "Tracking",
@@ -32,4 +34,5 @@ __all__ = [
     "is_url",
     "read_history",
     "resolve_trackers",
+    "sync_run",
 ]

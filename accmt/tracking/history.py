@@ -1,55 +1,218 @@
-"""`history.jsonl`: every row of a run, one strict JSON object a line, whatever other trackers there are.
+"""`history.jsonl`: every row of a run, one strict JSON object a line; it is also the spool that trackers are fed from.
 
-Three kinds of line: `{"step", "time", "values"}` for a row of logged numbers, `{"time", "config"}` where a run starts
-or goes on, `{"time", "status"}` where it ends. `time` is in seconds since the epoch.
+Four kinds of line: `{"step", "time", "values"}` for a row of logged numbers, `{"time", "config"}` where a run starts or
+goes on, `{"time", "rewind"}` where a resumed run goes back to its checkpoint, `{"time", "status"}` where it ends.
+`time` is in seconds since the epoch. Nothing is ever taken out: `"rewind": {"line", "step", "attempt"}` says that the
+rows from line `line` (counted from 0) on to itself were logged after the checkpoint, and are superseded.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from accmt.files import JsonLines, read_json_lines
+from accmt.errors import explain
+from accmt.files import dumps, loads, read_json_lines
+from accmt.messages import warn
 
 HISTORY_FILE = "history.jsonl"
+MAX_UNWRITTEN = 10_000
 
 
 class History:
     """Appends rows to `history.jsonl`; each is with the operating system before the call returns.
 
+    On a full disk up to `MAX_UNWRITTEN` rows wait in memory, and are written as soon as there is room again.
+
     Args:
         folder: The run folder; it must exist. Rows of an earlier part of the run stay.
+
+    Raises:
+        OSError: The file cannot be opened.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._lines = JsonLines(folder / HISTORY_FILE)
+        self.path = folder / HISTORY_FILE
+        self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        size, self.num_written = _measure(self.path)
+        os.ftruncate(self._descriptor, size)
+        self._unwritten: deque[bytes] = deque()
+        self._num_lost = 0
+        self._is_full = False
+        self._lock = threading.Lock()
+
+    @property
+    def num_lines(self) -> int:
+        """The lines so far, those of earlier attempts and those that wait for room on the disk included."""
+        with self._lock:
+            return self.num_written + len(self._unwritten)
+
+    def is_ours_alone(self) -> bool:
+        """Claim the file until it is closed or the process ends; False where another process has claimed it."""
+        try:
+            fcntl.flock(self._open_descriptor(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system without locks
+            return True
+        return True
 
     def add_values(self, values: Mapping[str, float], step: int) -> None:
         """Write the numbers logged at update `step`."""
-        self._lines.append({"step": step, "time": time.time(), "values": dict(values)})
+        self._append({"step": step, "time": time.time(), "values": dict(values)})
 
     def add_config(self, config: Mapping[str, Any]) -> None:
         """Write the configuration, nested as it is, at the start of the run."""
-        self._lines.append({"time": time.time(), "config": dict(config)})
+        self._append({"time": time.time(), "config": dict(config)})
+
+    def add_rewind(self, line: int, step: int | None, attempt: int) -> None:
+        """Declare the rows from `line` on superseded: attempt `attempt` goes on after update `step`."""
+        self._append({"time": time.time(), "rewind": {"line": line, "step": step, "attempt": attempt}})
 
     def add_status(self, status: str) -> None:
         """Write how the run ended."""
-        self._lines.append({"time": time.time(), "status": status})
+        self._append({"time": time.time(), "status": status})
+
+    def unwritten(self, line: int) -> bytes | None:
+        """Return a line that waits for room on the disk; None where it is on the disk, or not there yet."""
+        with self._lock:
+            index = line - self.num_written
+            return self._unwritten[index] if 0 <= index < len(self._unwritten) else None
 
     def close(self) -> None:
         """Close the file; calling it twice does no harm."""
-        self._lines.close()
+        with self._lock:
+            if self._descriptor is None:
+                return
+            self._write_out()
+            os.close(self._descriptor)
+            self._descriptor = None
+        lost = self._num_lost + len(self._unwritten)
+        if lost:
+            got = f"{lost} rows that were never written"
+            warn(explain(str(self.path), got, "room on the disk before the run ends", "make room for the next run"))
+
+    def _append(self, row: dict[str, Any]) -> None:
+        line = (dumps(row) + "\n").encode()
+        with self._lock:
+            self._unwritten.append(line)
+            self._write_out()
+            if len(self._unwritten) > MAX_UNWRITTEN:
+                self._unwritten.pop()
+                self._num_lost += 1
+
+    def _write_out(self) -> None:
+        try:
+            while self._unwritten:
+                self._write(self._unwritten[0])
+                self._unwritten.popleft()
+                self.num_written += 1
+            self._is_full = False
+        except OSError as error:
+            self._warn_of_full_disk(error)
+
+    def _write(self, line: bytes) -> None:
+        descriptor = self._open_descriptor()
+        written = os.write(descriptor, line)
+        if written < len(line):
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _warn_of_full_disk(self, error: OSError) -> None:
+        if self._is_full:
+            return
+        self._is_full = True
+        expected = f"room for the rows of the log; training goes on, and {MAX_UNWRITTEN:,} rows are kept in memory"
+        warn(explain(str(self.path), str(error), expected, f"make room in {self.path.parent}"))
+
+    def _open_descriptor(self) -> int:
+        if self._descriptor is None:
+            raise OSError(errno.EBADF, f"{self.path} is closed")
+        return self._descriptor
 
 
-def read_history(folder: Path) -> list[dict[str, Any]]:
-    """Read all rows of a run in the order of writing; a last line that a crash cut short is passed over.
+class HistoryReader:
+    """Reads the rows of a `History` as they come, from any thread.
+
+    Args:
+        history: Where rows are being added.
+        line: The first line to read, counted from 0.
+    """
+
+    def __init__(self, history: History, line: int = 0) -> None:
+        self._history = history
+        self._file = history.path.open("rb")
+        self._line_in_file = 0
+        self.line = line
+
+    def read(self, limit: int) -> list[tuple[int, dict[str, Any]]]:
+        """Return up to `limit` further rows, each with the number of its line; none where there are none yet."""
+        rows: list[tuple[int, dict[str, Any]]] = []
+        while len(rows) < limit and (line := self._next_line()) is not None:
+            rows.append((self.line, loads(line.decode())))
+            self.line += 1
+        return rows
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _next_line(self) -> bytes | None:
+        if self.line >= self._history.num_written:
+            return self._history.unwritten(self.line)
+        while self._line_in_file < self.line:
+            self._file.readline()
+            self._line_in_file += 1
+        self._line_in_file += 1
+        return self._file.readline()
+
+
+class Superseded:
+    """Tells rows that a resumed run took back from those that count.
+
+    Args:
+        rows: All lines of a history, from the first on.
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        self._spans = [range(row["rewind"]["line"], line) for line, row in enumerate(rows) if "rewind" in row]
+
+    def has(self, line: int, *, since: int = 0) -> bool:
+        """Return whether the row in line `line` is superseded, by a rewind in line `since` or later."""
+        return any(line in span and span.stop >= since for span in self._spans)
+
+
+def read_history(folder: Path, *, include_superseded: bool = False) -> list[dict[str, Any]]:
+    """Read the rows of a run in the order of writing; a last line that a crash cut short is passed over.
 
     Args:
         folder: The run folder, of a finished run or of one that is going on.
+        include_superseded: Whether rows that a killed attempt logged after the checkpoint from which the run was
+            resumed are returned too.
 
     Raises:
         FileNotFoundError: There is no `history.jsonl` in `folder`.
     """
-    return list(read_json_lines(folder / HISTORY_FILE))
+    rows = list(read_json_lines(folder / HISTORY_FILE))
+    if include_superseded:
+        return rows
+    superseded = Superseded(rows)
+    return [row for line, row in enumerate(rows) if "values" not in row or not superseded.has(line)]
+
+
+def _measure(path: Path) -> tuple[int, int]:
+    """Return the bytes and the number of a file's whole lines: a crash can cut the last one short."""
+    size = lines = 0
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                size += len(line)
+                lines += 1
+    return size, lines

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from accmt.errors import UnknownArgumentError, explain
-from accmt.tracking.specs import TrackerSpec
+from accmt.tracking.spec import TrackerSpec
 
 
 def kwargs_of_each(specs: Sequence[TrackerSpec], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -52,11 +52,13 @@ class RunPlace:
         logging_dir: Folder of logs, or a URL as `is_url` tells it.
         track_name: Project or experiment, as the user wrote it.
         run_name: Name of this run, as the user wrote it.
+        folder: The run folder, where it is not the one that the other three say.
     """
 
     logging_dir: str
     track_name: str
     run_name: str
+    folder: Path | None = None
 
     @property
     def url(self) -> str | None:
@@ -77,7 +79,7 @@ class RunPlace:
     @property
     def run_folder(self) -> Path:
         """`<base_folder>/<track_name>/<run_name>`, the names made fit for a file system."""
-        return self.base_folder / _folder_name(self.track_name) / _folder_name(self.run_name)
+        return self.folder or self.base_folder / _folder_name(self.track_name) / _folder_name(self.run_name)
 
 
 def _folder_name(name: str) -> str:

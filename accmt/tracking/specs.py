@@ -2,80 +2,55 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from accmt.errors import ArgumentError, MissingPackageError, explain
+from accmt.tracking.replay import Resume, Rewinding, Row
 from accmt.tracking.run_folder import DEFAULT_LOGGING_DIR, RunPlace
+from accmt.tracking.spec import NEW_RUN, GivenTracker, TrackerSpec, parameter_names
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-
-class TrackerSpec:
-    """One kind of tracker; the class itself, an instance with arguments, or its name may be given as `log_with`.
-
-    Args:
-        init_kwargs: Arguments of the tracker's start, as in `MLFlow(tags={"team": "news"})`.
-    """
-
-    name: str
-    package: ClassVar[str]
-    takes_url: ClassVar[bool] = False
-
-    def __init__(self, **init_kwargs: Any) -> None:
-        self.init_kwargs = init_kwargs
-
-    def accepted_names(self) -> frozenset[str] | None:
-        """Return the keywords that the tracker's start takes; None where it takes any."""
-        raise NotImplementedError
-
-    def build(self, place: RunPlace, kwargs: Mapping[str, Any], *, is_quiet: bool) -> GeneralTracker:
-        """Make the tracker of one run; its `start` is left to the caller."""
-        raise NotImplementedError
-
-    def clean_name(self, name: str) -> str:
-        """Return the name under which the tracker keeps a metric or a parameter."""
-        return name
-
-    def finish(self, tracker: GeneralTracker, status: str) -> None:
-        """End the run with `status`, where the tracker knows one."""
-        del status
-        tracker.finish()
-
-    def run_id(self, tracker: GeneralTracker) -> str | None:
-        """Return the id by which the tracker's service knows the run, if it has one."""
-        del tracker
-        return None
-
-    def dashboard_command(self, place: RunPlace) -> list[str]:
-        """Return the command that shows the runs in a browser; empty where there is nothing to start."""
-        del place
-        return []
+_SERVERS_TROUBLE = (408, 429, 500, 502, 503, 504)
 
 
 class TensorBoard(TrackerSpec):
-    """TensorBoard: event files in the run folder. Keywords are those of `torch.utils.tensorboard.SummaryWriter`."""
+    """TensorBoard: event files in the run folder. Keywords are those of `torch.utils.tensorboard.SummaryWriter`.
+
+    A resumed run writes a further event file, which withdraws the points that a killed attempt logged after the
+    checkpoint.
+    """
 
     name = "tensorboard"
     package = "tensorboard"
+    rewinding = Rewinding.WITHDRAWS
 
     def accepted_names(self) -> frozenset[str] | None:
         """As `TrackerSpec.accepted_names`."""
         from torch.utils.tensorboard import SummaryWriter
 
-        return _parameter_names(SummaryWriter, without={"log_dir"})
+        return parameter_names(SummaryWriter, without={"log_dir"})
 
-    def build(self, place: RunPlace, kwargs: Mapping[str, Any], *, is_quiet: bool) -> GeneralTracker:
+    def build(
+        self, place: RunPlace, kwargs: Mapping[str, Any], *, is_quiet: bool, resume: Resume = NEW_RUN
+    ) -> GeneralTracker:
         """As `TrackerSpec.build`."""
         from accmt.tracking.adapters import TensorBoardRun
 
         del is_quiet
-        return TensorBoardRun(run_name=place.run_folder.name, logging_dir=place.run_folder.parent, **kwargs)
+        folder, options = place.run_folder, {"purge_step": resume.first_step, **kwargs}
+        return TensorBoardRun(run_name=folder.name, logging_dir=folder.parent, **options)
+
+    def deliver(self, tracker: GeneralTracker, rows: Sequence[Row]) -> Iterator[int]:
+        """As `TrackerSpec.deliver`; at the times when they were logged."""
+        tracker.log_rows(rows)
+        yield len(rows)
 
     def dashboard_command(self, place: RunPlace) -> list[str]:
         """As `TrackerSpec.dashboard_command`."""
@@ -87,19 +62,28 @@ class MLFlow(TrackerSpec):
 
     The store is the URL in `logging_dir`; with a folder it is `<logging_dir>/mlflow.db`, with artifacts in
     `<logging_dir>/mlartifacts`. `MLFLOW_TRACKING_URI` is obeyed where `logging_dir` was left at its default.
+
+    A resumed run goes on in the same MLflow run. MLflow cannot withdraw points, and shows two of one step both: those
+    that a killed attempt logged after the checkpoint stay, new ones of the same name and step are left out (they are in
+    `history.jsonl`), and the tags `accmt.attempt` and `accmt.steps_of_earlier_attempts` say so. Nor can it change a
+    parameter: a changed one is stored as `<name>.attempt_<number>`. A preempted run is KILLED to MLflow; the tag
+    `accmt.status` has the true word.
     """
 
     name = "mlflow"
     package = "mlflow"
     takes_url = True
+    rewinding = Rewinding.KEEPS
 
     def accepted_names(self) -> frozenset[str] | None:
         """As `TrackerSpec.accepted_names`."""
         from accelerate.tracking import MLflowTracker
 
-        return _parameter_names(MLflowTracker)
+        return parameter_names(MLflowTracker)
 
-    def build(self, place: RunPlace, kwargs: Mapping[str, Any], *, is_quiet: bool) -> GeneralTracker:
+    def build(
+        self, place: RunPlace, kwargs: Mapping[str, Any], *, is_quiet: bool, resume: Resume = NEW_RUN
+    ) -> GeneralTracker:
         """As `TrackerSpec.build`."""
         from accmt.tracking.adapters import MLFlowRun
 
@@ -111,7 +95,41 @@ class MLFlow(TrackerSpec):
             "run_name": place.run_name,
             "logging_dir": (place.base_folder.absolute() / "mlartifacts").as_uri() if is_our_store else None,
         }
-        return MLFlowRun(uri, is_quiet=is_quiet, **{**names, **kwargs})
+        return MLFlowRun(uri, is_quiet=is_quiet, resume=resume, **{**names, **kwargs})
+
+    def server(self, place: RunPlace) -> str | None:
+        """As `TrackerSpec.server`."""
+        uri = self.tracking_uri(place)
+        return None if uri == self._local_uri(place) else uri
+
+    def is_remote(self, place: RunPlace) -> bool:
+        """As `TrackerSpec.is_remote`."""
+        return not self.tracking_uri(place).startswith(("sqlite:", "file:", "/", "."))
+
+    def deliver(self, tracker: GeneralTracker, rows: Sequence[Row]) -> Iterator[int]:
+        """As `TrackerSpec.deliver`; a row that is delivered twice is there once, for it has its own time."""
+        tracker.log_rows(rows)
+        yield len(rows)
+
+    def is_outage(self, error: BaseException | None) -> bool:
+        """As `TrackerSpec.is_outage`."""
+        from mlflow.exceptions import ERROR_CODE_TO_HTTP_STATUS, RestException
+
+        if not isinstance(error, RestException):
+            return super().is_outage(error)
+        return ERROR_CODE_TO_HTTP_STATUS.get(error.error_code, 500) in _SERVERS_TROUBLE
+
+    def is_refusal(self, error: BaseException) -> bool:
+        """As `TrackerSpec.is_refusal`."""
+        return getattr(error, "error_code", None) in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+
+    def attach(self, tracker: GeneralTracker) -> None:
+        """As `TrackerSpec.attach`: `mlflow.log_figure` and the like go to the run."""
+        tracker.attach()
+
+    def detach(self, tracker: GeneralTracker, status: str) -> None:
+        """As `TrackerSpec.detach`."""
+        tracker.detach(status)
 
     def clean_name(self, name: str) -> str:
         """As `TrackerSpec.clean_name`."""
@@ -142,32 +160,40 @@ class MLFlow(TrackerSpec):
         return f"sqlite:///{place.base_folder.absolute() / 'mlflow.db'}"
 
 
-class GivenTracker(TrackerSpec):
-    """A user's own Accelerate tracker: an instance, or a class.
+class DVCLive(TrackerSpec):
+    """DVCLive: files in `<run folder>/dvclive`. Keywords are those of `dvclive.Live`.
 
-    A class is called with those of `run_name`, `track_name`, `project_name`, `experiment_name` and `logging_dir` (the
-    run folder) that its constructor names, and with the Trainer's further keywords that it takes.
+    No DVC experiment is saved, and no `dvc.yaml` or report written, unless keywords ask for it. A resumed run takes the
+    points that a killed attempt logged after the checkpoint out of the files.
     """
 
-    def __init__(self, given: GeneralTracker | type[GeneralTracker]) -> None:
-        super().__init__()
-        self._given = given
-        own_name = getattr(given, "name", None)
-        self.name = own_name if isinstance(own_name, str) else getattr(given, "__name__", type(given).__name__)
+    name = "dvclive"
+    package = "dvclive"
+    rewinding = Rewinding.WITHDRAWS
 
     def accepted_names(self) -> frozenset[str] | None:
-        """As `TrackerSpec.accepted_names`; an instance takes none any more."""
-        return _parameter_names(self._given) if isinstance(self._given, type) else frozenset()
+        """As `TrackerSpec.accepted_names`."""
+        return parameter_names(import_module("dvclive").Live, without={"dir", "resume"})
 
-    def build(self, place: RunPlace, kwargs: Mapping[str, Any], *, is_quiet: bool) -> GeneralTracker:
+    def build(
+        self, place: RunPlace, kwargs: Mapping[str, Any], *, is_quiet: bool, resume: Resume = NEW_RUN
+    ) -> GeneralTracker:
         """As `TrackerSpec.build`."""
+        from accmt.tracking.adapters import DVCLiveRun
+
         del is_quiet
-        if not isinstance(self._given, type):
-            return self._given
-        project = dict.fromkeys(("track_name", "project_name", "experiment_name"), place.track_name)
-        offered = {**project, "run_name": place.run_name, "logging_dir": str(place.run_folder)}
-        named = inspect.signature(self._given).parameters
-        return self._given(**{**{name: value for name, value in offered.items() if name in named}, **kwargs})
+        return DVCLiveRun(place.run_folder / "dvclive", resume, **kwargs)
+
+    def clean_name(self, name: str) -> str:
+        """As `TrackerSpec.clean_name`."""
+        from accmt.tracking.adapters import clean_path
+
+        return clean_path(name)
+
+    def deliver(self, tracker: GeneralTracker, rows: Sequence[Row]) -> Iterator[int]:
+        """As `TrackerSpec.deliver`."""
+        tracker.log_rows(rows)
+        yield len(rows)
 
 
 class _NotSupportedYet(TrackerSpec):
@@ -201,15 +227,14 @@ class ClearML(_NotSupportedYet):
     name = "clearml"
 
 
-class DVCLive(_NotSupportedYet):
-    """DVCLive; not supported yet: making one raises NotImplementedError."""
-
-    name = "dvclive"
-
-
 _SPECS: tuple[type[TrackerSpec], ...] = (TensorBoard, MLFlow, WandB, CometML, Aim, ClearML, DVCLive)
 _BY_NAME = {spec.name: spec for spec in _SPECS}
-_SUPPORTED = "TensorBoard, MLFlow, their names, any accelerate GeneralTracker, or a list of these"
+_SUPPORTED = "TensorBoard, MLFlow, DVCLive, their names, any accelerate GeneralTracker, or a list of these"
+
+
+def tracker_names() -> frozenset[str]:
+    """Return the names that stand for trackers in `log_with`."""
+    return frozenset(_BY_NAME)
 
 
 def resolve_trackers(log_with: Any) -> list[TrackerSpec]:
@@ -266,10 +291,3 @@ def _raise_unknown(entry: Any) -> None:
     nearest = get_close_matches(str(entry).lower(), list(_BY_NAME), n=1, cutoff=0.0)
     got = f"{entry!r} ({type(entry).__name__})"
     raise ArgumentError(explain("Trainer(log_with=...)", got, _SUPPORTED, f"log_with={nearest[0]!r}?"))
-
-
-def _parameter_names(function: Any, without: frozenset[str] | set[str] = frozenset()) -> frozenset[str] | None:
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return None
-    return frozenset(parameters) - without

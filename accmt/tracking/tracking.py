@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 from accmt.errors import ArgumentError, TrackerError, explain
 from accmt.files import require_writable_folder
-from accmt.messages import warn
-from accmt.tracking.history import HISTORY_FILE, History
+from accmt.messages import say, warn
+from accmt.tracking.delivery import Delivery, wait_for_the_end
+from accmt.tracking.history import History
 from accmt.tracking.init_kwargs import kwargs_of_each
+from accmt.tracking.ledger import Account, Ledger
+from accmt.tracking.outage import name_error
+from accmt.tracking.replay import Rewinding, count_rows_left
 from accmt.tracking.run_folder import RunPlace
-from accmt.tracking.specs import TrackerSpec
-from accmt.tracking.values import CleanNames, flatten, to_floats, to_plain
+from accmt.tracking.spec import TrackerSpec
+from accmt.tracking.values import to_floats, to_plain
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-RunStatus: TypeAlias = Literal["FINISHED", "FAILED", "KILLED"]
+RunStatus: TypeAlias = Literal["FINISHED", "FAILED", "KILLED", "PREEMPTED"]
 
-
-@dataclass(frozen=True)
-class _Started:
-    """A tracker that is running, and the names it was given."""
-
-    spec: TrackerSpec
-    tracker: GeneralTracker
-    names: CleanNames
+_START_S = 30.0
+_REMOTE_START_S = 10.0
+_FLUSH_AFTER_A_FAILED_START_S = 5.0
+_END_AFTER_A_FAILED_START_S = 1.0
 
 
 class Tracking:
-    """Hands rows to `history.jsonl` and to the trackers of one run.
+    """Hands rows to `history.jsonl`, and from there to the trackers of one run.
 
-    A tracker that raises while the run goes on costs that row in that tracker and one warning; `history.jsonl` has it.
+    `log` writes to the file and returns; a thread for each tracker delivers. A tracker that is slow, down or raising
+    delays nothing and loses nothing: rows wait in the file, and are delivered in order when it takes them again, at the
+    latest by a resumed run or by `accmt sync <run folder>`.
 
     Args:
         trackers: What `resolve_trackers` returned.
@@ -46,6 +46,8 @@ class Tracking:
         tracker_kwargs: Further keywords of the Trainer, as in `kwargs_of_each`.
         is_main_process: Elsewhere nothing is created, and no method does anything.
         verbose: False holds back the trackers' own messages.
+        offline: What becomes of a tracker whose server cannot be reached at the start: "auto" trains on and delivers
+            later, False is an error. True leaves all servers alone: their rows wait for `accmt sync`.
 
     Raises:
         ArgumentError: `logging_dir` is a URL and no tracker can use one.
@@ -64,19 +66,28 @@ class Tracking:
         tracker_kwargs: Mapping[str, Any],
         is_main_process: bool,
         verbose: bool = True,
+        offline: Literal["auto"] | bool = "auto",
     ) -> None:
         self._specs = list(trackers)
         self._place = RunPlace(os.fspath(logging_dir), track_name, run_name)
         self._kwargs = kwargs_of_each(self._specs, tracker_kwargs)
         self._is_main_process = is_main_process
         self._is_quiet = not verbose
+        self._offline = offline
         self._history: History | None = None
-        self._started: list[_Started] = []
-        self._warned: set[str] = set()
+        self._ledger: Ledger | None = None
+        self._deliveries: list[Delivery] = []
+        self._resumed: dict[str, Any] | None = None
+        self._last_step: int | None = None
         if self._place.url is not None and not any(spec.takes_url for spec in self._specs):
             got = f"{self._place.logging_dir!r}, a URL, with trackers that cannot use one"
             expected = "a folder, or a tracker that has a server"
             raise ArgumentError(explain("Trainer(logging_dir=...)", got, expected, "log_with=MLFlow"))
+
+    @property
+    def run_name(self) -> str:
+        """The name of this run, the same on every process."""
+        return self._place.run_name
 
     @property
     def run_folder(self) -> Path:
@@ -85,24 +96,55 @@ class Tracking:
 
     @property
     def loggers(self) -> list[GeneralTracker]:
-        """The trackers that are running; empty before `start`, after `finish` and off the main process."""
-        return [started.tracker for started in self._started]
+        """The trackers of the run, with one that does nothing in place of each that could not be reached yet.
+
+        Empty before `start`, after `finish` and off the main process.
+        """
+        return [] if self._history is None else [self._logger(key) for key in self._keys()]
 
     @property
     def run_ids(self) -> dict[str, str]:
-        """The id of the run in each service that gives one, such as `{"mlflow": "0adacf..."}`."""
-        ids = {started.spec.name: started.spec.run_id(started.tracker) for started in self._started}
-        return {name: run_id for name, run_id in ids.items() if run_id is not None}
+        """The id of the run in each service that gives one, such as `{"mlflow": "0adacf..."}`; kept after `finish`."""
+        accounts = {} if self._ledger is None else self._ledger.accounts
+        return {key: account.run_id for key, account in accounts.items() if account.run_id is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to go on with this one; JSON can hold it.
+
+        Processes: all; only the main one knows more than the name.
+        """
+        return {
+            "run_name": self._place.run_name,
+            "run_ids": self.run_ids,
+            "attempt": 1 if self._ledger is None else self._ledger.attempt,
+            "line": 0 if self._history is None else self._history.num_lines,
+            "step": self._last_step,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the run of a checkpoint, when `start` is called; rows logged after the checkpoint are superseded.
+
+        The state of a run with another name is left alone: this is a new run, then.
+
+        Args:
+            state: What `state_dict` returned when the checkpoint was taken.
+        """
+        if state["run_name"] == self._place.run_name:
+            self._resumed = dict(state)
+            self._last_step = state["step"]
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Make the run folder, start the trackers and store the configuration.
+
+        A server that does not answer holds this up for ten seconds at most.
 
         Args:
             config: Settings of the run, nested as they are; trackers get them flat.
 
         Raises:
             SavingError: The run folder cannot be made.
-            TrackerError: A tracker does not start; those before it are ended as FAILED.
+            TrackerError: A tracker does not start, and not for want of a server (with `offline=False`, also for that);
+                the others are ended as FAILED.
 
         Processes: main only; returns at once elsewhere.
         """
@@ -110,14 +152,17 @@ class Tracking:
             return
         require_writable_folder(self.run_folder, "logging_dir")
         self.run_folder.mkdir(parents=True, exist_ok=True)
-        self._history = History(self.run_folder)
-        self._history.add_config(to_plain(config))
-        for spec, kwargs in zip(self._specs, self._kwargs, strict=True):
-            self._start_tracker(spec, kwargs)
-        flat = flatten(config)
-        for started in self._started:
-            renamed = CleanNames(started.spec.clean_name).rename(flat)
-            self._deliver(started.spec.name, started.tracker.store_init_configuration, renamed)
+        self._history = history = History(self.run_folder)
+        history.is_ours_alone()  # `accmt sync` leaves the folder alone meanwhile
+        self._ledger = self._open_ledger(history)
+        self._ledger.save()
+        try:
+            self._start_trackers(history, self._ledger)
+        except BaseException:
+            self.finish("FAILED", flush_s=_FLUSH_AFTER_A_FAILED_START_S)
+            raise
+        history.add_config(to_plain(config))
+        self._notify()
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Write one row; does nothing before `start` and after `finish`.
@@ -131,84 +176,152 @@ class Tracking:
 
         Processes: main only; returns at once elsewhere.
         """
-        history = self._history
-        if history is None:
+        if self._history is None:
             return
-        row = to_floats(values)
-        self._deliver(HISTORY_FILE, history.add_values, row, step)
-        for started in self._started:
-            self._deliver(started.spec.name, started.tracker.log, started.names.rename(row), step)
+        self._history.add_values(to_floats(values), step)
+        self._last_step = step
+        self._notify()
 
-    def finish(self, status: RunStatus) -> None:
+    def finish(self, status: RunStatus, *, flush_s: float = 30.0) -> None:
         """End the run everywhere; calling it again does nothing.
 
         Args:
             status: How the run ended, as `history.jsonl` and MLflow show it.
+            flush_s: How long to wait for trackers that have not got every row; what is left then is told.
 
         Processes: main only; returns at once elsewhere.
         """
         history, self._history = self._history, None
         if history is None:
             return
-        running, self._started = self._started, []
-        self._deliver(HISTORY_FILE, history.add_status, status)
-        for started in running:
-            self._deliver(started.spec.name, started.spec.finish, started.tracker, status)
-        with suppress(OSError):
+        deliveries, self._deliveries = self._deliveries, []
+        history.add_status(status)
+        try:
+            wait_for_the_end(deliveries, status, flush_s)
+        finally:
+            for delivery in deliveries:
+                delivery.detach(status)
             history.close()
+        for delivery in deliveries:
+            delivery.tell_what_is_left(flush_s)
+        if self._held_back():
+            say(f"offline: deliver the rows to {', '.join(self._held_back())} by `accmt sync {self.run_folder}`")
 
     def get_tracker(self, name: str, *, unwrap: bool = False) -> Any:
-        """Return a running tracker by name.
+        """Return a tracker of the run by name.
 
         Args:
             name: "tensorboard", "mlflow", or the name of a user's own tracker.
             unwrap: Whether what the tracker wraps is returned: a `SummaryWriter`, an MLflow run.
 
         Raises:
-            ArgumentError: No tracker of that name is running.
+            ArgumentError: The run has no tracker of that name.
 
-        Processes: off the main process a tracker that does nothing is returned, as Accelerate does.
+        Processes: off the main process a tracker that does nothing is returned, as Accelerate does; so it is in place
+            of one whose server could not be reached yet.
         """
         if not self._is_main_process:
-            from accelerate.tracking import GeneralTracker
-
-            return GeneralTracker(_blank=True)
-        for started in self._started:
-            if started.spec.name == name:
-                return started.tracker.tracker if unwrap else started.tracker
-        names = [started.spec.name for started in self._started]
-        message = explain(f"get_tracker({name!r})", "no such tracker", f"one of {names}", "add it to log_with")
-        raise ArgumentError(message)
+            return _stand_in()
+        keys = [] if self._history is None else list(self._keys())
+        if name not in keys:
+            message = explain(f"get_tracker({name!r})", "no such tracker", f"one of {keys}", "add it to log_with")
+            raise ArgumentError(message)
+        logger = self._logger(name)
+        return getattr(logger, "tracker", logger) if unwrap else logger
 
     def dashboard_command(self) -> list[str]:
         """Return the command that shows the runs in a browser: of the first tracker that has one, else empty."""
         commands = (spec.dashboard_command(self._place) for spec in self._specs)
         return next((command for command in commands if command), [])
 
-    def _start_tracker(self, spec: TrackerSpec, kwargs: Mapping[str, Any]) -> None:
-        try:
-            tracker = spec.build(self._place, kwargs, is_quiet=self._is_quiet)
-            tracker.start()
-        except BaseException as error:
-            self.finish("FAILED")
-            if not isinstance(error, Exception):
-                raise
-            got = f"{type(error).__name__}: {error}"
-            do = f"check logging_dir={self._place.logging_dir!r} and the server, or leave {spec.name} out of log_with"
-            raise TrackerError(explain(f"the tracker {spec.name}", got, "a tracker that starts", do)) from error
-        self._started.append(_Started(spec, tracker, CleanNames(spec.clean_name)))
+    def _keys(self) -> dict[str, TrackerSpec]:
+        """Return the trackers by names that are different also where two of a user's trackers share one."""
+        keys: dict[str, TrackerSpec] = {}
+        for spec in self._specs:
+            number = sum(other.name == spec.name for other in keys.values())
+            keys[f"{spec.name}_{number + 1}" if number else spec.name] = spec
+        return keys
 
-    def _deliver(self, receiver: str, action: Callable[..., object], *args: Any) -> None:
-        try:
-            action(*args)
-        except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
-            if receiver in self._warned:
-                return
-            self._warned.add(receiver)
-            got = f"{type(error).__name__}: {error}"
-            expected = f"rows that it accepts; training goes on, and {self.run_folder / HISTORY_FILE} has them all"
-            do = "look at the tracker's server; further failures of this tracker are not reported"
-            if receiver == HISTORY_FILE:
-                expected = "room for the rows of the log; training goes on, and rows are missing from now on"
-                do = f"make room in {self.run_folder}; further failures are not reported"
-            warn(explain(f"the tracker {receiver}", got, expected, do))
+    def _held_back(self) -> list[str]:
+        return [key for key, spec in self._keys().items() if self._offline is True and spec.is_remote(self._place)]
+
+    def _logger(self, key: str) -> GeneralTracker:
+        running = (delivery.tracker for delivery in self._deliveries if delivery.key == key)
+        return next(running, None) or _stand_in()
+
+    def _notify(self) -> None:
+        for delivery in self._deliveries:
+            delivery.notify()
+
+    def _open_ledger(self, history: History) -> Ledger:
+        """Open an account for each tracker: the one that an earlier attempt at this run left, or a new one."""
+        ledger = Ledger(self.run_folder, self._place.track_name, self._place.run_name)
+        before, lines = Ledger.read(self.run_folder), history.num_lines
+        if self._resumed is not None:
+            ledger.attempt = 1 + max(self._resumed["attempt"], before.attempt if before else 0)
+            history.add_rewind(self._resumed["line"], self._resumed["step"], ledger.attempt)
+        for (key, spec), kwargs in zip(self._keys().items(), self._kwargs, strict=True):
+            account = self._find_account(key, spec, before, lines)
+            account.server, account.kwargs = spec.server(self._place), to_plain(kwargs)
+            ledger.accounts[key] = account
+        if before is not None and self._resumed is None:
+            _warn_of_rows_left_behind(history.path, before)
+        return ledger
+
+    def _find_account(self, key: str, spec: TrackerSpec, before: Ledger | None, lines: int) -> Account:
+        if self._resumed is None:
+            return Account(first=lines, delivered=lines, handed=lines)
+        run_id = self._resumed["run_ids"].get(key)
+        if before is not None and key in before.accounts:
+            account = before.accounts[key]
+            account.run_id = account.run_id or run_id
+            return account
+        # It is not known what it has: all of it, to one to whom nothing may be handed twice.
+        return Account(run_id=run_id, delivered=lines if spec.rewinding is Rewinding.UNKNOWN else 0, handed=lines)
+
+    def _start_trackers(self, history: History, ledger: Ledger) -> None:
+        held_back = self._held_back()
+        for (key, spec), kwargs in zip(self._keys().items(), self._kwargs, strict=True):
+            if key in held_back:
+                continue
+            delivery = Delivery(
+                spec,
+                self._place,
+                history,
+                ledger,
+                key=key,
+                kwargs=kwargs,
+                is_quiet=self._is_quiet,
+                is_patient=self._offline is not False,
+            )
+            self._deliveries.append(delivery)
+            delivery.begin(_REMOTE_START_S if spec.is_remote(self._place) else _START_S)
+            if delivery.start_error is not None:
+                self._raise_not_started(delivery, delivery.start_error)
+            delivery.attach()
+
+    def _raise_not_started(self, delivery: Delivery, error: BaseException) -> NoReturn:
+        self._deliveries.remove(delivery)
+        delivery.end("FAILED", 0.0)
+        delivery.join(_END_AFTER_A_FAILED_START_S)
+        if not isinstance(error, Exception):
+            raise error
+        name = delivery.spec.name
+        do = f"check logging_dir={self._place.logging_dir!r} and the server, or leave {name} out of log_with"
+        raise TrackerError(explain(f"the tracker {name}", name_error(error), "a tracker that starts", do)) from error
+
+
+def _warn_of_rows_left_behind(history: Path, before: Ledger) -> None:
+    """Tell of an earlier run in the same folder that was not delivered: from now on nobody delivers it."""
+    for key, account in before.accounts.items():
+        left = count_rows_left(history, account)
+        if left:
+            got = f"{left} rows of an earlier run in {history.parent} that it never got, and will not get any more"
+            do = "resume a run, or `accmt sync` it, before another of the same run_name"
+            warn(explain(f"the tracker {key}", got, "a folder for each run", do))
+
+
+def _stand_in() -> GeneralTracker:
+    from accelerate.tracking import GeneralTracker
+
+    return GeneralTracker(_blank=True)

@@ -68,12 +68,13 @@ class CleanNames:
     Args:
         clean: Makes a name that the tracker accepts. Where it gives two names the same result, the later one gets a
             digest of its original appended.
+        known: Names given before, such as by an earlier process; new ones are added to it.
     """
 
-    def __init__(self, clean: Callable[[str], str]) -> None:
+    def __init__(self, clean: Callable[[str], str], known: dict[str, str] | None = None) -> None:
         self._clean = clean
-        self._cleaned: dict[str, str] = {}
-        self._taken: set[str] = set()
+        self._cleaned = {} if known is None else known
+        self._taken = set(self._cleaned.values())
 
     def rename(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return `values` under the tracker's names."""

@@ -1,6 +1,7 @@
 import logging
 import math
 import os
+import threading
 import time
 
 import mlflow
@@ -11,6 +12,7 @@ from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, _validate_metric_name,
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from accmt.tracking.adapters import MLFlowRun, TensorBoardRun, clean_mlflow_name
+from accmt.tracking.replay import Resume, Row
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*:DeprecationWarning")
 
@@ -110,13 +112,69 @@ def test_a_continued_run_keeps_its_id_and_its_parameters(store):
     first.start()
     first.store_init_configuration({"epochs": 1})
     first.finish("FAILED")
-    second = MLFlowRun(store, is_quiet=True, experiment_name="adapters", run_id=first.run_id)
+    resume = Resume(first.run_id, attempt=2)
+    second = MLFlowRun(store, is_quiet=True, experiment_name="adapters", resume=resume)
     second.start()
-    second.store_init_configuration({"epochs": 2, "lr": 0.1})
+    for _ in range(2):  # as after an outage
+        second.store_init_configuration({"epochs": 2, "lr": 0.1})
     second.finish()
     assert second.run_id == first.run_id
-    assert read(store, second).data.params == {"epochs": "1", "lr": "0.1"}
+    assert read(store, second).data.params == {"epochs": "1", "epochs.attempt_2": "2", "lr": "0.1"}
+    assert read(store, second).data.tags["accmt.attempt"] == "2"
     assert read(store, second).info.status == "FINISHED"
+
+
+def test_a_run_that_was_deleted_is_begun_anew_with_a_warning(store, caplog):
+    first = MLFlowRun(store, is_quiet=True, experiment_name="adapters")
+    first.start()
+    first.finish()
+    mlflow.MlflowClient(store).delete_run(first.run_id)
+    for gone in (first.run_id, "0" * 32):
+        second = MLFlowRun(store, is_quiet=True, experiment_name="adapters", resume=Resume(gone, attempt=2))
+        second.start()
+        second.finish()
+        assert second.run_id not in (gone, None)
+    assert len([message for message in caplog.messages if "was deleted" in message]) == 2
+
+
+def test_a_run_id_of_the_users_own_that_is_wrong_is_an_error(store):
+    with pytest.raises(mlflow.exceptions.MlflowException, match="not found"):
+        MLFlowRun(store, is_quiet=True, experiment_name="adapters", run_id="0" * 32).start()
+
+
+def test_a_preempted_run_is_killed_to_mlflow_and_has_the_true_word_in_a_tag(store):
+    run = MLFlowRun(store, is_quiet=True, experiment_name="adapters")
+    run.start()
+    run.finish("PREEMPTED")
+    assert read(store, run).info.status == "KILLED"
+    assert read(store, run).data.tags["accmt.status"] == "PREEMPTED"
+
+
+def test_rows_that_are_delivered_twice_are_in_mlflow_once(store, run):
+    rows = [Row(step, 1000.0 + step, {f"m{index}": step for index in range(60)}) for step in range(20)]
+    run.log_rows(rows)
+    run.log_rows(rows[5:])
+    points = mlflow.MlflowClient(store).get_metric_history(run.run_id, "m59")
+    assert [(point.step, point.value, point.timestamp) for point in points] == [
+        (step, float(step), 1_000_000 + 1000 * step) for step in range(20)
+    ]
+
+
+def test_the_users_own_calls_go_to_the_run_from_the_thread_it_is_attached_to(store):
+    run = MLFlowRun(store, is_quiet=True, experiment_name="adapters")
+    thread = threading.Thread(target=run.start)
+    thread.start()
+    thread.join()
+    assert mlflow.active_run() is None
+    run.attach()
+    mlflow.log_metric("own", 1.0)
+    thread = threading.Thread(target=run.finish, args=["FAILED"])
+    thread.start()
+    thread.join()
+    run.detach("FAILED")
+    assert mlflow.active_run() is None
+    assert read(store, run).info.status == "FAILED"
+    assert read(store, run).data.metrics == {"own": 1.0}
 
 
 def test_nan_stays_nan_and_inf_the_largest_float(store, run):
@@ -130,7 +188,7 @@ def test_the_environment_is_as_before_when_the_run_is_over(store):
     before = dict(os.environ)
     run = MLFlowRun(store, is_quiet=True, experiment_name="adapters")
     run.start()
-    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "1"
+    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "0"
     assert "MLFLOW_TRACKING_URI" not in os.environ
     run.finish()
     assert dict(os.environ) == before

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from accmt.tracking.history import HISTORY_FILE, History, read_history
+from accmt.tracking.history import HISTORY_FILE, History, HistoryReader, read_history
 
 
 @pytest.mark.feature("P41")
@@ -58,3 +58,64 @@ def test_a_continued_run_appends_after_a_torn_line(tmp_path):
 def test_reading_a_folder_without_history_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"history\.jsonl"):
         read_history(tmp_path)
+
+
+def test_a_resumed_run_takes_back_what_was_logged_after_the_checkpoint(tmp_path):
+    history = History(tmp_path)
+    history.add_config({})
+    for step in (1, 2, 3):
+        history.add_values({"loss": 1.0}, step)
+    history.add_rewind(line=2, step=1, attempt=2)
+    history.add_config({})
+    history.add_values({"loss": 2.0}, 2)
+    history.add_status("FINISHED")
+    assert history.num_lines == 8
+    history.close()
+    rows = read_history(tmp_path)
+    assert [(row["step"], row["values"]["loss"]) for row in rows if "values" in row] == [(1, 1.0), (2, 2.0)]
+    assert [row["rewind"] for row in rows if "rewind" in row] == [{"line": 2, "step": 1, "attempt": 2}]
+    assert [row["step"] for row in read_history(tmp_path, include_superseded=True) if "step" in row] == [1, 2, 3, 2]
+
+
+def test_a_run_resumed_from_an_older_checkpoint_takes_back_the_newer_attempt_too(tmp_path):
+    history = History(tmp_path)
+    for step in (1, 2, 3):
+        history.add_values({"loss": 1.0}, step)
+    history.add_rewind(line=2, step=2, attempt=2)
+    history.add_values({"loss": 2.0}, 3)
+    history.add_rewind(line=1, step=1, attempt=3)
+    history.add_values({"loss": 3.0}, 2)
+    history.close()
+    rows = [row for row in read_history(tmp_path) if "values" in row]
+    assert [(row["step"], row["values"]["loss"]) for row in rows] == [(1, 1.0), (2, 3.0)]
+
+
+def test_a_checkpoint_whose_history_is_not_here_takes_nothing_back(tmp_path):
+    history = History(tmp_path)
+    history.add_rewind(line=500, step=100, attempt=2)
+    history.add_values({"loss": 1.0}, 101)
+    history.close()
+    assert [row["step"] for row in read_history(tmp_path) if "step" in row] == [101]
+
+
+def test_a_reader_follows_the_writer_and_starts_at_any_line(tmp_path):
+    history = History(tmp_path)
+    for step in range(5):
+        history.add_values({"loss": 1.0}, step)
+    reader = HistoryReader(history, line=2)
+    assert [(line, row["step"]) for line, row in reader.read(2)] == [(2, 2), (3, 3)]
+    assert [line for line, _ in reader.read(10)] == [4]
+    assert reader.read(10) == []
+    history.add_values({"loss": 1.0}, 5)
+    assert [row["step"] for _, row in reader.read(10)] == [5]
+    reader.close()
+    history.close()
+
+
+def test_one_process_at_a_time_claims_the_file(tmp_path):
+    first, second = History(tmp_path), History(tmp_path)
+    assert first.is_ours_alone()
+    assert not second.is_ours_alone()
+    first.close()
+    assert second.is_ours_alone()
+    second.close()

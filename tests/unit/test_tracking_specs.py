@@ -9,7 +9,6 @@ from accmt.tracking.specs import (
     Aim,
     ClearML,
     CometML,
-    DVCLive,
     GivenTracker,
     MLFlow,
     TensorBoard,
@@ -99,7 +98,7 @@ def test_a_missing_package_is_an_error_that_names_it(monkeypatch, spec, package)
         resolve_trackers(spec)
 
 
-@pytest.mark.parametrize("spec", [WandB, CometML, Aim, ClearML, DVCLive])
+@pytest.mark.parametrize("spec", [WandB, CometML, Aim, ClearML])
 def test_trackers_that_are_not_supported_yet_say_so(spec):
     for log_with in (spec, spec.name):
         with pytest.raises(NotImplementedError, match=f"{spec.__name__}[\\s\\S]*expected: TensorBoard, MLFlow"):

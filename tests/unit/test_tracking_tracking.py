@@ -1,4 +1,5 @@
 import math
+import time
 
 import mlflow
 import pytest
@@ -22,9 +23,10 @@ class Recorder(GeneralTracker):
     name = "recorder"
     requires_logging_directory = False
 
-    def __init__(self, failing=()):
+    def __init__(self, failing=(), error=ConnectionError):
         super().__init__()
         self.failing = failing
+        self.error = error
         self.calls = []
 
     @property
@@ -33,7 +35,7 @@ class Recorder(GeneralTracker):
 
     def record(self, method, *arguments):
         if method in self.failing:
-            raise ConnectionError(f"{method} refused")
+            raise self.error(f"{method} refused")
         self.calls.append((method, *arguments))
 
     def start(self):
@@ -65,7 +67,7 @@ def shared_logs(tmp_path_factory):
     return folder
 
 
-def make(log_with, logging_dir, *, run_name="run", kwargs=None, is_main_process=True):
+def make(log_with, logging_dir, *, run_name="run", kwargs=None, is_main_process=True, offline="auto"):
     return Tracking(
         resolve_trackers(log_with),
         track_name="track",
@@ -74,7 +76,15 @@ def make(log_with, logging_dir, *, run_name="run", kwargs=None, is_main_process=
         tracker_kwargs=kwargs or {},
         is_main_process=is_main_process,
         verbose=False,
+        offline=offline,
     )
+
+
+def wait_until(condition, timeout_s=10):
+    ends = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < ends, "waited in vain"
+        time.sleep(0.01)
 
 
 def mlflow_run(folder, tracking):
@@ -145,8 +155,8 @@ def test_mlflow_keeps_rows_and_configuration_in_the_logging_dir(shared_logs, tmp
     tracking.start({**CONFIG, "added": {"by": "user"}, "a@b": 1})
     for step in (1, 2):
         tracking.log({"train_loss": 4.0 / step, "f1@0.5": step}, step)
-    run = mlflow_run(shared_logs, tracking)
     tracking.finish("FINISHED")
+    run = mlflow_run(shared_logs, tracking)
     client = mlflow.MlflowClient(f"sqlite:///{shared_logs}/mlflow.db")
     assert mlflow.get_tracking_uri() == f"sqlite:///{shared_logs}/mlflow.db"
     assert client.get_experiment(run.info.experiment_id).name == "track"
@@ -185,38 +195,41 @@ def test_nothing_happens_off_the_main_process(tmp_path):
     assert tracking.run_folder == tmp_path / "logs" / "track" / "run"
 
 
-def test_a_tracker_that_raises_loses_its_row_and_warns_once(tmp_path, caplog):
+def test_a_tracker_that_raises_gets_its_rows_later_and_holds_up_nobody(tmp_path, caplog):
     good, bad = Recorder(), Recorder(failing=("log",))
     bad.name = "bad"
     tracking = make([bad, good], tmp_path)
     tracking.start({})
     tracking.log({"loss": 1.0}, 1)
     tracking.log({"loss": 2.0}, 2)
-    (warning,) = caplog.messages
-    assert "the tracker bad" in warning
-    assert "log refused" in warning
+    wait_until(lambda: caplog.messages)
     bad.failing = ()
     tracking.log({"loss": 3.0}, 3)
     tracking.finish("FINISHED")
-    assert [call[2] for call in good.calls if call[0] == "log"] == [1, 2, 3]
-    assert [call[2] for call in bad.calls if call[0] == "log"] == [3]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "the tracker bad" in warning
+    assert "log refused" in warning
+    for recorder in (good, bad):
+        assert [call[2] for call in recorder.calls if call[0] == "log"] == [1, 2, 3]
     assert [row["step"] for row in read_history(tracking.run_folder) if "step" in row] == [1, 2, 3]
 
 
 def test_a_refused_configuration_and_a_failing_end_are_warnings(tmp_path, caplog):
-    refusing, failing = Recorder(failing=("config",)), Recorder(failing=("finish",))
+    refusing, failing = Recorder(failing=("config",), error=ValueError), Recorder(failing=("finish",), error=ValueError)
     failing.name = "failing"
     tracking = make([refusing, failing], tmp_path)
     tracking.start(CONFIG)
-    assert "config refused" in caplog.text
+    tracking.log({"loss": 1.0}, 1)
     tracking.finish("FAILED")
+    assert "the configuration was refused: ValueError: config refused" in caplog.text
     assert "finish refused" in caplog.text
-    assert refusing.calls[-1] == ("finish",)
+    assert refusing.calls == [("start",), ("log", {"loss": 1.0}, 1), ("finish",)]
 
 
-def test_a_tracker_that_does_not_start_is_an_error_and_ends_the_others(tmp_path):
-    good, bad = Recorder(), Recorder(failing=("start",))
-    tracking = make([good, bad], tmp_path)
+@pytest.mark.parametrize("offline", ["auto", True, False])
+def test_a_tracker_that_does_not_start_is_an_error_and_ends_the_others(tmp_path, offline):
+    good, bad = Recorder(), Recorder(failing=("start",), error=ValueError)
+    tracking = make([good, bad], tmp_path, offline=offline)
     with pytest.raises(TrackerError, match="the tracker recorder[\\s\\S]*start refused"):
         tracking.start(CONFIG)
     assert good.calls == [("start",), ("finish",)]
@@ -224,11 +237,47 @@ def test_a_tracker_that_does_not_start_is_an_error_and_ends_the_others(tmp_path)
 
 
 @pytest.mark.feature("A15")
-def test_a_server_that_is_down_is_an_error_at_the_start(tmp_path, monkeypatch):
+def test_a_server_that_is_down_is_an_error_at_the_start_where_that_was_asked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TrackerError, match=r"the tracker mlflow[\s\S]*logging_dir='127\.0\.0\.1:9'"):
-        make(MLFlow, "127.0.0.1:9").start({})
+        make(MLFlow, "127.0.0.1:9", offline=False).start({})
     assert mlflow.get_tracking_uri() == "http://127.0.0.1:9"
+
+
+@pytest.mark.feature("A15")
+def test_a_malformed_server_is_always_an_error(tmp_path):
+    with pytest.raises(TrackerError, match="the tracker mlflow"):
+        make(MLFlow, "http://:99999").start({})
+
+
+def test_a_server_that_is_down_at_the_start_costs_one_warning(caplog):
+    began = time.monotonic()
+    tracking = make([MLFlow, Recorder], "127.0.0.1:9")
+    tracking.start({})
+    assert "the tracker mlflow" in caplog.text
+    first, second = tracking.loggers
+    first.log({"loss": 1.0}, step=1)  # a stand-in: a user's own calls must not end the run
+    assert type(tracking.get_tracker("mlflow", unwrap=True)) is type(first) is GeneralTracker
+    assert isinstance(second, Recorder)
+    tracking.log({"loss": 1.0}, 1)
+    tracking.finish("FINISHED", flush_s=0.5)
+    assert time.monotonic() - began < 10
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 2
+    assert "1 rows left, and a run that is not ended" in warnings[1]
+    assert f"do: accmt sync {tracking.run_folder}" in warnings[1]
+    assert second.calls[-1] == ("finish",)
+
+
+def test_offline_leaves_servers_alone_and_says_how_to_deliver(caplog, tmp_path):
+    caplog.set_level("INFO", logger="accmt")
+    recorder = Recorder()
+    tracking = make([MLFlow, recorder], "127.0.0.1:9", offline=True)
+    tracking.start({})
+    tracking.log({"loss": 1.0}, 1)
+    tracking.finish("FINISHED")
+    assert caplog.messages == [f"offline: deliver the rows to mlflow by `accmt sync {tracking.run_folder}`"]
+    assert [call[0] for call in recorder.calls] == ["start", "config", "log", "finish"]
 
 
 def test_an_interrupted_start_ends_what_was_started(tmp_path):

@@ -106,3 +106,12 @@ def test_two_names_that_clean_alike_stay_apart():
     renamed = names.rename({"f1@": 1.0, "f1(": 2.0, "f1_": 3.0})
     assert sorted(renamed.values()) == [1.0, 2.0, 3.0]
     assert names.rename({"f1(": 4.0}).keys() <= renamed.keys()
+
+
+def test_names_of_an_earlier_process_stay_as_they_were_whatever_comes_first():
+    names: dict[str, str] = {}
+    first = CleanNames(lambda name: name.replace("@", "_"), names)
+    first.rename({"a_b": 1, "a@b": 2})
+    later = CleanNames(lambda name: name.replace("@", "_"), dict(names))
+    assert later.rename({"a@b": 2, "a_b": 1}) == {names["a@b"]: 2, "a_b": 1}
+    assert names["a@b"] != "a_b"

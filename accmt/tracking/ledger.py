@@ -1,0 +1,83 @@
+"""`delivery.json`: how far each tracker of a run has got, so that a later process goes on where this one stopped."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accmt.files import dumps, loads, write_text
+
+LEDGER_FILE = "delivery.json"
+
+
+@dataclass
+class Account:
+    """What one tracker has got of `history.jsonl`. Lines are counted from 0.
+
+    Args:
+        server: The URL of the tracker's store, None for one in the folder of logs.
+        kwargs: Arguments of the tracker's start.
+        run_id: The id by which the tracker knows the run.
+        first: The first line of the run.
+        delivered: The line before which the tracker has everything.
+        handed: The line before which it may have everything: what is between was under way when this was written.
+        num_refused: Rows that it refused for their content.
+        names: Its name of each metric.
+        status: The status with which the run was ended there; None while it is open.
+    """
+
+    server: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    run_id: str | None = None
+    first: int = 0
+    delivered: int = 0
+    handed: int = 0
+    num_refused: int = 0
+    names: dict[str, str] = field(default_factory=dict)
+    status: str | None = None
+
+    def restart(self) -> None:
+        """Count nothing as delivered: the tracker's run is a new one."""
+        self.delivered = self.handed = self.first
+        self.status = None
+
+
+class Ledger:
+    """The accounts of all trackers of a run, written as one file.
+
+    Args:
+        folder: The run folder.
+        track_name: Project or experiment.
+        run_name: Name of the run.
+    """
+
+    def __init__(self, folder: Path, track_name: str, run_name: str) -> None:
+        self._path = folder / LEDGER_FILE
+        self._lock = threading.Lock()
+        self.track_name = track_name
+        self.run_name = run_name
+        self.attempt = 1
+        self.accounts: dict[str, Account] = {}
+
+    @classmethod
+    def read(cls, folder: Path) -> Ledger | None:
+        """Return what an earlier process wrote; None where there is no file, or a damaged one."""
+        try:
+            content = loads((folder / LEDGER_FILE).read_text(encoding="utf-8"))
+            ledger = cls(folder, content["track_name"], content["run_name"])
+            ledger.attempt = content["attempt"]
+            ledger.accounts = {name: Account(**account) for name, account in content["trackers"].items()}
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return ledger
+
+    def save(self) -> None:
+        """Replace the file; on a full disk it stays as it is, and rows may be delivered twice after a kill."""
+        with self._lock, suppress(OSError):
+            # Copies: the threads of other trackers go on changing theirs.
+            accounts = {key: {**vars(own), "names": dict(own.names)} for key, own in self.accounts.items()}
+            content = {"track_name": self.track_name, "run_name": self.run_name, "attempt": self.attempt}
+            write_text(self._path, dumps({**content, "trackers": accounts}, indent=2) + "\n")

@@ -1,0 +1,109 @@
+"""Delivers what a run that is over left undelivered: its server was down, or the process was killed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from accmt.errors import ArgumentError, explain
+from accmt.tracking.delivery import Delivery, wait_for_the_end
+from accmt.tracking.history import HISTORY_FILE, History, read_history
+from accmt.tracking.ledger import LEDGER_FILE, Ledger
+from accmt.tracking.outage import name_error
+from accmt.tracking.replay import count_rows_left
+from accmt.tracking.run_folder import RunPlace
+from accmt.tracking.specs import resolve_trackers, tracker_names
+
+_START_S = 30.0
+
+
+@dataclass(frozen=True)
+class Synced:
+    """What became of one tracker's rows.
+
+    Args:
+        tracker: Its name.
+        num_delivered: Rows that it got now.
+        num_left: Rows that it still has not got.
+        problem: Why it did not get everything; None where it did.
+    """
+
+    tracker: str
+    num_delivered: int
+    num_left: int
+    problem: str | None = None
+
+
+def sync_run(run_folder: Path, *, timeout_s: float = 600.0) -> list[Synced]:
+    """Deliver the rows that the trackers of a run have not got, and end the run there with its true status.
+
+    A run without a status was killed, and gets the status "KILLED".
+
+    Args:
+        run_folder: The folder with `history.jsonl` and `delivery.json`.
+        timeout_s: How long to try, for each tracker.
+
+    Returns:
+        One entry for each tracker of the run.
+
+    Raises:
+        ArgumentError: It is not the folder of a run, or the run is going on and delivers by itself.
+    """
+    ledger = Ledger.read(run_folder)
+    if ledger is None or not (run_folder / HISTORY_FILE).exists():
+        expected = f"the folder of a run, with {HISTORY_FILE} and {LEDGER_FILE}"
+        raise ArgumentError(explain("accmt sync", str(run_folder), expected, "look into logs/<track>/<run>"))
+    history = History(run_folder)
+    try:
+        if not history.is_ours_alone():
+            do = "nothing: it delivers by itself"
+            raise ArgumentError(
+                explain("accmt sync", f"{run_folder}, of a run that is going on", "one that is over", do)
+            )
+        status = _find_status(run_folder, history)
+        return [_sync(key, run_folder, history, ledger, status, timeout_s) for key in ledger.accounts]
+    finally:
+        history.close()
+
+
+def _find_status(run_folder: Path, history: History) -> str:
+    """Return how the run ended; one that a kill ended, which no line tells, is told from now on."""
+    last = read_history(run_folder)[-1:]
+    if last and "status" in last[0]:
+        return str(last[0]["status"])
+    history.add_status("KILLED")
+    return "KILLED"
+
+
+def _sync(key: str, folder: Path, history: History, ledger: Ledger, status: str, timeout_s: float) -> Synced:
+    account = ledger.accounts[key]
+    left_before = count_rows_left(history.path, account)
+    if left_before == 0 and account.status == status:
+        return Synced(key, 0, 0)
+    if key not in tracker_names():
+        return Synced(key, 0, left_before, "a tracker of the user's own, which only a run can start")
+    delivery = _build_delivery(key, folder, history, ledger)
+    delivery.begin(min(_START_S, timeout_s))
+    wait_for_the_end([delivery], status, timeout_s if delivery.start_error is None else 0.0)
+    delivery.detach(status)
+    problem = delivery.start_error or delivery.outage.error
+    left = count_rows_left(history.path, account)
+    is_done = left == 0 and account.status == status
+    return Synced(key, max(left_before - left, 0), left, None if is_done else name_error(problem))
+
+
+def _build_delivery(key: str, folder: Path, history: History, ledger: Ledger) -> Delivery:
+    account = ledger.accounts[key]
+    # The folder may have been moved since: a local store is looked for beside it, not where it was.
+    logging_dir = account.server or str(folder.absolute().parent.parent)
+    (spec,) = resolve_trackers(key)
+    return Delivery(
+        spec,
+        RunPlace(logging_dir, ledger.track_name, ledger.run_name, folder.absolute()),
+        history,
+        ledger,
+        key=key,
+        kwargs=account.kwargs,
+        is_quiet=True,
+        is_patient=False,
+    )

@@ -1,0 +1,38 @@
+import json
+
+from accmt.tracking.ledger import LEDGER_FILE, Account, Ledger
+
+
+def test_a_later_process_reads_what_was_written(tmp_path):
+    ledger = Ledger(tmp_path, "track", "run")
+    ledger.attempt = 3
+    ledger.accounts["mlflow"] = Account(
+        server="http://host", kwargs={"tags": {"a": "b"}}, run_id="1f", delivered=5, names={"a@": "a_at_"}
+    )
+    ledger.save()
+    read = Ledger.read(tmp_path)
+    assert (read.track_name, read.run_name, read.attempt) == ("track", "run", 3)
+    assert read.accounts == ledger.accounts
+
+
+def test_no_file_and_a_damaged_one_are_no_ledger(tmp_path):
+    assert Ledger.read(tmp_path) is None
+    Ledger(tmp_path, "track", "run").save()
+    path = tmp_path / LEDGER_FILE
+    whole = path.read_text()
+    for damaged in ("", whole[:20], "[]", json.dumps({"track_name": "track"})):
+        path.write_text(damaged)
+        assert Ledger.read(tmp_path) is None
+    path.write_text(whole)
+    assert Ledger.read(tmp_path) is not None
+
+
+def test_a_folder_that_is_gone_stops_nothing(tmp_path):
+    Ledger(tmp_path / "gone", "track", "run").save()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_run_of_a_tracker_gets_everything_from_its_first_line_on():
+    account = Account(first=3, delivered=9, handed=12, status="FAILED", names={"a": "a"})
+    account.restart()
+    assert account == Account(first=3, delivered=3, handed=3, names={"a": "a"})

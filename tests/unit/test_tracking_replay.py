@@ -1,0 +1,114 @@
+import pytest
+
+from accmt.tracking.history import History
+from accmt.tracking.ledger import Account
+from accmt.tracking.replay import Replay, Rewinding, count_rows_left
+
+KEEPS, WITHDRAWS, UNKNOWN = Rewinding.KEEPS, Rewinding.WITHDRAWS, Rewinding.UNKNOWN
+
+
+@pytest.fixture
+def history(tmp_path):
+    """Steps 0 to 9 in lines 1 to 10, taken back to step 5 (line 7) in line 11, and steps 6 to 8 again after it."""
+    history = History(tmp_path)
+    history.add_config({})
+    for step in range(10):
+        history.add_values({"loss": 1.0, "lr": 0.1}, step)
+    history.add_rewind(line=7, step=5, attempt=2)
+    for step in range(6, 9):
+        history.add_values({"loss": 2.0, "new": 0.0}, step)
+    history.close()
+    return history.path
+
+
+def delivered(history, replay):
+    """Return the lines that the tracker gets, and the names in each."""
+    from accmt.files import read_json_lines
+
+    rows = enumerate(read_json_lines(history))
+    wanted = {line: replay.wanted(line, row) for line, row in rows if "values" in row and line >= replay.start}
+    return {line: sorted(values) for line, values in wanted.items() if values}
+
+
+def account(delivered, handed=None, first=0):
+    return Account(first=first, delivered=delivered, handed=delivered if handed is None else handed)
+
+
+@pytest.mark.parametrize("rewinding", list(Rewinding))
+def test_one_that_has_nothing_gets_what_counts(history, rewinding):
+    replay = Replay(history, account(0), rewinding)
+    assert list(delivered(history, replay)) == [1, 2, 3, 4, 5, 6, 12, 13, 14]
+    assert (replay.first_step, replay.kept_steps) == (None, None)
+
+
+def test_one_that_forgets_is_told_from_which_step_and_gets_the_rest(history):
+    replay = Replay(history, account(11), WITHDRAWS)
+    assert replay.first_step == 6
+    assert list(delivered(history, replay)) == [12, 13, 14]
+
+
+def test_one_that_forgets_gets_again_what_it_may_or_may_not_have(history):
+    replay = Replay(history, account(4, handed=11), WITHDRAWS)
+    assert replay.first_step == 3
+    assert list(delivered(history, replay)) == [4, 5, 6, 12, 13, 14]
+
+
+def test_rows_of_the_checkpoints_own_step_are_withdrawn_and_given_back(tmp_path):
+    history = History(tmp_path)
+    history.add_values({"loss": 1.0}, 5)
+    history.add_values({"val_loss": 1.0}, 5)  # after the checkpoint, at the same step
+    history.add_rewind(line=1, step=5, attempt=2)
+    history.close()
+    replay = Replay(history.path, account(2), WITHDRAWS)
+    assert replay.first_step == 5
+    assert delivered(history.path, replay) == {0: ["loss"]}
+
+
+def test_what_an_earlier_resume_withdrew_is_not_withdrawn_again(history):
+    replay = Replay(history, account(15), WITHDRAWS)
+    assert replay.first_step is None
+    assert delivered(history, replay) == {}
+
+
+def test_one_that_keeps_its_points_gets_no_second_one_at_a_step(history):
+    replay = Replay(history, account(9), KEEPS)  # it has steps 6 and 7 of the first attempt
+    assert replay.kept_steps == (6, 7)
+    assert delivered(history, replay) == {12: ["new"], 13: ["new"], 14: ["loss", "new"]}
+
+
+def test_one_that_keeps_its_points_gets_for_certain_what_was_under_way(history):
+    replay = Replay(history, account(8, handed=10), KEEPS)
+    assert replay.kept_steps == (6, 8)
+    assert delivered(history, replay) == {
+        8: ["loss", "lr"],
+        9: ["loss", "lr"],
+        12: ["new"],
+        13: ["new"],
+        14: ["new"],
+    }
+
+
+def test_one_of_which_nothing_is_known_gets_the_new_rows(history):
+    replay = Replay(history, account(11), UNKNOWN)
+    assert delivered(history, replay) == {line: ["loss", "new"] for line in (12, 13, 14)}
+
+
+@pytest.mark.parametrize("rewinding", list(Rewinding))
+def test_rows_of_an_earlier_run_in_the_same_folder_are_left_alone(history, rewinding):
+    replay = Replay(history, account(15, first=15), rewinding)
+    assert (replay.start, replay.first_step, replay.kept_steps) == (15, None, None)
+
+
+def test_deciding_goes_by_what_was_delivered_at_the_start(history):
+    own = account(11)
+    replay = Replay(history, own, WITHDRAWS)
+    own.delivered = 14
+    assert replay.is_new(12)
+    assert not replay.is_new(10)
+    assert list(delivered(history, replay)) == [12, 13, 14]
+
+
+def test_rows_left_are_those_that_count(history):
+    assert count_rows_left(history, account(0)) == 9
+    assert count_rows_left(history, account(9)) == 3
+    assert count_rows_left(history, account(15)) == 0
