@@ -1,17 +1,23 @@
 """What lies in a model folder: weights and the status of the run that wrote them; and which weights are kept."""
 
+from accmt.saving.patience import Patience, may_stop
 from accmt.saving.reading import load_weights
-from accmt.saving.selection import TRAIN_LOSS, VALID_LOSS, Selection
+from accmt.saving.rules import TRAIN_LOSS, VALID_LOSS, name_by_rules, without_validation
+from accmt.saving.selection import Selection
 from accmt.saving.status import read_status, write_status
 from accmt.saving.weights import SavedWeights, save_weights
 
 __all__ = [
     "TRAIN_LOSS",
     "VALID_LOSS",
+    "Patience",
     "SavedWeights",
     "Selection",
     "load_weights",
+    "may_stop",
+    "name_by_rules",
     "read_status",
     "save_weights",
+    "without_validation",
     "write_status",
 ]

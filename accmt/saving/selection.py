@@ -1,108 +1,215 @@
-"""Which evaluation's weights are kept."""
+"""Which evaluations' weights are kept, and where."""
 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Mapping
-from difflib import get_close_matches
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from accmt.errors import ArgumentError, ModuleContractError, explain
+from accmt.saving.rules import TRAIN_LOSS, Argument, IsBetter, Quantities, Rule
 
-IsBetter = Callable[[float, float], bool]
+_MODEL_SAVING = Argument("model_saving")
 
-VALID_LOSS = "best_valid_loss"
-TRAIN_LOSS = "best_train_loss"
-ALWAYS = "always"
+Limit = float | Mapping[str, float] | None
+"""A number for every value that decides, one for each by name, or None."""
 
 
-class Selection:
-    """Remembers the best value of what models are saved by, and says when a new one is better.
-
-    A value that is not finite is never best; of equal ones the first stays, unless the metric compares with >= or <=.
-
-    Args:
-        rule: "best_valid_loss", "best_train_loss", "best_<metric>", "always", or None for never.
-        directions: For each metric's main entry, whether a new value is better than an old one.
+@dataclass(frozen=True)
+class _Saving:
+    """One rule, and the bounds between which it saves.
 
     Attributes:
         rule: The rule.
-        best: The best value so far under the rule's name; empty before the first.
-
-    Raises:
-        ArgumentError: No such rule; the message names the nearest.
+        lower: What values must be above, by the label of their quantity.
+        upper: What they must be below.
     """
 
-    def __init__(self, rule: str | None, directions: Mapping[str, IsBetter]) -> None:
-        self._directions = {VALID_LOSS: operator.lt, TRAIN_LOSS: operator.lt} | {
-            f"best_{name}": is_better for name, is_better in directions.items()
-        }
-        if rule is not None and rule not in (*self._directions, ALWAYS):
-            _refuse_rule(str(rule), [*self._directions, ALWAYS])
-        self.rule = rule
+    rule: Rule
+    lower: Mapping[str, float]
+    upper: Mapping[str, float]
+
+    def allows(self, values: Mapping[str, float]) -> bool:
+        return all(
+            self.lower.get(quantity.label, -math.inf) < quantity.read(values) < self.upper.get(quantity.label, math.inf)
+            for quantity in self.rule.quantities
+        )
+
+
+class Selection:
+    """Remembers the best values of what models are saved by, and says when the model should be saved.
+
+    A value that is not finite is never best; of equal ones the first stays, unless the metric compares with >= or <=.
+    Thresholds hold back saving, not the best value: a best one that is not between them is remembered all the same.
+
+    Args:
+        rule: "best_valid_loss", "best_train_loss", "best_<metric>", "always", None for never, or a list of them.
+            Of several validation sets "best_<metric>" is the mean, "best_<metric>@<set>" (or "__<set>") one of them;
+            "best_<metric>/<metric>" saves if both are better than at its last best.
+        directions: For each metric's main entry, whether a new value is better than an old one.
+        sets: The names of the validation sets, empty for a set without one; None if they are not known yet.
+        below: Saves only while the value that decides is below this; a dict names the values.
+        above: Saves only while the value that decides is above this; a dict names the values.
+
+    Attributes:
+        best: The best values so far: by a rule's name, or `<rule>[<metric>]` of a rule with several.
+
+    Raises:
+        ArgumentError: No such rule or value (the message names the nearest), or bounds that nothing can be between.
+        MetricError: A metric has the name of a loss.
+    """
+
+    def __init__(
+        self,
+        rule: str | Sequence[str] | None,
+        directions: Mapping[str, IsBetter],
+        *,
+        sets: Sequence[str] | None = None,
+        below: Limit = None,
+        above: Limit = None,
+    ) -> None:
+        self._quantities = Quantities(directions, sets)
+        self._savings: list[_Saving] = []
+        self._chosen: set[str] = set()
         self.best: dict[str, float] = {}
+        self._add(self._quantities.read_rules(rule, _MODEL_SAVING), below, above, _MODEL_SAVING)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the rules, each with its one spelling: "best_accuracy@en" for "best_accuracy__en"."""
+        return tuple(saving.rule.name for saving in self._savings)
+
+    @property
+    def rule(self) -> str | None:
+        """The rules, joined by commas; None where nothing is ever saved."""
+        return ", ".join(self.names) or None
 
     @property
     def needs(self) -> str | None:
-        """The quantity that decides, such as "best_accuracy"; None where none does."""
-        return self.rule if self.rule in self._directions else None
+        """The rules that look at values, joined by commas; None where none does."""
+        return ", ".join(saving.rule.name for saving in self._savings if saving.rule.quantities) or None
+
+    @property
+    def needs_validation(self) -> bool:
+        """Whether a rule looks at results of validation."""
+        return any(quantity.key != TRAIN_LOSS for saving in self._savings for quantity in saving.rule.quantities)
+
+    def register(self, name: str, *, below: Limit = None, above: Limit = None) -> None:
+        """Add a rule with thresholds of its own.
+
+        Args:
+            name: The rule.
+            below: As of the class, for this rule only.
+            above: As of the class, for this rule only.
+
+        Raises:
+            ArgumentError: No such rule or value, the rule is there already, or bounds that nothing can be between.
+        """
+        argument = Argument("name", call="register_model_saving")
+        rules = self._quantities.read_rules([name], argument)
+        if rules[0].name in self.names:
+            argument.refuse(repr(name), f"another rule than {self.rule}, already there", "leave it out")
+        self._add(rules, below, above, Argument("saving", call="register_model_saving"))
+
+    def folder(self, model_path: Path, name: str) -> Path:
+        """Return where the model of a rule is saved: `model_path` itself if it is the only rule, else a folder in it.
+
+        The folder has the name of the rule, with "+" for "/".
+        """
+        return model_path if len(self._savings) == 1 else model_path / name.replace("/", "+")
 
     def consider(self, values: Mapping[str, float]) -> bool:
+        """Take note of an evaluation; as `consider_all`, which says by which rules.
+
+        Returns:
+            Whether the weights should be saved by any rule.
+
+        Raises:
+            ModuleContractError: A value that decides is not among the results.
+        """
+        return bool(self.consider_all(values))
+
+    def consider_all(self, values: Mapping[str, float]) -> list[str]:
         """Take note of an evaluation.
 
         Args:
-            values: Its results under names of rules: "best_valid_loss", "best_train_loss", "best_<metric>".
+            values: Its results under names of rules, as `name_by_rules` gives them: "best_valid_loss",
+                "best_train_loss", "best_<metric>", each validation set's with `__<set>` behind.
 
         Returns:
-            Whether the weights should be saved.
+            The names of the rules by which the weights should be saved, in their order.
 
         Raises:
-            ModuleContractError: The quantity that decides is not among the results.
+            ModuleContractError: A value that decides is not among the results; nothing was noted.
         """
-        if self.needs is None:
-            return self.rule == ALWAYS
         self.require(values)
-        value = values[self.needs]
-        best = self.best.get(self.needs)
-        is_new_best = math.isfinite(value) and (best is None or self._directions[self.needs](value, best))
-        if is_new_best:
-            self.best[self.needs] = value
-        return is_new_best
+        new_best = [saving for saving in self._savings if saving.rule.update(self.best, values)]
+        chosen = [saving.rule.name for saving in new_best if saving.allows(values)]
+        self._chosen.update(chosen)
+        return chosen
 
     def require(self, values: Mapping[str, float]) -> None:
-        """Check that the quantity that decides is among the results of an evaluation.
+        """Check that all values that decide are among the results of an evaluation.
 
         Raises:
-            ModuleContractError: It is not.
+            ModuleContractError: One is not.
         """
-        if self.needs is None or self.needs in values:
-            return
-        if self.needs == VALID_LOSS:
-            do = 'return {"loss": loss} from validation_step, or choose another model_saving'
-        else:
-            do = f"return it from validation_step, or choose one of {sorted(values)}"
-        raise ModuleContractError(
-            explain(f"Trainer(model_saving={self.rule!r})", f"an evaluation with {sorted(values)}", str(self.needs), do)
-        )
+        for saving in self._savings:
+            saving.rule.require(values, _MODEL_SAVING)
+
+    def explain_unsaved(self) -> list[str]:
+        """Return, for each rule that saved nothing since the start of the run, why it did not."""
+        return [
+            f"{rule.name} was never between its thresholds when it was best (its best: {self._describe_best(rule)})"
+            if rule.keys[0] in self.best
+            else f"{rule.name} was never finite"
+            for rule in (saving.rule for saving in self._savings)
+            if rule.quantities and rule.name not in self._chosen
+        ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value."""
-        return {"best": dict(self.best)}
+        """Return the best values, and which rules saved something."""
+        return {"best": dict(self.best), "chosen": sorted(self._chosen)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Take back what `state_dict` returned; a rule that was not there begins anew, one that is gone is dropped."""
+        keys = {key for saving in self._savings for key in saving.rule.keys}
         self.best.clear()
-        self.best.update(state["best"])
+        self.best.update({key: value for key, value in state["best"].items() if key in keys})
+        self._chosen = set(state["chosen"]) & set(self.names)
 
+    def _describe_best(self, rule: Rule) -> str:
+        return ", ".join(f"{self.best[key]:.6g}" for key in rule.keys)
 
-def _refuse_rule(rule: str, choices: list[str]) -> NoReturn:
-    expected = "one of " + ", ".join(map(repr, choices)) + ", or None; best_<metric> needs that Metric in metrics="
-    nearest = get_close_matches(rule, choices, n=1, cutoff=0.75)
-    metric = rule.removeprefix("best_")
-    do = (
-        f"model_saving={nearest[0]!r}?"
-        if nearest
-        else f"metrics=[...] with a Metric named {metric!r}, such as Accuracy()"
-    )
-    raise ArgumentError(explain("Trainer(model_saving=...)", repr(rule), expected, do))
+    def _add(self, rules: list[Rule], below: Limit, above: Limit, argument: Argument) -> None:
+        lower = self._read_limit(above, rules, replace(argument, name=f"{argument.name}_above"))
+        upper = self._read_limit(below, rules, replace(argument, name=f"{argument.name}_below"))
+        for label in lower.keys() & upper.keys():
+            if lower[label] >= upper[label]:
+                got = f"{label} above {lower[label]} and below {upper[label]}"
+                argument.refuse(got, "bounds with room between them", "exchange the two, or leave one out")
+        self._savings += [_Saving(rule, lower, upper) for rule in rules]
+
+    def _read_limit(self, limit: Limit, rules: list[Rule], argument: Argument) -> dict[str, float]:
+        if limit is None or not rules:  # where nothing is saved, all that is saved keeps the bounds
+            return {}
+        labels = [quantity.label for rule in rules for quantity in rule.quantities]
+        if isinstance(limit, Mapping):
+            bounds = {self._read_label(name, labels, argument): bound for name, bound in limit.items()}
+        else:
+            bounds = dict.fromkeys(labels, limit)
+        if not bounds:
+            got = f"{limit!r}, and {', '.join(rule.name for rule in rules)}, which looks at no value"
+            argument.refuse(got, "a value for each name, and a rule that looks at one", "leave it out")
+        for bound in bounds.values():
+            if isinstance(bound, bool) or not isinstance(bound, int | float) or math.isnan(bound):
+                argument.refuse(f"{bound!r} ({type(bound).__name__})", "a number", f"{argument.name}=0.5, say")
+        return bounds
+
+    def _read_label(self, name: str, labels: list[str], argument: Argument) -> str:
+        label = self._quantities.read_rule(name, argument).name.removeprefix("best_")
+        if label not in labels:
+            expected = f"a value that decides: {', '.join(labels) or 'there is none'}"
+            argument.refuse(repr(name), expected, "name one of these, or leave it out")
+        return label

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import operator
+import random
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +46,47 @@ def test_a_model_is_saved_at_each_new_best_value(rule, values, saved, best):
     assert selection.best == ({} if best is None else {rule: best})
 
 
+def is_saved(rule: str, values: list[float]) -> list[int]:
+    """Say the definition: finite, and better than every finite value before it."""
+    is_better = {"best_valid_loss": operator.lt, "best_train_loss": operator.lt}.get(rule) or DIRECTIONS[rule[5:]]
+    return [
+        i
+        for i, value in enumerate(values)
+        if math.isfinite(value) and all(is_better(value, old) for old in values[:i] if math.isfinite(old))
+    ]
+
+
+def continued(selection: Selection, *arguments, **settings) -> Selection:
+    """Return what a resumed run goes on with: a new one with the state of the old one, through strict JSON."""
+    again = Selection(*arguments, **settings)
+    again.load_state_dict(json.loads(json.dumps(selection.state_dict(), allow_nan=False)))
+    return again
+
+
+@pytest.mark.parametrize(("rule", "values", "saved", "best"), SEQUENCES)
+def test_a_resume_between_any_two_evaluations_changes_nothing(rule, values, saved, best):
+    assert is_saved(rule, values) == saved
+    for stop in range(len(values) + 1):
+        selection, found = Selection(rule, DIRECTIONS), []
+        for i, value in enumerate(values):
+            selection = continued(selection, rule, DIRECTIONS) if i == stop else selection
+            found += [i] if selection.consider({rule: value}) else []
+        assert found == saved
+        assert selection.best == ({} if best is None else {rule: best})
+
+
+@pytest.mark.parametrize("rule", ["best_valid_loss", "best_accuracy", "best_wer", "best_share"])
+def test_random_sequences_save_what_the_definition_says(rule):
+    draw = random.Random(rule)
+    for _ in range(200):
+        values = draw.choices([NAN, INF, -INF, -1.0, -0.0, 0.0, 0.25, 0.5, 1.0], k=draw.randint(0, 8))
+        selection, found = Selection(rule, DIRECTIONS), []
+        for i, value in enumerate(values):
+            selection = continued(selection, rule, DIRECTIONS) if draw.random() < 0.3 else selection
+            found += [i] if selection.consider({rule: value}) else []
+        assert found == is_saved(rule, values), values
+
+
 @pytest.mark.feature("A09", "A10")
 @pytest.mark.parametrize(("rule", "expected"), [("always", True), (None, False)])
 def test_always_and_never_look_at_no_value(rule, expected):
@@ -62,12 +105,12 @@ def test_always_and_never_look_at_no_value(rule, expected):
         ("best_acuracy", "best_accuracy"),
         ("accuracy", "best_accuracy"),
         ("allways", "always"),
-        (["best_accuracy"], "best_accuracy"),
+        (["best_wer", "best_acuracy"], "best_accuracy"),
     ],
     ids=str,
 )
 def test_an_unknown_rule_is_refused_with_the_nearest(rule, nearest):
-    with pytest.raises(ArgumentError, match=f"model_saving='{nearest}") as error:
+    with pytest.raises(ArgumentError, match=f"did you mean '{nearest}'") as error:
         Selection(rule, DIRECTIONS)
     assert "'best_valid_loss', 'best_train_loss', 'best_accuracy'" in str(error.value)
 
@@ -121,7 +164,7 @@ def test_the_state_is_a_copy():
     selection = Selection("best_valid_loss", {})
     state = selection.state_dict()
     selection.consider({"best_valid_loss": 1.0})
-    assert state == {"best": {}}
+    assert state == {"best": {}, "chosen": []}
 
 
 @pytest.mark.feature("D23")
@@ -134,3 +177,219 @@ def test_a_metric_s_own_comparison_decides():
         True,
         False,
     ]
+
+
+def run(selection: Selection, evaluations: list[dict[str, float]]) -> list[list[str]]:
+    return [selection.consider_all(values) for values in evaluations]
+
+
+def test_each_rule_of_a_list_has_its_own_best():
+    selection = Selection(["best_valid_loss", "best_accuracy", "always"], DIRECTIONS)
+    loss, accuracy = [3.0, 2.0, 4.0, NAN], [0.5, 0.4, 0.6, 0.6]
+    evaluations = [{"best_valid_loss": a, "best_accuracy": b} for a, b in zip(loss, accuracy, strict=True)]
+    assert run(selection, evaluations) == [
+        ["best_valid_loss", "best_accuracy", "always"],
+        ["best_valid_loss", "always"],
+        ["best_accuracy", "always"],
+        ["always"],
+    ]
+    assert selection.best == {"best_valid_loss": 2.0, "best_accuracy": 0.6}
+    assert (selection.rule, selection.needs) == (
+        "best_valid_loss, best_accuracy, always",
+        "best_valid_loss, best_accuracy",
+    )
+
+
+def test_one_rule_saves_into_the_model_folder_and_several_each_into_its_own():
+    path = Path("out/model")
+    for rule in ("best_accuracy", ["best_accuracy"]):
+        assert Selection(rule, DIRECTIONS).folder(path, "best_accuracy") == path
+    selection = Selection(["best_accuracy", "best_accuracy/wer", "always"], DIRECTIONS)
+    assert [selection.folder(path, name).relative_to(path).as_posix() for name in selection.names] == [
+        "best_accuracy",
+        "best_accuracy+wer",
+        "always",
+    ]
+
+
+def test_a_combined_rule_saves_only_if_both_are_better_than_at_its_last_best():
+    selection = Selection("best_accuracy/wer", DIRECTIONS)
+    table = [
+        # accuracy, wer, saved
+        (NAN, 0.5, False),
+        (0.5, 0.5, True),
+        (0.7, 0.5, False),
+        (0.4, 0.1, False),
+        (0.6, 0.4, True),  # not as accurate as the third, which was never best
+        (0.6, 0.3, False),
+        (INF, 0.0, False),
+        (0.7, 0.0, True),
+    ]
+    for accuracy, wer, saved in table:
+        selection = continued(selection, "best_accuracy/wer", DIRECTIONS)
+        assert selection.consider({"best_accuracy": accuracy, "best_wer": wer}) == saved
+    assert selection.best == {"best_accuracy/wer[accuracy]": 0.7, "best_accuracy/wer[wer]": 0.0}
+
+
+def test_rules_that_share_a_metric_do_not_share_its_best_value():
+    selection = Selection(["best_accuracy", "best_accuracy/wer"], DIRECTIONS)
+    evaluations = [(0.5, 0.5), (0.7, 0.6), (0.6, 0.4)]
+    assert run(selection, [{"best_accuracy": a, "best_wer": b} for a, b in evaluations]) == [
+        ["best_accuracy", "best_accuracy/wer"],
+        ["best_accuracy"],
+        ["best_accuracy/wer"],
+    ]
+
+
+def test_several_sets_decide_by_their_mean_or_each_for_itself():
+    selection = Selection(["best_valid_loss", "best_wer@de", "best_accuracy@en/wer@de"], DIRECTIONS, sets=["en", "de"])
+    names = ["valid_loss__en", "valid_loss__de", "accuracy__en", "wer__de"]
+    table = [(1, 3, 0.5, 0.5), (2, 1, 0.6, 0.5), (0, NAN, 0.7, 0.4), (INF, -INF, 0.6, 0.3)]
+    evaluations = [{f"best_{name}": value for name, value in zip(names, row, strict=True)} for row in table]
+    assert run(selection, evaluations) == [
+        ["best_valid_loss", "best_wer@de", "best_accuracy@en/wer@de"],
+        ["best_valid_loss"],
+        ["best_wer@de", "best_accuracy@en/wer@de"],
+        ["best_wer@de"],
+    ]
+    assert selection.best["best_valid_loss"] == 1.5
+
+
+THRESHOLDS = [
+    # rule, below, above, values, saved at, best
+    ("best_valid_loss", 0.7, None, [0.9, 0.6, 0.5], [1, 2], 0.5),
+    ("best_valid_loss", 0.7, None, [0.7, 0.7], [], 0.7),
+    ("best_accuracy", None, 0.5, [0.4, 0.6], [1], 0.6),
+    ("best_accuracy", None, 0.5, [0.5, 0.4], [], 0.5),
+    ("best_accuracy", 0.8, None, [0.9, 0.7], [], 0.9),  # the record stands, though it was not saved
+    ("best_accuracy", 0.8, 0.5, [0.4, 0.6, 0.7, 0.9, 0.75], [1, 2], 0.9),
+    ("best_valid_loss", 0.0, None, [0.0, -0.5, NAN, -INF], [1], -0.5),
+    ("best_valid_loss", None, 0.0, [0.5, 0.0], [0], 0.0),
+    ("best_valid_loss", INF, -INF, [NAN, 0.5], [1], 0.5),
+]
+
+
+@pytest.mark.parametrize(("rule", "below", "above", "values", "saved", "best"), THRESHOLDS)
+def test_thresholds_hold_back_saving_and_not_the_best_value(rule, below, above, values, saved, best):
+    for stop in range(len(values) + 1):
+        settings = {"below": below, "above": above}
+        selection, found = Selection(rule, DIRECTIONS, **settings), []
+        for i, value in enumerate(values):
+            selection = continued(selection, rule, DIRECTIONS, **settings) if i == stop else selection
+            found += [i] if selection.consider({rule: value}) else []
+        assert (found, selection.best) == (saved, {rule: best})
+
+
+def test_a_dict_gives_each_value_a_threshold_of_its_own():
+    selection = Selection(
+        ["best_valid_loss", "best_accuracy", "always"], DIRECTIONS, below={"valid_loss": 1.0}, above={"accuracy": 0.5}
+    )
+    assert run(selection, [{"best_valid_loss": 0.9, "best_accuracy": 0.5}]) == [["best_valid_loss", "always"]]
+    assert run(selection, [{"best_valid_loss": 0.8, "best_accuracy": 0.6}]) == [
+        ["best_valid_loss", "best_accuracy", "always"]
+    ]
+    spelled = Selection("best_accuracy@en", DIRECTIONS, sets=["en"], above={"best_accuracy__en": 0.5})
+    assert not spelled.consider({"best_accuracy__en": 0.4})
+
+
+def test_a_number_holds_for_every_value_of_a_combined_rule():
+    selection = Selection("best_accuracy/share", DIRECTIONS, above=0.5)
+    assert not selection.consider({"best_accuracy": 0.6, "best_share": 0.5})
+    assert selection.consider({"best_accuracy": 0.7, "best_share": 0.6})
+
+
+@pytest.mark.parametrize(
+    ("rule", "settings", "message"),
+    [
+        ("best_accuracy", {"below": "0.5"}, r"model_saving_below=.*'0.5' \(str\).*a number"),
+        ("best_accuracy", {"above": NAN}, r"model_saving_above=.*nan \(float\)"),
+        ("best_accuracy", {"above": True}, r"True \(bool\)"),
+        ("best_accuracy", {"above": 0.5, "below": 0.5}, "accuracy above 0.5 and below 0.5.*room between"),
+        ("best_accuracy", {"above": {"acuracy": 0.5}}, "model_saving_above=.*did you mean 'best_accuracy'"),
+        ("best_accuracy", {"above": {"wer": 0.5}}, "'wer'.*a value that decides: accuracy"),
+        ("best_accuracy", {"above": {}}, "leave it out"),
+        ("always", {"above": 0.5}, "0.5, and always, which looks at no value"),
+    ],
+    ids=str,
+)
+def test_thresholds_that_cannot_be_are_refused(rule, settings, message):
+    with pytest.raises(ArgumentError, match=f"(?s){message}"):
+        Selection(rule, DIRECTIONS, **settings)
+
+
+def test_thresholds_where_nothing_is_saved_are_kept_by_themselves():
+    assert Selection(None, DIRECTIONS, below=0.5).consider_all({}) == []
+
+
+def test_a_registered_rule_has_thresholds_of_its_own():
+    selection = Selection("best_valid_loss", DIRECTIONS)
+    selection.register("best_accuracy/wer", above={"accuracy": 0.5})
+    values = [{"best_valid_loss": 1.0, "best_accuracy": a, "best_wer": b} for a, b in [(0.4, 0.5), (0.6, 0.4)]]
+    assert run(selection, values) == [["best_valid_loss"], ["best_accuracy/wer"]]
+    assert selection.names == ("best_valid_loss", "best_accuracy/wer")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("best_valid_loss", r"register_model_saving\(name=.*another rule than best_valid_loss"),
+        ("best_wre", r"register_model_saving\(name=.*did you mean 'best_wer'\?"),
+    ],
+)
+def test_registering_a_rule_that_is_there_or_is_none_is_refused(name, message):
+    selection = Selection("best_valid_loss", DIRECTIONS)
+    with pytest.raises(ArgumentError, match=f"(?s){message}"):
+        selection.register(name)
+    with pytest.raises(ArgumentError, match=r"register_model_saving\(saving_above="):
+        selection.register("best_wer", above="high")
+    assert selection.names == ("best_valid_loss",)
+
+
+def test_an_evaluation_that_lacks_one_value_changes_nothing():
+    selection = Selection(["best_valid_loss", "best_wer@de", "best_accuracy"], DIRECTIONS, sets=["en", "de"])
+    whole = {f"best_{name}__{key}": 0.5 for name in ("valid_loss", "wer", "accuracy") for key in ("en", "de")}
+    for name, message in [
+        ("best_valid_loss__en", r"best_valid_loss__en and best_valid_loss__de.*return \{\"loss\": loss\}"),
+        ("best_wer__de", "model_saving='best_wer@de'.*expected: best_wer__de"),
+        ("best_accuracy__de", "best_accuracy__en and best_accuracy__de"),
+    ]:
+        values = {key: value for key, value in whole.items() if key != name}
+        with pytest.raises(ModuleContractError, match=f"(?s){message}"):
+            selection.consider_all(values)
+        assert selection.state_dict() == {"best": {}, "chosen": []}
+    assert selection.consider_all(whole) == list(selection.names)
+
+
+def test_a_run_that_saved_nothing_says_why():
+    rules = ["best_valid_loss", "best_accuracy", "best_wer", "always"]
+    selection = Selection(rules, DIRECTIONS, above={"accuracy": 95})
+    run(selection, [{"best_valid_loss": NAN, "best_accuracy": 0.953, "best_wer": 0.5}])
+    selection = continued(selection, rules, DIRECTIONS, above={"accuracy": 95})
+    assert selection.explain_unsaved() == [
+        "best_valid_loss was never finite",
+        "best_accuracy was never between its thresholds when it was best (its best: 0.953)",
+    ]
+
+
+def test_a_resume_with_other_rules_keeps_those_that_stayed():
+    selection = Selection(["best_valid_loss", "best_accuracy"], DIRECTIONS)
+    selection.consider({"best_valid_loss": 1.0, "best_accuracy": 0.5})
+    again = continued(selection, ["best_accuracy", "best_wer"], DIRECTIONS)
+    assert again.state_dict() == {"best": {"best_accuracy": 0.5}, "chosen": ["best_accuracy"]}
+    assert again.consider_all({"best_accuracy": 0.4, "best_wer": 0.9}) == ["best_wer"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "needed"),
+    [
+        (None, False),
+        ("always", False),
+        (["best_train_loss", "always"], False),
+        ("best_valid_loss", True),
+        (["best_train_loss", "best_accuracy"], True),
+        ("best_train_loss/accuracy", True),
+    ],
+    ids=str,
+)
+def test_it_is_known_whether_validation_is_needed(rule, needed):
+    assert Selection(rule, DIRECTIONS).needs_validation is needed

@@ -1,0 +1,252 @@
+"""The rules that models are saved and runs are stopped by: their names, and the values that decide."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from accmt.errors import ArgumentError, MetricError, ModuleContractError, explain
+
+IsBetter = Callable[[float, float], bool]
+
+ALWAYS = "always"
+VALID_LOSS = "best_valid_loss"
+TRAIN_LOSS = "best_train_loss"
+_PREFIX = "best_"
+_LOSSES: dict[str, IsBetter] = {name.removeprefix(_PREFIX): operator.lt for name in (VALID_LOSS, TRAIN_LOSS)}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """Where something was written, for messages.
+
+    Attributes:
+        name: The argument.
+        call: What takes it.
+    """
+
+    name: str
+    call: str = "Trainer"
+
+    def refuse(self, got: str, expected: str, do: str) -> NoReturn:
+        """Raise the error of a wrong value.
+
+        Raises:
+            ArgumentError: Always.
+        """
+        raise ArgumentError(explain(f"{self.call}({self.name}=...)", got, expected, do))
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One value of an evaluation that decides.
+
+    Attributes:
+        label: Its name in rules: "accuracy", or "accuracy@en" for one validation set.
+        is_better: Whether a new value beats an old one.
+        key: Where it stands among the values of an evaluation.
+        keys_of_sets: Where the values stand whose mean it is if there is none under `key`.
+    """
+
+    label: str
+    is_better: IsBetter
+    key: str
+    keys_of_sets: tuple[str, ...] = ()
+
+    def is_in(self, values: Mapping[str, float]) -> bool:
+        """Return whether an evaluation gave what is needed."""
+        return self.key in values or (bool(self.keys_of_sets) and all(key in values for key in self.keys_of_sets))
+
+    def read(self, values: Mapping[str, float]) -> float:
+        """Return the value of an evaluation in which it is."""
+        if self.key in values:
+            return values[self.key]
+        return sum(values[key] for key in self.keys_of_sets) / len(self.keys_of_sets)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What makes one evaluation better than those before: all its quantities are.
+
+    A value that is not finite is never better. A rule without quantities takes every evaluation.
+
+    Attributes:
+        name: Such as "best_valid_loss", "best_accuracy@en", "best_accuracy/f1" or "always".
+        quantities: What decides.
+    """
+
+    name: str
+    quantities: tuple[Quantity, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Where the best values of the quantities are kept: under the rule's name, or `<rule>[<label>]` of several."""
+        if len(self.quantities) == 1:
+            return (self.name,)
+        return tuple(f"{self.name}[{quantity.label}]" for quantity in self.quantities)
+
+    def update(self, best: dict[str, float], values: Mapping[str, float]) -> bool:
+        """Put the values of an evaluation into `best` if it is better than what stands there.
+
+        The best values of several quantities are always those of one evaluation.
+
+        Returns:
+            Whether it is better.
+        """
+        new = {key: quantity.read(values) for key, quantity in zip(self.keys, self.quantities, strict=True)}
+        is_better = all(
+            math.isfinite(new[key]) and (key not in best or quantity.is_better(new[key], best[key]))
+            for key, quantity in zip(self.keys, self.quantities, strict=True)
+        )
+        if is_better:
+            best.update(new)
+        return is_better
+
+    def require(self, values: Mapping[str, float], argument: Argument) -> None:
+        """Check that all that decides is among the values of an evaluation.
+
+        Args:
+            values: Results under names of rules.
+            argument: What the rule stands in.
+
+        Raises:
+            ModuleContractError: Something is missing.
+        """
+        missing = next((quantity for quantity in self.quantities if not quantity.is_in(values)), None)
+        if missing is None:
+            return
+        if missing.key.startswith(VALID_LOSS):
+            do = f'return {{"loss": loss}} from validation_step, or choose another {argument.name}'
+        else:
+            do = f"return it from validation_step, or choose one of {sorted(values)}"
+        expected = " and ".join(missing.keys_of_sets) or missing.key
+        where = f"{argument.call}({argument.name}={self.name!r})"
+        raise ModuleContractError(explain(where, f"an evaluation with {sorted(values)}", expected, do))
+
+
+class Quantities:
+    """All that can decide in a run, by which the names of rules are read.
+
+    Args:
+        directions: For each metric's main entry, whether a new value is better than an old one.
+        sets: The names of the validation sets; an empty name is that of a set without one. None where they are not
+            known yet: then every name passes.
+
+    Raises:
+        MetricError: A metric has the name of a loss.
+    """
+
+    def __init__(self, directions: Mapping[str, IsBetter], sets: Sequence[str] | None = None) -> None:
+        for name in _LOSSES.keys() & directions:
+            expected = "a name that the losses do not have"
+            raise MetricError(explain(f"metric {name!r}", f"the main entry {name!r}", expected, "rename it"))
+        self._directions: dict[str, IsBetter] = {**_LOSSES, **directions}
+        self._sets = None if sets is None else [name for name in sets if name]
+
+    def read_rule(self, name: Any, argument: Argument) -> Rule:
+        """Return the rule of a name; the prefix "best_" may be missing.
+
+        Args:
+            name: "best_accuracy" (of several sets: their mean), "best_accuracy@en" or "best_accuracy__en" for one
+                set, "best_accuracy@en/f1@de" if both must be better, "always".
+            argument: What it stands in.
+
+        Raises:
+            ArgumentError: No such rule; the message names the nearest.
+        """
+        if name == ALWAYS:
+            return Rule(ALWAYS)
+        parts = name.removeprefix(_PREFIX).split("/") if isinstance(name, str) else []
+        quantities = tuple(quantity for quantity in map(self._find, parts) if quantity is not None)
+        if not parts or len(quantities) != len(parts):
+            self._refuse(name, argument)
+        labels = [quantity.label for quantity in quantities]
+        rule = Rule(_PREFIX + "/".join(labels), quantities)
+        if len(set(labels)) != len(labels):
+            do = f"write {_PREFIX + '/'.join(dict.fromkeys(labels))!r}"
+            argument.refuse(repr(name), "each quantity of a rule once", do)
+        return rule
+
+    def read_rules(self, names: Any, argument: Argument) -> list[Rule]:
+        """Return the rules of one name, of a list of names or of None; a name begins with "best_" or is "always".
+
+        Raises:
+            ArgumentError: No such rule, one that stands there twice, or an empty list.
+        """
+        listed = list(names) if isinstance(names, list | tuple) else [] if names is None else [names]
+        for name in listed:
+            if not isinstance(name, str) or not (name == ALWAYS or name.startswith(_PREFIX)):
+                self._refuse(name, argument)
+        rules = [self.read_rule(name, argument) for name in listed]
+        found = [rule.name for rule in rules]
+        if len(set(found)) != len(found) or (not found and names is not None):
+            do = f"{argument.name}={list(dict.fromkeys(found)) or None}"
+            argument.refuse(repr(names), "each rule once, or None", do)
+        return rules
+
+    def _find(self, part: str) -> Quantity | None:
+        fitting = [name for name in self._directions if part == name or part.startswith((f"{name}@", f"{name}__"))]
+        if not fitting:
+            return None
+        name = max(fitting, key=len)
+        key, is_better = _PREFIX + name, self._directions[name]
+        if part == name:
+            sets = () if key == TRAIN_LOSS else self._sets or ()
+            return Quantity(name, is_better, key, tuple(f"{key}__{set_name}" for set_name in sets))
+        set_name = part.removeprefix(f"{name}@").removeprefix(f"{name}__")
+        if key == TRAIN_LOSS or not set_name or (self._sets is not None and set_name not in self._sets):
+            return None
+        return Quantity(f"{name}@{set_name}", is_better, f"{key}__{set_name}")
+
+    def _labels(self) -> list[str]:
+        sets = [set_name for set_name in self._sets or () if "/" not in set_name]  # which a rule cannot name
+        of_sets = [f"{name}@{set_name}" for name in self._directions for set_name in sets]
+        return [*self._directions, *(label for label in of_sets if self._find(label) is not None)]
+
+    def _refuse(self, name: Any, argument: Argument) -> NoReturn:
+        choices = [*(_PREFIX + label for label in self._labels()), ALWAYS]
+        expected = f"one of {', '.join(map(repr, choices))}, or None; best_<metric> needs that Metric in metrics="
+        parts = str(name).removeprefix(_PREFIX).split("/")
+        nearest = [self._nearest(part.removeprefix(_PREFIX)) for part in parts]
+        if get_close_matches("/".join(parts), [ALWAYS]):
+            do = f"did you mean {ALWAYS!r}?"
+        elif None not in nearest:
+            do = f"did you mean {_PREFIX + '/'.join(filter(None, nearest))!r}?"
+        else:
+            unknown = parts[nearest.index(None)].partition("@")[0]
+            do = f"metrics=[...] with a Metric named {unknown!r}, such as Accuracy()"
+        argument.refuse(repr(name), expected, do)
+
+    def _nearest(self, part: str) -> str | None:
+        name, _, set_name = part.partition("@")
+        names = get_close_matches(name, self._directions, n=1)
+        if not names or not set_name or _PREFIX + names[0] == TRAIN_LOSS:
+            return names[0] if names else None
+        sets = [set_name] if self._sets is None else get_close_matches(set_name, self._sets, n=1, cutoff=0.0)
+        return f"{names[0]}@{sets[0]}" if sets else names[0]
+
+
+def without_validation(model_saving: Any) -> Any:
+    """Return the rules of a run without validation data, in which "best_valid_loss" means "best_train_loss"."""
+    if isinstance(model_saving, list | tuple):
+        return list(dict.fromkeys(without_validation(name) for name in model_saving))
+    return TRAIN_LOSS if model_saving == VALID_LOSS else model_saving
+
+
+def name_by_rules(results: Mapping[str, float], *, loss_name: str, train_loss: float | None) -> dict[str, float]:
+    """Return the results of an evaluation under the names that rules look for.
+
+    Args:
+        results: Losses and metrics by name; with several validation sets `<name>__<set>`.
+        loss_name: The name of the validation loss among them.
+        train_loss: Mean training loss since the last evaluation; None, for no update since then, counts as NaN.
+    """
+    values = {TRAIN_LOSS: math.nan if train_loss is None else train_loss}
+    for name, value in results.items():
+        is_loss = name == loss_name or name.startswith(f"{loss_name}__")
+        values[VALID_LOSS + name.removeprefix(loss_name) if is_loss else _PREFIX + name] = value
+    return values

@@ -1,0 +1,183 @@
+"""When patience is used up, as tables of whole runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+
+import pytest
+
+from accmt.errors import ArgumentError, ModuleContractError
+from accmt.saving import Patience, may_stop
+from accmt.state import TrainingState
+
+NAN, INF = math.nan, math.inf
+DIRECTIONS = {"accuracy": operator.gt, "wer": operator.lt, "share": operator.ge}
+
+
+def continued(patience: Patience, *arguments, **settings) -> Patience:
+    """Return what a resumed run goes on with, through strict JSON."""
+    again = Patience(*arguments, **settings)
+    again.load_state_dict(json.loads(json.dumps(patience.state_dict(), allow_nan=False)))
+    return again
+
+
+SEQUENCES = [
+    # patience, rule, values, left after each
+    (2, "best_valid_loss", [5, 6, 4, 7, 3], [2, 1, 2, 1, 2]),
+    (2, "best_valid_loss", [5, 6, 7], [2, 1, 0]),
+    (2, "best_valid_loss", [5, 5, 5, 5], [2, 1, 0, 0]),
+    (1, "best_valid_loss", [5, 4, 4], [1, 1, 0]),
+    (2, "best_valid_loss", [NAN, 5, NAN, 4, NAN, NAN], [1, 2, 1, 2, 1, 0]),
+    (2, "best_valid_loss", [NAN, NAN], [1, 0]),
+    (2, "best_valid_loss", [INF, -INF], [1, 0]),
+    (2, "best_valid_loss", [-INF, 3, -INF, 2], [1, 2, 1, 2]),
+    (2, "best_valid_loss", [0.5, 0.0, 0.0, 0.1], [2, 2, 1, 0]),
+    (2, "best_valid_loss", [5, 6, 7, 4], [2, 1, 0, 2]),
+    (3, "best_train_loss", [1, 2, 3, 0], [3, 2, 1, 3]),
+    (2, "best_accuracy", [0.0, 0.1, 0.1, 0.05], [2, 2, 1, 0]),
+    (2, "best_accuracy", [-1.0, -2.0, 0.0], [2, 1, 2]),
+    (2, "best_share", [0.5, 0.5, 0.4], [2, 2, 1]),
+]
+
+
+@pytest.mark.parametrize(("allowed", "rule", "values", "left"), SEQUENCES)
+def test_evaluations_in_a_row_without_a_better_value_use_patience_up(allowed, rule, values, left):
+    for stop in range(len(values) + 1):
+        patience, found = Patience(allowed, rule, DIRECTIONS), []
+        for i, value in enumerate(values):
+            patience = continued(patience, allowed, rule, DIRECTIONS) if i == stop else patience
+            patience.consider({rule: value})
+            found.append(patience.left)
+            assert patience.is_exhausted == (left[i] == 0)
+        assert found == left
+
+
+def test_all_patience_is_left_before_the_first_evaluation():
+    patience = Patience(3, "best_valid_loss", {})
+    assert (patience.left, patience.is_exhausted) == (3, False)
+    assert Patience({"wer": 3}, None, DIRECTIONS).left == {"best_wer": 3}
+
+
+def test_a_number_waits_while_any_rule_gets_better():
+    patience = Patience(2, ["best_valid_loss", "best_accuracy", "always"], DIRECTIONS)
+    left = []
+    for loss, accuracy in [(5, 0.5), (6, 0.4), (6, 0.6), (4, 0.6), (4, 0.1), (4, NAN)]:
+        patience.consider({"best_valid_loss": loss, "best_accuracy": accuracy})
+        left.append(patience.left)
+    assert left == [2, 1, 2, 2, 1, 0]
+
+
+def test_a_dict_counts_each_value_for_itself_and_the_first_used_up_ends_it():
+    patience = Patience({"accuracy": 2, "best_valid_loss": 3}, "always", DIRECTIONS)
+    found = []
+    for loss, accuracy in [(5, 0.5), (6, 0.6), (7, 0.6), (4, 0.6)]:
+        patience.consider({"best_valid_loss": loss, "best_accuracy": accuracy})
+        found.append((patience.left, patience.is_exhausted))
+    assert found == [
+        ({"best_accuracy": 2, "best_valid_loss": 3}, False),
+        ({"best_accuracy": 2, "best_valid_loss": 2}, False),
+        ({"best_accuracy": 1, "best_valid_loss": 1}, False),
+        ({"best_accuracy": 0, "best_valid_loss": 3}, True),
+    ]
+
+
+def test_a_combined_rule_and_single_sets_can_be_waited_for():
+    patience = Patience({"accuracy@en/wer": 2, "wer__de": 1}, None, DIRECTIONS, sets=["en", "de"])
+    patience.consider({"best_accuracy__en": 0.5, "best_wer__en": 0.5, "best_wer__de": 0.3})
+    patience.consider({"best_accuracy__en": 0.6, "best_wer__en": 0.6, "best_wer__de": 0.2})
+    assert patience.left == {"best_accuracy@en/wer": 1, "best_wer@de": 1}
+
+
+def test_a_resume_with_more_patience_goes_on_with_the_count():
+    patience = Patience(2, "best_valid_loss", {})
+    for value in (5, 6, 7):
+        patience.consider({"best_valid_loss": value})
+    assert patience.is_exhausted
+    again = continued(patience, 5, "best_valid_loss", {})
+    assert (again.left, again.is_exhausted, again.best) == (3, False, {"best_valid_loss": 5})
+
+
+def test_a_resume_that_watches_other_values_begins_their_counts_anew():
+    patience = Patience({"accuracy": 2, "wer": 2}, None, DIRECTIONS)
+    for _ in range(2):
+        patience.consider({"best_accuracy": 0.5, "best_wer": 0.5})
+    again = continued(patience, {"wer": 2, "share": 2}, None, DIRECTIONS)
+    assert again.left == {"best_wer": 1, "best_share": 2}
+    assert again.best == {"best_wer": 0.5}
+
+
+def test_the_state_is_a_copy():
+    patience = Patience(2, "best_valid_loss", {})
+    state = patience.state_dict()
+    patience.consider({"best_valid_loss": 5})
+    patience.consider({"best_valid_loss": 6})
+    assert state == {"without_better": {"best_valid_loss": 0}, "best": {}}
+
+
+def test_an_evaluation_that_lacks_a_watched_value_is_an_error_that_counts_nothing():
+    patience = Patience({"accuracy": 2, "wer": 2}, None, DIRECTIONS)
+    for ask in (patience.consider, patience.require):
+        with pytest.raises(ModuleContractError, match=r"(?s)Trainer\(patience='best_wer'\).*best_wer"):
+            ask({"best_accuracy": 0.5})
+    assert patience.state_dict() == {"without_better": {"best_accuracy": 0, "best_wer": 0}, "best": {}}
+
+
+@pytest.mark.parametrize(
+    ("patience", "rule", "message"),
+    [
+        (0, "best_valid_loss", "0.*whole numbers from 1"),
+        (-1, "best_valid_loss", "-1"),
+        (2.0, "best_valid_loss", "2.0"),
+        (True, "best_valid_loss", "True"),
+        ("3", "best_valid_loss", "'3'"),
+        ({"accuracy": 0}, None, "'accuracy': 0"),
+        ({"accuracy": None}, None, "whole numbers"),
+        ({"acuracy": 3}, None, "did you mean 'best_accuracy'"),
+        ({"bleu": 3}, None, "a Metric named 'bleu'"),
+        ({"accuracy": 3, "best_accuracy": 2}, None, "each value once"),
+        ({"always": 3}, None, "a value to watch"),
+        ({}, None, "a value to watch"),
+        (3, None, 'patience=\\{"valid_loss": 3\\}'),
+        (3, "always", "a value to watch"),
+    ],
+    ids=str,
+)
+def test_patience_that_cannot_be_is_refused(patience, rule, message):
+    with pytest.raises(ArgumentError, match=rf"(?s)Trainer\(patience=\.\.\.\).*{message}"):
+        Patience(patience, rule, DIRECTIONS)
+
+
+@pytest.mark.parametrize(
+    ("patience", "rule", "needed"),
+    [
+        (2, "best_train_loss", False),
+        (2, "best_valid_loss", True),
+        ({"train_loss": 2}, "best_valid_loss", False),
+        ({"train_loss": 2, "accuracy": 1}, None, True),
+    ],
+    ids=str,
+)
+def test_it_is_known_whether_validation_is_needed(patience, rule, needed):
+    assert Patience(patience, rule, DIRECTIONS).needs_validation is needed
+
+
+@pytest.mark.parametrize(
+    ("epoch", "global_step", "min_epochs", "min_steps", "may"),
+    [
+        (0, 0, None, None, True),
+        (0, 9, 1, None, False),
+        (1, 10, 1, None, True),
+        (2, 29, 3, None, False),
+        (3, 30, 3, None, True),
+        (0, 4, None, 5, False),
+        (0, 5, None, 5, True),
+        (3, 30, 3, 31, False),
+        (3, 31, 3, 31, True),
+        (2, 31, 3, 31, False),
+    ],
+)
+def test_training_goes_on_until_the_later_of_both_minima(epoch, global_step, min_epochs, min_steps, may):
+    state = TrainingState(epoch=epoch, global_step=global_step)
+    assert may_stop(state, min_epochs=min_epochs, min_steps=min_steps) is may
