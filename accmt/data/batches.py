@@ -23,6 +23,7 @@ class Round:
         own_samples: Samples of this process's batch; None where only the batch tells.
         is_last: Whether the epoch ends with this round.
         is_partial: Whether some process has no part in it; every process knows.
+        position: Where the data are after it, noted at once where reading goes on; None where it can be computed.
     """
 
     index: int
@@ -31,6 +32,7 @@ class Round:
     own_samples: int | None = None
     is_last: bool = False
     is_partial: bool = False
+    position: dict[str, Any] | None = None
 
 
 def find_batch_size(batch: Any) -> int | None:

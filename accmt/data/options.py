@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -34,6 +34,34 @@ class Loader(Protocol):
 
     def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
         """Yield the rounds of an epoch from `first` on."""
+
+    def position(self, epoch: int, num_rounds: int) -> dict[str, Any]:
+        """Return where the data are after `num_rounds` rounds of an epoch, for a checkpoint.
+
+        Loaders of streams keep it for the last few rounds only: to be asked at the boundary of which it tells.
+
+        Processes: collective where each has data of its own; else the same on all.
+
+        Returns:
+            JSON values, and what a stream's own state holds.
+        """
+
+    def continue_from(self, epoch: int, first_round: int, position: Mapping[str, Any]) -> None:
+        """Let `epoch` go on where `first_round` rounds ended; the epochs after it begin as ever.
+
+        The next `rounds(epoch, first=first_round)` begins exactly there, on any number of processes and with any size
+        of batches. Rounds are counted on from `first_round`, and so are `num_rounds` and `samples_in`.
+
+        Processes: all; collective where each has data of its own.
+
+        Args:
+            epoch: The epoch.
+            first_round: Its rounds that were trained on.
+            position: What `position` returned after them.
+
+        Raises:
+            DataError: The position is one in other data.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Sampler
 
 from accmt.data.seeding import BatchIndices, derive_seed, drawing_under
-from accmt.data.sharding import Plan, Share
+from accmt.data.sharding import Plan
 from accmt.processes import broadcast_object
 
 T = TypeVar("T")
@@ -127,7 +127,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         purpose: Tells training's randomness from validation's.
     """
 
-    def __init__(self, order: Order, *, seed: int, purpose: str) -> None:
+    def __init__(self, order: Order | DrawnByUser[list[list[int]]], *, seed: int, purpose: str) -> None:
         self._order = order
         self._seed = seed
         self._purpose = purpose
@@ -142,49 +142,35 @@ class GlobalBatchSampler(Sampler[list[int]]):
         epoch, plan, order = self._epoch, self._plan, self._order.at(self._epoch)
         for part in filter(None, map(plan.part, self._rounds)):
             seed = derive_seed(self._seed, self._purpose, epoch, part.start)
-            yield BatchIndices(order[part.start : part.stop].tolist(), seed)
+            yield BatchIndices(self._indices(order[part.start : part.stop]), seed)
 
     def __len__(self) -> int:
         return len(self._rounds) - (bool(self._rounds) and not self._plan.part(self._rounds[-1]))
 
+    def _indices(self, part: Any) -> list[int]:
+        indices: list[int] = part.tolist()
+        return indices
 
-class BatchShare(Sampler[list[int]]):
-    """Yields every `count`-th batch of a user's batch sampler, from this process's on.
+
+class BatchShare(GlobalBatchSampler):
+    """Yields this process's batches of a user's batch sampler: its plan counts batches, one a round.
 
     An epoch's batches are drawn at once, before any is read: then nothing that trains in between can change them.
 
     Args:
         batches: The user's batch sampler.
-        share: This process.
         seed: The run's seed.
         purpose: Tells training's randomness from validation's.
     """
 
-    def __init__(self, batches: Iterable[Any], share: Share, *, seed: int, purpose: str) -> None:
+    def __init__(self, batches: Iterable[Any], *, seed: int, purpose: str) -> None:
         self._drawn = DrawnByUser(batches, seed, _read_batches)
-        self._share = share
-        self._seed = seed
-        self._purpose = purpose
-        self.start_at(0, range(0))
+        super().__init__(self._drawn, seed=seed, purpose=purpose)
 
     def sizes(self, epoch: int) -> list[int]:
         """Return how many samples each batch of an epoch has, over all processes."""
         return [len(batch) for batch in self._drawn.at(epoch)]
 
-    def start_at(self, epoch: int, rounds: range) -> None:
-        """Choose what the next iteration yields."""
-        self._epoch = epoch
-        self._rounds = rounds
-
-    def __iter__(self) -> Iterator[list[int]]:
-        epoch, batches = self._epoch, self._drawn.at(self._epoch)
-        for index in self._own_indices(len(batches)):
-            yield BatchIndices(batches[index], derive_seed(self._seed, self._purpose, epoch, index))
-
-    def __len__(self) -> int:
-        return len(self._own_indices(len(self._drawn.at(self._epoch))))
-
-    def _own_indices(self, num_batches: int) -> range:
-        count = self._share.count
-        start = self._rounds.start * count + self._share.index
-        return range(start, min(self._rounds.stop * count, num_batches), count)
+    def _indices(self, part: list[list[int]]) -> list[int]:
+        (batch,) = part
+        return batch

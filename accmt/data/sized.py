@@ -2,19 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
 from accmt.data.batches import Round
 from accmt.data.options import LoaderOptions, length_of, require_rounds
+from accmt.data.position import BEGINNING, plan_epoch, read_start, require_same_number
 from accmt.data.samplers import BatchShare, GlobalBatchSampler, Order, tell_epoch
 from accmt.data.seeding import SeededDataset, WorkerStart
 from accmt.data.sharding import Plan
 
 
-class SizedLoader:
+class _PlannedLoader:
+    """What the loaders below have in common: all rounds of an epoch are known when it begins.
+
+    Args:
+        dataset: What is fetched from.
+        options: Sizes, sharing and limit.
+        sampler: Yields the indices of the planned batches.
+        torch_options: Further arguments of the DataLoader.
+        size: Samples, or batches, of the first epoch.
+        whole: Those that are all there or all left out at the end; 1 leaves none out.
+    """
+
+    _kind: str
+    _unit: str
+
+    def __init__(
+        self,
+        dataset: Any,
+        options: LoaderOptions,
+        sampler: GlobalBatchSampler,
+        torch_options: Mapping[str, Any],
+        *,
+        size: int,
+        whole: int = 1,
+    ) -> None:
+        self.micro_batches = options.micro_batches
+        self._dataset = dataset
+        self._options = options
+        self._sampler = sampler
+        self._whole = whole
+        self._start = BEGINNING
+        self._epoch: int | None = None
+        self._arrange(0, 0, size)
+        self.dataloader: DataLoader[Any] = DataLoader(SeededDataset(dataset), batch_sampler=sampler, **torch_options)
+
+    def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
+        """Yield the rounds of an epoch from `first` on; what is passed over is never read."""
+        plan = self._begin(epoch, first)
+        batches = iter(self.dataloader)
+        last, num_processes = plan.num_rounds - 1, plan.share.count
+        for index in range(first, last + 1):
+            whole = plan.whole(index)
+            part = plan.share_of(whole)
+            batch = next(batches) if part else None
+            is_partial = len(whole) < num_processes
+            yield Round(index, batch, self._count(whole), self._count(part), index == last, is_partial)
+
+    def samples_in(self, first: int, last: int) -> int | None:
+        """Return the samples of rounds `first` up to without `last` over all processes."""
+        return self._count(range(self._plan.samples_before(first), self._plan.samples_before(last)))
+
+    def position(self, epoch: int, num_rounds: int) -> dict[str, Any]:
+        """Return where the data are after `num_rounds` rounds of an epoch."""
+        if num_rounds == 0:  # what the epoch will have may not have been drawn yet
+            return {"kind": self._kind, self._unit: 0, "of": None}
+        if epoch != self._epoch:
+            self._begin(epoch, num_rounds)
+        return {"kind": self._kind, self._unit: self._plan.samples_before(num_rounds), "of": self._size}
+
+    def continue_from(self, epoch: int, first_round: int, position: Mapping[str, Any]) -> None:
+        """Let `epoch` go on from a position.
+
+        Raises:
+            DataError: The position is one in other data.
+        """
+        self._start = read_start(epoch, first_round, position, kind=self._kind, unit=self._unit, options=self._options)
+        self._begin(epoch, first_round)
+        require_same_number(self._start, self._size, self._unit, self._options)
+
+    def _begin(self, epoch: int, first: int) -> Plan:
+        tell_epoch(self._dataset, epoch)
+        self._epoch = epoch
+        return self._arrange(epoch, first, self._draw(epoch))
+
+    def _arrange(self, epoch: int, first: int, size: int) -> Plan:
+        self._size = size
+        self._plan = plan = plan_epoch(size, self._options, whole=self._whole, start=self._start.of(epoch, first))
+        self.num_rounds: int | None = plan.num_rounds
+        self._sampler.start_at(epoch, plan, range(first, plan.num_rounds))
+        return plan
+
+    def _draw(self, epoch: int) -> int:
+        """Decide what an epoch has, and return how many samples, or batches."""
+        raise NotImplementedError
+
+    def _count(self, part: range) -> int | None:
+        """Return the samples of a part of the plan."""
+        raise NotImplementedError
+
+
+class SizedLoader(_PlannedLoader):
     """Rounds of a dataset with a length, ordered and shared by (seed, epoch, position).
 
     Args:
@@ -25,49 +117,34 @@ class SizedLoader:
         DataError: The dataset, or what sampler and `drop_last` leave of it, is empty.
     """
 
+    _kind = "dataset with a length"
+    _unit = "samples"
+
     def __init__(self, dataset: Any, options: LoaderOptions) -> None:
         require_rounds(len(dataset), options, "a dataset of length 0")
         sampler = options.sampler
         if callable(sampler) and not isinstance(sampler, Sampler):
             sampler = sampler(dataset)
         options = options.without_second_sharing(sampler)
-        self.micro_batches = options.micro_batches
-        self._dataset = dataset
-        self._options = options
         self._order = Order(len(dataset), options.seed, shuffle=options.shuffle, sampler=sampler)
-        self._sampler = GlobalBatchSampler(self._order, seed=options.seed, purpose=options.purpose)
-        self.num_rounds: int | None = self._start_at(0, 0)
-        self.dataloader: DataLoader[Any] = DataLoader(
-            SeededDataset(dataset), batch_sampler=self._sampler, **options.torch_options(dataset)
+        whole_batch = options.batch_size * options.share.count * options.micro_batches
+        super().__init__(
+            dataset,
+            options,
+            GlobalBatchSampler(self._order, seed=options.seed, purpose=options.purpose),
+            options.torch_options(dataset),
+            size=self._order.size(0),
+            whole=whole_batch if options.drop_last else 1,
         )
 
-    def samples_in(self, first: int, last: int) -> int | None:
-        """Return the samples of rounds `first` up to without `last` over all processes."""
-        return self._plan.samples_in(first, last)
+    def _draw(self, epoch: int) -> int:
+        return self._order.size(epoch)
 
-    def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
-        """Yield the rounds of an epoch from `first` on; what is passed over is never read."""
-        tell_epoch(self._dataset, epoch)
-        self.num_rounds = num_rounds = self._start_at(epoch, first)
-        plan = self._plan
-        batches = iter(self.dataloader)
-        for index in range(first, num_rounds):
-            size, own = plan.samples_in(index, index + 1), len(plan.part(index))
-            batch = next(batches) if own else None
-            yield Round(index, batch, size, own, index == num_rounds - 1, size < plan.share.count)
-
-    def _start_at(self, epoch: int, first: int) -> int:
-        options = self._options
-        self._plan = plan = Plan(self._order.size(epoch), options.batch_size, options.share)
-        whole_batches = plan.num_samples // (plan.global_batch_size * options.micro_batches)
-        num_full = whole_batches * options.micro_batches if options.drop_last else plan.num_rounds
-        require_rounds(num_full, options, f"{plan.num_samples} samples for batches of {plan.global_batch_size}")
-        num_rounds = options.limit_rounds(num_full)
-        self._sampler.start_at(epoch, plan, range(first, num_rounds))
-        return num_rounds
+    def _count(self, part: range) -> int:
+        return len(part)
 
 
-class BatchLoader:
+class BatchLoader(_PlannedLoader):
     """Rounds of batches that a user's DataLoader cuts: batch i of its order goes to process i mod processes.
 
     Args:
@@ -78,39 +155,25 @@ class BatchLoader:
         DataError: There are no batches.
     """
 
+    _kind = "DataLoader with a length"
+    _unit = "batches"
+
     def __init__(self, given: DataLoader[Any], options: LoaderOptions) -> None:
-        self.micro_batches = 1
-        self._dataset = given.dataset
-        self._options = options
-        self._sampler = BatchShare(given.batch_sampler, options.share, seed=options.seed, purpose=options.purpose)  # type: ignore[arg-type]
         self._sizes: list[int] | None = None
-        self.num_rounds: int | None = self._count_rounds(length_of(given.batch_sampler) or 0)
-        self.dataloader: DataLoader[Any] = DataLoader(
-            SeededDataset(given.dataset), batch_sampler=self._sampler, **_torch_options_of(given)
-        )
+        self._batches = BatchShare(given.batch_sampler, seed=options.seed, purpose=options.purpose)  # type: ignore[arg-type]
+        options = replace(options, batch_size=1, micro_batches=1)  # the plan counts batches as they are
+        num_batches = length_of(given.batch_sampler) or 0
+        require_rounds(num_batches, options, "a DataLoader without a batch")
+        super().__init__(given.dataset, options, self._batches, _torch_options_of(given), size=num_batches)
 
-    def samples_in(self, first: int, last: int) -> int | None:
-        """Return the samples of rounds `first` up to without `last` of the epoch in work, None before the first."""
-        count = self._options.share.count
-        return None if self._sizes is None else sum(self._sizes[first * count : last * count])
+    def _draw(self, epoch: int) -> int:
+        self._sizes = sizes = self._batches.sizes(epoch)
+        require_rounds(len(sizes), self._options, "a DataLoader without a batch")
+        return len(sizes)
 
-    def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
-        """Yield the rounds of an epoch from `first` on; what is passed over is never read."""
-        tell_epoch(self._dataset, epoch)
-        self._sizes = sizes = self._sampler.sizes(epoch)
-        self.num_rounds = num_rounds = self._count_rounds(len(sizes))
-        self._sampler.start_at(epoch, range(first, num_rounds))
-        count, process = self._options.share.count, self._options.share.index
-        batches = iter(self.dataloader)
-        for index in range(first, num_rounds):
-            of_round = sizes[index * count : (index + 1) * count]
-            has_part = process < len(of_round)
-            batch, own = (next(batches), of_round[process]) if has_part else (None, 0)
-            yield Round(index, batch, sum(of_round), own, index == num_rounds - 1, len(of_round) < count)
-
-    def _count_rounds(self, num_batches: int) -> int:
-        require_rounds(num_batches, self._options, "a DataLoader without a batch")
-        return self._options.limit_rounds(-(-num_batches // self._options.share.count))
+    def _count(self, part: range) -> int | None:
+        """Return the samples of some batches; None before an epoch has begun, which draws them."""
+        return None if self._sizes is None else sum(self._sizes[part.start : part.stop])
 
 
 def _torch_options_of(given: DataLoader[Any]) -> dict[str, Any]:

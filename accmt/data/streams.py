@@ -2,106 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accmt.data.batches import Round
-from accmt.data.options import LoaderOptions, length_of, require_rounds
+from accmt.data.options import LoaderOptions, length_of
+from accmt.data.position import BEGINNING, Start, cannot_continue
+from accmt.data.reading import ReadThroughLoader
 from accmt.data.samplers import UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
 from accmt.data.sharding import Plan, Share
-from accmt.errors import DataError, explain
-
-_END = object()
+from accmt.data.stream_state import StreamState
 
 
-class _ReadThroughLoader:
-    """What the loaders below have in common.
-
-    Args:
-        dataloader: What is read.
-        options: Seed, sharing and limit.
-        num_rounds: Rounds of an epoch before limits; None if unknown.
-        randomness: Of what draws while it is read.
-
-    Raises:
-        DataError: The limit is a fraction of an unknown length.
-    """
-
-    def __init__(
-        self, dataloader: DataLoader[Any], options: LoaderOptions, num_rounds: int | None, randomness: UserRandomness
-    ) -> None:
-        self.dataloader = dataloader
-        self.micro_batches = options.micro_batches
-        self.num_rounds = _limit(num_rounds, options)
-        self._options = options
-        self._randomness = randomness
-
-    def samples_in(self, first: int, last: int) -> int | None:
-        """Return None: such data tell their samples as they come."""
-        return None
-
-    def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
-        """Yield the rounds of an epoch from `first` on, reading what comes before it too.
-
-        Raises:
-            DataError: There is none at all.
-        """
-        is_empty = self.num_rounds != 0
-        with self._randomness.of_epoch(epoch):
-            for round_ in _with_last_marked(islice(self._every_round(epoch), self.num_rounds)):
-                is_empty = False
-                if round_.index >= first:
-                    yield round_
-        got = "nothing to read (an iterator can be read only once: give something that begins anew)"
-        require_rounds(not is_empty, self._options, got)
-
-    def _every_round(self, epoch: int) -> Iterator[Round]:
-        raise NotImplementedError
-
-    def _read(self, epoch: int) -> Iterator[Any]:
-        """Read what the DataLoader yields, each under a seed of its own: what trains in between changes nothing."""
-        seed, purpose = self._options.seed, self._options.purpose
-        seed_generators(derive_seed(seed, purpose, epoch))
-        batches = iter(self.dataloader)
-        for index in count():
-            seed_generators(derive_seed(seed, purpose, epoch, index))
-            batch = next(batches, _END)
-            if batch is _END:
-                return
-            yield batch
-
-
-def _limit(num_rounds: int | None, options: LoaderOptions) -> int | None:
-    if num_rounds is not None:
-        require_rounds(num_rounds, options, "a length of 0")
-        return options.limit_rounds(num_rounds)
-    if isinstance(options.limit, int):
-        return options.limit * options.micro_batches
-    if options.limit < 1.0:
-        got = f"a limit of {options.limit}, a fraction of data without a length"
-        do = "a limit such as 100, or __len__ for the data"
-        raise DataError(explain(f"the {options.kind} data", got, "a whole number of batches", do))
-    return None
-
-
-def _with_last_marked(rounds: Iterator[Round]) -> Iterator[Round]:
-    """Read one round ahead, so that the last one knows that it is."""
-    held: Round | None = None
-    for round_ in rounds:
-        if held is not None:
-            yield held
-        held = round_
-    if held is not None:
-        held.is_last = True
-        yield held
-
-
-class StreamLoader(_ReadThroughLoader):
+class StreamLoader(ReadThroughLoader):
     """Rounds of an iterable: each process keeps its share of every global batch.
 
     So the order is defined, all processes end together, and each sample is trained on once. With more than one worker
@@ -109,50 +29,122 @@ class StreamLoader(_ReadThroughLoader):
     What is no torch IterableDataset cannot know of workers, and gets one at most.
 
     Args:
-        data: The iterable; `set_epoch` is called where it exists.
+        data: The iterable; `set_epoch` is called where it exists, and `state_dict` where the epoch may go on later.
         options: Sizes and sharing.
 
     Raises:
         DataError: The limit is a fraction of an unknown length.
     """
 
+    _kind = "stream"
+    _unit = "samples"
+
     def __init__(self, data: Any, options: LoaderOptions) -> None:
         if not isinstance(data, IterableDataset):
             options = replace(options, num_workers=min(options.num_workers, 1))
-        self._batch_size, self._share = options.batch_size, options.share
+        self._data = data
+        self._readers = _count_readers(options.num_workers)
+        self._global_batch_size = options.batch_size * options.share.count
+        self._state = StreamState(data, num_workers=options.num_workers)
+        # Several readers may each end with a short batch, so the length tells nothing of the rounds.
+        length = length_of(data) if self._readers == 1 else None
+        whole = self._global_batch_size if options.drop_last else 1
+        dataloader = self._make_dataloader(data if isinstance(data, IterableDataset) else _Rest(data), options)
+        super().__init__(dataloader, options, UserRandomness(data), length, whole=whole)
+
+    def _make_dataloader(self, data: IterableDataset[Any], options: LoaderOptions) -> DataLoader[Any]:
         torch_options = options.torch_options(data)
         torch_options["persistent_workers"] = False  # each epoch's workers begin with the epoch's seed
         torch_options["collate_fn"] = _ShareCollate(options.batch_size, options.share, torch_options["collate_fn"])
-        global_batch_size = options.batch_size * options.share.count
-        dataloader: DataLoader[Any] = DataLoader(
-            data if isinstance(data, IterableDataset) else _Iterable(data),
-            batch_size=global_batch_size,
-            drop_last=options.drop_last,
-            **torch_options,
-        )
-        super().__init__(dataloader, options, _count_rounds(data, global_batch_size, options), UserRandomness(data))
+        return DataLoader(data, batch_size=self._global_batch_size, drop_last=options.drop_last, **torch_options)
 
-    def _every_round(self, epoch: int) -> Iterator[Round]:
-        for index, (batch, size) in enumerate(self._read(epoch)):
-            own = len(Plan(size, self._batch_size, self._share).part(0))
-            yield Round(index, batch, size, own, is_partial=size < self._share.count)
+    def _choose_start(self, start: Start) -> Start:
+        position = start.position
+        if self._state.is_in(position):
+            return start
+        is_same = position["reads"] == [[0, self._global_batch_size]] and position["readers"] == self._readers
+        if not is_same and max(self._readers, position["readers"]) > 1:
+            raise self._cannot_find(position)
+        self._say_reading_again(start, self._state.why_not or "their state was not kept, for a worker read them")
+        # A worker's randomness runs on through collating: it reads again just what it read.
+        return BEGINNING if is_same and self.dataloader.num_workers > 0 else start
+
+    def _every_round(self, epoch: int, start: Start, plan: Plan | None) -> Iterator[Round]:
+        fixed = {"kind": self._kind, "readers": self._readers, "reads": self._reads_from(start)}
+        batch_size, share = self._options.batch_size, self._options.share
+        dataloader = self.dataloader if start is BEGINNING else self._make_rest(epoch, start, plan)
+        with self._state.given_back(start.position):
+            read = self._read(epoch, dataloader, start.passed)
+            for index, ((batch, size), passed) in enumerate(read, start.round):
+                own = len(Plan(size, batch_size, share).part(0))
+                position = {**fixed, "samples": passed, **self._state.take()}
+                yield Round(index, batch, size, own, is_partial=size < share.count, position=position)
+
+    def _size_of(self, batch: tuple[Any, int]) -> int:
+        return batch[1]
+
+    def _reads_from(self, start: Start) -> list[list[int]]:
+        """Return how an epoch is read: [from which sample on, how many at once], one for each launch that had part."""
+        reads = list(start.position.get("reads", ()))
+        if reads and reads[-1][1] == self._global_batch_size and (start.passed - reads[-1][0]) % reads[-1][1] == 0:
+            return reads
+        return [*reads, [start.passed, self._global_batch_size]]
+
+    def _make_rest(self, epoch: int, start: Start, plan: Plan | None) -> DataLoader[Any]:
+        options, reads = self._options, start.position["reads"]
+        passed: list[range] = []
+        if not self._state.is_in(start.position):
+            ends = [begin for begin, _ in reads[1:]] + [start.passed]
+            passed = [range(begin, end, size) for (begin, size), end in zip(reads, ends, strict=True)]
+        left = None if plan is None else plan.num_samples - start.passed
+        seed_at = partial(derive_seed, options.seed, options.purpose, epoch)
+        return self._make_dataloader(_Rest(self._data, passed, left, seed_at), options)
+
+    def _cannot_find(self, position: Mapping[str, Any]) -> Exception:
+        readers, (_, size) = position["readers"], position["reads"][-1]
+        got = f"{self._readers} workers that read, and {self._global_batch_size} samples in a batch of all processes"
+        expected = f"{readers} and {size}, as before: of several workers each reads a part of a stream"
+        do = "continue with as many workers and processes as before; one worker at most can continue on any number"
+        return cannot_continue(self._options, got, expected, do)
 
 
-def _count_rounds(data: Any, global_batch_size: int, options: LoaderOptions) -> int | None:
-    samples = length_of(data)
-    if samples is None or options.num_workers > 1:  # workers may each end with a short batch
-        return None
-    return samples // global_batch_size if options.drop_last else -(-samples // global_batch_size)
+def _count_readers(num_workers: int) -> int:
+    return max(num_workers, 1)  # a single worker reads in the order of none
 
 
-class _Iterable(IterableDataset[Any]):
-    """Makes a torch IterableDataset of anything that can be iterated."""
+@dataclass(eq=False)
+class _Rest(IterableDataset[Any]):
+    """What of an iterable comes after the samples that are passed over.
 
-    def __init__(self, data: Any) -> None:
-        self.data = data
+    These are read under the seeds of their first time, so that a stream that draws from the global generators has the
+    same order again. A worker's generators run on by themselves.
+
+    Attributes:
+        data: The iterable.
+        passed: The positions of the earlier reads, by launch.
+        left: How many samples follow at most; None for all.
+        seed_at: The seed of the read that begins at a position.
+    """
+
+    data: Any
+    passed: list[range] = field(default_factory=list)
+    left: int | None = None
+    seed_at: Callable[[int], int] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.data)
+        return self._follow(iter(self.data)) if self.passed else islice(self.data, self.left)
+
+    def _follow(self, samples: Iterator[Any]) -> Iterator[Any]:
+        for reads in self.passed:
+            for position in reads:
+                self._seed(position)
+                deque(islice(samples, min(reads.step, reads.stop - position)), maxlen=0)
+        self._seed(self.passed[-1].stop)
+        yield from islice(samples, self.left)
+
+    def _seed(self, position: int) -> None:
+        if self.seed_at is not None and get_worker_info() is None:
+            seed_generators(self.seed_at(position))
 
 
 @dataclass
@@ -169,7 +161,7 @@ class _ShareCollate:
         return (self.collate(own) if own else None), len(samples)
 
 
-class GivenLoader(_ReadThroughLoader):
+class GivenLoader(ReadThroughLoader):
     """Rounds of a user's DataLoader that cannot be cut apart: batch i goes to process i mod processes.
 
     Args:
@@ -181,17 +173,51 @@ class GivenLoader(_ReadThroughLoader):
         DataError: The limit is a fraction of an unknown length.
     """
 
-    def __init__(self, given: DataLoader[Any], options: LoaderOptions) -> None:
-        self._share = options.share
-        num_batches = None if isinstance(given.dataset, IterableDataset) and given.num_workers > 1 else length_of(given)
-        num_rounds = None if num_batches is None else -(-num_batches // options.share.count)
-        super().__init__(given, options, num_rounds, UserRandomness(given, given.dataset, given.batch_sampler))
+    _kind = "DataLoader that is read through"
+    _unit = "batches"
 
-    def _every_round(self, epoch: int) -> Iterator[Round]:
-        batches = self._read(epoch)
-        for index in count():
-            of_round = list(islice(batches, self._share.count))
-            if not of_round:
-                return
-            own = of_round[self._share.index] if self._share.index < len(of_round) else None
-            yield Round(index, own, is_partial=len(of_round) < self._share.count)
+    def __init__(self, given: DataLoader[Any], options: LoaderOptions) -> None:
+        is_stream = isinstance(given.dataset, IterableDataset)
+        readers = _count_readers(given.num_workers) if is_stream else 1
+        self._cut = {"batch_size": given.batch_size, "readers": readers}
+        self._state = _state_of_loader(given, is_stream=is_stream)
+        length = length_of(given) if readers == 1 else None
+        randomness = UserRandomness(given, given.dataset, given.batch_sampler)
+        # What is counted are the batches as they are, one a round for each process.
+        super().__init__(given, replace(options, batch_size=1, micro_batches=1), randomness, length)
+
+    def _choose_start(self, start: Start) -> Start:
+        position, now = start.position, self._cut
+        before = {name: position[name] for name in now}
+        if before != now:
+            raise cannot_continue(self._options, f"a DataLoader with {now}", f"one with {before}, as before")
+        if not self._state.is_in(position):
+            self._say_reading_again(start, self._state.why_not or "their state was not kept")
+        return start
+
+    def _every_round(self, epoch: int, start: Start, plan: Plan | None) -> Iterator[Round]:
+        share, fixed = self._options.share, {"kind": self._kind, **self._cut}
+        with self._state.given_back(start.position):
+            batches = self._batches(epoch, start, plan)
+            for index in count(start.round):
+                of_round = list(islice(batches, share.count))
+                if not of_round:
+                    return
+                own = of_round[share.index][0] if share.index < len(of_round) else None
+                position = {**fixed, "batches": of_round[-1][1], **self._state.take()}
+                yield Round(index, own, is_partial=len(of_round) < share.count, position=position)
+
+    def _batches(self, epoch: int, start: Start, plan: Plan | None) -> Iterator[tuple[Any, int]]:
+        read_before = start.passed if self._state.is_in(start.position) else 0
+        end = None if plan is None else plan.num_samples - read_before
+        return islice(self._read(epoch, self.dataloader, read_before), start.passed - read_before, end)
+
+    def _size_of(self, batch: Any) -> int:
+        return 1
+
+
+def _state_of_loader(given: DataLoader[Any], *, is_stream: bool) -> StreamState:
+    is_plain = type(given).__iter__ is DataLoader.__iter__
+    if is_stream and is_plain:
+        return StreamState(given.dataset, num_workers=given.num_workers)
+    return StreamState(given, source=given.dataset)

@@ -190,14 +190,15 @@ def test_a_global_batch_sampler_starts_and_ends_where_it_is_told():
 @pytest.mark.feature("N13", "T03", "L01")
 def test_batch_i_goes_to_process_i_mod_processes():
     batches = [[0, 1], [2], [3, 4, 5], [6, 7], [8]]
-    shares = [BatchShare(batches, Share(index, 2), seed=1, purpose="train") for index in range(2)]
-    for share in shares:
-        share.start_at(0, range(3))
+    shares = [BatchShare(batches, seed=1, purpose="train") for _ in range(2)]
+    plans = [Plan(5, 1, Share(index, 2)) for index in range(2)]
+    for share, plan in zip(shares, plans, strict=True):
+        share.start_at(0, plan, range(3))
     assert [list(share) for share in shares] == [[[0, 1], [3, 4, 5], [8]], [[2], [6, 7]]]
     assert [len(share) for share in shares] == [3, 2]
     assert shares[0].sizes(0) == shares[1].sizes(0) == [2, 1, 3, 2, 1]
-    for share in shares:
-        share.start_at(0, range(1, 2))
+    for share, plan in zip(shares, plans, strict=True):
+        share.start_at(0, plan, range(1, 2))
     assert [list(share) for share in shares] == [[[3, 4, 5]], [[6, 7]]]
 
 
@@ -214,16 +215,16 @@ def test_batches_that_are_drawn_as_they_come_are_the_same_on_every_process():
             return 6
 
     def read(index, interference):
-        share = BatchShare(Balanced(), Share(index, 2), seed=1, purpose="train")
-        share.start_at(0, range(3))
+        share = BatchShare(Balanced(), seed=1, purpose="train")
+        share.start_at(0, Plan(6, 1, Share(index, 2)), range(3))
         batches = []
         for batch in share:
             batches.append([int(i) for i in batch])
             np.random.seed(interference)  # what the training of a process does in between
         return batches, share.sizes(0)
 
-    whole = BatchShare(Balanced(), Share(), seed=1, purpose="train")
-    whole.start_at(0, range(6))
+    whole = BatchShare(Balanced(), seed=1, purpose="train")
+    whole.start_at(0, Plan(6, 1, Share()), range(6))
     whole = [[int(i) for i in batch] for batch in whole]
     (first, sizes), (second, _) = read(0, 1), read(1, 2)
     assert [first[0], second[0], first[1], second[1], first[2], second[2]] == whole
@@ -234,10 +235,10 @@ def test_batches_that_are_drawn_as_they_come_are_the_same_on_every_process():
 def test_the_generator_inside_a_batch_sampler_is_a_function_of_the_epoch():
     def draw(epochs):
         inner = RandomSampler(range(10), generator=torch.Generator().manual_seed(4))
-        share = BatchShare(BatchSampler(inner, 5, drop_last=False), Share(), seed=1, purpose="train")
+        share = BatchShare(BatchSampler(inner, 5, drop_last=False), seed=1, purpose="train")
         drawn = {}
         for epoch in epochs:
-            share.start_at(epoch, range(2))
+            share.start_at(epoch, Plan(2, 1, Share()), range(2))
             drawn[epoch] = [list(batch) for batch in share]
         return drawn
 
@@ -247,8 +248,8 @@ def test_the_generator_inside_a_batch_sampler_is_a_function_of_the_epoch():
 
 def test_a_batch_sampler_is_told_the_epoch_and_so_is_the_sampler_in_it():
     inner = Told([0, 1, 2, 3])
-    share = BatchShare(BatchSampler(inner, 2, drop_last=False), Share(), seed=1, purpose="train")
-    share.start_at(4, range(2))
+    share = BatchShare(BatchSampler(inner, 2, drop_last=False), seed=1, purpose="train")
+    share.start_at(4, Plan(2, 1, Share()), range(2))
     assert list(share) == [[0, 1], [2, 3]]
     assert inner.epochs == [4]
 
@@ -258,9 +259,10 @@ def test_each_of_a_users_batches_has_a_seed_of_its_own_and_the_same_on_any_numbe
     def seeds(count):
         found = {}
         for index in range(count):
-            share = BatchShare([[i] for i in range(6)], Share(index, count), seed=1, purpose="train")
+            share = BatchShare([[i] for i in range(6)], seed=1, purpose="train")
+            plan = Plan(6, 1, Share(index, count))
             for epoch in (0, 1):
-                share.start_at(epoch, range(6))
+                share.start_at(epoch, plan, range(plan.num_rounds))
                 found |= {(epoch, batch[0]): batch.seed for batch in share}
         return found
 

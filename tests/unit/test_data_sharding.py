@@ -57,3 +57,31 @@ def test_five_samples_for_two_processes_by_hand():
     assert (first.global_batch_size, first.num_rounds) == (4, 2)
     assert [list(first.part(0)), list(second.part(0))] == [[0, 1], [2, 3]]
     assert [list(first.part(1)), list(second.part(1))] == [[4], []]
+
+
+def test_a_plan_that_goes_on_counts_rounds_on_and_cuts_what_is_left():
+    for num_samples, batch_size, count in grid():
+        for passed in range(0, num_samples + 1, 3):
+            shares = [
+                Plan(num_samples, batch_size, Share(i, count), first_round=7, first_sample=passed) for i in range(count)
+            ]
+            plan = shares[0]
+            rounds = range(7, plan.num_rounds)
+            assert len(rounds) == -(-(num_samples - passed) // (batch_size * count))
+            assert [p for r in rounds for own in shares for p in own.part(r)] == list(range(passed, num_samples))
+            assert plan.samples_in(7, plan.num_rounds) == num_samples - passed
+            assert [plan.samples_before(r) for r in (7, plan.num_rounds, plan.num_rounds + 5)] == [
+                passed,
+                num_samples,
+                num_samples,
+            ]
+
+
+def test_a_plan_in_the_grid_of_the_whole_epoch_is_the_tail_of_it():
+    for num_samples, batch_size, count in grid():
+        whole = Plan(num_samples, batch_size, Share(count - 1, count))
+        for first in range(whole.num_rounds):
+            rest = Plan(num_samples, batch_size, Share(count - 1, count), first, first * batch_size * count)
+            assert rest.num_rounds == whole.num_rounds
+            rounds = range(first, whole.num_rounds)
+            assert [rest.part(r) for r in rounds] == [whole.part(r) for r in rounds]

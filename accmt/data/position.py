@@ -1,0 +1,99 @@
+"""Where in an epoch the data are, and how an epoch goes on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from accmt.data.options import LoaderOptions, require_rounds
+from accmt.data.sharding import Plan
+from accmt.errors import DataError, explain
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an epoch begins: at its first sample, or where it was interrupted.
+
+    Attributes:
+        epoch: The epoch that goes on; None for one that begins.
+        round: Its first round.
+        passed: Samples, or batches of the user's, over all processes, that were trained on before.
+        position: All that a loader's `position` told; empty for an epoch that begins.
+    """
+
+    epoch: int | None = None
+    round: int = 0
+    passed: int = 0
+    position: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, epoch: int, first_round: int) -> Start:
+        """Return where `epoch` begins to be read for its rounds from `first_round` on.
+
+        Epochs that were not interrupted begin with their first sample, and so does that one when it is read anew.
+        """
+        return self if epoch == self.epoch and first_round >= self.round else BEGINNING
+
+
+BEGINNING = Start()
+
+
+def read_start(
+    epoch: int, first_round: int, position: Mapping[str, Any], *, kind: str, unit: str, options: LoaderOptions
+) -> Start:
+    """Read where an epoch goes on.
+
+    Args:
+        epoch: The epoch.
+        first_round: Its rounds that were trained on; with 0 the position says nothing, and may be of any data.
+        position: What a loader's `position` returned.
+        kind: The kind of position that these data have.
+        unit: What it counts: "samples" or "batches".
+        options: Whose data, for the message.
+
+    Raises:
+        DataError: The position is of another kind.
+    """
+    if first_round == 0:
+        return BEGINNING
+    if position.get("kind") != kind:
+        got = f"a position in a {position.get('kind')}"
+        raise cannot_continue(options, got, f"one in a {kind}, as these data are")
+    return Start(epoch, first_round, position[unit], position)
+
+
+def require_same_number(start: Start, number: int, unit: str, options: LoaderOptions) -> None:
+    """Check that an epoch has as much as when it began: with more or less, its order would be another.
+
+    Raises:
+        DataError: It has not.
+    """
+    if start.position and start.position["of"] != number:
+        expected = f"the {start.position['of']} {unit} with which the epoch began, {start.passed} of them trained on"
+        raise cannot_continue(options, f"{number} {unit}", expected)
+
+
+def cannot_continue(options: LoaderOptions, got: str, expected: str, do: str | None = None) -> DataError:
+    """Return the error about data in which an interrupted epoch cannot go on."""
+    do = do or "continue with the data, sampler and batches as they were, or begin a new run: resume=False"
+    return DataError(explain(f"the {options.kind} data, within an epoch that goes on", got, expected, do))
+
+
+def plan_epoch(num_samples: int, options: LoaderOptions, *, whole: int = 1, start: Start = BEGINNING) -> Plan:
+    """Plan an epoch's rounds after `drop_last` and limits, which count from its beginning wherever it goes on.
+
+    Args:
+        num_samples: Samples of the whole epoch.
+        options: Sizes, limit and sharing.
+        whole: Samples that are all there or all left out at the end; 1 leaves none out.
+        start: Where it begins.
+
+    Raises:
+        DataError: There is nothing in the whole epoch.
+    """
+    epoch = Plan(num_samples - num_samples % whole, options.batch_size, options.share)
+    require_rounds(epoch.num_rounds, options, f"{num_samples} samples for batches of {epoch.global_batch_size}")
+    left = max(0, epoch.samples_before(options.limit_rounds(epoch.num_rounds)) - start.passed)
+    if start.passed != epoch.samples_before(start.round):  # it was begun in batches of another size
+        left -= left % whole
+    return replace(epoch, num_samples=start.passed + left, first_round=start.round, first_sample=start.passed)

@@ -1,0 +1,181 @@
+"""What loaders of data that can only be read from the start have in common: every process reads all of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from accmt.data.batches import Round
+from accmt.data.options import LoaderOptions, require_rounds
+from accmt.data.position import BEGINNING, Start, plan_epoch, read_start
+from accmt.data.samplers import UserRandomness
+from accmt.data.seeding import derive_seed, seed_generators
+from accmt.data.sharding import Plan
+from accmt.errors import DataError, explain
+from accmt.messages import say_once
+
+_END = object()
+_Kept = tuple[int, dict[str, Any]]  # a round, and the position after it
+_KEPT_POSITIONS = 4
+
+
+class ReadThroughLoader:
+    """Rounds of what a DataLoader yields, in the order in which it comes.
+
+    Args:
+        dataloader: What is read.
+        options: Seed, sharing, limit, and the size of batches in what is counted: samples, or batches of the user's.
+        randomness: Of what draws while it is read.
+        length: What an epoch has, before limits; None if unknown.
+        whole: How many are all there or all left out at the end; 1 leaves none out.
+
+    Raises:
+        DataError: The limit is a fraction of an unknown length.
+    """
+
+    _kind: str
+    _unit: str
+
+    def __init__(
+        self,
+        dataloader: DataLoader[Any],
+        options: LoaderOptions,
+        randomness: UserRandomness,
+        length: int | None,
+        *,
+        whole: int = 1,
+    ) -> None:
+        self.dataloader = dataloader
+        self.micro_batches = options.micro_batches
+        self._options = options
+        self._randomness = randomness
+        self._length = _bound(length, options)
+        self._whole = whole
+        self._start = BEGINNING
+        self._kept: deque[_Kept] = deque(maxlen=_KEPT_POSITIONS)
+        self._arrange(BEGINNING, 0)
+
+    def samples_in(self, first: int, last: int) -> int | None:
+        """Return None: such data tell their samples as they come."""
+        return None
+
+    def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
+        """Yield the rounds of an epoch from `first` on, reading what comes before it too unless told to continue.
+
+        Raises:
+            DataError: There is none at all.
+        """
+        start = self._start.of(epoch, first)
+        plan = self._arrange(start, first)
+        num_rounds = None if plan is None else plan.num_rounds - start.round
+        is_empty = start is BEGINNING and num_rounds != 0
+        self._keep_only(start)
+        with self._randomness.of_epoch(epoch):
+            for round_ in _with_last_marked(islice(self._every_round(epoch, start, plan), num_rounds)):
+                is_empty = False
+                if round_.position is not None:
+                    self._kept.append((round_.index, round_.position))
+                if round_.index >= first:
+                    yield round_
+        got = "nothing to read (an iterator can be read only once: give something that begins anew)"
+        require_rounds(not is_empty, self._options, got)
+
+    def position(self, epoch: int, num_rounds: int) -> dict[str, Any]:
+        """Return where the data are after `num_rounds` rounds of an epoch, of which the last was just yielded.
+
+        Raises:
+            LookupError: More rounds were yielded since than positions are kept.
+        """
+        if num_rounds == 0:
+            return {"kind": self._kind, self._unit: 0}
+        for index, position in reversed(self._kept):
+            if index < num_rounds:
+                return position
+        raise LookupError(
+            f"the position after round {num_rounds} of epoch {epoch} is no longer kept: ask for it sooner"
+        )
+
+    def continue_from(self, epoch: int, first_round: int, position: Mapping[str, Any]) -> None:
+        """Let `epoch` go on from a position: from the data's own state where they have one, else by reading again.
+
+        Raises:
+            DataError: The position is one in other data, or cannot be found with these processes and workers.
+        """
+        start = read_start(epoch, first_round, position, kind=self._kind, unit=self._unit, options=self._options)
+        self._start = BEGINNING if start is BEGINNING else self._choose_start(start)
+        self._keep_only(start)
+        self._arrange(self._start, first_round)
+
+    def _choose_start(self, start: Start) -> Start:
+        """Return where reading goes on: at `start`, or at the beginning, from where rounds are passed over."""
+        raise NotImplementedError
+
+    def _every_round(self, epoch: int, start: Start, plan: Plan | None) -> Iterator[Round]:
+        """Read all rounds from `start` on, each with its position."""
+        raise NotImplementedError
+
+    def _size_of(self, batch: Any) -> int:
+        """Return how much of what is counted the DataLoader yielded at once."""
+        raise NotImplementedError
+
+    def _read(self, epoch: int, dataloader: DataLoader[Any], passed: int) -> Iterator[tuple[Any, int]]:
+        """Read batches, each under a seed of its own: what trains in between changes nothing; and count what passed."""
+        seed, purpose = self._options.seed, self._options.purpose
+        seed_generators(derive_seed(seed, purpose, epoch))
+        batches = iter(dataloader)
+        while True:
+            seed_generators(derive_seed(seed, purpose, epoch, passed))
+            batch = next(batches, _END)
+            if batch is _END:
+                return
+            passed += self._size_of(batch)
+            yield batch, passed
+
+    def _arrange(self, start: Start, first: int) -> Plan | None:
+        if self._length is None:
+            self.num_rounds: int | None = None
+            return None
+        plan = plan_epoch(self._length, self._options, whole=self._whole, start=start)
+        self.num_rounds = max(plan.num_rounds, first)
+        return plan
+
+    def _keep_only(self, start: Start) -> None:
+        self._kept.clear()
+        if start.position:
+            self._kept.append((start.round - 1, dict(start.position)))
+
+    def _say_reading_again(self, start: Start, why: str) -> None:
+        say_once(
+            f"the {self._options.kind} data are read again from the beginning of the epoch, up to where it was "
+            f"interrupted ({start.passed} {self._unit}): {why}"
+        )
+
+
+def _bound(length: int | None, options: LoaderOptions) -> int | None:
+    """Return the length, else as much as the limit could ask for; None where nothing bounds an epoch."""
+    if length is not None:
+        require_rounds(length, options, "a length of 0")
+        return length
+    if isinstance(options.limit, int):
+        return max(options.limit, 1) * options.micro_batches * options.batch_size * options.share.count
+    if options.limit < 1.0:
+        got = f"a limit of {options.limit}, a fraction of data without a length"
+        do = "a limit such as 100, or __len__ for the data"
+        raise DataError(explain(f"the {options.kind} data", got, "a whole number of batches", do))
+    return None
+
+
+def _with_last_marked(rounds: Iterator[Round]) -> Iterator[Round]:
+    """Read one round ahead, so that the last one knows that it is."""
+    held: Round | None = None
+    for round_ in rounds:
+        if held is not None:
+            yield held
+        held = round_
+    if held is not None:
+        held.is_last = True
+        yield held

@@ -1,0 +1,85 @@
+"""The state of data that tell themselves where they are, so that reading goes on there at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+_STATE = "state"
+
+
+class StreamState:
+    """The `state_dict` and `load_state_dict` of a stream or a loader, where going on from them is exact.
+
+    `load_state_dict` comes before `iter`, which then has to go on after what was last read; the `iter` after that
+    begins anew. The state is taken between two reads, so nothing may read ahead.
+
+    Args:
+        owner: The stream, or the loader.
+        num_workers: Processes that read ahead.
+        source: What a loader reads from.
+
+    Attributes:
+        why_not: Why the state cannot be used; None where it can.
+    """
+
+    def __init__(self, owner: Any, *, num_workers: int = 0, source: Any = None) -> None:
+        self._owner = owner
+        self._source = source
+        self.why_not = _find_obstacle(owner, num_workers, source)
+
+    def take(self) -> dict[str, Any]:
+        """Return what belongs into the position; nothing where the state cannot be used."""
+        return {} if self.why_not else {_STATE: deepcopy(self._owner.state_dict())}
+
+    def is_in(self, position: Mapping[str, Any]) -> bool:
+        """Return whether a position holds a state from which the data can go on."""
+        return self.why_not is None and _STATE in position
+
+    @contextmanager
+    def given_back(self, position: Mapping[str, Any]) -> Iterator[None]:
+        """Let the next `iter` go on from a position that holds a state; after it, the data begin anew."""
+        if not self.is_in(position):
+            yield
+            return
+        self._owner.load_state_dict(deepcopy(position[_STATE]))
+        try:
+            yield
+        finally:
+            for data in filter(_is_streaming_dataset, [self._owner, self._source]):
+                data.load_state_dict(None)  # else it would go on from there in that epoch of a later run, too
+
+
+def _find_obstacle(owner: Any, num_workers: int, source: Any) -> str | None:
+    if not (hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")):
+        return "with state_dict and load_state_dict, and no workers, they would go on at once"
+    if num_workers > 0:
+        return "their state_dict is of use without workers only (dataloader_num_workers=0)"
+    if any(map(_has_shuffle_buffer, [owner, source, *getattr(owner, "__dict__", {}).values()])):
+        return "their state_dict leaves out what was waiting in the shuffle buffer"
+    return None
+
+
+def _has_shuffle_buffer(data: Any) -> bool:
+    """Return whether a streaming dataset of `datasets` shuffles in a buffer.
+
+    Source: `datasets.IterableDataset.state_dict`: "examples from shuffle buffers are lost when resuming". Nothing
+    public tells that there is one.
+    """
+    if not _is_streaming_dataset(data):
+        return False
+    return any(type(step).__name__ == "BufferShuffledExamplesIterable" for step in _steps_of(data._ex_iterable))
+
+
+def _is_streaming_dataset(data: Any) -> bool:
+    datasets = sys.modules.get("datasets")  # not imported, it made no data
+    return datasets is not None and isinstance(data, datasets.IterableDataset)
+
+
+def _steps_of(step: Any) -> Iterator[Any]:
+    yield step
+    for source in [*getattr(step, "ex_iterables", ()), *filter(None, [getattr(step, "ex_iterable", None)])]:
+        yield from _steps_of(source)

@@ -1,0 +1,359 @@
+import random
+from itertools import pairwise
+from time import perf_counter
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+
+from accmt.checkpoint.typed_json import decode, encode
+from accmt.data import LoaderOptions, Share, build_loader
+from accmt.data.position import BEGINNING, Start, plan_epoch, read_start
+from accmt.errors import DataError
+
+
+class Augmented:
+    """Samples with a draw of each generator."""
+
+    def __init__(self, length):
+        self.length = length
+        self.read = []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        draws = [torch.rand(1).item(), float(np.random.rand()), random.random()]
+        return torch.tensor([index, *draws], dtype=torch.float64)
+
+
+def by_shuffling_loader(length):
+    return DataLoader(Augmented(length), batch_size=3, shuffle=True)
+
+
+def by_loader_with_workers(length):
+    return DataLoader(Augmented(length), batch_size=3, shuffle=True, num_workers=2)
+
+
+def by_loader_with_generator(length):
+    sampler = RandomSampler(range(length), generator=torch.Generator().manual_seed(8))
+    return DataLoader(Augmented(length), batch_sampler=BatchSampler(sampler, 3, drop_last=True))
+
+
+def options(**told):
+    return LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, "shuffle": True, **told})
+
+
+def build_all(make, count, **told):
+    return [build_loader(make(), options(share=Share(index, count), **told)) for index in range(count)]
+
+
+def stored(position):
+    """Return a position as a checkpoint gives it back."""
+    return decode(encode(position))
+
+
+def read(loaders, epoch, first, last=None):
+    """Read rounds of all processes side by side; return each round's samples in the global order."""
+    of_all = [[] for _ in loaders]
+    for taken, loader in zip(of_all, loaders, strict=True):
+        for round_ in loader.rounds(epoch, first):
+            taken.append(round_)
+            torch.manual_seed(len(taken))  # what training does in between
+            random.seed(len(taken))
+            if last is not None and round_.index == last - 1:
+                break
+    return [join(rounds, loaders[0]) for rounds in zip(*of_all, strict=True)]
+
+
+def join(rounds, loader):
+    batches = [r.batch for r in rounds if r.batch is not None]
+    assert (
+        {r.num_samples for r in rounds}
+        == {sum(map(len, batches))}
+        == {loader.samples_in(rounds[0].index, rounds[0].index + 1)}
+    )
+    assert {r.is_last for r in rounds} == {rounds[0].index == loader.num_rounds - 1}
+    return rounds[0].index, torch.cat(batches)
+
+
+def continue_on(loaders, epoch, first, position):
+    for loader in loaders:
+        loader.continue_from(epoch, first, stored(position))
+    return loaders
+
+
+def samples_of(rounds):
+    return [int(sample) for _, batch in rounds for sample in batch[:, 0]]
+
+
+def same(rounds, others):
+    return [i for i, _ in rounds] == [i for i, _ in others] and all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(rounds, others, strict=True)
+    )
+
+
+@pytest.mark.parametrize("length", [1, 7, 23])
+def test_an_epoch_goes_on_with_any_other_number_of_processes_and_size_of_batch(length):
+    for before, after in [(1, 2), (2, 1), (4, 3), (3, 4), (2, 2)]:
+        for batch_size in (1, 3):
+            whole = samples_of(read(build_all(lambda: Augmented(length), before), 1, 0))
+            for num_rounds in range(build_all(lambda: Augmented(length), before)[0].num_rounds + 1):
+                loaders = build_all(lambda: Augmented(length), before)
+                done = samples_of(read(loaders, 1, 0, num_rounds)) if num_rounds else []
+                position = loaders[0].position(1, num_rounds)
+                assert all(loader.position(1, num_rounds) == position for loader in loaders)
+                others = build_all(lambda: Augmented(length), after, batch_size=batch_size)
+                continue_on(others, 1, num_rounds, position)
+                left = length - len(done)
+                assert others[0].num_rounds == num_rounds + -(-left // (batch_size * after))
+                assert others[0].samples_in(num_rounds, others[0].num_rounds) == left
+                rest = read(others, 1, num_rounds)
+                assert [index for index, _ in rest] == list(range(num_rounds, others[0].num_rounds))
+                assert done + samples_of(rest) == whole
+                assert sorted(whole) == list(range(length))
+
+
+@pytest.mark.parametrize("make", [Augmented, by_shuffling_loader, by_loader_with_generator])
+def test_an_epoch_interrupted_again_and_again_on_4_then_2_then_3_then_1_processes_has_each_sample_once(make):
+    whole = samples_of(read(build_all(lambda: make(71), 1), 2, 0))
+    samples, first, position = [], 0, build_all(lambda: make(71), 1)[0].position(2, 0)
+    for count, num_rounds in [(4, 2), (2, 3), (3, 2), (1, None)]:
+        loaders = continue_on(build_all(lambda: make(71), count), 2, first, position)
+        last = None if num_rounds is None else first + num_rounds
+        rounds = read(loaders, 2, first, last)
+        samples += samples_of(rounds)
+        first = rounds[-1][0] + 1
+        position = loaders[0].position(2, first)
+    assert samples == whole
+    assert first == loaders[0].num_rounds
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (Augmented, {}),
+        (Augmented, {"drop_last": True}),
+        (Augmented, {"limit": 0.6}),
+        (Augmented, {"limit": 3}),
+        (Augmented, {"micro_batches": 2, "drop_last": True}),
+        (Augmented, {"micro_batches": 2, "limit": 2}),
+        (Augmented, {"sampler": RandomSampler(range(30), replacement=True)}),
+        (Augmented, {"batch_sampler": BatchSampler(RandomSampler(range(30)), 4, drop_last=False)}),
+        (by_shuffling_loader, {}),
+        (by_shuffling_loader, {"limit": 0.5}),
+        (by_loader_with_generator, {}),
+    ],
+)
+def test_the_same_launch_goes_on_as_if_it_had_never_stopped(make, told, count):
+    unbroken = build_all(lambda: make(31), count, **told)
+    epochs = [read(unbroken, epoch, 0) for epoch in (0, 1, 2)]
+    num_rounds = unbroken[0].num_rounds
+    for first in (0, 2, num_rounds // 2 // 2 * 2, num_rounds):
+        stopped = build_all(lambda: make(31), count, **told)
+        read(stopped, 0, 0)
+        assert not first or same(read(stopped, 1, 0, first), epochs[1][:first])
+        others = continue_on(build_all(lambda: make(31), count, **told), 1, first, stopped[0].position(1, first))
+        assert others[0].num_rounds == num_rounds
+        assert same(read(others, 1, first), epochs[1][first:])
+        assert same(read(others, 2, 0), epochs[2])  # the epochs after it begin as ever
+        assert others[0].num_rounds == num_rounds
+
+
+@pytest.mark.parametrize(("make", "told"), [(Augmented, {"num_workers": 2}), (by_loader_with_workers, {})])
+def test_workers_fetch_what_an_unbroken_epoch_would_have(make, told):
+    unbroken = build_all(lambda: make(17), 1, **told)
+    epochs = [read(unbroken, epoch, 0) for epoch in (0, 1)]
+    others = continue_on(build_all(lambda: make(17), 1, **told), 0, 2, unbroken[0].position(0, 2))
+    assert same(read(others, 0, 2), epochs[0][2:])
+    assert same(read(others, 1, 0), epochs[1])
+    if make is Augmented:
+        inline = continue_on(build_all(lambda: make(17), 1), 0, 2, unbroken[0].position(0, 2))
+        assert same(read(inline, 0, 2), epochs[0][2:])
+
+
+@pytest.mark.parametrize("make", [lambda data: data, lambda data: DataLoader(data, batch_size=2, shuffle=True)])
+def test_what_is_passed_over_is_never_read(make):
+    data = Augmented(40)
+    whole = samples_of(read([build_loader(make(data), options())], 0, 0))
+    data.read.clear()
+    loader = build_loader(make(data), options())
+    loader.continue_from(0, 17, loader.position(0, 17))
+    assert samples_of(read([loader], 0, 17)) == data.read == whole[34:]
+
+
+def test_ten_million_samples_are_passed_over_in_no_time():
+    class Large(Augmented):
+        def __getitem__(self, index):
+            self.read.append(index)
+            return torch.tensor([index])
+
+    data = Large(10_000_100)
+    position = {"kind": "dataset with a length", "samples": 10_000_000, "of": 10_000_100}
+    start = perf_counter()
+    loader = build_loader(data, options(batch_size=10))
+    loader.continue_from(3, 500_000, position)
+    first = next(loader.rounds(3, first=500_000))
+    assert perf_counter() - start < 2.0
+    assert first.index == 500_000
+    assert data.read == first.batch[:, 0].tolist()
+    assert len(data.read) == 10
+
+
+def test_another_size_of_batch_counts_rounds_on():
+    (loader,) = build_all(lambda: Augmented(40), 1, batch_size=2)
+    position = loader.position(0, 5)
+    assert position == {"kind": "dataset with a length", "samples": 10, "of": 40}
+    (other,) = build_all(lambda: Augmented(40), 1, batch_size=7)
+    assert other.num_rounds == 6
+    other.continue_from(0, 5, position)
+    assert other.num_rounds == 5 + 5  # 30 samples in batches of 7
+    assert [other.samples_in(i, i + 1) for i in range(5, 10)] == [7, 7, 7, 7, 2]
+    assert other.position(0, 7) == {"kind": "dataset with a length", "samples": 24, "of": 40}
+    assert [r.is_last for r in other.rounds(0, first=5)] == [False] * 4 + [True]
+    list(other.rounds(1))
+    assert other.num_rounds == 6
+    assert other.position(1, 6)["samples"] == 40
+
+
+@pytest.mark.parametrize(
+    ("told", "rounds"),
+    [
+        ({"limit": 5}, 2),  # 5 batches of 6 are 30 samples, 20 of which are passed
+        ({"limit": 0.6}, 1),  # 4 of 7 batches
+        ({"limit": 3}, 0),
+        ({"limit": 2}, 0),
+        ({"drop_last": True}, 2),  # 36 samples are whole batches
+        ({"drop_last": True, "micro_batches": 2}, 2),
+        ({"drop_last": True, "limit": 5}, 1),
+        ({}, 4),
+    ],
+)
+def test_limits_and_drop_last_count_from_the_beginning_of_the_epoch(told, rounds):
+    position = {"kind": "dataset with a length", "samples": 20, "of": 40}
+    loader = build_loader(Augmented(40), options(batch_size=6, **told))
+    loader.continue_from(0, 10, position)
+    found = list(loader.rounds(0, first=10))
+    assert loader.num_rounds == 10 + rounds
+    assert [r.index for r in found] == list(range(10, 10 + rounds))
+    if told.get("drop_last"):
+        assert all(r.num_samples == 6 for r in found)
+    assert loader.position(0, 10) == position
+
+
+def test_nothing_left_is_an_epoch_without_rounds_and_no_error():
+    (loader,) = build_all(lambda: Augmented(8), 1)
+    position = loader.position(0, 4)
+    (other,) = continue_on(build_all(lambda: Augmented(8), 1, batch_size=3), 0, 4, position)
+    assert list(other.rounds(0, first=4)) == []
+    assert other.num_rounds == 4
+    assert len(list(other.rounds(1))) == 3
+
+
+def test_at_the_beginning_of_an_epoch_there_is_nothing_to_fit():
+    for make in (Augmented, by_shuffling_loader):
+        (loader,) = build_all(lambda: make(8), 1)  # noqa: B023
+        for position in ({}, loader.position(1, 0), {"kind": "stream", "samples": 0}, {"kind": "?", "of": 9}):
+            loader.continue_from(1, 0, position)
+            assert sorted(samples_of(read([loader], 1, 0))) == list(range(8))
+
+
+def test_the_position_at_a_beginning_draws_nothing():
+    class Watched(RandomSampler):
+        drawn = 0
+
+        def __iter__(self):
+            self.drawn += 1
+            return super().__iter__()
+
+    sampler = Watched(range(8))
+    loader = build_loader(Augmented(8), options(sampler=sampler))
+    read([loader], 0, 0)
+    before = sampler.drawn
+    assert loader.position(1, 0) == {"kind": "dataset with a length", "samples": 0, "of": None}
+    assert sampler.drawn == before
+
+
+def test_data_of_another_length_cannot_go_on():
+    (loader,) = build_all(lambda: Augmented(40), 1)
+    position = loader.position(0, 5)
+    (other,) = build_all(lambda: Augmented(41), 1)
+    with pytest.raises(
+        DataError, match="the training data, within(.|\n)*41 samples\n(.|\n)*the 40 samples(.|\n)*10 of them"
+    ):
+        other.continue_from(0, 5, position)
+    with pytest.raises(DataError, match="got: 39 samples"):
+        build_loader(Augmented(40), options(sampler=range(39))).continue_from(0, 5, position)
+    (given,) = build_all(lambda: by_shuffling_loader(40), 1)
+    (other_given,) = build_all(lambda: by_shuffling_loader(30), 1)
+    with pytest.raises(DataError, match="got: 10 batches\n(.|\n)*the 14 batches"):
+        other_given.continue_from(0, 5, given.position(0, 5))
+
+
+def test_the_length_that_counts_is_that_of_the_epoch():
+    class Growing:
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            return iter(range(4 * self.epoch + 4))
+
+    loaders = [build_loader(Augmented(40), options(sampler=Growing())) for _ in range(2)]
+    read(loaders[:1], 2, 0, 3)
+    assert loaders[0].position(2, 3) == {"kind": "dataset with a length", "samples": 6, "of": 12}
+    loaders[1].continue_from(2, 3, loaders[0].position(2, 3))
+    assert samples_of(read(loaders[1:], 2, 3)) == list(range(6, 12))
+
+
+def test_a_position_of_another_kind_is_refused():
+    with pytest.raises(DataError, match="a position in a stream\n  expected: one in a dataset with a length"):
+        build_loader(Augmented(8), options()).continue_from(0, 1, {"kind": "stream", "samples": 2})
+    by_loader = build_loader(by_shuffling_loader(8), options())
+    with pytest.raises(DataError, match="a position in a dataset with a length\n  expected: one in a DataLoader"):
+        by_loader.continue_from(0, 1, {"kind": "dataset with a length", "samples": 2, "of": 8})
+
+
+def test_a_dataset_is_told_the_epoch_in_which_it_goes_on():
+    class Scheduled(Augmented):
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    data = Scheduled(8)
+    build_loader(data, options()).continue_from(5, 1, {"kind": "dataset with a length", "samples": 2, "of": 8})
+    assert data.epoch == 5
+
+
+def test_a_distributed_sampler_goes_on_for_each_process():
+    seen = []
+    for rank in range(2):
+
+        def make(rank=rank):
+            sampler = DistributedSampler(range(16), num_replicas=2, rank=rank)
+            return build_loader(Augmented(16), options(share=Share(rank, 2), sampler=sampler))
+
+        loader, other = make(), make()
+        seen += samples_of(read([loader], 1, 0, 2))
+        other.continue_from(1, 2, loader.position(1, 2))
+        seen += samples_of(read([other], 1, 2))
+    assert sorted(seen) == list(range(16))
+
+
+def test_only_the_interrupted_epoch_begins_late():
+    start = Start(3, 2, 16)
+    assert start.of(3, 2) is start.of(3, 5) is start
+    assert start.of(4, 2) is start.of(0, 2) is BEGINNING
+    assert start.of(3, 0) is BEGINNING  # read anew
+    assert read_start(3, 0, {"kind": "whatever"}, kind="stream", unit="samples", options=options()) is BEGINNING
+
+
+def test_a_plan_over_another_grid_keeps_whole_batches_only_where_they_are_asked_for():
+    told = options(batch_size=2, micro_batches=2)
+    assert plan_epoch(23, told).num_rounds == 12
+    assert plan_epoch(23, told, whole=4).num_rounds == 10
+    plans = [plan_epoch(23, told, whole=4, start=Start(0, 3, passed)) for passed in (6, 7)]
+    assert [plan.num_rounds - 3 for plan in plans] == [7, 6]
+    ends = [[plan.samples_before(r) for r in range(3, plan.num_rounds + 1)] for plan in plans]
+    assert all(b - a == 2 for end in ends for a, b in pairwise(end))

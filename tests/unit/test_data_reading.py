@@ -1,0 +1,427 @@
+import logging
+import random
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from accmt.checkpoint.typed_json import decode, encode
+from accmt.data import LoaderOptions, Share, build_loader
+from accmt.errors import DataError
+from accmt.messages import speaking
+
+
+class Stream(IterableDataset):
+    """Numbers that can only be read from the start; its workers share them, as torch asks."""
+
+    def __init__(self, length):
+        self.length = length
+        self.num_read = 0
+
+    def __iter__(self):
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for number in range(first, self.length, step):
+            self.num_read += 1
+            yield torch.tensor([float(number)])
+
+
+class Sized(Stream):
+    """A stream that knows its length."""
+
+    def __len__(self):
+        return self.length
+
+
+class Shuffled(Stream):
+    """A stream that shuffles in a small buffer and augments, with the global generators, while it is read."""
+
+    def __iter__(self):
+        waiting = []
+        for number in range(self.length):
+            waiting.append(number)
+            if len(waiting) == 5:
+                yield self.augment(waiting.pop(random.randrange(5)))
+        yield from map(self.augment, waiting)
+
+    def augment(self, number):
+        return torch.tensor([number, torch.rand(1).item(), float(np.random.rand())])
+
+
+class Resuming(Stream):
+    """A stream that goes on from a state, once; its state is a live object."""
+
+    def __init__(self, length):
+        super().__init__(length)
+        self.epoch = 0
+        self.begin = 0
+        self.state = {"epochs": [], "next": 0}
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        begin, self.begin = self.begin, 0
+        for number in range(begin, self.length):
+            self.num_read += 1
+            self.state["next"] = number + 1
+            yield torch.tensor([number + 100.0 * self.epoch, torch.rand(1).item()])
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+        self.begin = state["next"]
+
+
+class ResumingIterable:
+    """The same without torch."""
+
+    def __init__(self, length):
+        self.stream = Resuming(length)
+        self.set_epoch, self.state_dict = self.stream.set_epoch, self.stream.state_dict
+        self.load_state_dict = self.stream.load_state_dict
+
+    def __iter__(self):
+        return iter(self.stream)
+
+
+class ResumingLoader(DataLoader):
+    """A loader that counts its batches and goes on after them, in the manner of torchdata's."""
+
+    begin = 0
+    num_read = 0
+
+    def __iter__(self):
+        begin, self.begin = self.begin, 0
+        self.at = begin
+        indices = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(1)).split(self.batch_size)
+        for batch in indices[begin:]:
+            self.at += 1
+            self.num_read += 1
+            yield batch[:, None].float()
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.begin = state["at"]
+
+
+def plain_list(length):
+    return type("Plain", (), {"__iter__": lambda self: iter(torch.arange(float(length))[:, None])})()
+
+
+def streaming(length, **shuffle):
+    data = datasets.Dataset.from_dict({"n": [[float(n)] for n in range(length)]}).to_iterable_dataset(num_shards=3)
+    data = data.shuffle(seed=1, **shuffle) if shuffle else data
+    return data.map(lambda sample: {"n": sample["n"]})
+
+
+def loader_of(data, **told):
+    return lambda length: DataLoader(data(length), batch_size=3, **told)
+
+
+def stack(samples):
+    return torch.stack([torch.tensor(s["n"]) if isinstance(s, dict) else s for s in samples])
+
+
+def noisy(samples):
+    """Collate with a draw, as one that masks words does."""
+    return torch.cat([stack(samples), torch.rand(len(samples), 1)], 1)
+
+
+def options(**told):
+    return LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, "collate": stack, **told})
+
+
+def build_all(make, length, count, **told):
+    return [build_loader(make(length), options(share=Share(index, count), **told)) for index in range(count)]
+
+
+def read(loaders, epoch, first=0, last=None):
+    """Read rounds of all processes; return (index, samples) of each, and the position after the last."""
+    of_all, positions = [[] for _ in loaders], []
+    for taken, loader in zip(of_all, loaders, strict=True):
+        for round_ in loader.rounds(epoch, first):
+            taken.append(round_)
+            torch.manual_seed(len(taken))  # what training does in between
+            random.seed(len(taken))
+            if round_.index + 1 == last:
+                break
+        positions.append(decode(encode(loader.position(epoch, first + len(taken)))))
+    assert all(position == positions[0] for position in positions)
+    rounds = [[r for r in rounds if r.batch is not None] for rounds in zip(*of_all, strict=True)]
+    return [(rs[0].index, torch.cat([r.batch for r in rs])) for rs in rounds], positions[0]
+
+
+def continue_on(loaders, epoch, first, position):
+    for loader in loaders:
+        loader.continue_from(epoch, first, decode(encode(position)))
+    return loaders
+
+
+def samples_of(rounds):
+    return [int(sample) for _, batch in rounds for sample in batch[:, 0]]
+
+
+def same(rounds, others):
+    return [i for i, _ in rounds] == [i for i, _ in others] and all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(rounds, others, strict=True)
+    )
+
+
+STREAMS = {
+    "stream": Stream,
+    "with a length": Sized,
+    "plain": plain_list,
+    "drawing": Shuffled,
+    "with a state": Resuming,
+    "plain with a state": ResumingIterable,
+    "datasets": streaming,
+    "datasets shuffled": lambda length: streaming(length, buffer_size=4),
+}
+LOADERS = {
+    "loader of a stream": loader_of(Stream),
+    "loader of a drawing stream": loader_of(Shuffled),
+    "loader of a stream with a length": loader_of(Sized),
+    "loader of a stream with a state": loader_of(Resuming),
+    "loader of datasets": lambda length: DataLoader(streaming(length), batch_size=3, collate_fn=stack),
+    "loader without automatic batches": lambda length: DataLoader(
+        list(torch.arange(float(length)).split(3)), batch_size=None, collate_fn=lambda batch: batch[:, None]
+    ),
+    "loader with a state": lambda length: ResumingLoader(range(length), batch_size=3),
+}
+ALL = {**STREAMS, **LOADERS}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("told", [{}, {"limit": 4}, {"drop_last": True}], ids=str)
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL)
+def test_the_same_launch_goes_on_as_if_it_had_never_stopped(make, told, count):
+    unbroken = build_all(make, 22, count, **told)
+    epochs = [read(unbroken, epoch)[0] for epoch in (0, 1, 2)]
+    for first in (1, 3, len(epochs[1])):
+        stopped = build_all(make, 22, count, **told)
+        read(stopped, 0)
+        done, position = read(stopped, 1, last=first)
+        assert same(done, epochs[1][:first])
+        others = continue_on(build_all(make, 22, count, **told), 1, first, position)
+        rest, end = read(others, 1, first)
+        assert same(rest, epochs[1][first:])
+        assert same(read(others, 2)[0], epochs[2])
+        others = continue_on(build_all(make, 22, count, **told), 1, len(epochs[1]), end)
+        assert list(others[0].rounds(1, first=len(epochs[1]))) == []
+
+
+@pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_epoch_of_a_stream_interrupted_on_4_then_2_then_3_then_1_processes_has_each_sample_once(make, num_workers):
+    told = {"num_workers": num_workers}
+    whole, _ = read(build_all(make, 41, 1, **told), 1)
+    samples, first, position = [], 0, {}
+    for count, num_rounds in [(4, 2), (2, 3), (3, 1), (1, None)]:
+        loaders = continue_on(build_all(make, 41, count, **told), 1, first, position)
+        rounds, position = read(loaders, 1, first, None if num_rounds is None else first + num_rounds)
+        samples += samples_of(rounds)
+        assert [index for index, _ in rounds] == list(range(first, first + len(rounds)))
+        first += len(rounds)
+    assert sorted(samples) == sorted(samples_of(whole))
+    if make is not Shuffled or num_workers == 1:  # a stream that draws is seeded anew for each batch, whatever its size
+        assert samples == samples_of(whole)
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_an_epoch_of_a_loader_interrupted_on_4_then_2_then_3_then_1_processes_has_each_batch_once(make):
+    whole, _ = read(build_all(make, 61, 1), 1)
+    samples, first, position = [], 0, {}
+    for count, num_rounds in [(4, 2), (2, 2), (3, 1), (1, None)]:
+        loaders = continue_on(build_all(make, 61, count), 1, first, position)
+        rounds, position = read(loaders, 1, first, None if num_rounds is None else first + num_rounds)
+        samples += samples_of(rounds)
+        first += len(rounds)
+    assert samples == samples_of(whole)
+
+
+@pytest.mark.parametrize(("kind", "num_workers"), [(Stream, 1), (Stream, 2), (Shuffled, 1)])
+def test_workers_read_again_just_what_they_read(kind, num_workers):
+    told = {"num_workers": num_workers, "collate": noisy}
+    whole, _ = read(build_all(kind, 17, 1, **told), 1)
+    done, position = read(build_all(kind, 17, 1, **told), 1, last=3)
+    others = continue_on(build_all(kind, 17, 1, **told), 1, 3, position)
+    rest, _ = read(others, 1, 3)
+    assert same(done + rest, whole)
+    assert same(read(others, 0)[0], read(build_all(kind, 17, 1, **told), 0)[0])
+
+
+@pytest.mark.parametrize("make", [Resuming, streaming, loader_of(Resuming), LOADERS["loader with a state"]])
+def test_data_with_a_state_go_on_at_once(make, caplog):
+    _, position = read(build_all(make, 60, 1), 0, last=8)
+    (loader,) = continue_on(build_all(make, 60, 1), 0, 8, position)
+    with caplog.at_level(logging.INFO, "accmt"):
+        next(loader.rounds(0, first=8))
+    assert not caplog.messages
+    for part in (loader.dataloader, loader.dataloader.dataset, getattr(loader.dataloader.dataset, "data", None)):
+        assert getattr(part, "num_read", 0) <= 6  # this round and the one read ahead
+
+
+@pytest.mark.parametrize("make", [streaming, LOADERS["loader of datasets"]], ids=["stream", "loader"])
+def test_data_that_went_on_begin_anew_in_a_later_run(make):
+    whole, _ = read(build_all(make, 22, 1), 1)
+    _, position = read(build_all(make, 22, 1), 1, last=3)
+    data = make(22)
+    (resumed,) = continue_on([build_loader(data, options())], 1, 3, position)
+    rounds = resumed.rounds(1, first=3)
+    next(rounds)
+    rounds.close()
+    assert same(read([build_loader(data, options())], 1)[0], whole)
+
+
+def test_the_state_is_that_after_the_round_and_stays_so_while_reading_goes_on():
+    (loader,) = build_all(Resuming, 20, 1)
+    rounds = loader.rounds(0)
+    next(rounds)
+    first = loader.position(0, 1)
+    assert first["state"] == {"epochs": [], "next": 2}  # though the round after it has been read
+    next(rounds)
+    assert first["state"]["next"] == 2
+    assert loader.position(0, 2)["state"]["next"] == 4
+    assert loader.position(0, 1) is first
+
+
+def test_a_checkpoint_right_after_going_on_holds_the_same_position():
+    _, position = read(build_all(Resuming, 20, 1), 0, last=3)
+    (loader,) = continue_on(build_all(Resuming, 20, 1), 0, 3, position)
+    assert loader.position(0, 3) == position
+    rounds = loader.rounds(0, first=3)
+    next(rounds)
+    assert loader.position(0, 3) == position
+    assert loader.position(0, 4)["state"]["next"] == 8
+
+
+def test_a_position_that_is_asked_for_too_late_is_an_error():
+    (loader,) = build_all(Stream, 20, 1)
+    for _ in loader.rounds(0):
+        pass
+    assert loader.position(0, 10)["samples"] == 20
+    assert loader.position(0, 99)["samples"] == 20  # a process at its end, while others go on
+    assert loader.position(1, 0) == {"kind": "stream", "samples": 0}
+    with pytest.raises(LookupError, match="after round 2 of epoch 0 is no longer kept"):
+        loader.position(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "told", "why"),
+    [
+        (Stream, {}, "with state_dict and load_state_dict, and no workers"),
+        (Resuming, {"num_workers": 1}, "without workers only"),
+        (lambda length: streaming(length, buffer_size=4), {}, "waiting in the shuffle buffer"),
+        (loader_of(Stream), {}, "with state_dict and load_state_dict, and no workers"),
+        (loader_of(Resuming, num_workers=1), {}, "without workers only"),
+    ],
+)
+def test_reading_again_is_said_once_with_the_reason(make, told, why, caplog):
+    with speaking(verbose=True), caplog.at_level(logging.INFO, "accmt"):
+        loaders = build_all(make, 40, 2, **told)
+        position = read(loaders, 0, last=3)[1]
+        continue_on(build_all(make, 40, 2, **told), 0, 3, position)
+    (message,) = [m for m in caplog.messages if "read again" in m]
+    assert "the training data are read again from the beginning of the epoch" in message
+    assert why in message
+    assert ("12 samples" in message) or ("6 batches" in message)
+
+
+def test_a_state_that_was_not_kept_is_replaced_by_reading_again(caplog):
+    whole = samples_of(read(build_all(Resuming, 20, 1), 0)[0])
+    _, position = read(build_all(Resuming, 20, 1, num_workers=1), 0, last=3)
+    assert "state" not in position
+    with speaking(verbose=True), caplog.at_level(logging.INFO, "accmt"):
+        others = continue_on(build_all(Resuming, 20, 1), 0, 3, position)
+    assert "their state was not kept" in caplog.text
+    assert samples_of(read(others, 0, 3)[0]) == whole[6:]
+
+
+@pytest.mark.parametrize(("make", "length"), [(Stream, None), (Sized, 40)])
+@pytest.mark.parametrize(("limit", "rest"), [(5, [6, 4]), (4, [4]), (3, []), (1, [])])
+def test_a_limit_counts_samples_from_the_beginning_of_the_epoch(make, length, limit, rest):
+    _, position = read(build_all(make, 40, 1, batch_size=5), 0, last=4)  # 20 samples
+    (loader,) = continue_on(build_all(make, 40, 1, batch_size=6, limit=limit), 0, 4, position)
+    assert loader.num_rounds == 4 + len(rest)
+    assert [len(batch) for _, batch in read([loader], 0, 4)[0]] == rest
+    assert loader.num_rounds == 4 + len(rest)
+    list(loader.rounds(1))
+    assert loader.num_rounds == limit
+    if length is not None:
+        (unlimited,) = continue_on(build_all(make, 40, 1, batch_size=6), 0, 4, position)
+        assert unlimited.num_rounds == 4 + 4
+
+
+def test_a_position_tells_how_the_epoch_was_read_so_that_it_can_be_read_again():
+    _, position = read(build_all(Stream, 60, 1, batch_size=5), 0, last=4)
+    assert position == {"kind": "stream", "readers": 1, "reads": [[0, 5]], "samples": 20}
+    _, position = read(continue_on(build_all(Stream, 60, 2, batch_size=3, limit=5), 0, 4, position), 0, 4)
+    assert (position["samples"], position["reads"]) == (30, [[0, 5], [20, 6]])  # the limit cut the last batch
+    rest, position = read(continue_on(build_all(Stream, 60, 1, batch_size=6), 0, 6, position), 0, 6)
+    assert (position["samples"], position["reads"]) == (60, [[0, 5], [20, 6], [30, 6]])
+    assert samples_of(rest) == list(range(30, 60))
+
+
+def test_a_limit_of_a_loaders_batches_counts_from_the_beginning_of_the_epoch():
+    make = loader_of(Stream)
+    _, position = read(build_all(make, 61, 4), 0, last=2)  # 8 batches
+    others = continue_on(build_all(make, 61, 3, limit=4), 0, 2, position)
+    assert others[0].num_rounds == 2 + 2  # 12 batches in all
+    rounds, _ = read(others, 0, 2)
+    assert samples_of(rounds) == list(range(24, 36))
+
+
+def test_a_limit_below_what_is_passed_leaves_nothing_where_workers_read_again():
+    _, position = read(build_all(Stream, 40, 1, num_workers=1), 0, last=4)
+    (loader,) = continue_on(build_all(Stream, 40, 1, num_workers=1, limit=2), 0, 4, position)
+    assert loader.num_rounds == 4
+    assert list(loader.rounds(0, first=4)) == []
+
+
+def test_nothing_left_is_no_error_but_an_empty_epoch_is():
+    for make in (Stream, Resuming, loader_of(Stream), loader_of(Resuming)):
+        rounds, position = read(build_all(make, 6, 1), 0)
+        (loader,) = continue_on(build_all(make, 6, 1), 0, len(rounds), position)
+        assert list(loader.rounds(0, first=len(rounds))) == []
+        assert samples_of(read([loader], 1)[0])
+    with pytest.raises(DataError, match="nothing to read"):
+        list(build_loader(Stream(0), options()).rounds(0))
+
+
+def test_several_workers_cannot_go_on_with_other_processes_or_workers():
+    _, position = read(build_all(Stream, 40, 1, num_workers=2), 0, last=3)
+    for told in ({"num_workers": 1}, {"num_workers": 0}, {"num_workers": 2, "batch_size": 4}):
+        (other,) = build_all(Stream, 40, 1, **told)
+        with pytest.raises(DataError, match="of several workers each reads a part(.|\n)*one worker at most"):
+            other.continue_from(0, 3, position)
+    _, of_one = read(build_all(Stream, 40, 1, num_workers=1), 0, last=3)
+    (other,) = build_all(Stream, 40, 1, num_workers=2)
+    with pytest.raises(DataError, match="2 workers that read, and 2 samples(.|\n)*expected: 1 and 2"):
+        other.continue_from(0, 3, of_one)
+
+
+def test_a_loader_that_cuts_other_batches_cannot_go_on():
+    _, position = read(build_all(loader_of(Stream), 40, 1), 0, last=3)
+    for given in (DataLoader(Stream(40), batch_size=4), DataLoader(Stream(40), batch_size=3, num_workers=2)):
+        with pytest.raises(
+            DataError, match="a DataLoader with(.|\n)*one with {'batch_size': 3, 'readers': 1}, as before"
+        ):
+            build_loader(given, options()).continue_from(0, 3, position)
+    one_worker = build_loader(DataLoader(Stream(40), batch_size=3, num_workers=1), options())
+    one_worker.continue_from(0, 3, position)
+    assert samples_of(read([one_worker], 0, 3)[0]) == list(range(9, 40))
+
+
+def test_a_position_of_another_kind_is_refused():
+    with pytest.raises(DataError, match="a position in a dataset with a length\n  expected: one in a stream"):
+        build_loader(Stream(8), options()).continue_from(0, 1, {"kind": "dataset with a length", "samples": 2, "of": 8})
+    loader = build_loader(Stream(8), options())
+    loader.continue_from(1, 0, {"kind": "dataset with a length", "samples": 0, "of": None})  # an epoch that begins
+    assert samples_of(read([loader], 1)[0]) == list(range(8))

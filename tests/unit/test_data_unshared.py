@@ -1,0 +1,128 @@
+import json
+import textwrap
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from accmt.data import LoaderOptions, UnsharedLoader, build_loader
+from accmt.errors import DataError
+from tests.launching import launch
+
+CPU = torch.device("cpu")
+SCRIPT = """
+import json, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+from accmt.data import LoaderOptions, UnsharedLoader, build_loader
+
+class Stream(IterableDataset):
+    def __init__(self, numbers):
+        self.numbers = numbers
+    def __iter__(self):
+        return iter(self.numbers)
+
+def make(kind, rank):
+    numbers = list(range(100 * rank, 100 * rank + (5, 12)[rank]))
+    data = Stream(numbers) if kind == "stream" else numbers
+    options = LoaderOptions(purpose="train", batch_size=2, shuffle=True)
+    return UnsharedLoader(build_loader(data, options), torch.device("cpu"))
+
+def take(loader, first, last=None):
+    batches = []
+    for round_ in loader.rounds(0, first):
+        batches.append([round_.index, [] if round_.batch is None else round_.batch.tolist()])
+        if round_.index + 1 == last:
+            break
+    return batches
+
+dist.init_process_group("gloo")
+rank, results = dist.get_rank(), {}
+for kind in ("sized", "stream"):
+    whole, cuts = take(make(kind, rank), 0), []
+    for first in (1, 3, 4, 6):
+        stopped, other = make(kind, rank), make(kind, rank)
+        done = take(stopped, 0, first)
+        position = json.loads(json.dumps(stopped.position(0, first)))
+        other.continue_from(0, first, position)
+        cuts.append([position, other.num_rounds, done + take(other, first) == whole, len(take(other, 0)) > 0])
+    results[kind] = [whole, cuts]
+gathered = [None, None]
+dist.all_gather_object(gathered, results)
+if rank == 0:
+    Path(sys.argv[1]).write_text(json.dumps(gathered))
+dist.destroy_process_group()
+"""
+
+
+class Stream(IterableDataset):
+    """Numbers that can only be read from the start."""
+
+    def __iter__(self):
+        return iter(range(9))
+
+
+def make(data, **told):
+    return UnsharedLoader(build_loader(data, LoaderOptions(purpose="train", batch_size=2, **told)), CPU)
+
+
+def numbers(rounds):
+    return [int(n) for round_ in rounds for n in round_.batch]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unshared")
+    script, result = folder / "script.py", folder / "result.json"
+    script.write_text(textwrap.dedent(SCRIPT))
+    launch(script, str(result), processes=2, result=result)
+    return json.loads(result.read_text())
+
+
+@pytest.mark.parametrize("kind", ["sized", "stream"])
+def test_each_process_goes_on_in_its_own_data_also_one_that_is_at_its_end(results, kind):
+    for rank, length in enumerate((5, 12)):
+        whole, cuts = results[rank][kind]
+        assert sorted(n for _, batch in whole for n in batch) == list(range(100 * rank, 100 * rank + length))
+        assert [index for index, _ in whole] == list(range(6))
+        for first, (position, num_rounds, is_same, _) in zip((1, 3, 4, 6), cuts, strict=True):
+            assert is_same, (rank, first)
+            assert [own["samples"] for own in position["positions"]] == [min(2 * first, 5), 2 * first]
+            assert num_rounds == (6 if kind == "sized" else None)
+    assert results[0][kind][1][0][0] == results[1][kind][1][0][0]  # every process holds the positions of all
+
+
+@pytest.mark.parametrize("make_data", [lambda: list(range(9)), Stream])
+def test_one_process_with_data_of_its_own_goes_on_too(make_data):
+    stopped, other = make(make_data()), make(make_data())
+    rounds = stopped.rounds(0)
+    done = numbers([next(rounds), next(rounds)])
+    position = stopped.position(0, 2)
+    assert position["positions"][0]["samples"] == 4
+    other.continue_from(0, 2, position)
+    assert done + numbers(other.rounds(0, first=2)) == list(range(9))
+    assert numbers(other.rounds(1)) == list(range(9))
+
+
+def test_the_rounds_of_an_epoch_that_goes_on_are_those_of_that_epoch_alone():
+    position = make(list(range(40))).position(0, 3)
+    loader = UnsharedLoader(build_loader(list(range(40)), LoaderOptions(purpose="train", batch_size=5)), CPU)
+    assert loader.num_rounds == 8
+    loader.continue_from(0, 3, position)
+    assert loader.num_rounds == 3 + 7
+    assert numbers(loader.rounds(0, first=3)) == list(range(6, 40))
+    next(loader.rounds(1))
+    assert loader.num_rounds == 8
+
+
+def test_another_number_of_processes_can_go_on_between_epochs_only():
+    loader = make([1, 2, 3])
+    position = {"kind": "part of each process", "positions": [{"samples": 2}, {"samples": 2}]}
+    with pytest.raises(DataError, match="1 processes, and a position with the data of 2\n(.|\n)*as many processes"):
+        loader.continue_from(0, 1, position)
+    with pytest.raises(DataError, match="a position with the data of 0"):
+        loader.continue_from(0, 1, {"kind": "stream", "samples": 2})
+    loader.continue_from(1, 0, position)
+    assert numbers(loader.rounds(1)) == [1, 2, 3]
