@@ -35,8 +35,9 @@ lint: $(INSTALLED)  ## check style, format and types
 	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/mypy
 
-bench: $(INSTALLED)  ## time the loop beside plain torch and hand-written Accelerate
+bench: $(INSTALLED)  ## time the loop beside plain torch and hand-written Accelerate, and checkpoints beside Accelerate's
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_loop.py
+	$(BIN)/python tests/benchmarks/bench_checkpoint.py
 
 clean:  ## remove everything that was made: .venv, caches, outputs of the examples
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db

@@ -49,10 +49,28 @@ def sum_over_processes(values: Sequence[float], device: torch.device) -> list[fl
     return result
 
 
-def gather_objects(value: T) -> list[T]:
+def new_cpu_group() -> dist.ProcessGroup | None:
+    """Return a group of all processes that no other part uses, for collectives on host memory in another thread.
+
+    Two threads of a process must not share a group: their collectives would be matched in the order of their arrival,
+    which differs between processes.
+
+    Processes: collective.
+
+    Returns:
+        The group; None with one process, where nothing is exchanged.
+    """
+    return dist.new_group(backend="gloo") if num_processes() > 1 else None
+
+
+def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
     """Collect one picklable value of every process, in the order of ranks.
 
     Processes: collective.
+
+    Args:
+        value: This process's value.
+        group: The group of all processes to exchange it in; None: the default one.
 
     Returns:
         The values, the same list on every process.
@@ -60,27 +78,35 @@ def gather_objects(value: T) -> list[T]:
     if num_processes() == 1:
         return [value]
     gathered: list[Any] = [None] * num_processes()
-    dist.all_gather_object(gathered, value)
+    dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
-def broadcast_object(value: T) -> T:
+def broadcast_object(value: T, *, group: dist.ProcessGroup | None = None) -> T:
     """Hand the main process's value to every process.
 
     Processes: collective; what the others pass is ignored.
+
+    Args:
+        value: A picklable value.
+        group: As in `gather_objects`.
     """
     if num_processes() == 1:
         return value
     holder: list[Any] = [value]
-    dist.broadcast_object_list(holder, src=0)
+    dist.broadcast_object_list(holder, src=0, group=group)
     result: T = holder[0]
     return result
 
 
-def run_on_main_process(action: Callable[[], T]) -> T:
+def run_on_main_process(action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """Let the main process act alone; when it fails, every process raises, so that none waits for the others.
 
     Processes: collective.
+
+    Args:
+        action: What the main process does.
+        group: As in `gather_objects`.
 
     Returns:
         What the action returned, on every process; it has to be picklable.
@@ -91,9 +117,9 @@ def run_on_main_process(action: Callable[[], T]) -> T:
     if num_processes() == 1:
         return action()
     if not is_main_process():
-        return broadcast_object(_Result[T]()).unwrap()
+        return broadcast_object(_Result[T](), group=group).unwrap()
     result = _Result.of(action)
-    broadcast_object(result.for_others())
+    broadcast_object(result.for_others(), group=group)
     return result.unwrap()
 
 

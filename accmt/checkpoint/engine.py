@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from accmt.checkpoint.frozen import FrozenWeights, require_same_frozen
 from accmt.checkpoint.pieces import PiecePlanner, Pieces, file_names, write_pieces
 from accmt.checkpoint.snapshot import HostSnapshot
 from accmt.checkpoint.tensors import join_tensors, referred_tensors, split_tensors
@@ -57,9 +59,14 @@ class CollectedState:
     pieces: Pieces
     text: str
 
-    def copied_by(self, snapshot: HostSnapshot) -> CollectedState:
-        """Return the same with copies of the tensors as they are now; valid until the snapshot's next copy."""
-        return replace(self, pieces=replace(self.pieces, tensors=snapshot.take(self.pieces.tensors)))
+    def copied_by(self, snapshot: HostSnapshot, helper: Executor | None = None) -> CollectedState:
+        """Return the same with copies of the tensors as they are now; valid until the snapshot's next copy.
+
+        Args:
+            snapshot: Makes the copies.
+            helper: As in `HostSnapshot.take`.
+        """
+        return replace(self, pieces=replace(self.pieces, tensors=snapshot.take(self.pieces.tensors, helper)))
 
 
 class StateCollector:
@@ -78,6 +85,7 @@ class StateCollector:
         require_known(model, optimizers)
         self._model = model
         self._optimizers = optimizers
+        self._frozen = FrozenWeights(model)
         self._planner = PiecePlanner()
 
     def collect(self, others: Mapping[str, Any]) -> CollectedState:
@@ -93,10 +101,12 @@ class StateCollector:
             CheckpointError: Something cannot be stored; the message names it.
         """
         states = [optimizer_state(self._model, optimizer) for optimizer in self._optimizers]
-        shared, rest = split_tensors({"model": model_state(self._model), "optimizers": states})
+        frozen = self._frozen.digests()
+        model = {name: value for name, value in model_state(self._model).items() if name not in frozen}
+        shared, rest = split_tensors({"model": model, "optimizers": states})
         own, other_rest = split_tensors({"others": dict(others)})
         _require_unsharded(own)
-        text = encode({"files": file_names(num_processes()), **rest, **other_rest})
+        text = encode({"files": file_names(num_processes()), "frozen": frozen, **rest, **other_rest})
         pieces = self._planner.pieces_of(shared)
         return CollectedState(pieces | Pieces.whole(own) if is_main_process() else pieces, text)
 
@@ -133,7 +143,21 @@ def save_state(
     return write_state(StateCollector(model, optimizers).collect(others), folder)
 
 
-def load_state(model: nn.Module, optimizers: Sequence[Optimizer], folder: Path) -> dict[str, Any]:
+def read_others(folder: Path) -> dict[str, Any]:
+    """Return the other states of a folder without reading any tensor: each is a `TensorReference`.
+
+    Args:
+        folder: A folder that `write_state` filled, verified.
+
+    Raises:
+        CheckpointCorruptError: The checkpoint is incomplete.
+        OSError: A file cannot be read.
+    """
+    others: dict[str, Any] = _read_rest(folder)["others"]
+    return others
+
+
+def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder: Path) -> dict[str, Any]:
     """Load what any number of processes saved; each process reads the parts that it needs.
 
     Processes:
@@ -141,7 +165,7 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer], folder: Path) 
 
     Args:
         model: The model, built and wrapped as it will be trained; its weights are replaced in place.
-        optimizers: The optimizers, built as when it was saved.
+        optimizers: The optimizers, built as when it was saved; None leaves them as they are.
         folder: A folder that `write_state` filled, verified.
 
     Returns:
@@ -152,11 +176,14 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer], folder: Path) 
         CheckpointError: It is that of another model or of other optimizers.
         OSError: A file cannot be read.
     """
-    require_known(model, optimizers)
     saved = _read_rest(folder)
+    if optimizers is None:
+        optimizers, saved = [], {**saved, "optimizers": []}
+    require_known(model, optimizers)
     reader = HuggingFaceStorageReader(str(folder))
     stored = _read_metadata(reader, saved, folder)
-    ours = model_state(model)
+    require_same_frozen(model, saved.get("frozen", {}))
+    ours = {name: value for name, value in model_state(model).items() if name not in saved.get("frozen", {})}
     _require_same_model(ours, saved["model"], stored)
     _require_same_number(optimizers, saved["optimizers"])
     targets = _targets(ours, saved, stored)

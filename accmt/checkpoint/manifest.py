@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -184,9 +184,16 @@ def examine(folder: Path) -> Checkpoint | Damage:
     manifest = read_manifest(folder)
     if isinstance(manifest, Damage):
         return manifest
-    reasons = (_find_fault(folder / name, name, entry) for name, entry in manifest.files.items())
-    reason = next((reason for reason in reasons if reason is not None), None)
+    reason = next(find_faults(folder, manifest), None)
     return Checkpoint(folder, manifest) if reason is None else Damage(reason)
+
+
+def find_faults(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Yield each file that is not what the manifest says, and what is wrong with it."""
+    for name, entry in manifest.files.items():
+        fault = _find_fault(folder / name, name, entry)
+        if fault is not None:
+            yield fault
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Executor
 
 import torch
 from torch import Tensor
@@ -20,29 +21,56 @@ class HostSnapshot:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def take(self, tensors: Mapping[str, Tensor], helper: Executor | None = None) -> dict[str, Tensor]:
         """Copy tensors as they are now; when this returns, the sources may change.
 
         Args:
             tensors: Plain tensors on any device, by name.
+            helper: Copies half of those on the CPU where torch computes with one thread, as a launcher sets it: one
+                core alone does not use the memory's speed.
 
         Returns:
             Contiguous host tensors with the same names, shapes, dtypes and bits. They live until the next `take`.
         """
-        self._buffers = {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            self._buffers[name].copy_(tensor.detach(), non_blocking=True)
-        for device in {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}:
+        self._fit(tensors)
+        pairs = [(self._buffers[name], tensor.detach()) for name, tensor in tensors.items()]
+        devices = {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}
+        if helper is None or devices or torch.get_num_threads() > 1:
+            _copy(pairs)
+        else:
+            by_size = sorted(pairs, key=lambda pair: pair[0].nbytes)
+            other_half = helper.submit(_copy, by_size[::2])
+            _copy(by_size[1::2])
+            other_half.result()
+        for device in devices:
             torch.accelerator.synchronize(device)
         return dict(self._buffers)
+
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Get the memory that a copy of such tensors needs, so that the first `take` takes no longer than the others.
+
+        Args:
+            tensors: As in `take`; only their shapes and dtypes are looked at.
+        """
+        self._fit(tensors)
+        for buffer in self._buffers.values():
+            buffer.zero_()
 
     @property
     def size_bytes(self) -> int:
         """Host memory that the buffers hold."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
+    def _fit(self, tensors: Mapping[str, Tensor]) -> None:
+        self._buffers = {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
+
     def _buffer_for(self, name: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
             return buffer
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
+
+
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for buffer, tensor in pairs:
+        buffer.copy_(tensor, non_blocking=True)

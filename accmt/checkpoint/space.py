@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
+
+import torch
+from torch import nn
 
 from accmt.checkpoint.retention import list_published
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def estimate_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Return about how many bytes a checkpoint will have, before the optimizer has any state.
+
+    How much state an optimizer keeps per parameter is seen on a parameter of two elements that a copy of it steps.
+    """
+    weights = sum(tensor.nbytes for tensor in model.state_dict().values() if isinstance(tensor, torch.Tensor))
+    trained: int = sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
+    return weights + trained * _state_per_parameter(optimizer)
+
+
+def _state_per_parameter(optimizer: torch.optim.Optimizer) -> int:
+    probe = nn.Parameter(torch.zeros(2, 1))
+    probe.grad = torch.zeros_like(probe)
+    settings = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    try:
+        twin = type(optimizer)([probe], **copy.deepcopy(optimizer.defaults))
+        twin.param_groups[0].update(settings)
+        twin.step()
+    except Exception:  # noqa: BLE001 - an optimizer of another kind; most have two values per weight
+        return 2
+    state = twin.state[probe].values()
+    return sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in state)
 
 
 def find_shortage(bytes_needed: int, folder: Path) -> str | None:

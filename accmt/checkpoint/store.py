@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from accmt.checkpoint.manifest import (
     Checkpoint,
     Damage,
@@ -52,10 +54,15 @@ class CheckpointStore:
     Args:
         folder: The checkpoint folder, on storage that all machines share; made when something is saved.
         max_checkpoints: How many are kept; None keeps the newest.
+        group: Where the processes agree; one of its own (`new_cpu_group`) where another thread publishes. None: the
+            default group.
     """
 
-    def __init__(self, folder: Path, *, max_checkpoints: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, max_checkpoints: int | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
         self.folder = folder
+        self._group = group
         self._num_kept = 1 if max_checkpoints is None else max_checkpoints
         self._in_the_making: Path | None = None
 
@@ -117,7 +124,7 @@ class CheckpointStore:
         Processes:
             Collective.
         """
-        whole = merge(gather_objects(staging.part()))
+        whole = merge(gather_objects(staging.part(), group=self._group))
         if whole.failure is not None:
             self.discard(staging)
             raise CheckpointError(self._explain(whole.failure, staging.step)) from staging.error
@@ -198,7 +205,7 @@ class CheckpointStore:
             except Exception as error:
                 raise CheckpointError(self._explain(Failure.of(error), step)) from error
 
-        return run_on_main_process(act)
+        return run_on_main_process(act, group=self._group)
 
     def _explain(self, failure: Failure, step: int | None) -> str:
         where = f"checkpoint folder {self.folder}" if step is None else f"checkpoint of step {step} in {self.folder}"

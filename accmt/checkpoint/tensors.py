@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -83,7 +84,7 @@ def _replace(state: Any, path: str, kind: type, replace: Callable[[Any, str], An
     if isinstance(state, kind):
         return replace(state, path)
     begin = f"{path}." if path else ""
-    if isinstance(state, dict):
+    if isinstance(state, dict) and not isinstance(state, Counter):
         return {key: _replace(item, f"{begin}{key}", kind, replace) for key, item in state.items()}
     if type(state) in (list, tuple):
         return type(state)(_replace(item, f"{begin}{index}", kind, replace) for index, item in enumerate(state))

@@ -45,6 +45,12 @@ def model_state(model: nn.Module) -> State:
     return {_plain_name(key, wrapped): value for key, value in model.state_dict().items()}
 
 
+def plain_parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by plain name; one that is tied stands under each of its names."""
+    wrapped = _wrapped_paths(model)
+    return {_plain_name(name, wrapped): weight for name, weight in model.named_parameters(remove_duplicate=False)}
+
+
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
     """Return an optimizer's state: `state` by parameter name, `param_groups` with names; tensors are not copied.
 
@@ -67,9 +73,10 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
 
 
 def restore_model(model: nn.Module, state: State) -> None:
-    """Give the model a state as `model_state` returns it."""
+    """Give the model a state as `model_state` returns it; what is not in it stays as it is."""
     wrapped = _wrapped_paths(model)
-    model.load_state_dict({key: state[_plain_name(key, wrapped)] for key in model.state_dict()})
+    names = {key: _plain_name(key, wrapped) for key in model.state_dict()}
+    model.load_state_dict({key: state[name] for key, name in names.items() if name in state}, strict=False)
 
 
 def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> None:

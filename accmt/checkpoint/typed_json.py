@@ -6,6 +6,7 @@ What JSON lacks is marked by an object with one key that begins with `$`:
 |---|---|
 | `(1, 2)` | `{"$tuple": [1, 2]}` |
 | `{0: "a"}`, or a dict with a key that begins with `$` | `{"$dict": [[0, "a"]]}` |
+| `Counter({3: 1})`, as `MultiStepLR` keeps | `{"$counter": [[3, 1]]}` |
 | `inf`, `-inf`, `nan` | `{"$float": "inf"}` |
 | an int that needs more than 53 bits, which other readers would round | `{"$int": "0x20000000000001"}` |
 | a tensor, kept elsewhere under a name | `{"$tensor": "model.weight"}` |
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,8 +43,8 @@ def encode(value: Any, where: str = "state") -> str:
     """Write a value as typed JSON.
 
     Args:
-        value: None, booleans, ints, floats, strings, tensor references, and lists, tuples and dicts of them (an
-            `OrderedDict` comes back as a dict).
+        value: None, booleans, ints, floats, strings, tensor references, and lists, tuples, dicts and Counters of them
+            (an `OrderedDict` comes back as a dict).
         where: What the value is, for messages.
 
     Raises:
@@ -126,6 +127,10 @@ def _write_dict(value: dict[Any, Any], where: str) -> Any:
     return {"$dict": [[_to_json(key, where), item] for key, item in items.items()]}
 
 
+def _write_counter(value: Counter[Any], where: str) -> Any:
+    return {"$counter": [[_to_json(key, where), count] for key, count in value.items()]}
+
+
 def _write_reference(value: TensorReference, where: str) -> Any:
     return {"$tensor": value.name}
 
@@ -140,6 +145,7 @@ _WRITERS: dict[type, Callable[[Any, str], Any]] = {
     tuple: _write_tuple,
     dict: _write_dict,
     OrderedDict: _write_dict,
+    Counter: _write_counter,
     TensorReference: _write_reference,
 }
 
@@ -148,6 +154,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "$float": float,
     "$tuple": tuple,
     "$dict": dict,
+    "$counter": lambda pairs: Counter(dict(pairs)),
     "$tensor": TensorReference,
 }
 

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+from tests.e2e.markdown import ROOT, read_blocks
 from tests.launching import SCRIPTS, launch
 
 CASES = [f"ddp {name}" for name in ("adamw", "adamw_fused", "sgd", "sgd_momentum", "adafactor")]
@@ -91,6 +92,20 @@ def test_torchs_own_reader_puts_the_pieces_together(saved):
         assert torch.equal(got["model.hidden.weight"], whole.get_tensor("model.hidden.weight"))
         moment = whole.get_tensor("optimizer.state.hidden.weight.exp_avg")
         assert torch.equal(got["optimizers.0.state.hidden.weight.exp_avg"], moment)
+
+
+def test_the_code_of_the_documentation_reads_pieces_without_accmt(saved):
+    namespace = {}
+    (block,) = [block for block in read_blocks(ROOT / "docs" / "checkpoints.md") if block.file_name]
+    exec(block.text, namespace)
+    state = namespace["read_state"](saved / "sharded-adamw")
+    with safe_open(saved / "saved-sharded-adamw.safetensors", "pt") as whole:
+        for name in ("embedding.weight", "hidden.weight", "single.bias", "calls"):
+            assert torch.equal(state["model"][name], whole.get_tensor(f"model.{name}")), name
+        moment = whole.get_tensor("optimizer.state.hidden.weight.exp_avg")
+    assert torch.equal(state["optimizers"][0]["state"]["hidden.weight"]["exp_avg"], moment)
+    assert state["model"]["head.weight"] is state["model"]["embedding.weight"]
+    assert state["others"] == {"rank": 0, "window": (torch.tensor(0.25), None, 1.5)}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
+import pytest
 import torch
 
+from accmt.checkpoint import snapshot as snapshot_module
 from accmt.checkpoint.snapshot import HostSnapshot
 
 
@@ -30,6 +33,34 @@ def test_a_copy_holds_the_moment_of_the_take_while_the_source_changes():
     assert torch.equal(copies["w"], moment)
     assert torch.equal(moment, torch.zeros(1000))
     assert torch.equal(snapshot.take({"w": source})["w"], source)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_helper_copies_half_where_torch_has_one_thread(num_threads, monkeypatch):
+    sources = {f"w{index}": torch.full((1 + index,), float(index)) for index in range(9)}
+    copied_by = []
+    copy = snapshot_module._copy
+
+    def note(pairs):
+        copied_by.append((threading.current_thread() is threading.main_thread(), len(pairs)))
+        copy(pairs)
+
+    monkeypatch.setattr(snapshot_module, "_copy", note)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    with ThreadPoolExecutor(1) as helper:
+        copies = HostSnapshot().take(sources, helper)
+    assert all(torch.equal(copies[name], sources[name]) for name in sources)
+    assert list(copies) == list(sources)
+    assert sorted(copied_by) == ([(False, 5), (True, 4)] if num_threads == 1 else [(True, 9)])
+
+
+def test_memory_that_was_reserved_is_used_by_the_first_take():
+    snapshot = HostSnapshot()
+    snapshot.reserve({"w": torch.ones(3)})
+    reserved = snapshot._buffers["w"].data_ptr()
+    copy = snapshot.take({"w": torch.ones(3)})["w"]
+    assert copy.data_ptr() == reserved
+    assert torch.equal(copy, torch.ones(3))
 
 
 def test_buffers_are_used_again_where_shape_and_dtype_are_the_same():

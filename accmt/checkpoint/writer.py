@@ -1,0 +1,135 @@
+"""Checkpoints written while training goes on: it stops for a copy in memory, a thread does the rest.
+
+A failure of the storage (a full disk, a folder that cannot be written) never stops training: it is handed to whoever
+made the writer, the older checkpoints stand, and the next save tries again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accmt.checkpoint.engine import CollectedState, StateCollector, write_state
+from accmt.checkpoint.snapshot import HostSnapshot
+from accmt.checkpoint.staging import Staging
+from accmt.checkpoint.store import CheckpointStore
+from accmt.errors import CheckpointError
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run, one at a time, while training goes on.
+
+    A program that ends without `close` first finishes the checkpoint that is being written.
+
+    Args:
+        store: Where they go. Nobody else may use it between a `save` and the next `wait`; with several processes it
+            needs a group of its own (`new_cpu_group`), in which the thread agrees with the other processes.
+        collector: Collects the state of the run.
+        is_async: Whether a thread writes, from a copy in host memory; otherwise training waits, and nothing is copied.
+        on_failure: Told about a checkpoint that could not be written, on the main thread of every process, with the
+            same message everywhere: at once when not asynchronous, otherwise at the next `save` or `wait`.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        collector: StateCollector,
+        *,
+        is_async: bool,
+        on_failure: Callable[[CheckpointError], None],
+    ) -> None:
+        self._store = store
+        self._collector = collector
+        self._on_failure = on_failure
+        self._snapshot = HostSnapshot()
+        self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="accmt-checkpoint") if is_async else None
+        self._in_flight: futures.Future[None] | None = None
+
+    def prepare(self, others: Mapping[str, Any]) -> None:
+        """Find out early whether the state can be stored, and let the thread get the memory for its copy.
+
+        Worth a call once the optimizer has its state, after the first update: the first save then costs no more than
+        the others, and what cannot be stored is known before hours of training.
+
+        Processes:
+            Collective.
+
+        Args:
+            others: As in `StateCollector.collect`.
+
+        Raises:
+            CheckpointError: The state holds something that cannot be stored; the message names it.
+        """
+        self.wait()
+        collected = self._collector.collect(others)
+        if self._thread is not None:
+            self._in_flight = self._thread.submit(self._snapshot.reserve, collected.pieces.tensors)
+
+    def save(self, step: int, others: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+        """Save the state of the run as it is now; when this returns, training may change all of it.
+
+        Processes:
+            Collective, at an update boundary.
+
+        Args:
+            step: Updates done.
+            others: As in `StateCollector.collect`.
+            info: Free JSON values for the manifest, those of the main process.
+
+        Raises:
+            CheckpointError: The state holds something that cannot be stored; the message names it.
+        """
+        self.wait()
+        collected = self._collector.collect(others)
+        self._tell_failure(lambda: self._start(step, collected, copy.deepcopy(dict(info))))
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is durable, or has failed.
+
+        Processes:
+            Collective.
+        """
+        if self._in_flight is None:
+            return
+        futures.wait([self._in_flight])  # where Ctrl-C ends the waiting, it is still in flight
+        done, self._in_flight = self._in_flight, None
+        self._tell_failure(done.result)
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, then give the thread and the memory back; nothing can be saved afterwards.
+
+        Processes:
+            Collective.
+        """
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            self._snapshot = HostSnapshot()
+
+    def _start(self, step: int, collected: CollectedState, info: Mapping[str, Any]) -> None:
+        staging = self._store.begin(step)
+        if self._thread is None:
+            self._write(staging, collected, info)
+        else:
+            copied = collected.copied_by(self._snapshot, self._thread)
+            self._in_flight = self._thread.submit(self._write, staging, copied, info)
+
+    def _write(self, staging: Staging, collected: CollectedState, info: Mapping[str, Any]) -> None:
+        staging.write(partial(_write_files, collected))
+        self._store.publish(staging, info)
+
+    def _tell_failure(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except CheckpointError as error:
+            self._on_failure(error)
+
+
+def _write_files(collected: CollectedState, folder: Path) -> None:
+    write_state(collected, folder)

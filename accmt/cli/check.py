@@ -1,0 +1,91 @@
+"""Verify every file of a checkpoint, or of all checkpoints in a folder, and print what is in them.
+
+Nothing is written, renamed or loaded. Exit code: 0 all are complete, 1 one is damaged, 2 there is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accmt.checkpoint.inspection import Inspection
+    from accmt.checkpoint.manifest import Manifest
+
+DAMAGED = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be told to the command."""
+    parser.add_argument("path", type=Path, help="the folder of a checkpoint, or one with checkpoints in it")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check and print.
+
+    Returns:
+        0 when everything is complete, 1 when something is damaged.
+
+    Raises:
+        NoCheckpointError: There is no checkpoint.
+    """
+    from accmt.checkpoint.inspection import find_resumable, inspect
+    from accmt.files import dumps
+
+    found = inspect(options.path)
+    resumable = find_resumable(found)
+    if options.json:
+        print(dumps(_describe_all(found, resumable), indent=2))
+    else:
+        print("\n\n".join(_write(one) for one in found))
+        if found[0].folder != options.path:
+            print(f"\na resume takes {resumable.folder.name if resumable else 'none of them'}")
+    return 0 if all(one.is_complete for one in found) else DAMAGED
+
+
+def _describe_all(found: list[Inspection], resumable: Inspection | None) -> dict[str, Any]:
+    return {
+        "checkpoints": [_describe(one) for one in found],
+        "resume_from": str(resumable.folder) if resumable else None,
+    }
+
+
+def _describe(one: Inspection) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    head = {
+        "folder": str(one.folder),
+        "is_complete": one.is_complete,
+        "is_pinned": one.is_pinned,
+        "faults": list(one.faults),
+        "num_tensors": one.num_tensors,
+        "num_model_values": one.num_values,
+    }
+    return head if one.manifest is None else {**head, **asdict(one.manifest)}
+
+
+def _write(one: Inspection) -> str:
+    pinned = ", pinned" if one.is_pinned else ""
+    lines = [f"{one.folder}: {'complete' if one.is_complete else 'DAMAGED'}{pinned}"]
+    lines += [f"  ! {fault}" for fault in one.faults]
+    if one.manifest is not None:
+        rows = list(_rows(one, one.manifest))
+        width = max(len(name) for name, _ in rows)
+        lines += [f"  {name:<{width}}  {value}" for name, value in rows]
+    return "\n".join(lines)
+
+
+def _rows(one: Inspection, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    yield "step", f"{manifest.step:,}"
+    for name, value in manifest.info.items():
+        if isinstance(value, str | int | float) and name != "global_step":  # which is the step
+            yield name, str(value)
+    yield "written", f"{manifest.time} by {manifest.processes} process(es), {manifest.threads} thread(s) each"
+    yield "versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    if one.is_complete:
+        yield "tensors", f"{one.num_tensors:,}, of which the model's hold {one.num_values:,} values"
+    for name, entry in manifest.files.items():
+        yield name, f"{entry.size:,} bytes"

@@ -1,0 +1,49 @@
+"""`accmt <command> ...`: finds the command, reads its arguments and runs it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from accmt.errors import AccmtError
+from accmt.version import __version__
+
+COMMANDS = {
+    "check": "verify checkpoints and say what is in them",
+}
+"""What each command does. Its module `accmt.cli.<command>` has `add_arguments(parser)` and `run(options) -> int`."""
+
+WRONG_USE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: The command and its arguments; None takes those of the program.
+
+    Returns:
+        The exit code: 0 for success, 2 for wrong use, and what else the command documents.
+    """
+    options = _build_parser().parse_args(arguments)
+    try:
+        exit_code: int = options.run(options)
+    except AccmtError as error:
+        print(error, file=sys.stderr)
+        return WRONG_USE
+    return exit_code
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="accmt", description="Train on Accelerate, and look after what it leaves.")
+    parser.add_argument("--version", action="version", version=f"accmt {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, purpose in COMMANDS.items():
+        module = import_module(f"accmt.cli.{name}")
+        command = commands.add_parser(name, help=purpose, description=module.__doc__)
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
