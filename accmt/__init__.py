@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from accmt.callbacks import MainProcessCallback as MainProcessCallback
     from accmt.config import HyperParameters as HyperParameters
     from accmt.data import set_seed as set_seed
+    from accmt.loop.checkpoints import Checkpointer as Checkpointer
     from accmt.metrics import Accuracy as Accuracy
     from accmt.metrics import Metric as Metric
     from accmt.module import AcceleratorModule as AcceleratorModule
@@ -31,6 +32,7 @@ _HOMES = {
     "AcceleratorModule": "accmt.module",
     "Accuracy": "accmt.metrics",
     "Callback": "accmt.callbacks",
+    "Checkpointer": "accmt.loop.checkpoints",
     "ExtendedAcceleratorModule": "accmt.module",
     "HyperParameters": "accmt.config",
     "LambdaCallback": "accmt.callbacks",

@@ -143,6 +143,16 @@ class AcceleratorModule:
         """Return the number of samples in a batch; None lets accmt count them."""
         return None
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has to survive a crash besides model, optimizer and schedule: JSON values and tensors.
+
+        A checkpoint holds that of the main process.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned, on every process, before `on_resume`."""
+
     @property
     def unwrapped_model(self) -> nn.Module:
         """The model without the wrapper that reduces gradients: for `generate`, `config` and the like."""

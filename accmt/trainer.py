@@ -16,12 +16,12 @@ from accmt.config import HyperParameters
 from accmt.config.numbers import read_numbers
 from accmt.data import keeping_generators
 from accmt.errors import ArgumentError, UnknownArgumentError, explain
-from accmt.loop.setup import read_metrics
+from accmt.loop.inputs import check_metrics
 from accmt.messages import speaking
 from accmt.module import AcceleratorModule
 from accmt.settings import Settings
 from accmt.state import TrainingState
-from accmt.trainer_view import TrainerView
+from accmt.trainer_checkpoints import TrainerCheckpoints
 
 ALIASES = {
     "model_saving_aboce": "model_saving_above",
@@ -34,7 +34,7 @@ ALIASES = {
 MISSPELT = ("model_saving_aboce",)
 
 
-class Trainer(TrainerView):
+class Trainer(TrainerCheckpoints):
     """Trains an `AcceleratorModule`.
 
     The constructor only takes and checks settings: no process group, no file, no network before `fit`. Every argument
@@ -151,7 +151,7 @@ class Trainer(TrainerView):
         _check_tracker_kwargs(tracker_kwargs, list(arguments), has_tracker=bool(log_with))
         self.settings = Settings.from_arguments(arguments | {"tracker_kwargs": tracker_kwargs})
         build_callbacks(self.settings.running.callbacks)
-        read_metrics(self.settings)
+        check_metrics(self.settings)
         self.state = TrainingState()
 
     def fit(
@@ -179,6 +179,8 @@ class Trainer(TrainerView):
             ModuleContractError: The module, a callback or a step does not keep the contract.
             DataError: There are no training data, or they are empty.
             SavingError: `model_path` or `logging_dir` cannot be written.
+            NoCheckpointError: There is no checkpoint to continue from, where `resume` asks for one.
+            CheckpointError: The checkpoint is damaged, or that of another model or optimizer.
             ArgumentError: Settings that contradict each other, or keywords that nobody reads.
         """
         from accmt.loop.fit import fit
@@ -189,6 +191,7 @@ class Trainer(TrainerView):
             self.state = TrainingState()
             self._run = None  # what an earlier run holds is free before the next is built
             self._run = build_run(self, module, train_dataset, val_dataset)
+            self.chosen_checkpoint = None
             fit(self._run)
         return self.state
 

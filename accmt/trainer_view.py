@@ -109,11 +109,13 @@ class TrainerView:
     @property
     def estimated_stepping_batches(self) -> float:
         """Updates of the whole run; infinite if nothing bounds it."""
-        from accmt.loop.setup import count_updates
-
-        run = self.run
-        updates = count_updates(run.cadence, run.train_loader, self.settings)
+        updates = self.run.total_updates
         return math.inf if updates is None else updates
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.settings.checkpoint_folder
 
     @property
     def log_dir(self) -> Path:

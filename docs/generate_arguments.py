@@ -9,7 +9,7 @@ from pathlib import Path
 
 from accmt import Trainer
 from accmt.settings import Settings
-from accmt.settings.pending import PENDING, SWITCHED_OFF
+from accmt.settings.pending import PENDING
 from accmt.trainer import ALIASES
 
 PAGE = Path(__file__).with_name("arguments.md")
@@ -23,7 +23,7 @@ Only `hps_config` and `model_path` are required. The arguments from `{first}` to
 others by name only. A value that cannot be is an error when the Trainer is made; a name that does not exist too.
 
 **Not built yet** marks arguments whose behaviour is still missing. They may be left out, or given their default;
-any other value raises `NotImplementedError`, except {switched_off}, which asks for nothing.
+any other value raises `NotImplementedError`.
 
 Other spellings that are understood:
 
@@ -74,11 +74,10 @@ def write_page() -> str:
     parameters = list(inspect.signature(Trainer.__init__).parameters.values())[1:]
     positional = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     aliases = "\n".join(f"- `{alias}` for `{name}`" for alias, name in ALIASES.items())
-    switched_off = ", ".join(f"`{name}={value!r}`" for name, value in SWITCHED_OFF.items())
     meaning = read_arguments(Trainer)["hps_config"]
     return "\n".join(
         [
-            HEAD.format(first=positional[0], last=positional[-1], aliases=aliases, switched_off=switched_off),
+            HEAD.format(first=positional[0], last=positional[-1], aliases=aliases),
             HYPER_PARAMETERS.format(meaning=meaning),
             *map(write_group, Settings.GROUPS.values()),
         ]

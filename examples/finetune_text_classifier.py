@@ -29,6 +29,8 @@ SEED = 42
 class NewsClassifier(AcceleratorModule):
     """A transformers model for classification, and the tokenizer that is saved beside it."""
 
+    best_epoch: int | None = None
+
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model = model
         self.processor = tokenizer
@@ -45,6 +47,14 @@ class NewsClassifier(AcceleratorModule):
     def on_save_model(self) -> None:
         """Remember the epoch of the best model."""
         self.best_epoch = self.state.epoch + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds besides model, optimizer and counters."""
+        return {"best_epoch": self.best_epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it back, in a run that continues."""
+        self.best_epoch = state["best_epoch"]
 
 
 def read_articles() -> list[tuple[str, str]]:
@@ -86,6 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tune MiniLM on BBC News.")
     parser.add_argument("--output", type=Path, default=Path("out/bbc_news"), help="folder of the saved model")
     parser.add_argument("--limit", type=int, help="use so many articles of each part, for a quick try")
+    parser.add_argument("--resume", action="store_true", help="continue a run that was interrupted")
     options = parser.parse_args()
     articles = read_articles()
     topics = sorted({topic for _, topic in articles})
@@ -106,6 +117,8 @@ def main() -> None:
         log_with=MLFlow,
         collate_fn=DataCollatorWithPadding(tokenizer),
         clip_grad=1.0,
+        checkpoint_every="50 steps",
+        resume=options.resume,
         seed=SEED,
     )
     trainer.fit(module, tokenize(train, tokenizer, label2id), tokenize(validation, tokenizer, label2id))

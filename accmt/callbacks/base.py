@@ -34,6 +34,13 @@ class Callback:
     module: AcceleratorModule
     state: TrainingState
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has to survive a crash: JSON values and tensors. A checkpoint holds that of the main process."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned, on every process, before `on_resume`."""
+
 
 class MainProcessCallback(Callback):
     """A callback that acts on the main process only.

@@ -51,6 +51,8 @@ class Hooks:
     on_before_validation_step: tuple[Hook, ...]
     on_after_validation_step: tuple[Hook, ...]
     on_save_model: tuple[Hook, ...]
+    on_save_checkpoint: tuple[Hook, ...]
+    on_resume: tuple[Hook, ...]
     on_keyboard_interrupt: tuple[Hook, ...]
     on_cuda_out_of_memory: tuple[Hook, ...]
     on_runtime_error: tuple[Hook, ...]

@@ -31,6 +31,8 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "on_before_validation_step": ("batch",),
     "on_after_validation_step": ("batch", "outputs"),
     "on_save_model": ("folder",),
+    "on_save_checkpoint": ("folder",),
+    "on_resume": (),
     "on_keyboard_interrupt": ("error",),
     "on_cuda_out_of_memory": ("error",),
     "on_runtime_error": ("error",),

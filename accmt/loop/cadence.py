@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accmt.settings import Settings
+from accmt.settings.checkpoint_every import Every
 from accmt.state import TrainingState
 
 
@@ -19,6 +20,7 @@ class Cadence:
         evaluate_every: Updates between evaluations: a number counted over epochs, a fraction of an epoch, or None.
         evaluate_every_n_epochs: Epochs between evaluations where `evaluate_every` is None.
         evaluate_at_end: Whether the last update is evaluated where `evaluate_every` is given.
+        checkpoint_every: Distance between checkpoints; None is never.
     """
 
     epochs: int | None
@@ -27,6 +29,7 @@ class Cadence:
     evaluate_every: int | float | None = None
     evaluate_every_n_epochs: int = 1
     evaluate_at_end: bool = True
+    checkpoint_every: Every | None = None
 
     @classmethod
     def of(cls, settings: Settings) -> Cadence:
@@ -40,6 +43,7 @@ class Cadence:
             evaluate_every=evaluation.evaluate_every_n_steps,
             evaluate_every_n_epochs=evaluation.evaluate_every_n_epochs,
             evaluate_at_end=evaluation.eval_when_finish,
+            checkpoint_every=settings.checkpoints.every,
         )
 
     def is_out_of_steps(self, state: TrainingState) -> bool:
@@ -83,3 +87,21 @@ class Cadence:
         """Return whether to evaluate at the end of the run; never twice on the same weights."""
         is_new = state.last_evaluation_step != state.global_step and state.global_step > 0
         return is_new and self.evaluate_at_end and self.evaluate_every is not None
+
+    def is_checkpoint_due(self, state: TrainingState, *, epoch_ended: bool, evaluated: bool) -> bool:
+        """Return whether to write a checkpoint at this boundary.
+
+        Args:
+            state: The counters.
+            epoch_ended: Whether an epoch was just counted, rather than an update.
+            evaluated: Whether there was an evaluation since that update.
+        """
+        every = self.checkpoint_every
+        if every is None:
+            return False
+        due = {
+            "step": not epoch_ended and state.global_step % every.number == 0,
+            "epoch": epoch_ended and state.epoch % every.number == 0,
+            "eval": evaluated and state.evaluations_done % every.number == 0,
+        }
+        return due[every.unit]

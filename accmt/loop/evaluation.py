@@ -11,11 +11,12 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.data import Loader, Round, derive_seed, seed_generators
+from accmt.errors import ModuleContractError, explain
 from accmt.loop.outputs import read_validation_output
 from accmt.loop.reduction import broadcast_buffers
 from accmt.loop.run import Run
 from accmt.metrics import ValidationCollector
-from accmt.processes import process_index, sum_over_processes
+from accmt.processes import gather_objects, process_index, sum_over_processes
 from accmt.state import Stage
 
 
@@ -56,9 +57,14 @@ def _log_results(run: Run, results: dict[str, float]) -> None:
 
 
 def _step_on_plateau(run: Run, results: dict[str, float]) -> None:
-    loss = results.get(run.settings.tracking.val_loss_metric_name)
-    if isinstance(run.scheduler, ReduceLROnPlateau) and loss is not None:
-        run.scheduler.step(loss)
+    if not isinstance(run.scheduler, ReduceLROnPlateau):
+        return
+    name = run.settings.tracking.val_loss_metric_name
+    losses = [
+        results[key] for key in (f"{name}__{set_}" if set_ else name for set_ in run.val_loaders) if key in results
+    ]
+    if losses:
+        run.scheduler.step(sum(losses) / len(losses))
 
 
 def evaluate(run: Run, stage: Stage, *, max_rounds: int | None = None) -> dict[str, float]:
@@ -110,13 +116,15 @@ def _evaluate_set(run: Run, stage: Stage, key: str, loader: Loader, max_rounds: 
     hooks = run.hooks
     for hook in () if is_silent else hooks.on_validation_start:
         hook(key=key)
-    collector = ValidationCollector(run.metrics)
+    collector = ValidationCollector(run.metrics[key])
+    gave_weight: set[bool] = set()
     for round_ in islice(loader.rounds(0), max_rounds):
         with _without_gradients(run, stage):
-            loss, weight = _validate_batch(run, collector, key, round_, is_silent=is_silent)
+            loss, weight = _validate_batch(run, collector, key, round_, gave_weight, is_silent=is_silent)
         run.state.count_validation_batch()
         if not is_silent and not run.settings.evaluation.report_loss_after_eval:
             _report_batch(run, key, loss, weight)
+    _require_one_kind(gave_weight.union(*gather_objects(gave_weight)))
     outputs = collector.compute()
     for hook in () if is_silent else hooks.on_validation_end:
         hook(key=key, outputs=outputs)
@@ -124,7 +132,7 @@ def _evaluate_set(run: Run, stage: Stage, key: str, loader: Loader, max_rounds: 
 
 
 def _validate_batch(
-    run: Run, collector: ValidationCollector, key: str, round_: Round, *, is_silent: bool
+    run: Run, collector: ValidationCollector, key: str, round_: Round, gave_weight: set[bool], *, is_silent: bool
 ) -> tuple[Any, Any]:
     if round_.batch is None:
         return 0.0, 0.0
@@ -136,12 +144,20 @@ def _validate_batch(
         output = run.validation_step(key, batch)
     loss_name = run.settings.tracking.val_loss_metric_name
     entries, weight = read_validation_output(output, loss_name)
+    gave_weight.add(weight is not None)
     if weight is None:
         weight = run.count_samples(round_, batch)
-    collector.add(entries, weight)
+    collector.add(entries, weight, round_.index)
     for hook in () if is_silent else run.hooks.on_after_validation_step:
         hook(batch=batch, outputs=output)
     return entries.get(loss_name, 0.0), weight
+
+
+def _require_one_kind(gave_weight: set[bool]) -> None:
+    if len(gave_weight) > 1:
+        got = '"weight" beside the loss of some batches and not of others: tokens and samples cannot be added up'
+        do = 'return {"loss": loss, "weight": weight} for every batch, or for none'
+        raise ModuleContractError(explain("validation_step", got, "weights for all batches or for none", do))
 
 
 def _report_batch(run: Run, key: str, loss: Any, weight: Any) -> None:

@@ -8,9 +8,10 @@ from accmt.callbacks.dispatch import Hook
 from accmt.errors import DataError, explain
 from accmt.loop.evaluation import evaluate, evaluate_and_count
 from accmt.loop.run import Run
+from accmt.loop.saver import save_model
 from accmt.loop.training import log_row, train_epoch
 from accmt.loop.update import step_schedule
-from accmt.messages import warn
+from accmt.messages import say, warn
 from accmt.processes import run_on_main_process
 from accmt.state import Progress
 from accmt.tracking import RunStatus
@@ -29,15 +30,38 @@ def fit(run: Run) -> None:
     now = run.state.now
     now.fn, now.status = "fit", "running"
     try:
-        _try_evaluation(run)
-        run_on_main_process(lambda: run.tracking.start(describe(run)))
-        run.module.tracker = next(iter(run.tracking.loggers), None)
-        _train_and_tell(run)
+        if run.is_resumed and run.is_finished and not run.cadence.is_evaluation_due_at_end(run.state):
+            _tell_complete(run)
+        else:
+            _begin(run)
+            _train_and_tell(run)
     except BaseException as error:
         _mark_failure(run, error)
         raise
     finally:
-        run.tracking.finish(_TRACKER_STATUS[now.status])
+        _close(run)
+
+
+def _tell_complete(run: Run) -> None:
+    state = run.state
+    done = f"update {state.global_step}, epoch {state.epoch}"
+    say(f"this run is complete ({done}): there is nothing left to train; raise epochs or max_steps to go on")
+    state.now.status = "finished"
+
+
+def _begin(run: Run) -> None:
+    if not run.is_resumed:
+        _try_evaluation(run)
+    run_on_main_process(lambda: run.tracking.start(describe(run)))
+    run.module.tracker = next(iter(run.tracking.loggers), None)
+    run.checkpoints.begin(run)
+
+
+def _close(run: Run) -> None:
+    try:
+        run.checkpoints.close()
+    finally:
+        run.tracking.finish(_TRACKER_STATUS[run.state.now.status])
         restore_model(run)
 
 
@@ -54,29 +78,42 @@ def _train_and_tell(run: Run) -> None:
 
 
 def _train(run: Run) -> None:
+    for hook in run.hooks.on_resume if run.is_resumed else ():
+        hook()
     for hook in run.hooks.on_fit_start:
         hook()
-    if run.settings.evaluation.eval_when_start and run.val_loaders and run.state.global_step == 0:
+    if run.settings.evaluation.eval_when_start and run.val_loaders and not run.is_resumed:
         evaluate_and_count(run, counts=False)
     run.stepper.zero_grad()  # whatever an earlier, broken run left behind
-    while not run.cadence.is_finished(run.state):
-        train_epoch(run)
-        _end_epoch(run)
+    while not run.is_finished:
+        _end_epoch(run, is_used_up=train_epoch(run))
     if run.cadence.is_evaluation_due_at_end(run.state):
         evaluate_and_count(run)
+    _tell_early_end(run)
+    if run.settings.saving.save_last:
+        save_model(run, run.settings.saving.folder / "last")
+    run.checkpoints.save_last(run)
 
 
-def _end_epoch(run: Run) -> None:
+def _tell_early_end(run: Run) -> None:
+    if not run.cadence.is_finished(run.state):
+        watched = run.saver.selection.rule if isinstance(run.state.patience_left, int) else run.state.patience_left
+        say(f"training ends early at update {run.state.global_step}: patience with {watched} is used up")
+
+
+def _end_epoch(run: Run, *, is_used_up: bool) -> None:
     state = run.state
     log_row(run)
-    if run.cadence.is_evaluation_due_at_epoch_end(state):
+    is_evaluation_due = run.cadence.is_evaluation_due_at_epoch_end(state)
+    if is_evaluation_due:
         evaluate_and_count(run)
     _require_updates(run)
-    if state.now.is_last_training_batch:
+    if is_used_up:
         step_schedule(run, at_epoch_end=True)
         state.count_epoch()
     for hook in run.hooks.on_epoch_end:
         hook()
+    run.checkpoints.save_if_due(run, epoch_ended=is_used_up, evaluated=is_evaluation_due)
 
 
 def _require_updates(run: Run) -> None:

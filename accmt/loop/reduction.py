@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from accmt.errors import ModuleContractError, explain
 from accmt.processes import gather_objects, num_processes
@@ -33,6 +34,26 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad)
         parameter.grad.div_(num_processes())
+
+
+def settle_buckets(model: nn.Module) -> None:
+    """Let DistributedDataParallel form its buckets of gradients for good, before the first update.
+
+    It forms them anew after its first backward. Where more than two processes add up, the order in which they do
+    depends on a gradient's place in its bucket: the first update of a run that continues would round otherwise than the
+    same update of one that was not interrupted.
+
+    Processes: collective.
+
+    Source: `Reducer::should_rebuild_buckets` in torch/csrc/distributed/c10d/reducer.cpp, which says when it does.
+    """
+    if num_processes() <= 2 or not isinstance(model, DistributedDataParallel):
+        return
+    if model.find_unused_parameters or model.static_graph:
+        return
+    model.reducer.prepare_for_backward([])
+    torch.stack([parameter.sum() for parameter in model.parameters() if parameter.requires_grad]).sum().backward()  # type: ignore[no-untyped-call]
+    model.zero_grad(set_to_none=True)
 
 
 def broadcast_buffers(model: nn.Module) -> None:

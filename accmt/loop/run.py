@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accmt.callbacks import Hooks
+from accmt.callbacks import Callback, Hooks
 from accmt.data import Loader, Round, find_batch_size
 from accmt.errors import ModuleContractError, explain
 from accmt.loop.cadence import Cadence
@@ -19,6 +19,7 @@ from accmt.messages import say_once
 from accmt.metrics import Metric, TrainingWindow
 from accmt.module import AcceleratorModule
 from accmt.optimization.stepper import Stepper
+from accmt.saving import may_stop
 from accmt.settings import Settings
 from accmt.state import TrainingState
 from accmt.tracking import Tracking
@@ -26,6 +27,7 @@ from accmt.tracking import Tracking
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from accmt.loop.checkpoints import Checkpoints
     from accmt.loop.saver import ModelSaver
 
 _NOTHING = nullcontext()
@@ -76,10 +78,11 @@ class Run:
         validation_step: The user's step as a function of (key, batch).
         train_loader: Training batches.
         val_loaders: Validation batches by key; the key is "" where there is one set only.
-        metrics: The metrics computed over each validation set.
+        metrics: The metrics of each validation set, by its key.
         stepper: Backward, clipping and optimizer.
         scheduler: The schedule, or None.
         actions: What a Trainer's subclass may replace.
+        callbacks: The user's callbacks, of Trainer and module.
         hooks: Callbacks by hook.
         cadence: What is due when.
         state: The counters.
@@ -87,6 +90,9 @@ class Run:
         window: Training values to be logged.
         saver: Saves the best model.
         tracking: Where rows go.
+        checkpoints: Writes what an interrupted run continues from.
+        is_resumed: Whether the run continues from a checkpoint.
+        total_updates: Updates of the whole run; None if nothing bounds it.
         seed: Seed of everything random.
         counts_own_samples: Whether the module tells how many samples a batch has.
     """
@@ -100,10 +106,11 @@ class Run:
     validation_step: Callable[[str, Any], Any]
     train_loader: Loader
     val_loaders: Mapping[str, Loader]
-    metrics: tuple[Metric, ...]
+    metrics: Mapping[str, tuple[Metric, ...]]
     stepper: Stepper
     scheduler: Any
     actions: Actions
+    callbacks: tuple[Callback, ...]
     hooks: Hooks
     cadence: Cadence
     state: TrainingState
@@ -111,6 +118,9 @@ class Run:
     window: TrainingWindow
     saver: ModelSaver
     tracking: Tracking
+    checkpoints: Checkpoints
+    is_resumed: bool
+    total_updates: int | None
     seed: int
     counts_own_samples: bool
 
@@ -119,6 +129,24 @@ class Run:
         """Where model and batches are."""
         device: torch.device = self.accelerator.device
         return device
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether training is at its end: epochs or `max_steps` are done, or no evaluation was better for too long."""
+        return self.cadence.is_finished(self.state) or self.is_out_of_patience
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """Whether training ends early, because no evaluation was better for too long."""
+        patience, told = self.saver.patience, self.settings.running
+        if patience is None or not patience.is_exhausted:
+            return False
+        return may_stop(self.state, min_epochs=told.min_epochs, min_steps=told.min_steps)
+
+    @property
+    def schedule_length(self) -> int | None:
+        """Steps of the schedule over the whole run: updates, or epochs where it is stepped per epoch."""
+        return self.cadence.epochs if self.settings.hps.step_scheduler_per_epoch else self.total_updates
 
     def accumulation_at(self, epoch: int) -> int:
         """Return how many rounds make one update in `epoch` (from 0)."""

@@ -1,9 +1,10 @@
-"""Saves the best model, on the same hooks as a user's callbacks."""
+"""Saves the best models, and counts evaluations without a better value, on the same hooks as a user's callbacks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +14,53 @@ from accmt.loop.reduction import broadcast_buffers
 from accmt.loop.run import Run
 from accmt.messages import warn
 from accmt.processes import run_on_main_process
-from accmt.saving import TRAIN_LOSS, VALID_LOSS, Selection, save_weights, write_status
+from accmt.saving import Patience, Selection, name_by_rules, save_weights, write_status
 
 
 class ModelSaver(Callback):
     """Saves the model when an evaluation is the best, after all other callbacks have seen (or changed) its results.
 
     Args:
-        selection: Decides.
+        selection: Decides which evaluations are.
+        patience: Counts those that are not; None counts nothing.
     """
 
     order = math.inf
 
-    def __init__(self, selection: Selection) -> None:
+    def __init__(self, selection: Selection, patience: Patience | None = None) -> None:
         self.selection = selection
+        self.patience = patience
 
     def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
-        """Save the model if this evaluation is the best so far."""
+        """Save the model by every rule whose best evaluation this is."""
         is_before_training = self.state.last_evaluation_step is None
-        if is_before_training or self.selection.rule is None:
+        if is_before_training:
             return
-        train_loss = self.trainer.run.window.take_since_evaluation()
-        if not self.selection.consider(self._values(metrics, train_loss)):
-            return
-        folder = self.trainer.run.settings.saving.folder
-        save_model(self.trainer.run, folder)
-        for hook in self.trainer.run.hooks.on_save_model:
-            hook(folder=folder)
+        values = self._values(metrics, self.trainer.run.window.take_since_evaluation())
+        before = self.selection.state_dict()
+        rules = self.selection.consider_all(values)
+        try:
+            self._save(rules)
+        except BaseException:
+            self.selection.load_state_dict(before)  # a best value that no folder holds would be a lie
+            raise
+        if self.patience is not None:
+            self.patience.consider(values)
+            self.state.patience_left = self.patience.left
+
+    def _save(self, rules: list[str]) -> None:
+        run = self.trainer.run
+        folders = [self.selection.folder(run.settings.saving.folder, rule) for rule in rules]
+        save_model(run, *folders)
+        for folder in folders:
+            for hook in run.hooks.on_save_model:
+                hook(folder=folder)
 
     def warn_if_nothing_was_saved(self) -> None:
-        """Warn at the end of a run that was to save a model by its best value, and never had a finite one."""
-        if self.selection.needs is not None and not self.selection.best:
-            do = "lower the learning rate, or pass clip_grad=1.0"
-            warn(f"no model was saved: {self.selection.needs} was never finite; {do}")
+        """Warn at the end of a run that was to save a model by its best value, and never did."""
+        for reason in self.selection.explain_unsaved():
+            do = "lower the learning rate, or pass clip_grad=1.0" if "finite" in reason else "look at the thresholds"
+            warn(f"no model was saved: {reason}; {do}")
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Check, with the results of a trial, that what decides will be there.
@@ -53,25 +68,30 @@ class ModelSaver(Callback):
         Raises:
             ModuleContractError: It is not among the results.
         """
-        self.selection.require(self._values(metrics, train_loss=0.0))
+        values = self._values(metrics, train_loss=0.0)
+        self.selection.require(values)
+        if self.patience is not None:
+            self.patience.require(values)
 
     def _values(self, metrics: Mapping[str, float], train_loss: float | None) -> dict[str, float]:
         loss_name = self.trainer.run.settings.tracking.val_loss_metric_name
-        values = {VALID_LOSS if name == loss_name else f"best_{name}": value for name, value in metrics.items()}
-        return values | {TRAIN_LOSS: math.nan if train_loss is None else train_loss}
+        return name_by_rules(metrics, loss_name=loss_name, train_loss=train_loss)
 
 
-def save_model(run: Run, folder: Path) -> None:
+def save_model(run: Run, *folders: Path) -> None:
     """Save the weights, what a transformers model needs beside them, and `status.json`.
 
     Processes: collective: weights are gathered from all, and written by the main process.
 
     Raises:
-        OSError: The folder cannot be written; an older model in it still loads.
+        OSError: A folder cannot be written; an older model in it still loads.
     """
+    if not folders:
+        return
     broadcast_buffers(run.unwrapped_model)
     state_dict = run.accelerator.get_state_dict(run.model)
-    run_on_main_process(lambda: _write_model(run, folder, state_dict))
+    for folder in folders:
+        run_on_main_process(partial(_write_model, run, folder, state_dict))
 
 
 def _write_model(run: Run, folder: Path, state_dict: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from accmt.data import Loader, LoaderOptions, Share, build_collate, build_loader
 from accmt.errors import ArgumentError, DataError, explain
@@ -29,12 +29,38 @@ def find_train_data(module: AcceleratorModule, given: Any) -> Any:
     return data
 
 
-def find_validation_data(module: AcceleratorModule, given: Any, settings: DataSettings) -> Any:
-    """Return the validation data, None where there are none or where they are limited to nothing."""
+def find_validation_data(module: AcceleratorModule, given: Any, settings: DataSettings) -> dict[str, Any]:
+    """Return the validation sets by name; empty where there are none or where they are limited to nothing.
+
+    Raises:
+        DataError: A set has a name that results cannot carry.
+    """
     data = _ask(module.get_validation_dataloader, given)
-    if isinstance(data, dict):
-        raise NotImplementedError("several validation sets are not built yet in this version; pass one")
-    return None if settings.limit_val_batches == 0 else data
+    return {} if data is None or settings.limit_val_batches == 0 else name_sets(data)
+
+
+def name_sets(data: Any) -> dict[str, Any]:
+    """Return several datasets by name: those of a dict, "0", "1" ... of a list; one alone has the name "".
+
+    A list of samples is one dataset; one of datasets and loaders are several.
+
+    Raises:
+        DataError: A name is no text, is empty, or holds what separates it from the name of a metric.
+    """
+    if isinstance(data, list | tuple) and data and all(_is_dataset(one) for one in data):
+        return {str(index): one for index, one in enumerate(data)}
+    if not isinstance(data, dict):
+        return {"": data}
+    for name in data:
+        if not isinstance(name, str) or not name or any(mark in name for mark in ("__", "@", "/")):
+            expected = "texts without '__', '@' and '/', which separate them from the names of metrics"
+            raise DataError(explain("the names of the validation sets", repr(name), expected, "rename it"))
+    return data
+
+
+def _is_dataset(value: Any) -> bool:
+    is_known = isinstance(value, Dataset | DataLoader)
+    return is_known or type(value).__module__.partition(".")[0] == "datasets"
 
 
 def _ask(method: Callable[..., Any], given: Any) -> Any:

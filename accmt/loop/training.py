@@ -13,8 +13,12 @@ from accmt.messages import warn_once
 from accmt.module import ExtendedAcceleratorModule
 
 
-def train_epoch(run: Run) -> None:
-    """Train until the epoch, or the run, ends."""
+def train_epoch(run: Run) -> bool:
+    """Train until the epoch, or the run, ends.
+
+    Returns:
+        Whether the epoch's data are used up.
+    """
     state = run.state
     state.grad_accum_steps = run.accumulation_at(state.epoch)
     state.now.stage = "train"
@@ -25,23 +29,27 @@ def train_epoch(run: Run) -> None:
         hook()
     module = run.module
     rounds = ManualSteps(run, module) if isinstance(module, ExtendedAcceleratorModule) else Windows(run)
+    is_used_up = True  # as it is where a checkpoint was written after the last update of an epoch
     for round_ in run.train_loader.rounds(state.epoch, first=state.train_step):
-        state.now.is_last_training_batch = round_.is_last
+        state.now.is_last_training_batch = is_used_up = round_.is_last
         if rounds.train(round_):
             _after_update(run)
-        if run.cadence.is_out_of_steps(state):
+        if run.cadence.is_out_of_steps(state) or run.is_out_of_patience:
             break
     if state.train_step == 0:
         expected, do = "at least one batch", "look at the data, at the sampler, or at dataloader_drop_last"
         raise DataError(explain("the training data", "an epoch without a batch", expected, do))
+    return is_used_up
 
 
 def _after_update(run: Run) -> None:
     state = run.state
     if run.cadence.is_log_due(state):
         log_row(run)
-    if run.cadence.is_evaluation_due(state, run.updates_per_epoch(state.epoch)):
+    is_evaluation_due = run.cadence.is_evaluation_due(state, run.updates_per_epoch(state.epoch))
+    if is_evaluation_due:
         evaluate_and_count(run)
+    run.checkpoints.save_if_due(run, evaluated=is_evaluation_due)
 
 
 def log_row(run: Run) -> None:

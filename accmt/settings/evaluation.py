@@ -24,7 +24,8 @@ class EvaluationSettings:
         inference_mode: Whether validation runs under `torch.inference_mode`; False: `torch.no_grad`.
         report_loss_after_eval: True logs the mean validation loss once per evaluation; False logs the loss of
             validation batches, every `log_every` of them.
-        metrics: A `Metric`, or a list of them, computed over all validation samples.
+        metrics: What is computed over all samples of a validation set: `Metric`s, `torchmetrics` metrics, names such as
+            "f1", a list of them, a dict of them by name, or a dict of lists by validation set.
     """
 
     evaluate_every_n_steps: int | float | None = None

@@ -10,19 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 PENDING: dict[str, str] = {
-    "checkpoint": "checkpoints",
-    "resume": "checkpoints",
-    "checkpoint_every": "checkpoints",
-    "max_checkpoints": "checkpoints",
-    "checkpointer": "checkpoints",
-    "async_checkpointing": "checkpoints",
-    "reset_optimizer_on_resume": "checkpoints",
-    "model_saving_below": "thresholds of model saving",
-    "model_saving_above": "thresholds of model saving",
-    "save_last": "saving the last weights apart",
-    "patience": "early stopping",
-    "min_epochs": "early stopping",
-    "min_steps": "early stopping",
     "max_time": "a limit of time",
     "handlers": "safe checkpoints on errors",
     "on_nonfinite": "reactions to losses that are not finite",
@@ -49,9 +36,6 @@ PENDING: dict[str, str] = {
     "limit_predict_batches": "predicting",
 }
 
-SWITCHED_OFF: dict[str, Any] = {"checkpoint_every": None}
-"""Values, other than the default, that ask for nothing."""
-
 
 def refuse_pending(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Refuse every argument of `PENDING` that was given a value other than its default.
@@ -61,7 +45,7 @@ def refuse_pending(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) ->
     """
     for name, what in PENDING.items():
         value = arguments.get(name, defaults[name])
-        is_harmless = value in (defaults[name], SWITCHED_OFF.get(name, defaults[name]))
+        is_harmless = value == defaults[name]
         is_one_batch = (
             name.startswith("limit_") and type(value) is int
         )  # equal to the default 1.0, which is all of them

@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from accmt.settings.checkpoint_every import Every, parse_checkpoint_every
 from accmt.settings.checks import raise_wrong_value, require_flags, require_int
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")  # one slash: `Path` makes one of two
@@ -21,14 +22,17 @@ class SavingSettings:
     Args:
         model_path: Folder of the saved model; made when something is saved.
         model_saving: When to save: "best_valid_loss", "best_train_loss", "best_<metric>", "always" (at each
-            evaluation), or None for never. Without validation data "best_valid_loss" means "best_train_loss": the mean
-            since the last evaluation. Of equal values the first stays.
-        model_saving_below: Saves only while the value that decides is below this.
-        model_saving_above: Saves only while the value that decides is above this.
+            evaluation), None for never, or a list of them, each saved in a folder of its own in `model_path`. Without
+            validation data "best_valid_loss" means "best_train_loss": the mean since the last evaluation. Of several
+            validation sets "best_<metric>" is the mean, "best_<metric>@<set>" one of them; "best_accuracy/f1" wants
+            both to be better. Of equal values the first stays.
+        model_saving_below: Saves only while the value that decides is below this; a dict is by name.
+        model_saving_above: Saves only while the value that decides is above this; a dict is by name.
         max_shard_size: Largest weight file: bytes, or text such as "5GB".
         safe_serialization: True writes safetensors, tied weights included; False writes `pytorch_model*.bin`.
         save_last: Whether the last weights are saved to `<model_path>/last` too.
-        patience: Evaluations without a better value before training ends.
+        patience: Evaluations in a row without a better value before training ends; a dict, such as
+            `{"accuracy": 3}`, counts each value for itself. `min_epochs` and `min_steps` hold it back.
     """
 
     model_path: str | PathLike[str]
@@ -67,12 +71,13 @@ class CheckpointSettings:
 
     Args:
         checkpoint: Folder of the checkpoints; None is `<parent of model_path>/checkpoint-<its name>`.
-        resume: False starts anew; True continues from the newest checkpoint; "auto" or None continues if there is one;
-            a path continues from that checkpoint.
+        resume: False starts anew (checkpoints of an earlier run are moved to `<folder>.previous`); True continues from
+            the newest checkpoint; "auto" or None continues if there is one; a path continues from that checkpoint, or
+            from the newest one in that folder.
         checkpoint_every: How often: a number and a unit of "epoch", "step" or "eval", such as "2 epochs"; None is
-            never.
+            never. The end of the run is saved too.
         max_checkpoints: How many are kept; None keeps the newest.
-        checkpointer: An object of yours that stores checkpoints instead.
+        checkpointer: An object of yours that stores checkpoints instead: `accmt.Checkpointer`.
         async_checkpointing: Whether files are written while training goes on.
         reset_optimizer_on_resume: Whether optimizer and schedule start anew when training continues.
         enable_checkpointing: False is `checkpoint_every=None`.
@@ -89,10 +94,35 @@ class CheckpointSettings:
 
     def __post_init__(self) -> None:
         require_flags(self)
+        if self.checkpoint_every is not None:
+            parse_checkpoint_every(self.checkpoint_every)
         if self.max_checkpoints is not None:
             require_int("max_checkpoints", self.max_checkpoints, at_least=1)
+        for name in ("checkpoint", "resume"):
+            self._check_path(name, getattr(self, name))
+        if self.checkpointer is not None and not _can_store(self.checkpointer):
+            expected = "an object with the methods of accmt.Checkpointer: save(write, step, force) and load()"
+            raise_wrong_value("checkpointer", self.checkpointer, expected, "checkpointer=None")
+
+    @staticmethod
+    def _check_path(name: str, value: Any) -> None:
+        if value is None or isinstance(value, bool) and name == "resume":
+            return
+        if not isinstance(value, str | PathLike) or not str(value).strip():
+            expected = "a folder" if name == "checkpoint" else 'False, True, "auto", None, or the path of a checkpoint'
+            raise_wrong_value(name, value, expected, "resume=True" if name == "resume" else 'checkpoint="out/ck"')
+        if _URL.match(str(value)):
+            do = "mount the remote storage, or copy the folder"
+            raise_wrong_value(name, value, "a folder of this machine", do)
 
     @property
-    def is_on(self) -> bool:
-        """Whether checkpoints are asked for."""
-        return self.enable_checkpointing and self.checkpoint_every is not None
+    def every(self) -> Every | None:
+        """How often a checkpoint is written; None is never."""
+        if not self.enable_checkpointing or self.checkpoint_every is None:
+            return None
+        return parse_checkpoint_every(self.checkpoint_every)
+
+
+def _can_store(checkpointer: Any) -> bool:
+    is_object = not isinstance(checkpointer, type)
+    return is_object and all(callable(getattr(checkpointer, name, None)) for name in ("save", "load"))

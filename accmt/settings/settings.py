@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, ClassVar
 
 from accmt.config import HyperParameters
@@ -73,6 +74,16 @@ class Settings:
             for name, group in cls.GROUPS.items()
         }
         return cls(hps=HyperParameters.from_config(arguments["hps_config"]), **groups)
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """The folder of the checkpoints: as told, or `checkpoint-<name>` beside the model folder."""
+        if self.checkpoints.checkpoint is not None:
+            return Path(self.checkpoints.checkpoint)
+        model = self.saving.folder
+        if model.name in ("", ".."):
+            model = model.resolve()
+        return model.with_name(f"checkpoint-{model.name}")
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:

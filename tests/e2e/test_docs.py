@@ -165,6 +165,9 @@ RUNS = {
     "a row each epoch": ({"log_every": -1}, {}),
     "a schedule stepped per epoch": ({}, {**SCHEDULED, "step_scheduler_per_epoch": True}),
     "an epoch cut short": ({"model_saving": "always"}, {"max_steps": 1}),
+    "checkpoints each epoch": ({"checkpoint_every": "epoch"}, {"epochs": 2}),
+    "checkpoints each update": ({"checkpoint_every": "step"}, {"epochs": 2}),
+    "checkpoints each evaluation": ({"checkpoint_every": "eval", "evaluate_every_n_steps": 2}, {"epochs": 3}),
 }
 
 
@@ -205,8 +208,21 @@ def test_the_picture_shows_every_hook_with_its_keywords():
     assert shown == {name: f"{name}({', '.join(keys)})" if keys else name for name, keys in HOOKS.items()}
 
 
+@pytest.mark.parametrize("resume", ["in an epoch", "after an epoch"])
+def test_a_run_that_continues_calls_its_hooks_in_the_order_of_the_picture(resume):
+    settings = {"checkpoint_every": "step" if resume == "in an epoch" else "epoch"}
+    train(settings, {"max_steps": 4, "epochs": 1})
+    train({**settings, "resume": "auto"}, {"epochs": 2, "max_steps": 4})
+    calls = train({**settings, "resume": True}, {"epochs": 3})
+    assert calls[0] == "on_resume"
+    assert re.fullmatch(FIT.pattern(EVALUATION.pattern("")), "".join(f"{call} " for call in calls)), calls
+
+
 def test_a_run_calls_every_hook_but_those_of_errors():
-    assert set(train(*RUNS["an evaluation each epoch"])) == set(HOOKS) - ERROR_HOOKS
+    settings, hps = RUNS["an evaluation each epoch"]
+    settings = {**settings, "checkpoint_every": "epoch"}
+    calls = [*train(settings, hps), *train({**settings, "resume": True}, {**hps, "epochs": 3})]
+    assert set(calls) == set(HOOKS) - ERROR_HOOKS
 
 
 # What pages list

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,23 @@ def test_a_process_that_is_killed_anywhere_in_a_save_leaves_the_new_or_the_previ
     assert outcomes[-1] == "new"
     assert set(outcomes) == {"previous", "new"}
     assert len(outcomes) > 20
+
+
+def count_operations(prepare: Callable[[Path], None], folder: Path) -> int:
+    with injected():
+        prepare(folder)
+    with injected() as operations:
+        save(folder, 20, "new")
+    return len(operations.trace)
+
+
+def test_the_documentation_says_how_many_failures_are_injected(tmp_path):
+    counts = {prepare: count_operations(prepare, tmp_path / prepare.__name__) for prepare in SITUATIONS}
+    total, killed = sum(counts.values()), counts[prepare_one] + counts[prepare_same_step]
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    assert (len(SITUATIONS), len(FAULTS)) == (5, 4), "In five situations ... four kinds of failure"
+    assert f"these are {total} operations" in page
+    assert f"makes {total * len(FAULTS)} injected failures, and {killed} more" in page
 
 
 def save_in_a_process_killed_at(point: int, folder: Path) -> bool:

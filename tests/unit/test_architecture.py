@@ -16,7 +16,7 @@ LAYERS = [
     {"data", "optimization", "checkpoint", "saving", "metrics", "tracking", "failures", "callbacks"},
     {"module", "huggingface"},
     {"loop"},
-    {"trainer", "trainer_view"},
+    {"trainer", "trainer_view", "trainer_checkpoints", "resume_check"},
     {"cli"},
 ]
 PARTS = LAYERS[2]

@@ -6,6 +6,7 @@ import pytest
 
 from accmt import Trainer
 from accmt.loop.cadence import Cadence
+from accmt.settings.checkpoint_every import Every
 from accmt.state import TrainingState
 
 
@@ -156,9 +157,41 @@ def test_a_skipped_update_after_an_evaluation_is_not_evaluated_again(every):
 @pytest.mark.feature("A11", "A24", "A50", "L24", "L38", "L39")
 def test_the_rhythm_is_read_from_the_settings():
     hps = {"epochs": -1, "max_steps": 9, "batch_size": 1, "optim": {"type": "SGD"}}
-    trainer = Trainer(hps, "out", log_every=3, evaluate_every_n_steps=0.5, eval_when_finish=False)
+    settings = {"log_every": 3, "evaluate_every_n_steps": 0.5, "eval_when_finish": False, "checkpoint_every": None}
+    trainer = Trainer(hps, "out", **settings)
     assert Cadence.of(trainer.settings) == Cadence(
         epochs=None, max_steps=9, log_every=3, evaluate_every=0.5, evaluate_at_end=False
     )
     trainer = Trainer({"epochs": 2, "batch_size": 1, "optim": {"type": "SGD"}}, "out", evaluate_every_n_epochs=2)
-    assert Cadence.of(trainer.settings) == Cadence(epochs=2, max_steps=None, evaluate_every_n_epochs=2)
+    every_epoch = Every(1, "epoch")
+    assert Cadence.of(trainer.settings) == Cadence(2, None, evaluate_every_n_epochs=2, checkpoint_every=every_epoch)
+
+
+@pytest.mark.feature("A13")
+@pytest.mark.parametrize(
+    ("every", "due"),
+    [
+        (Every(2, "step"), [(2, "update"), (4, "update"), (6, "update")]),
+        (Every(2, "epoch"), [(6, "epoch")]),
+        (Every(1, "epoch"), [(3, "epoch"), (6, "epoch")]),
+        (Every(1, "eval"), [(2, "update"), (4, "update"), (6, "update")]),
+        (Every(3, "eval"), [(6, "update")]),
+        (None, []),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_is_due_by_its_unit(every, due):
+    cadence = Cadence(2, None, evaluate_every=2, checkpoint_every=every)
+    state, seen = TrainingState(), []
+    for _ in range(2):
+        for _ in range(3):
+            state.count_update()
+            is_evaluated = cadence.is_evaluation_due(state, 3)
+            if is_evaluated:
+                state.count_evaluation()
+            if cadence.is_checkpoint_due(state, epoch_ended=False, evaluated=is_evaluated):
+                seen.append((state.global_step, "update"))
+        state.count_epoch()
+        if cadence.is_checkpoint_due(state, epoch_ended=True, evaluated=False):
+            seen.append((state.global_step, "epoch"))
+    assert seen == due

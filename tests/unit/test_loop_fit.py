@@ -232,12 +232,6 @@ def test_a_quiet_run_prints_nothing(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.feature("A52")
-def test_a_talking_run_says_that_checkpoints_are_not_written_yet(caplog):
-    make_trainer(verbose=True, checkpoint_every="epoch").fit(Linear(), make_points())
-    assert "checkpoints are not written yet" in caplog.text
-
-
 @pytest.mark.feature("A03", "A10", "P12")
 def test_a_run_without_saving_makes_no_model_folder():
     trainer = make_trainer()

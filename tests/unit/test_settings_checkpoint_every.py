@@ -4,6 +4,7 @@ from accmt.errors import ArgumentError
 from accmt.settings.checkpoint_every import Every, parse_checkpoint_every
 
 
+@pytest.mark.feature("A12")
 @pytest.mark.parametrize(
     ("text", "number", "unit"),
     [

@@ -9,6 +9,7 @@ import pytest
 
 from accmt import Trainer
 from accmt.errors import ArgumentError
+from accmt.settings.checkpoint_every import Every
 
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
 
@@ -168,9 +169,27 @@ def test_accumulation_is_the_same_in_every_epoch_without_a_table(steps, expected
 
 
 def test_checkpoints_are_on_unless_either_argument_says_no():
-    assert Trainer(HPS, "out").settings.checkpoints.is_on
-    assert not Trainer(HPS, "out", checkpoint_every=None).settings.checkpoints.is_on
-    assert not Trainer(HPS, "out", enable_checkpointing=False).settings.checkpoints.is_on
+    assert Trainer(HPS, "out").settings.checkpoints.every == Every(1, "epoch")
+    assert Trainer(HPS, "out", checkpoint_every=None).settings.checkpoints.every is None
+    assert Trainer(HPS, "out", enable_checkpointing=False).settings.checkpoints.every is None
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"checkpoint": ""},
+        {"checkpoint": "s3://bucket/ck"},
+        {"resume": 3},
+        {"resume": "s3://bucket/ck"},
+        {"checkpointer": object()},
+        {"checkpointer": type("Own", (), {"save": print, "load": print})},
+        {"max_checkpoints": 0},
+    ],
+    ids=str,
+)
+def test_what_no_checkpoint_can_be_is_refused(arguments):
+    with pytest.raises(ArgumentError, match=next(iter(arguments))):
+        Trainer(HPS, "out", **arguments)
 
 
 def test_settings_cannot_be_changed_afterwards():

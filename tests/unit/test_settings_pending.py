@@ -6,7 +6,7 @@ import pytest
 
 from accmt import Trainer
 from accmt.settings import Settings
-from accmt.settings.pending import PENDING, SWITCHED_OFF
+from accmt.settings.pending import PENDING
 
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
 DEFAULTS = Settings.defaults()
@@ -29,11 +29,6 @@ def test_a_pending_argument_at_its_default_is_accepted(name):
     Trainer(HPS, "out", **{name: DEFAULTS[name]})
 
 
-@pytest.mark.parametrize("name", SWITCHED_OFF)
-def test_switching_a_pending_behaviour_off_is_accepted(name):
-    Trainer(HPS, "out", **{name: SWITCHED_OFF[name]})
-
-
 @pytest.mark.parametrize("name", ["limit_test_batches", "limit_predict_batches"])
 def test_one_batch_is_not_mistaken_for_all_of_them(name):
     with pytest.raises(NotImplementedError, match=name):
@@ -42,4 +37,3 @@ def test_one_batch_is_not_mistaken_for_all_of_them(name):
 
 def test_every_pending_name_is_an_argument_with_a_default():
     assert set(PENDING) <= set(DEFAULTS)
-    assert set(SWITCHED_OFF) <= set(PENDING)

@@ -166,12 +166,13 @@ def test_precision_is_another_name_of_mixed_precision():
     assert Trainer(HPS, "out", precision="bf16").settings.running.mixed_precision == "bf16"
 
 
+@pytest.mark.feature("A32")
 def test_the_documented_misspelling_of_model_saving_above_is_understood():
-    with (
-        pytest.warns(DeprecationWarning, match="write model_saving_above"),
-        pytest.raises(NotImplementedError, match="model_saving_above"),
-    ):
-        Trainer(HPS, "out", model_saving_aboce=0.5)
+    with pytest.warns(DeprecationWarning, match="write model_saving_above"):
+        trainer = Trainer(HPS, "out", model_saving_aboce=0.5)
+    assert trainer.settings.saving.model_saving_above == 0.5
+    with pytest.raises(TypeError, match="both"):
+        Trainer(HPS, "out", model_saving_aboce=0.5, model_saving_above=0.4)
 
 
 def test_a_callback_class_is_refused_when_the_trainer_is_made():

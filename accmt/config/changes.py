@@ -1,0 +1,200 @@
+"""What changed in the hyper-parameters since a checkpoint, and what becomes of each change when the run continues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from accmt.config.arguments import optimizer_arguments, parameters_of
+from accmt.config.faults import Fault
+from accmt.config.hyperparameters import HyperParameters
+from accmt.config.names import find_optimizer, find_scheduler
+from accmt.errors import HyperParameterError, explain
+
+Rule = Literal["apply", "keep", "refuse"]
+
+_SAID: dict[Rule, str] = {"apply": "applied", "keep": "not applied: the checkpoint's stays", "refuse": "refused"}
+_FINDERS: dict[str, Callable[[Any], Any]] = {"optim": find_optimizer, "scheduler": find_scheduler}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting that differs from the checkpoint's.
+
+    Attributes:
+        key: Its dotted key, `optim.lr`.
+        old: The value in the checkpoint; where it was left out, the default.
+        new: The value now, likewise.
+        rule: "apply" the new value, "keep" the old one, or "refuse" to continue.
+    """
+
+    key: str
+    old: Any
+    new: Any
+    rule: Rule
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_show(self.old)} -> {_show(self.new)} ({_SAID[self.rule]})"
+
+
+@dataclass(frozen=True)
+class KeyRule:
+    """What becomes of a changed key, and why.
+
+    Attributes:
+        pattern: The keys it is for, `*` standing for any text; of several rules the first one counts.
+        rule: "apply" or "refuse".
+        why: The reason, as the documentation gives it.
+    """
+
+    pattern: str
+    rule: Rule
+    why: str
+
+
+RULES = (
+    KeyRule("epochs", "apply", "The run ends elsewhere, and the schedule is stretched to the new end."),
+    KeyRule("max_steps", "apply", "As `epochs`."),
+    KeyRule(
+        "batch_size",
+        "apply",
+        "The position counts samples, so each is still seen once an epoch; the number of updates changes, and the "
+        "schedule is stretched to the new end.",
+    ),
+    KeyRule("max_micro_batch_size", "apply", "Batches are split otherwise; updates stay what they are."),
+    KeyRule("step_scheduler_per_epoch", "refuse", "The schedule has counted in the other unit so far."),
+    KeyRule("optim.type", "refuse", "The optimizer's state belongs to the other class."),
+    KeyRule("optim.lr", "apply", "From here on the rate is the one of a run that had the new value from its start."),
+    KeyRule("optim.*", "apply", "Holds from the next update on; the optimizer's state stays."),
+    KeyRule("scheduler.*", "refuse", "A position in the old schedule means nothing in the new one."),
+    KeyRule("*", "apply", "It is no part of what a checkpoint holds."),
+)
+"""The first rule whose pattern fits a key decides about it."""
+
+
+def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, resets_optimizer: bool = False) -> list[Change]:
+    """Return what differs, in the order of the keys.
+
+    Leaving a key out and writing its default is the same, as are `16` and `[16, 16]` for `batch_size`.
+
+    Args:
+        old: `HyperParameters.to_dict()` of the checkpoint, with or without the outer `hps`.
+        new: The same of this run.
+        resets_optimizer: Whether optimizer and schedule start anew, so that nothing has to be refused.
+    """
+    sides = [{**_standard(), **side.get("hps", side)} for side in (old, new)]
+    same_kind = {name for name in _FINDERS if _kind(sides[0], name) == _kind(sides[1], name) is not None}
+    was, is_now = (_flat(side, same_kind) for side in sides)
+    return [
+        Change(key, was.get(key), is_now.get(key), _rule_of(key, resets_optimizer=resets_optimizer))
+        for key in dict.fromkeys([*is_now, *was])
+        if not _is_same(key, was.get(key), is_now.get(key))
+    ]
+
+
+def changed_arguments(changes: Iterable[Change]) -> dict[str, tuple[Any, Any]]:
+    """Return the optimizer's arguments that are to be applied: name to (old value, new value)."""
+    return {
+        change.key.removeprefix("optim."): (change.old, change.new)
+        for change in changes
+        if change.key.startswith("optim.") and change.rule == "apply"
+    }
+
+
+def require_allowed(changes: Iterable[Change], where: str) -> None:
+    """Check that the run can continue with all that changed.
+
+    Args:
+        changes: What `compare` returned.
+        where: What was changed, for the message: the source of the hyper-parameters.
+
+    Raises:
+        HyperParameterError: A change is refused; the message lists every one.
+    """
+    refused = [f"{change.key}: {_show(change.old)} -> {_show(change.new)}" for change in changes if _is_refused(change)]
+    if refused:
+        expected = "the checkpoint's values, which the state of optimizer and schedule belongs to"
+        do = (
+            "put the old values back, start optimizer and schedule anew with `reset_optimizer_on_resume=True`, "
+            "or begin a new run with `resume=False`"
+        )
+        raise HyperParameterError(explain(where, f"changed since the checkpoint: {', '.join(refused)}", expected, do))
+
+
+def rules_table() -> str:
+    """Return the rules as the Markdown table of the documentation."""
+    rows = [f"| {_name(item.pattern)} | {_verdict(item.rule)} | {item.why} |" for item in RULES]
+    return "\n".join(["| key | when it changed | why |", "|---|---|---|", *rows]) + "\n"
+
+
+def _name(pattern: str) -> str:
+    if pattern == "*":
+        return "any other key"
+    return f"other `{pattern}`" if pattern == "optim.*" else f"`{pattern}`"
+
+
+def _verdict(rule: Rule) -> str:
+    return "refuse, unless `reset_optimizer_on_resume=True`" if rule == "refuse" else rule
+
+
+def _rule_of(key: str, *, resets_optimizer: bool) -> Rule:
+    rule = next(item.rule for item in RULES if fnmatchcase(key, item.pattern))
+    return "apply" if rule == "refuse" and resets_optimizer else rule
+
+
+def _is_refused(change: Change) -> bool:
+    return change.rule == "refuse"
+
+
+def _standard() -> dict[str, Any]:
+    """Return the values of keys that are left out, such as one that the writer of the checkpoint did not know yet."""
+    return {key: value for key, value in HyperParameters().to_dict()["hps"].items() if key not in _FINDERS}
+
+
+def _kind(side: Mapping[str, Any], component: str) -> Any:
+    return (side.get(component) or {}).get("type")
+
+
+def _flat(side: Mapping[str, Any], with_defaults: set[str]) -> dict[str, Any]:
+    """Return all settings by dotted key, with the defaults of the arguments of some components."""
+    flat = {key: value for key, value in side.items() if key not in _FINDERS}
+    for name in _FINDERS:
+        arguments = side.get(name) or {}
+        if name in with_defaults:
+            arguments = _with_defaults(name, arguments)
+        flat |= {f"{name}.{argument}": value for argument, value in arguments.items()}
+    return flat
+
+
+def _with_defaults(component: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in the defaults of a class that this run uses too: one that only a checkpoint names is not imported."""
+    factory = _FINDERS[component](given["type"])
+    if isinstance(factory, Fault):  # a class that was passed as an object, and has no import path
+        return dict(given)
+    parameters = parameters_of(factory)
+    defaults = {name: _listed(item.default) for name, item in parameters.items() if item.default is not item.empty}
+    if "num_warmup_steps" in parameters:
+        defaults |= {"num_warmup_steps": 0, "warmup_ratio": 0}
+    return {**given, **defaults, **(optimizer_arguments(factory, given) if component == "optim" else given)}
+
+
+def _is_same(key: str, old: Any, new: Any) -> bool:
+    if key == "batch_size":
+        return _three_sizes(old) == _three_sizes(new)
+    return bool(_listed(old) == _listed(new))
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _three_sizes(size: Any) -> list[int]:
+    """Return the sizes for train, validation and test: one that is left out equals the one before it."""
+    sizes = list(size) if isinstance(size, list | tuple) else [size]
+    return [*sizes, *[sizes[-1]] * (3 - len(sizes))]
+
+
+def _show(value: Any) -> str:
+    return "not set" if value is None else str(value)

@@ -1,0 +1,96 @@
+"""Makes the model ready to be trained: device, compilation, optimizer, schedule, wrapper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from accmt.errors import ModuleContractError, explain
+from accmt.loop.cadence import Cadence
+from accmt.loop.reduction import require_equal_weights, settle_buckets
+from accmt.loop.schedule import RunLength, make_schedule
+from accmt.module import AcceleratorModule
+from accmt.optimization import build_optimizer
+from accmt.optimization.stepper import Stepper
+from accmt.settings import Settings
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from accmt.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the model, its optimizer and its schedule became.
+
+    Attributes:
+        model: The model that reduces gradients over processes.
+        unwrapped_model: The user's model itself.
+        stepper: Backward, clipping and optimizer.
+        scheduler: The schedule, or None.
+    """
+
+    model: nn.Module
+    unwrapped_model: nn.Module
+    stepper: Stepper
+    scheduler: Any
+
+
+def prepare(
+    module: AcceleratorModule, accelerator: Accelerator, settings: Settings, cadence: Cadence, length: RunLength
+) -> Prepared:
+    """Build optimizer and schedule, and wrap the model for the launch.
+
+    Processes: collective.
+
+    Raises:
+        ModuleContractError: The optimizer trains something else than `self.model`, or processes begin with different
+            weights.
+    """
+    told = settings.running
+    if accelerator.device_placement:
+        module.model.to(accelerator.device)
+    if told.compile:
+        module.model.compile(**(told.compile_kwargs or {}))  # in place: names of weights stay as they are
+    optimizer = module.get_optimizer() or build_optimizer(settings.hps, module.model.parameters())
+    _require_own_parameters(module, optimizer)
+    scheduler = make_schedule(module, optimizer, settings, cadence, length)
+    model, _ = accelerator.prepare(module.model, optimizer)
+    unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
+    require_equal_weights(unwrapped)
+    settle_buckets(model)
+    stepper = Stepper(
+        accelerator,
+        optimizer,
+        set_to_none=settings.optimization.set_to_none,
+        clip=settings.optimization.clip_grad,
+        clip_type=settings.optimization.clip_grad_type,
+    )
+    return Prepared(model, unwrapped, stepper, scheduler)
+
+
+def _require_own_parameters(module: AcceleratorModule, optimizer: Any) -> None:
+    own = {id(parameter) for parameter in module.model.parameters()}
+    if not all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        got = "an optimizer of parameters that are not in self.model: they would be neither reduced nor saved"
+        do = "put their modules into self.model, such as an nn.ModuleDict"
+        raise ModuleContractError(
+            explain(f"{type(module).__name__}.get_optimizer", got, "parameters of self.model", do)
+        )
+
+
+def equip_module(trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, prepared: Prepared) -> None:
+    """Give the module what it has during a run."""
+    module.trainer = trainer
+    module.state = trainer.state
+    module.accelerator = accelerator
+    module.device = accelerator.device
+    module.model = prepared.model
+    module.optimizer = prepared.stepper.optimizer
+    module.scheduler = prepared.scheduler
+    module.tracker = None
+    if module.teacher is not None:
+        module.teacher.to(accelerator.device).eval().requires_grad_(requires_grad=False)

@@ -1,0 +1,127 @@
+"""Where a run begins: anew, or from a checkpoint; and what is said about everything that has changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accmt.checkpoint.engine import read_others
+from accmt.checkpoint.manifest import MANIFEST_NAME, Checkpoint, Manifest, read_manifest
+from accmt.checkpoint.store import CheckpointStore
+from accmt.config.changes import Change, compare, require_allowed
+from accmt.errors import NoCheckpointError, explain
+from accmt.messages import say, warn
+from accmt.processes import num_processes
+from accmt.settings import Settings
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A verified checkpoint that a run continues from.
+
+    Attributes:
+        folder: Where it lies.
+        others: The states besides model and optimizer, their tensors left out.
+        manifest: Where it comes from; None where a checkpointer of the user's keeps none.
+        changes: What the hyper-parameters say otherwise than then.
+    """
+
+    folder: Path
+    others: Mapping[str, Any]
+    manifest: Manifest | None
+    changes: tuple[Change, ...]
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        """The counters of the run at the checkpoint."""
+        counters: dict[str, Any] = self.others["parts"]["state"]
+        return counters
+
+
+def find_resumed(settings: Settings, override: Path | None = None) -> Resumed | None:
+    """Return what a run continues from, None where it begins anew.
+
+    Processes: collective.
+
+    Args:
+        settings: What the Trainer was told.
+        override: A checkpoint that was chosen by `Trainer.load_checkpoint`.
+
+    Raises:
+        NoCheckpointError: There is no checkpoint where one is asked for.
+        CheckpointCorruptError: The checkpoint that is asked for is damaged.
+        HyperParameterError: Hyper-parameters have changed that a run cannot continue with.
+    """
+    folder = override or _find_folder(settings)
+    if folder is None:
+        return None
+    others = read_others(folder)
+    resets_optimizer = settings.checkpoints.reset_optimizer_on_resume
+    changes = compare(others["hps"], settings.hps.to_dict()["hps"], resets_optimizer=resets_optimizer)
+    require_allowed(changes, f"continuing from {folder}")
+    manifest = read_manifest(folder)
+    resumed = Resumed(folder, others, manifest if isinstance(manifest, Manifest) else None, tuple(changes))
+    _tell(resumed, settings)
+    return resumed
+
+
+def _find_folder(settings: Settings) -> Path | None:
+    told = settings.checkpoints
+    if told.resume is False:
+        return None
+    if told.checkpointer is not None:
+        return _require(told.checkpointer.load(), settings, f"the checkpointer {type(told.checkpointer).__name__}")
+    if told.resume in (True, None, "auto"):
+        newest = CheckpointStore(settings.checkpoint_folder).newest()
+        return _require(newest.folder if newest else None, settings, f"no checkpoint in {settings.checkpoint_folder}")
+    return find_checkpoint(Path(told.resume)).folder
+
+
+def _require(folder: Path | None, settings: Settings, got: str) -> Path | None:
+    if folder is not None or settings.checkpoints.resume is not True:
+        return folder
+    do = 'check the path; resume="auto" begins anew where there is none'
+    raise NoCheckpointError(explain("Trainer(resume=True)", got, "a checkpoint to continue from", do))
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint in `path`, or the newest in a folder of checkpoints; every file is verified.
+
+    Processes: collective.
+
+    Raises:
+        NoCheckpointError: There is no checkpoint.
+        CheckpointCorruptError: It is damaged.
+    """
+    newest = None if (path / MANIFEST_NAME).exists() else CheckpointStore(path).newest()
+    return newest or CheckpointStore(path.parent).find(path)
+
+
+def _tell(resumed: Resumed, settings: Settings) -> None:
+    """Say where the run goes on, and everything that is no longer as it was."""
+    counters, manifest = resumed.counters, resumed.manifest
+    epoch = f"in epoch {counters['epoch'] + 1}" if counters["train_step"] else f"{counters['epoch']} epochs finished"
+    place = f"update {counters['global_step']}, {epoch}, {counters['samples_seen']} samples"
+    say(f"continuing from {resumed.folder}: {place}")
+    for change in resumed.changes:
+        say(f"changed since that checkpoint: {change}")
+    seed, saved_seed = settings.running.seed, resumed.others["seed"]
+    if seed is not None and seed != saved_seed:
+        warn(f"seed={seed} is passed over: the run keeps its seed {saved_seed}, or its order of samples would change")
+    if settings.checkpoints.reset_optimizer_on_resume:
+        say("optimizer and schedule begin anew (reset_optimizer_on_resume=True)")
+    if manifest is not None:
+        _tell_launch(manifest)
+
+
+def _tell_launch(manifest: Manifest) -> None:
+    saved = {"process(es)": manifest.processes, "CPU thread(s)": manifest.threads, "torch": manifest.versions["torch"]}
+    now = {"process(es)": num_processes(), "CPU thread(s)": torch.get_num_threads(), "torch": torch.__version__}
+    changed = [f"{name} {saved[name]} -> {now[name]}" for name in saved if saved[name] != now[name]]
+    if changed:
+        said = "samples keep their order, but results will not be the same bit for bit as without the interruption"
+        say(f"changed since that checkpoint: {', '.join(changed)}; {said}")

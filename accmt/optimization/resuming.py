@@ -1,0 +1,140 @@
+"""Continuing with an optimizer and its schedule, under settings that may have changed since the checkpoint.
+
+`Optimizer.load_state_dict` brings back the arguments that the optimizer had (rate, weight decay ...), and
+`LRScheduler.load_state_dict` the length that the schedule had, so both would pass silently over what has changed.
+Here a changed schedule is not patched but walked: the newly built one takes as many steps as the old one had taken,
+which ends exactly where a run with the new settings from its start would be, whatever its class is made of.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+GroupArguments = list[dict[str, Any]]
+
+_DRIVEN = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "max_momentum", "base_momentum"})
+"""What schedules keep in the parameter groups of an optimizer."""
+
+
+def group_arguments(optimizer: Optimizer) -> GroupArguments:
+    """Return the arguments of each parameter group; taken before a state is loaded, those of the new settings."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def restore_schedule(
+    optimizer: Optimizer,
+    scheduler: Any,
+    saved: dict[str, Any] | None,
+    built: GroupArguments,
+    *,
+    changed: Mapping[str, tuple[Any, Any]],
+    is_stretched: bool,
+) -> list[str]:
+    """Give the schedule its state, and optimizer and schedule what has changed, after the optimizer's state was loaded.
+
+    If nothing has changed, this is `scheduler.load_state_dict(saved)`. An argument of the optimizer that has changed
+    becomes, group by group, what the optimizer was built with. If the length of the run, or an argument that schedules
+    drive, has changed, rates are from here on those of a run that had the new settings from its start; this costs one
+    step of the schedule for each that it had taken (half a second for 100,000). A schedule that steps by a loss cannot
+    be walked: it goes on from its state, and a changed `lr` scales the rate that it had reached.
+
+    Args:
+        optimizer: The optimizer, with the checkpoint's state.
+        scheduler: The newly built schedule, not stepped yet; None if there is none.
+        saved: The checkpoint's state of the schedule; None if it had none, and `scheduler` begins at its start.
+        built: What `group_arguments` returned before the optimizer's state was loaded.
+        changed: Arguments of the optimizer that have changed: name to (old value, new value).
+        is_stretched: Whether the run has another number of updates (or epochs) now.
+
+    Returns:
+        A line for each argument that the optimizer was built with, but that is not `changed`, so that the
+        checkpoint's stays: that of another `get_optimizer`, say.
+    """
+    loaded, names, now = group_arguments(optimizer), set(changed), built
+    steps = 0 if saved is None else _steps_taken(saved)
+    is_moved = saved is None or is_stretched or not _DRIVEN.isdisjoint(changed)
+    if scheduler is not None and is_moved and steps is not None and _steps_by_itself(scheduler):
+        names |= _DRIVEN
+        now = _walk(optimizer, scheduler, built, steps)
+    elif scheduler is not None and saved is not None:
+        scheduler.load_state_dict(saved)
+        now = _scaled(loaded, built, *changed["lr"]) if "lr" in changed else built
+    for group, theirs, ours in zip(optimizer.param_groups, loaded, now, strict=True):
+        group.update({**theirs, **{name: ours[name] for name in names & ours.keys()}})
+    if not {"fused", "capturable"}.isdisjoint(names):
+        _place_step_counts(optimizer)
+    return _kept(loaded, built, names, has_schedule=scheduler is not None)
+
+
+def _steps_taken(saved: Mapping[str, Any]) -> int | None:
+    """Return how often a schedule was stepped; a chain of schedules counts in the chained ones only."""
+    if "last_epoch" in saved:
+        return int(saved["last_epoch"])
+    chained = saved.get("_schedulers")
+    return _steps_taken(chained[0]) if chained else None
+
+
+def _steps_by_itself(scheduler: Any) -> bool:
+    """Say whether a schedule is a function of its steps alone, and needs no loss for them."""
+    if not isinstance(scheduler, LRScheduler):
+        return False
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    return all(item.default is not item.empty or item.kind is item.VAR_KEYWORD for item in parameters)
+
+
+def _walk(optimizer: Optimizer, scheduler: LRScheduler, built: GroupArguments, steps: int) -> GroupArguments:
+    """Step a newly built schedule from its start, and return the arguments where it comes to."""
+    for group, arguments in zip(optimizer.param_groups, built, strict=True):
+        group.update(arguments)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*lr_scheduler.step")  # torch misses the optimizer's steps between
+        for _ in range(steps):
+            scheduler.step()
+    return group_arguments(optimizer)
+
+
+def _scaled(loaded: GroupArguments, built: GroupArguments, old: Any, new: Any) -> GroupArguments:
+    """Return what was built, its rates lowered as far as the schedule had lowered the old ones."""
+    if not old or new is None:
+        return built
+    return [{**ours, "lr": theirs["lr"] * (new / old)} for theirs, ours in zip(loaded, built, strict=True)]
+
+
+def _place_step_counts(optimizer: Optimizer) -> None:
+    """Put the count of steps on the device where fused kernels and captured graphs need it.
+
+    Source: `Optimizer._process_value_according_to_param_policy` in torch/optim/optimizer.py.
+    """
+    for group in optimizer.param_groups:
+        if not (group.get("fused") or group.get("capturable")):
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
+
+
+def _kept(loaded: GroupArguments, built: GroupArguments, applied: set[str], *, has_schedule: bool) -> list[str]:
+    """Say once per argument where the checkpoint's differs from the built one, unless a schedule drives it."""
+    lines: dict[str, str] = {}
+    for number, (theirs, ours) in enumerate(zip(loaded, built, strict=True)):
+        driven = {"lr"} if has_schedule else set()
+        driven |= {"momentum", "betas"} if "max_momentum" in theirs else set()
+        for name in (theirs.keys() & ours.keys()) - applied - driven - lines.keys():
+            if not _is_same(theirs[name], ours[name]):
+                where = f"{name} of the optimizer's parameter group {number}"
+                lines[name] = f"{where}: the checkpoint's {theirs[name]} stays, not {ours[name]} as built now"
+    return [lines[name] for name in sorted(lines)]
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    if isinstance(old, Sequence) and isinstance(new, Sequence):
+        return list(old) == list(new)
+    return bool(old == new)

@@ -1,0 +1,126 @@
+"""Kills training runs at random moments and shows that what comes out is the unbroken run, bit for bit.
+
+    python tests/faults/random_kills.py --runs 30
+
+Each run is killed three times (SIGKILL), continued each time by the same command, and then left to end. Runs take turns
+with 0 and 2 loader workers, with and without asynchronous checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+SCRIPT = Path(__file__).parent / "scripts" / "killed_run.py"
+VARIANTS = list(product(("0", "2"), ("1", "0")))
+KILLS = 3
+TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a killed run ended.
+
+    Attributes:
+        is_same: Whether its end is the unbroken run's, bit for bit.
+        during_save: How many kills left an unfinished checkpoint behind.
+        after_end: How many kills came too late.
+    """
+
+    is_same: bool
+    during_save: int
+    after_end: int
+
+
+def start(folder: Path, variant: tuple[str, str]) -> subprocess.Popen[bytes]:
+    """Start the run in a process group of its own, so that its workers can be killed with it."""
+    (folder / "started").unlink(missing_ok=True)
+    with (folder / "log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, SCRIPT, "run", *variant],
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+
+
+def finish(folder: Path, variant: tuple[str, str]) -> tuple[str, float]:
+    """Let the run come to its end; return the digest of it, and the seconds that it trained."""
+    process = start(folder, variant)
+    began = wait_until_training(process, folder)
+    assert process.wait(TIMEOUT_S) == 0, (folder / "log").read_text()[-3000:]
+    return (folder / "result").read_text(), time.monotonic() - began
+
+
+def wait_until_training(process: subprocess.Popen[bytes], folder: Path) -> float:
+    """Return the moment at which the run began to train, or ended."""
+    while not (folder / "started").exists() and process.poll() is None:
+        time.sleep(0.01)
+    return time.monotonic()
+
+
+def kill(process: subprocess.Popen[bytes], folder: Path, after_s: float) -> tuple[bool, bool]:
+    """Kill the run so many seconds after it began to train.
+
+    Returns:
+        Whether a checkpoint was being written, and whether the run had ended before.
+    """
+    wait_until_training(process, folder)
+    time.sleep(after_s)
+    had_ended = process.poll() is not None
+    if not had_ended:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(TIMEOUT_S)
+    checkpoints = folder / "run" / "checkpoint-model"
+    return any(checkpoints.glob(".tmp-*")) or any(checkpoints.glob(".old-*")), had_ended
+
+
+def try_run(variant: tuple[str, str], expected: str, seconds: float, rng: random.Random) -> Outcome:
+    """Kill one run at random moments, and compare its end."""
+    folder = Path(tempfile.mkdtemp(prefix="accmt-kills-"))
+    hits = [kill(start(folder, variant), folder, rng.uniform(0, 0.6 * seconds)) for _ in range(KILLS)]
+    result, _ = finish(folder, variant)
+    if result == expected:
+        shutil.rmtree(folder)
+    else:
+        print(f"different: see {folder}")
+    return Outcome(result == expected, sum(hit for hit, _ in hits), sum(ended for _, ended in hits))
+
+
+def main(runs: int, seed: int) -> bool:
+    """Try so many runs; return whether all were the same as the unbroken one."""
+    rng = random.Random(seed)
+    print(f"seed {seed}")
+    unbroken: dict[tuple[str, str], tuple[str, float]] = {}
+    outcomes = []
+    for number in range(runs):
+        variant = VARIANTS[number % len(VARIANTS)]
+        if variant not in unbroken:
+            with tempfile.TemporaryDirectory() as folder:
+                unbroken[variant] = finish(Path(folder), variant)
+        outcomes.append(try_run(variant, *unbroken[variant], rng))
+        print(f"run {number + 1}: workers {variant[0]}, asynchronous {variant[1]}: {outcomes[-1]}", flush=True)
+    same = sum(outcome.is_same for outcome in outcomes)
+    during, late = sum(o.during_save for o in outcomes), sum(o.after_end for o in outcomes)
+    print(f"{same} of {runs} runs bit-identical; {KILLS * runs} kills, {during} inside a save, {late} after the end")
+    return same == runs
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    arguments = parser.parse_args()
+    sys.exit(0 if main(arguments.runs, arguments.seed) else 1)

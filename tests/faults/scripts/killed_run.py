@@ -1,0 +1,84 @@
+"""A run whose checkpoints are large enough to be killed inside: `killed_run.py <folder> <workers> <async: 0 or 1>`.
+
+It says "training" in the file `started` when it begins, and leaves a digest of its end in the file `result`.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+from torch.utils.data import Dataset
+
+from accmt import AcceleratorModule, Callback, Trainer
+
+WIDTH = 2560  # with AdamW's state 79 MB a checkpoint
+SAMPLES = 120
+HPS = {
+    "epochs": 2,
+    "batch_size": 2,
+    "optim": {"type": "AdamW", "lr": 1e-3},
+    "scheduler": {"type": "LinearWithWarmup", "warmup_ratio": 0.1},
+}
+
+
+class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = float(np.random.rand()) + random.random()  # noqa: NPY002 - as users do
+        inputs = torch.full((WIDTH,), index / SAMPLES) + noise * torch.rand(WIDTH)
+        return inputs, inputs[:1]
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Wide(AcceleratorModule):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, 1))
+
+    def step(self, batch: Any) -> Any:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.model(inputs), targets)
+
+
+class Announce(Callback):
+    def on_fit_start(self) -> None:
+        Path("started").write_text("training")
+
+
+def main(folder: str, workers: str, is_async: str) -> None:
+    trainer = Trainer(
+        HPS,
+        f"{folder}/model",
+        resume="auto",
+        checkpoint_every="step",
+        max_checkpoints=2,
+        grad_accumulation_steps=3,
+        dataloader_num_workers=int(workers),
+        async_checkpointing=bool(int(is_async)),
+        seed=1,
+        log_every=5,
+        model_saving=None,
+        enable_progress_bar=False,
+        logging_dir=f"{folder}/logs",
+        callbacks=Announce(),
+    )
+    module = Wide()
+    trainer.fit(module, Noisy())
+    digest = xxhash.xxh3_64()
+    optimizer = trainer.run.stepper.optimizer.state_dict()["state"].values()
+    for tensor in [*module.model.state_dict().values(), *(value for state in optimizer for value in state.values())]:
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    digest.update(repr(trainer.state.state_dict()).encode())
+    Path("result").write_text(digest.hexdigest())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

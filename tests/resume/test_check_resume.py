@@ -1,0 +1,97 @@
+"""`check_resume` proves that a module resumes exactly, or names what keeps it from that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from accmt import Callback
+from accmt.errors import CheckpointError
+from tests.resume.unbroken import Augmented, Fragile, make
+
+
+def check(module, **settings):
+    return make("out/m", **settings).check_resume(module, Augmented(), Augmented(9))
+
+
+def test_an_exact_module_passes_and_is_left_as_it_was():
+    module = Fragile()
+    before = {name: tensor.clone() for name, tensor in module.model.state_dict().items()}
+    assert check(module) > 20
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.model.state_dict().items())
+    assert list(Path().iterdir()) == []
+
+
+def test_accumulation_callbacks_and_workers_are_those_of_the_trainer():
+    class Watching(Callback):
+        updates = 0
+
+        def on_update_end(self):
+            self.updates += 1
+
+    watching = Watching()
+    assert check(Fragile(), grad_accumulation_steps=2, dataloader_num_workers=2, callbacks=[watching]) > 20
+    assert watching.updates == 0
+
+
+def test_hidden_state_of_a_module_is_named():
+    class Hidden(Fragile):
+        steps = 0
+
+        def step(self, batch):
+            self.steps += 1
+            return super().step(batch) * (1 + self.steps)
+
+    with pytest.raises(CheckpointError, match=r"(?s)what training_step returned for batch 3 of epoch 1.*self\.steps"):
+        check(Hidden())
+
+
+def test_hidden_state_that_is_returned_is_no_longer_hidden():
+    class Open(Fragile):
+        steps = 0
+
+        def step(self, batch):
+            self.steps += 1
+            return super().step(batch) * (1 + self.steps)
+
+        def state_dict(self):
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state):
+            self.steps = state["steps"]
+
+    make("out/m", num_sanity_val_steps=0).check_resume(Open(), Augmented())
+
+
+def test_training_that_is_never_the_same_is_told_apart():
+    class Clocked(Fragile):
+        generator = torch.Generator()
+
+        def step(self, batch):
+            return super().step(batch) * torch.rand((), generator=self.generator)
+
+    with pytest.raises(CheckpointError, match="differs between two runs that were not interrupted"):
+        check(Clocked())
+
+
+def test_a_buffer_that_is_not_saved_is_found():
+    class Forgetful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 1)
+            self.register_buffer("count", torch.zeros(()), persistent=False)
+
+        def forward(self, inputs):
+            self.count += 1
+            return self.inner(inputs) * self.count
+
+    class Module(Fragile):
+        def __init__(self):
+            torch.manual_seed(0)
+            self.model = Forgetful()
+
+    with pytest.raises(CheckpointError, match="what training_step returned"):
+        check(Module())

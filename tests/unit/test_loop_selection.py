@@ -1,0 +1,264 @@
+"""Which models a run saves, and when it ends early: rules, thresholds, patience, several validation sets."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from accmt import AcceleratorModule, Accuracy, Callback, Metric
+from accmt.errors import ArgumentError, DataError, ModuleContractError
+from tests.checkpoints import names_in
+from tests.toys import Linear, Numbers, Recorder, Scripted, logged, make_points, make_trainer
+
+
+class Mean(Metric):
+    """The mean of the references."""
+
+    def __init__(self, name="mean", **direction):
+        super().__init__(name, **direction)
+
+    def compute(self, predictions, references):
+        return {self.name: references.mean().item()}
+
+
+class TwoSets(AcceleratorModule):
+    """Reports the mean of a set's numbers as its loss, and as a metric."""
+
+    def __init__(self):
+        self.model = nn.Linear(1, 1, bias=False)
+
+    def training_step(self, batch):
+        return self.model(batch.reshape(-1, 1)).pow(2).mean()
+
+    def validation_step(self, key, batch):
+        return {"loss": batch.mean(), "mean": (batch, batch)}
+
+
+def fit(val_losses, samples=4, **settings):
+    settings = {"model_saving": "best_valid_loss", **settings}
+    recorder = Recorder()
+    trainer = make_trainer({"epochs": len(val_losses)}, callbacks=recorder, **settings)
+    trainer.fit(Scripted(val_losses), Numbers(samples), Numbers(2))
+    return trainer, recorder
+
+
+@pytest.mark.feature("A31", "A32")
+@pytest.mark.parametrize(
+    ("losses", "thresholds", "saves"),
+    [
+        ([0.9, 0.6, 0.5], {"model_saving_below": 0.7}, 2),
+        ([0.9, 0.6, 0.5], {"model_saving_below": 0.5}, 0),
+        ([0.9, 0.6, 0.5], {"model_saving_above": 0.55}, 2),
+        ([0.9, 0.6, 0.5], {"model_saving_above": 0.55, "model_saving_below": {"valid_loss": 0.7}}, 1),
+    ],
+)
+def test_thresholds_hold_saving_back_but_not_the_best_value(losses, thresholds, saves, caplog):
+    trainer, recorder = fit(losses, **thresholds)
+    assert len(recorder.names("on_save_model")) == saves
+    assert trainer.state.best["best_valid_loss"] == 0.5
+    assert ("no model was saved" in caplog.text) == (saves == 0)
+
+
+@pytest.mark.feature("D24")
+def test_several_rules_have_a_folder_each():
+    rules = ["best_valid_loss", "best_train_loss", "always"]
+    trainer, recorder = fit([3.0, 1.0, 2.0], model_saving=rules)
+    assert sorted(path.name for path in Path("out/model").iterdir()) == sorted(rules)
+    epochs = {rule: json.loads(Path(f"out/model/{rule}/status.json").read_text())["epoch"] for rule in rules}
+    assert epochs == {"best_valid_loss": 1, "best_train_loss": 0, "always": 2}
+    assert len(recorder.names("on_save_model")) == 2 + 1 + 3
+    for rule in rules:
+        Scripted().load_weights(f"out/model/{rule}")
+
+
+@pytest.mark.feature("N04", "L105")
+class TestPatience:
+    @pytest.mark.parametrize(
+        ("losses", "patience", "evaluations"),
+        [
+            ([5.0, 6.0, 4.0, 7.0, 3.0], 2, 5),
+            ([5.0, 6.0, 7.0, 1.0], 2, 3),
+            ([5.0, 6.0, 7.0, 1.0], {"valid_loss": 1}, 2),
+            ([5.0, float("nan"), float("inf"), 1.0], 2, 3),
+            ([5.0, 5.0, 5.0, 1.0], 3, 4),
+        ],
+        ids=str,
+    )
+    def test_a_run_ends_when_no_evaluation_was_better(self, losses, patience, evaluations):
+        trainer, recorder = fit(losses, patience=patience)
+        assert trainer.state.evaluations_done == evaluations
+        assert trainer.state.finished
+        assert recorder.calls[-1] == "on_fit_end"
+
+    @pytest.mark.feature("L40", "L41")
+    @pytest.mark.parametrize(
+        ("minimum", "updates"),
+        [({"min_epochs": 4}, 8), ({"min_steps": 7}, 7), ({"min_epochs": 3, "min_steps": 9}, 9), ({}, 4)],
+        ids=str,
+    )
+    def test_a_minimum_holds_it_back(self, minimum, updates):
+        trainer, _ = fit([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], patience=1, **minimum)
+        assert trainer.state.global_step == updates
+
+    def test_it_ends_in_the_middle_of_an_epoch(self, caplog):
+        with caplog.at_level(logging.INFO):
+            trainer, recorder = fit([1.0, 2.0], samples=8, patience=1, evaluate_every_n_steps=1, verbose=True)
+        assert (trainer.state.epoch, trainer.state.global_step, trainer.state.epoch_step) == (0, 2, 2)
+        assert "training ends early at update 2" in caplog.text
+        assert trainer.state.patience_left == 0
+
+    def test_it_survives_an_interruption(self):
+        losses = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+        settings = {"patience": 3, "checkpoint_every": "epoch", "model_saving": "best_valid_loss"}
+        make_trainer({"epochs": 3}, **settings).fit(Scripted(losses), Numbers(4), Numbers(2))
+        trainer = make_trainer({"epochs": 6}, resume=True, **settings)
+        trainer.fit(Scripted(losses), Numbers(4), Numbers(2))
+        assert trainer.state.epoch == 4
+        again = make_trainer({"epochs": 6}, resume=True, **settings)
+        again.fit(Scripted(losses), Numbers(4), Numbers(2))
+        assert (again.state.epoch, again.state.finished) == (4, True)
+        longer = make_trainer({"epochs": 6}, resume=True, **{**settings, "patience": 4})
+        longer.fit(Scripted(losses), Numbers(4), Numbers(2))
+        assert longer.state.epoch == 5
+
+    def test_a_value_that_never_comes_is_told_before_training(self):
+        trainer = make_trainer(patience={"f1": 2}, metrics=[Mean("f1")])
+        recorder = Recorder()
+        with pytest.raises((ModuleContractError, ValueError), match="f1"):
+            trainer.fit(Scripted([1.0]), Numbers(4), Numbers(2))
+        assert recorder.calls == []
+
+    def test_without_validation_there_is_nothing_to_wait_for(self):
+        with pytest.raises(ArgumentError, match="validation data"):
+            make_trainer(patience={"valid_loss": 2}).fit(Linear(), make_points())
+
+
+@pytest.mark.feature("N09", "P14", "L101")
+class TestSeveralSets:
+    @pytest.mark.parametrize(
+        ("sets", "names"),
+        [
+            ({"en": Numbers([1, 2, 3]), "de": Numbers([5, 7])}, ["en", "de"]),
+            ([Numbers([1, 2, 3]), Numbers([5, 7])], ["0", "1"]),
+        ],
+        ids=["dict", "list"],
+    )
+    def test_results_carry_the_name_of_their_set(self, sets, names):
+        recorder = Recorder()
+        trainer = make_trainer(callbacks=recorder, metrics=[Mean()])
+        trainer.fit(TwoSets(), Numbers(4), sets)
+        first, second = names
+        expected = {f"val_loss__{first}": 2, f"val_loss__{second}": 6, f"mean__{first}": 2, f"mean__{second}": 6}
+        assert trainer.state.metrics == pytest.approx(expected)
+        assert logged(trainer, f"val_loss__{first}") == [(2, 2.0)]
+        assert len(recorder.names("on_validation_end")) == 2
+        assert len(trainer.val_dataloaders) == 2
+
+    def test_a_list_of_samples_is_one_set(self):
+        trainer = make_trainer(metrics=Accuracy("mean"))
+        trainer.fit(TwoSets(), Numbers(4), [torch.tensor(1.0), torch.tensor(3.0)])
+        assert trainer.state.metrics == {"val_loss": 2.0, "mean": 1.0}
+
+    @pytest.mark.parametrize(
+        ("rule", "best"),
+        [
+            ("best_valid_loss", {"best_valid_loss": 4.0}),
+            ("best_valid_loss@de", {"best_valid_loss@de": 6.0}),
+            ("best_mean", {"best_mean": 4.0}),
+            ("best_mean__en", {"best_mean@en": 2.0}),
+            ("best_mean@en/valid_loss@de", {"best_mean@en/valid_loss@de[mean@en]": 2.0}),
+        ],
+    )
+    def test_models_are_saved_by_one_set_or_by_the_mean(self, rule, best):
+        trainer = make_trainer(metrics=[Mean()], model_saving=rule)
+        trainer.fit(TwoSets(), Numbers(4), {"en": Numbers([1, 2, 3]), "de": Numbers([5, 7])})
+        assert trainer.state.best.items() >= best.items()
+        assert Path("out/model/model.safetensors").exists()
+
+    @pytest.mark.feature("N06")
+    def test_a_set_can_have_metrics_of_its_own(self):
+        class OnlyOne(TwoSets):
+            def validation_step(self, key, batch):
+                return {"loss": batch.mean()} | ({"mean": (batch, batch)} if key == "en" else {})
+
+        trainer = make_trainer(metrics={"en": [Mean()]})
+        trainer.fit(OnlyOne(), Numbers(4), {"en": Numbers([1, 2, 3]), "de": Numbers([5, 7])})
+        assert set(trainer.state.metrics) == {"val_loss__en", "val_loss__de", "mean__en"}
+        with pytest.raises(ArgumentError, match="metrics for 'fr'"):
+            make_trainer(metrics={"fr": [Mean()]}).fit(OnlyOne(), Numbers(4), {"en": Numbers(2)})
+
+    @pytest.mark.parametrize("name", ["a__b", "a@b", "a/b", "", 3])
+    def test_a_name_that_results_cannot_carry_is_refused(self, name):
+        with pytest.raises(DataError, match="names of the validation sets"):
+            make_trainer().fit(TwoSets(), Numbers(4), {name: Numbers(2)})
+
+    def test_an_empty_set_is_refused(self):
+        with pytest.raises(DataError, match="length 0"):
+            make_trainer().fit(TwoSets(), Numbers(4), {"en": Numbers(2), "de": Numbers(0)})
+
+    def test_a_plateau_looks_at_the_mean(self):
+        trainer = make_trainer({"scheduler": {"type": "ReduceLROnPlateau"}}, metrics=[Mean()])
+        trainer.fit(TwoSets(), Numbers(4), {"en": Numbers([1, 2, 3]), "de": Numbers([5, 7])})
+        assert trainer.run.scheduler.best == pytest.approx(4.0)
+
+
+@pytest.mark.feature("P16")
+def test_the_last_weights_can_be_saved_apart():
+    trainer, _ = fit([1.0, 2.0], save_last=True)
+    module = Scripted()
+    module.load_weights("out/model/last")
+    assert torch.equal(module.model.weight, trainer.run.module.model.weight)
+    assert json.loads(Path("out/model/last/status.json").read_text())["epoch"] == 2
+    assert json.loads(Path("out/model/status.json").read_text())["epoch"] == 0
+
+
+def test_a_model_that_could_not_be_saved_is_not_the_best(monkeypatch):
+    import accmt.loop.saver as saver
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    trainer = make_trainer({"epochs": 2}, model_saving="best_valid_loss", checkpoint_every="epoch")
+    module = Scripted([2.0, 1.0])
+
+    class FillTheDisk(Callback):
+        def on_evaluation_start(self):
+            if self.state.evaluations_done == 1:
+                monkeypatch.setattr(saver, "save_weights", full)
+
+    module.get_callbacks = lambda: [FillTheDisk()]
+    with pytest.raises(OSError, match="No space left"):
+        trainer.fit(module, Numbers(4), Numbers(2))
+    assert trainer.state.best == {"best_valid_loss": 2.0}
+    Scripted().load_weights("out/model")
+    assert names_in(trainer.checkpoint_path) == ["step-00000002"]
+
+
+def test_batches_with_and_without_a_weight_cannot_be_averaged():
+    class Mixed(TwoSets):
+        def validation_step(self, batch):
+            output = {"loss": batch.mean()}
+            return output | ({"weight": 2.0} if batch[0] > 1 else {})
+
+    with pytest.raises(ModuleContractError, match="tokens and samples cannot be added up"):
+        make_trainer().fit(Mixed(), Numbers(4), Numbers(4))
+
+
+@pytest.mark.feature("N49")
+def test_metrics_are_given_by_name():
+    pytest.importorskip("torchmetrics")
+
+    class Regression(Linear):
+        def validation_step(self, batch):
+            inputs, targets = batch
+            return {"loss": self.step(batch), "mse": (self.model(inputs), targets)}
+
+    trainer = make_trainer(metrics="mse", model_saving="best_mse")
+    trainer.fit(Regression(), make_points(), make_points(9))
+    assert trainer.state.metrics["mse"] == pytest.approx(trainer.state.metrics["val_loss"], rel=1e-5)
+    assert trainer.state.best == {"best_mse": trainer.state.metrics["mse"]}
