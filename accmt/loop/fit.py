@@ -61,7 +61,7 @@ def _close(run: Run) -> None:
     try:
         run.checkpoints.close()
     finally:
-        run.tracking.finish(_TRACKER_STATUS[run.state.now.status])
+        run.tracking.finish(_TRACKER_STATUS[run.state.now.status], flush_s=run.settings.tracking.tracker_flush_s)
         restore_model(run)
 
 

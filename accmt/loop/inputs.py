@@ -163,4 +163,5 @@ def _build_tracking(settings: Settings, resumed: Resumed | None) -> Tracking:
         tracker_kwargs=told.tracker_kwargs,
         is_main_process=is_main_process(),
         verbose=settings.running.verbose,
+        offline=told.tracker_offline,
     )

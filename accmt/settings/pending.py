@@ -19,8 +19,6 @@ PENDING: dict[str, str] = {
     "auto_micro_batch": "recovery from running out of memory",
     "on_bad_sample": "skipping of samples that cannot be read",
     "monitor": "the monitor",
-    "tracker_offline": "delivery to trackers in the background",
-    "tracker_flush_s": "delivery to trackers in the background",
     "profiler": "the profiler",
     "enable_model_summary": "the model summary",
     "preflight": "the checks before training",

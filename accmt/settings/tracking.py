@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
@@ -25,8 +26,9 @@ class TrackingSettings:
         val_loss_metric_name: Name of the validation loss in the logs.
         monitor: What else is measured and logged.
         additional_tracker_config: Entries added to the run's configuration.
-        tracker_offline: "auto", True or False: whether a tracker that cannot be reached works offline.
-        tracker_flush_s: Seconds that the end of a run waits for trackers.
+        tracker_offline: What a tracker whose server cannot be reached means: "auto" goes on and delivers later, False
+            is an error at the start, True does not try before `accmt sync`.
+        tracker_flush_s: Seconds that the end of a run waits for trackers; what is left then, `accmt sync` delivers.
         tracker_kwargs: Further keywords of the Trainer, handed to the trackers' start; `mlflow={...}` goes to that one
             only.
     """
@@ -50,6 +52,11 @@ class TrackingSettings:
         for name in ("track_name", "run_name"):
             if getattr(self, name) is not None:
                 require_text(name, getattr(self, name))
+        if self.tracker_offline not in ("auto", True, False):
+            raise_wrong_value("tracker_offline", self.tracker_offline, '"auto", True or False', 'tracker_offline="auto"')
+        seconds = self.tracker_flush_s
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+            raise_wrong_value("tracker_flush_s", seconds, "seconds from 0", "tracker_flush_s=30")
         require_mapping("additional_tracker_config", self.additional_tracker_config)
         is_whole = isinstance(self.log_every, int) and not isinstance(self.log_every, bool)
         if not is_whole or (self.log_every < 1 and self.log_every != -1):

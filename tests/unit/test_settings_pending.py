@@ -10,7 +10,7 @@ from accmt.settings.pending import PENDING
 
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
 DEFAULTS = Settings.defaults()
-NUMBERS = {"limit_test_batches": 1, "limit_predict_batches": 0.5, "tracker_flush_s": 5, "preempt_exit_code": 3}
+NUMBERS = {"limit_test_batches": 1, "limit_predict_batches": 0.5, "preempt_exit_code": 3}
 
 
 def another_value(name):
