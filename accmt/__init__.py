@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accmt.version import __version__
 
 if TYPE_CHECKING:
+    from accmt.callbacks import EMA as EMA
     from accmt.callbacks import Callback as Callback
     from accmt.callbacks import LambdaCallback as LambdaCallback
     from accmt.callbacks import MainProcessCallback as MainProcessCallback
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from accmt.trainer import Trainer as Trainer
 
 _HOMES = {
+    "EMA": "accmt.callbacks",
     "AcceleratorModule": "accmt.module",
     "Accuracy": "accmt.metrics",
     "Callback": "accmt.callbacks",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ class ModelSaver(Callback):
         patience: Counts those that are not; None counts nothing.
     """
 
-    order = math.inf
+    order = sys.float_info.max  # after every other callback, but before averaged weights give way to trained ones
 
     def __init__(self, selection: Selection, patience: Patience | None = None) -> None:
         self.selection = selection

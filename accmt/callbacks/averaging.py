@@ -1,0 +1,88 @@
+"""A running average of the weights, which is evaluated and saved in the place of the weights themselves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accmt.callbacks.base import Callback
+from accmt.errors import ArgumentError, explain
+
+
+class EMA(Callback):
+    """Keeps an exponential moving average of the weights; evaluations, and the models saved by them, use it.
+
+    After each update `average = decay * average + (1 - decay) * weight`, for every trained weight. Training goes
+    on with the weights themselves. The average is in the checkpoints. Every process keeps the whole of it.
+
+    Args:
+        decay: How much of the average stays, above 0 and below 1: it looks back about 1 / (1 - decay) updates.
+
+    Raises:
+        ArgumentError: No such decay.
+
+    Attributes:
+        average: The average by the weight's name, from `on_fit_start` on.
+    """
+
+    order = math.inf  # after the model was saved, and only then, training's weights come back
+
+    def __init__(self, decay: float = 0.9999) -> None:
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
+            raise ArgumentError(explain("EMA(decay=...)", repr(decay), "a number between 0 and 1", "EMA(decay=0.999)"))
+        self.decay = float(decay)
+        self.average: dict[str, Tensor] = {}
+        self._trained: dict[str, Tensor] = {}
+
+    def on_fit_start(self) -> None:
+        """Begin with the weights as they are, unless the run continues with an average."""
+        self._trained = {}
+        kept = self.average if self.state.global_step else {}
+        self.average = {name: _like(kept.get(name), weight) for name, weight in self._weights().items()}
+
+    def on_update_end(self) -> None:
+        """Move the average towards the weights."""
+        average, weights = list(self.average.values()), list(self._weights().values())
+        torch._foreach_lerp_(average, weights, 1 - self.decay)
+
+    def on_evaluation_start(self) -> None:
+        """Let the evaluation see the average."""
+        weights = self._weights()
+        self._trained = {name: weight.clone() for name, weight in weights.items()}
+        _copy(self.average, weights)
+
+    def on_evaluation_end(self) -> None:
+        """Give training its weights back."""
+        self._give_back()
+
+    def on_fit_end(self) -> None:
+        """Give training its weights back where an evaluation was broken off."""
+        self._give_back()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average."""
+        return {"average": dict(self.average)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the average back."""
+        self.average = dict(state["average"])
+
+    def _weights(self) -> dict[str, Tensor]:
+        model: nn.Module = self.module.unwrapped_model
+        return {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
+
+    def _give_back(self) -> None:
+        _copy(self._trained, self._weights())
+        self._trained = {}
+
+
+def _like(kept: Tensor | None, weight: Tensor) -> Tensor:
+    return weight.clone() if kept is None else kept.to(weight.device)
+
+
+def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
+    for name, tensor in source.items():
+        target[name].copy_(tensor)

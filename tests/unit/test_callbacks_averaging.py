@@ -1,0 +1,103 @@
+"""The moving average of the weights: its formula, where it is used, and that it survives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from accmt import EMA, Callback
+from accmt.errors import ArgumentError
+from tests.resume.unbroken import assert_same, state_of, train
+from tests.toys import Linear, make_points, make_trainer
+
+
+class Watching(Callback):
+    def __init__(self):
+        self.weights = []
+        self.evaluated = []
+
+    def on_fit_start(self):
+        self.weights.append(self.now())
+
+    def on_update_end(self):
+        self.weights.append(self.now())
+
+    def on_before_validation_step(self):
+        self.evaluated.append(self.now())
+
+    def now(self):
+        return self.module.unwrapped_model.weight.detach().clone()
+
+
+def run(**settings):
+    ema, watching = EMA(decay=0.9), Watching()
+    module = Linear()
+    trainer = make_trainer({"epochs": 2}, callbacks=[ema, watching], model_saving="always", **settings)
+    trainer.fit(module, make_points(), make_points(2))
+    return ema, watching, module
+
+
+@pytest.mark.feature("T36")
+class TestAverage:
+    def test_it_follows_the_formula(self):
+        ema, watching, _ = run()
+        expected = watching.weights[0].clone()
+        for weight in watching.weights[1:]:
+            expected = 0.9 * expected + 0.1 * weight
+        assert torch.allclose(ema.average["weight"], expected, rtol=1e-6)
+
+    def test_evaluations_and_saved_models_use_it(self):
+        ema, watching, module = run()
+        assert torch.equal(watching.evaluated[-1], ema.average["weight"])
+        saved = Linear()
+        saved.load_weights("out/model")
+        assert torch.equal(saved.model.weight, ema.average["weight"])
+        assert torch.equal(module.model.weight, watching.weights[-1])
+        assert not torch.equal(module.model.weight, ema.average["weight"])
+
+    def test_training_is_what_it_is_without_it(self):
+        _, watching, _ = run()
+        plain = Watching()
+        make_trainer({"epochs": 2}, callbacks=plain).fit(Linear(), make_points(), make_points(2))
+        assert all(map(torch.equal, watching.weights, plain.weights))
+
+    def test_it_survives_an_interruption(self):
+        def of(path, **more):
+            ema = EMA(decay=0.8)
+            trainer, module = train(path, callbacks=[ema], **more)
+            return ema, state_of(trainer, module)
+
+        whole, end = of("out/a")
+        of("out/b", stop=7)
+        resumed, resumed_end = of("out/b", resume=True)
+        assert_same(end, resumed_end)
+        assert all(torch.equal(value, resumed.average[name]) for name, value in whole.average.items())
+
+    def test_a_broken_evaluation_leaves_the_trained_weights(self):
+        class Failing(Linear):
+            def validation_step(self, batch):
+                if self.state.global_step:
+                    raise ValueError("broken")
+                return self.step(batch)
+
+        watching, module = Watching(), Failing()
+        with pytest.raises(ValueError, match="broken"):
+            make_trainer(callbacks=[EMA(0.5), watching]).fit(module, make_points(), make_points(2))
+        assert torch.equal(module.model.weight, watching.weights[-1])
+        assert not Path("out/model").exists()
+
+    def test_a_second_run_begins_anew(self):
+        ema = EMA(0.5)
+        module = Linear()
+        make_trainer(callbacks=[ema]).fit(module, make_points())
+        watching = Watching()
+        make_trainer({"max_steps": 1}, callbacks=[ema, watching]).fit(module, make_points())
+        first, second = watching.weights
+        assert torch.allclose(ema.average["weight"], (first + second) / 2)
+
+    @pytest.mark.parametrize("decay", [0, 1, -0.5, 1.5, True, "0.9", float("nan")])
+    def test_a_decay_that_cannot_be_is_refused(self, decay):
+        with pytest.raises(ArgumentError, match="decay"):
+            EMA(decay)
