@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from accmt.loop.checkpoints import Checkpointer as Checkpointer
     from accmt.metrics import Accuracy as Accuracy
     from accmt.metrics import Metric as Metric
+    from accmt.metrics import OutputCollector as OutputCollector
+    from accmt.metrics import gather_on_cpu as gather_on_cpu
     from accmt.module import AcceleratorModule as AcceleratorModule
     from accmt.module import ExtendedAcceleratorModule as ExtendedAcceleratorModule
     from accmt.precision import allow_tf32 as allow_tf32
@@ -41,6 +43,8 @@ _HOMES = {
     "MLFlow": "accmt.tracking",
     "MainProcessCallback": "accmt.callbacks",
     "Metric": "accmt.metrics",
+    "OutputCollector": "accmt.metrics",
+    "gather_on_cpu": "accmt.metrics",
     "TensorBoard": "accmt.tracking",
     "Trainer": "accmt.trainer",
     "TrainingState": "accmt.state",

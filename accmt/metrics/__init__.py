@@ -5,11 +5,14 @@ from accmt.metrics.building import BUILTIN, build_metrics
 from accmt.metrics.builtin import AUROC, F1, MAE, MSE, R2, RMSE, Perplexity, Precision, Recall
 from accmt.metrics.collector import ValidationCollector
 from accmt.metrics.metric import Metric
+from accmt.metrics.outputs import OutputCollector, gather_on_cpu
 from accmt.metrics.streaming import StreamingMetric
 from accmt.metrics.torch_metrics import TorchMetric
 from accmt.metrics.windows import TrainingWindow
 
 __all__ = [
+    "OutputCollector",
+    "gather_on_cpu",
     "AUROC",
     "BUILTIN",
     "F1",

@@ -81,6 +81,12 @@ def test_objects_are_gathered_in_the_order_of_ranks_and_handed_on_from_the_main_
     assert of_both(answers, "broadcast") == [["of", 0]] * 2
 
 
+@pytest.mark.feature("P35")
+def test_tensors_of_unequal_length_are_gathered_whole_or_in_chunks(answers):
+    rows = [[0.0], [1.0], [2.0], [10.0], [11.0], [12.0], [13.0], [14.0]]
+    assert of_both(answers, "rows") == [[rows] * 4] * 2
+
+
 def test_the_main_process_acts_alone_and_all_get_the_result(answers):
     assert of_both(answers, "on_main") == ["done", "done"]
     assert of_both(answers, "acted") == [["acted"], []]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler
 
 from accmt.data import LoaderOptions, Share, build_loader
+from accmt.metrics import gather_on_cpu
 from accmt.processes import (
     broadcast_object,
     gather_objects,
@@ -72,6 +73,11 @@ def read_with_own_generators() -> dict[str, list[int]]:
     }
 
 
+def make_rows() -> torch.Tensor:
+    """Make 3 rows on the first process and 5 on the second."""
+    return torch.arange(3.0 + 2 * process_index()).reshape(-1, 1) + 10 * process_index()
+
+
 def answer() -> dict[str, Any]:
     """Ask everything once."""
     acted: list[str] = []
@@ -90,6 +96,7 @@ def answer() -> dict[str, Any]:
         "has_unpicklable_value_error": error_of(lambda: lambda: None) is not None,
         "in_step_afterwards": gather_objects(process_index()),
         "read": read_with_own_generators(),
+        "rows": [gather_on_cpu(make_rows(), chunk=chunk).tolist() for chunk in (None, 1, 2, 4)],
     }
     return {**answers, "acted": acted}
 
