@@ -1,12 +1,15 @@
-"""Writing files so that a reader sees the old content or the new, never half of either."""
+"""Writing files so that a reader sees the old content or the new, never half of either; and room on the disk."""
 
 from accmt.files.atomic import fsync_file, fsync_folder, replace_file, require_writable_folder, write_text
+from accmt.files.space import format_bytes, free_space
 from accmt.files.staging import staging_folder
 from accmt.files.strict_json import JsonLines, dumps, loads, read_json_lines
 
 __all__ = [
     "JsonLines",
     "dumps",
+    "format_bytes",
+    "free_space",
     "fsync_file",
     "fsync_folder",
     "loads",

@@ -12,7 +12,6 @@ from torch import nn
 
 from accmt.checkpoint.engine import StateCollector, write_state
 from accmt.checkpoint.names import step_name
-from accmt.checkpoint.space import estimate_size, find_shortage
 from accmt.checkpoint.store import CheckpointStore
 from accmt.checkpoint.writer import CheckpointWriter
 from accmt.errors import CheckpointError
@@ -71,7 +70,7 @@ class Checkpoints:
         )
 
     def begin(self, run: Run) -> None:
-        """Make room for a new run, and look whether the disk will hold its checkpoints.
+        """Make room for a new run.
 
         Processes: collective.
 
@@ -82,12 +81,6 @@ class Checkpoints:
             return
         if not run.is_resumed:
             CheckpointStore(self.folder).set_aside_previous()
-        num_kept = self._settings.checkpoints.max_checkpoints or 1
-        shortage = find_shortage(
-            estimate_size(run.unwrapped_model, run.stepper.optimizer) * (num_kept + 1), self.folder
-        )
-        if shortage is not None:
-            warn(shortage)
 
     def request(self, folder: Path | None) -> None:
         """Ask for a checkpoint at the end of the update in work.

@@ -32,7 +32,7 @@ class RunningSettings:
         min_steps: Updates before which training does not end early.
         max_time: Longest time: "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
         callbacks: A `Callback` or a list of them.
-        preflight: Whether disk, trackers and settings are tried before training.
+        preflight: Whether the room on the disk is compared with what checkpoints and model will need.
         verbose: False silences messages and progress bars.
         enable_progress_bar: True shows a bar even where stderr is no terminal, False shows none, None decides by it.
         enable_model_summary: Whether a table of the model's parts is printed at the start.

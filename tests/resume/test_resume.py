@@ -403,13 +403,15 @@ class TestAFullDisk:
     def test_a_disk_too_small_is_said_before_training(self, caplog, monkeypatch):
         import shutil
 
-        import accmt.checkpoint.space as space
-
         usage = shutil.disk_usage(".")
-        monkeypatch.setattr(space.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+        monkeypatch.setattr("accmt.files.space.shutil.disk_usage", lambda _: usage._replace(free=200))
         with caplog.at_level(logging.WARNING):
             train("out/m", max_checkpoints=3)
         assert "lower `max_checkpoints`" in caplog.text
+        assert "the model will need 300 B in out/m" in caplog.text
+        caplog.clear()
+        train("out/m", preflight=False)
+        assert caplog.text == ""
 
 
 def test_counters_and_results_survive_for_callbacks():
