@@ -3,7 +3,8 @@
     python tests/faults/random_kills.py --runs 30
 
 Each run is killed three times (SIGKILL), continued each time by the same command, and then left to end. Runs take turns
-with 0 and 2 loader workers, with and without asynchronous checkpoints.
+with 0 and 2 loader workers, with and without asynchronous checkpoints. `--trainer transformers` does the same to
+transformers' Trainer; a run that cannot be continued counts as different.
 """
 
 from __future__ import annotations
@@ -20,11 +21,26 @@ import time
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
-SCRIPT = Path(__file__).parent / "scripts" / "killed_run.py"
-VARIANTS = list(product(("0", "2"), ("1", "0")))
+SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPT_OF = {"accmt": SCRIPTS / "killed_run.py", "transformers": SCRIPTS / "killed_transformers_run.py"}
 KILLS = 3
 TIMEOUT_S = 300
+
+
+class Variant(NamedTuple):
+    """How a run is made.
+
+    Attributes:
+        trainer: Whose trainer it is: "accmt" or "transformers".
+        workers: Loader workers.
+        is_async: "1" where checkpoints are written while training goes on.
+    """
+
+    trainer: str
+    workers: str
+    is_async: str
 
 
 @dataclass(frozen=True)
@@ -42,26 +58,30 @@ class Outcome:
     after_end: int
 
 
-def start(folder: Path, variant: tuple[str, str]) -> subprocess.Popen[bytes]:
+def start(folder: Path, variant: Variant) -> subprocess.Popen[bytes]:
     """Start the run in a process group of its own, so that its workers can be killed with it."""
     (folder / "started").unlink(missing_ok=True)
     with (folder / "log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, SCRIPT, "run", *variant],
+            [sys.executable, SCRIPT_OF[variant.trainer], "run", variant.workers, variant.is_async],
             cwd=folder,
             stdout=log,
             stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS.parents[2])},
             start_new_session=True,
         )
 
 
-def finish(folder: Path, variant: tuple[str, str]) -> tuple[str, float]:
-    """Let the run come to its end; return the digest of it, and the seconds that it trained."""
+def finish(folder: Path, variant: Variant) -> tuple[str, float]:
+    """Let the run come to its end; return the digest of it ("" if it failed), and the seconds that it trained."""
     process = start(folder, variant)
     began = wait_until_training(process, folder)
-    assert process.wait(TIMEOUT_S) == 0, (folder / "log").read_text()[-3000:]
-    return (folder / "result").read_text(), time.monotonic() - began
+    code = process.wait(TIMEOUT_S)
+    seconds = time.monotonic() - began
+    if code == 0:
+        return (folder / "result").read_text(), seconds
+    print((folder / "log").read_text().splitlines()[-1])
+    return "", seconds
 
 
 def wait_until_training(process: subprocess.Popen[bytes], folder: Path) -> float:
@@ -87,7 +107,7 @@ def kill(process: subprocess.Popen[bytes], folder: Path, after_s: float) -> tupl
     return any(checkpoints.glob(".tmp-*")) or any(checkpoints.glob(".old-*")), had_ended
 
 
-def try_run(variant: tuple[str, str], expected: str, seconds: float, rng: random.Random) -> Outcome:
+def try_run(variant: Variant, expected: str, seconds: float, rng: random.Random) -> Outcome:
     """Kill one run at random moments, and compare its end."""
     folder = Path(tempfile.mkdtemp(prefix="accmt-kills-"))
     hits = [kill(start(folder, variant), folder, rng.uniform(0, 0.6 * seconds)) for _ in range(KILLS)]
@@ -99,19 +119,23 @@ def try_run(variant: tuple[str, str], expected: str, seconds: float, rng: random
     return Outcome(result == expected, sum(hit for hit, _ in hits), sum(ended for _, ended in hits))
 
 
-def main(runs: int, seed: int) -> bool:
+def main(runs: int, seed: int, trainer: str = "accmt") -> bool:
     """Try so many runs; return whether all were the same as the unbroken one."""
     rng = random.Random(seed)
     print(f"seed {seed}")
-    unbroken: dict[tuple[str, str], tuple[str, float]] = {}
+    variants = [Variant(trainer, *others) for others in product(("0", "2"), ("1", "0"))]
+    unbroken: dict[Variant, tuple[str, float]] = {}
     outcomes = []
     for number in range(runs):
-        variant = VARIANTS[number % len(VARIANTS)]
+        variant = variants[number % len(variants)]
         if variant not in unbroken:
             with tempfile.TemporaryDirectory() as folder:
                 unbroken[variant] = finish(Path(folder), variant)
+                assert unbroken[variant][0], "the unbroken run failed"
         outcomes.append(try_run(variant, *unbroken[variant], rng))
-        print(f"run {number + 1}: workers {variant[0]}, asynchronous {variant[1]}: {outcomes[-1]}", flush=True)
+        print(
+            f"run {number + 1}: {variant.workers} workers, asynchronous {variant.is_async}: {outcomes[-1]}", flush=True
+        )
     same = sum(outcome.is_same for outcome in outcomes)
     during, late = sum(o.during_save for o in outcomes), sum(o.after_end for o in outcomes)
     print(f"{same} of {runs} runs bit-identical; {KILLS * runs} kills, {during} inside a save, {late} after the end")
@@ -122,5 +146,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--trainer", choices=SCRIPT_OF, default="accmt")
     arguments = parser.parse_args()
-    sys.exit(0 if main(arguments.runs, arguments.seed) else 1)
+    sys.exit(0 if main(arguments.runs, arguments.seed, arguments.trainer) else 1)
