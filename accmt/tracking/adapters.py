@@ -101,7 +101,7 @@ class MLFlowRun(MLflowTracker):  # type: ignore[misc]
     def __init__(self, tracking_uri: str, *, is_quiet: bool, resume: Resume = NEW_RUN, **options: Any) -> None:
         super().__init__(**{"run_id": resume.run_id, **options})
         self.tracking_uri = tracking_uri
-        self.tags: dict[str, str] = {**(self.tags or {}), **_tags_of(resume)}
+        self.tags: dict[str, str] = {**(self.tags or {}), **tags_of(resume)}
         self._resume = resume
         self._is_quiet = is_quiet
         # With its own default of 7 retries MLflow blocks for four minutes at each call to a server that is down, and
@@ -254,7 +254,8 @@ def _withdraw(path: Path, first_step: int) -> None:
     write_text(path, "".join([header, *(line for line in lines if int(line.split("\t")[0]) < first_step)]))
 
 
-def _tags_of(resume: Resume) -> dict[str, str]:
+def tags_of(resume: Resume) -> dict[str, str]:
+    """Return what a resumed run says of itself in trackers that keep the points of earlier attempts."""
     if resume.attempt == 1:
         return {}
     tags = {"accmt.attempt": str(resume.attempt)}

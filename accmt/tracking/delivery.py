@@ -211,14 +211,21 @@ class Delivery:
                 if feed.fetch():
                     self._ledger.save()  # what is under way, and then what has arrived
                     self._hand_over(feed)
+                    feed.settle()
                     self._ledger.save()
                 elif is_ending:
                     return
                 else:
-                    self._has_rows.wait()
-                    self._is_ending.wait(GATHERING_S)
+                    self._wait_for_rows(feed)
         finally:
             feed.close()
+
+    def _wait_for_rows(self, feed: Feed) -> None:
+        if not self._has_rows.wait(feed.settle()):
+            feed.settle()
+            self._ledger.save()
+        elif not self._is_ending.is_set():
+            self._is_ending.wait(GATHERING_S)
 
     def _hand_over(self, feed: Feed) -> None:
         limit = BATCH_ROWS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,6 +54,8 @@ class Feed:
         self._names = CleanNames(spec.clean_name, account.names)
         self._reader = HistoryReader(history, replay.start)
         self._items: deque[_Item] = deque()
+        self._settles_in_s = spec.settles_in_s(tracker)
+        self._arrivals: deque[tuple[float, int]] = deque()
 
     def fetch(self) -> bool:
         """Read further rows once all are handed over; False where there is nothing to hand over."""
@@ -120,6 +124,21 @@ class Feed:
             do = "log it under another name; further refusals are counted, and told at the end"
             warn(explain(f"the tracker {self._spec.name}", got, expected, do))
         self._take_off(1)
+
+    def settle(self) -> float | None:
+        """Note in the account what arrived so long ago that no kill takes it from the tracker any more.
+
+        Returns:
+            The seconds until there is more to note; None where there is nothing.
+        """
+        if math.isinf(self._settles_in_s):
+            return None
+        now, account = time.monotonic(), self._account
+        if account.delivered != (self._arrivals[-1][1] if self._arrivals else account.settled):
+            self._arrivals.append((now, account.delivered))
+        while self._arrivals and now - self._arrivals[0][0] >= self._settles_in_s:
+            account.settled = self._arrivals.popleft()[1]
+        return self._arrivals[0][0] + self._settles_in_s - now if self._arrivals else None
 
     def close(self) -> None:
         """Close the file."""

@@ -24,6 +24,7 @@ class Account:
         first: The first line of the run.
         delivered: The line before which the tracker has everything.
         handed: The line before which it may have everything: what is between was under way when this was written.
+        settled: The line before which it has everything for good, also after a kill; the rest it may have in memory.
         num_refused: Rows that it refused for their content.
         names: Its name of each metric.
         status: The status with which the run was ended there; None while it is open.
@@ -35,14 +36,20 @@ class Account:
     first: int = 0
     delivered: int = 0
     handed: int = 0
+    settled: int = 0
     num_refused: int = 0
     names: dict[str, str] = field(default_factory=dict)
     status: str | None = None
 
     def restart(self) -> None:
         """Count nothing as delivered: the tracker's run is a new one."""
-        self.delivered = self.handed = self.first
+        self.delivered = self.handed = self.settled = self.first
         self.status = None
+
+    def reopen(self) -> None:
+        """Count as under way what a killed process had handed over, and the tracker may have lost with it."""
+        if self.status is None:
+            self.delivered = min(self.delivered, self.settled)
 
 
 class Ledger:

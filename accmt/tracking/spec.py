@@ -53,10 +53,25 @@ class TrackerSpec:
         del place
         return None
 
-    def is_remote(self, place: RunPlace) -> bool:
-        """Return whether the tracker reaches its store over the network."""
-        del place
+    def is_remote(self, place: RunPlace, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether the tracker, started with `kwargs`, reaches its store over the network."""
+        del place, kwargs
         return False
+
+    def missing_key(self, kwargs: Mapping[str, Any]) -> str | None:
+        """Return how to give the key that the tracker needs to reach its service; None where nothing is missing."""
+        del kwargs
+        return None
+
+    def upload_command(self, place: RunPlace) -> str:
+        """Return the command that hands to the service what a run without a key left in files."""
+        del place
+        return ""
+
+    def settles_in_s(self, tracker: GeneralTracker) -> float:
+        """Return the seconds after which a kill no longer takes a row from the tracker; infinite until its end."""
+        del tracker
+        return 0.0
 
     def deliver(self, tracker: GeneralTracker, rows: Sequence[Row]) -> Iterator[int]:
         """Log rows in their order.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accmt.errors import ArgumentError, MissingPackageError, explain
 from accmt.tracking.replay import Resume, Rewinding, Row
 from accmt.tracking.run_folder import DEFAULT_LOGGING_DIR, RunPlace
+from accmt.tracking.services import Aim, ClearML, CometML, SwanLab, Trackio, WandB
 from accmt.tracking.spec import NEW_RUN, GivenTracker, TrackerSpec, parameter_names
 
 if TYPE_CHECKING:
@@ -102,8 +103,9 @@ class MLFlow(TrackerSpec):
         uri = self.tracking_uri(place)
         return None if uri == self._local_uri(place) else uri
 
-    def is_remote(self, place: RunPlace) -> bool:
+    def is_remote(self, place: RunPlace, kwargs: Mapping[str, Any]) -> bool:
         """As `TrackerSpec.is_remote`."""
+        del kwargs
         return not self.tracking_uri(place).startswith(("sqlite:", "file:", "/", "."))
 
     def deliver(self, tracker: GeneralTracker, rows: Sequence[Row]) -> Iterator[int]:
@@ -196,40 +198,21 @@ class DVCLive(TrackerSpec):
         yield len(rows)
 
 
-class _NotSupportedYet(TrackerSpec):
-    def __init__(self, **init_kwargs: Any) -> None:
-        del init_kwargs
-        where = f"Trainer(log_with={type(self).__name__})"
-        raise NotImplementedError(explain(where, "a tracker that is not supported yet", _SUPPORTED, "log_with=MLFlow"))
-
-
-class WandB(_NotSupportedYet):
-    """Weights & Biases; not supported yet: making one raises NotImplementedError."""
-
-    name = "wandb"
-
-
-class CometML(_NotSupportedYet):
-    """Comet; not supported yet: making one raises NotImplementedError."""
-
-    name = "comet_ml"
-
-
-class Aim(_NotSupportedYet):
-    """Aim; not supported yet: making one raises NotImplementedError."""
-
-    name = "aim"
-
-
-class ClearML(_NotSupportedYet):
-    """ClearML; not supported yet: making one raises NotImplementedError."""
-
-    name = "clearml"
-
-
-_SPECS: tuple[type[TrackerSpec], ...] = (TensorBoard, MLFlow, WandB, CometML, Aim, ClearML, DVCLive)
+_SPECS: tuple[type[TrackerSpec], ...] = (
+    TensorBoard,
+    MLFlow,
+    WandB,
+    CometML,
+    Aim,
+    ClearML,
+    DVCLive,
+    Trackio,
+    SwanLab,
+)
 _BY_NAME = {spec.name: spec for spec in _SPECS}
-_SUPPORTED = "TensorBoard, MLFlow, DVCLive, their names, any accelerate GeneralTracker, or a list of these"
+_SUPPORTED = (
+    f"{', '.join(spec.__name__ for spec in _SPECS)}, their names, any accelerate GeneralTracker, or a list of these"
+)
 
 
 def tracker_names() -> frozenset[str]:
@@ -247,7 +230,6 @@ def resolve_trackers(log_with: Any) -> list[TrackerSpec]:
     Raises:
         ArgumentError: An entry is no tracker (the nearest name is in the message), or one is named twice.
         MissingPackageError: The tracker's package is not installed.
-        NotImplementedError: The tracker is not supported yet.
     """
     if log_with is None or log_with is False:
         return []
@@ -280,7 +262,7 @@ def _find_spec(entry: Any) -> TrackerSpec:
 
 
 def _require_package(spec: TrackerSpec) -> None:
-    if isinstance(spec, GivenTracker) or find_spec(spec.package) is not None:
+    if isinstance(spec, GivenTracker) or find_spec(spec.package.replace("-", "_")) is not None:
         return
     where = f"Trainer(log_with={type(spec).__name__})"
     got = f"the package {spec.package} is not installed"

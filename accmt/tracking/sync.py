@@ -77,6 +77,7 @@ def _find_status(run_folder: Path, history: History) -> str:
 
 def _sync(key: str, folder: Path, history: History, ledger: Ledger, status: str, timeout_s: float) -> Synced:
     account = ledger.accounts[key]
+    account.reopen()
     left_before = count_rows_left(history.path, account)
     if left_before == 0 and account.status == status:
         return Synced(key, 0, 0)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 from accmt.errors import ArgumentError, TrackerError, explain
 from accmt.files import require_writable_folder
 from accmt.messages import say, warn
+from accmt.tracking.credentials import tell_of_missing_key, without_secrets
 from accmt.tracking.delivery import Delivery, wait_for_the_end
 from accmt.tracking.history import History
 from accmt.tracking.init_kwargs import kwargs_of_each
@@ -243,7 +244,11 @@ class Tracking:
         return keys
 
     def _held_back(self) -> list[str]:
-        return [key for key, spec in self._keys().items() if self._offline is True and spec.is_remote(self._place)]
+        """Return the trackers whose rows wait for `accmt sync`, because servers are to be left alone."""
+        if self._offline is not True:
+            return []
+        trackers = zip(self._keys().items(), self._kwargs, strict=True)
+        return [key for (key, spec), kwargs in trackers if spec.is_remote(self._place, kwargs)]
 
     def _logger(self, key: str) -> GeneralTracker:
         running = (delivery.tracker for delivery in self._deliveries if delivery.key == key)
@@ -262,7 +267,7 @@ class Tracking:
             history.add_rewind(self._resumed["line"], self._resumed["step"], ledger.attempt)
         for (key, spec), kwargs in zip(self._keys().items(), self._kwargs, strict=True):
             account = self._find_account(key, spec, before, lines)
-            account.server, account.kwargs = spec.server(self._place), to_plain(kwargs)
+            account.server, account.kwargs = spec.server(self._place), to_plain(without_secrets(kwargs))
             ledger.accounts[key] = account
         if before is not None and self._resumed is None:
             _warn_of_rows_left_behind(history.path, before)
@@ -270,20 +275,23 @@ class Tracking:
 
     def _find_account(self, key: str, spec: TrackerSpec, before: Ledger | None, lines: int) -> Account:
         if self._resumed is None:
-            return Account(first=lines, delivered=lines, handed=lines)
+            return Account(first=lines, delivered=lines, handed=lines, settled=lines)
         run_id = self._resumed["run_ids"].get(key)
         if before is not None and key in before.accounts:
             account = before.accounts[key]
+            account.reopen()
             account.run_id = account.run_id or run_id
             return account
         # It is not known what it has: all of it, to one to whom nothing may be handed twice.
-        return Account(run_id=run_id, delivered=lines if spec.rewinding is Rewinding.UNKNOWN else 0, handed=lines)
+        delivered = lines if spec.rewinding is Rewinding.UNKNOWN else 0
+        return Account(run_id=run_id, delivered=delivered, handed=lines, settled=delivered)
 
     def _start_trackers(self, history: History, ledger: Ledger) -> None:
         held_back = self._held_back()
         for (key, spec), kwargs in zip(self._keys().items(), self._kwargs, strict=True):
             if key in held_back:
                 continue
+            tell_of_missing_key(spec, self._place, kwargs, is_needed=self._offline is False)
             delivery = Delivery(
                 spec,
                 self._place,
@@ -295,7 +303,7 @@ class Tracking:
                 is_patient=self._offline is not False,
             )
             self._deliveries.append(delivery)
-            delivery.begin(_REMOTE_START_S if spec.is_remote(self._place) else _START_S)
+            delivery.begin(_REMOTE_START_S if spec.is_remote(self._place, kwargs) else _START_S)
             if delivery.start_error is not None:
                 self._raise_not_started(delivery, delivery.start_error)
             delivery.attach()

@@ -35,4 +35,13 @@ def test_a_folder_that_is_gone_stops_nothing(tmp_path):
 def test_a_new_run_of_a_tracker_gets_everything_from_its_first_line_on():
     account = Account(first=3, delivered=9, handed=12, status="FAILED", names={"a": "a"})
     account.restart()
-    assert account == Account(first=3, delivered=3, handed=3, names={"a": "a"})
+    assert account == Account(first=3, delivered=3, handed=3, settled=3, names={"a": "a"})
+
+
+def test_what_a_killed_process_handed_over_counts_once_it_has_settled():
+    killed = Account(delivered=9, handed=12, settled=4)
+    killed.reopen()
+    assert killed == Account(delivered=4, handed=12, settled=4)
+    ended = Account(delivered=9, handed=12, settled=4, status="FAILED")
+    ended.reopen()
+    assert ended.delivered == 9

@@ -1,7 +1,18 @@
 import sys
 
 import pytest
-from accelerate.tracking import GeneralTracker, MLflowTracker, TensorBoardTracker, WandBTracker
+from accelerate.tracking import (
+    AimTracker,
+    ClearMLTracker,
+    CometMLTracker,
+    DVCLiveTracker,
+    GeneralTracker,
+    MLflowTracker,
+    SwanLabTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandBTracker,
+)
 
 from accmt.errors import ArgumentError, MissingPackageError
 from accmt.tracking.run_folder import RunPlace
@@ -9,9 +20,12 @@ from accmt.tracking.specs import (
     Aim,
     ClearML,
     CometML,
+    DVCLive,
     GivenTracker,
     MLFlow,
+    SwanLab,
     TensorBoard,
+    Trackio,
     WandB,
     resolve_trackers,
 )
@@ -98,16 +112,29 @@ def test_a_missing_package_is_an_error_that_names_it(monkeypatch, spec, package)
         resolve_trackers(spec)
 
 
-@pytest.mark.parametrize("spec", [WandB, CometML, Aim, ClearML])
-def test_trackers_that_are_not_supported_yet_say_so(spec):
-    for log_with in (spec, spec.name):
-        with pytest.raises(NotImplementedError, match=f"{spec.__name__}[\\s\\S]*expected: TensorBoard, MLFlow"):
+@pytest.mark.parametrize(
+    ("spec", "accelerates"),
+    [
+        (WandB, WandBTracker),
+        (CometML, CometMLTracker),
+        (Aim, AimTracker),
+        (ClearML, ClearMLTracker),
+        (DVCLive, DVCLiveTracker),
+        (Trackio, TrackioTracker),
+        (SwanLab, SwanLabTracker),
+    ],
+)
+def test_a_tracker_without_its_package_names_that_one(monkeypatch, spec, accelerates):
+    monkeypatch.setitem(sys.modules, spec.package.replace("-", "_"), None)
+    for log_with in (spec, spec(), spec.name, [spec], accelerates):
+        with pytest.raises(
+            MissingPackageError, match=f"log_with={spec.__name__}[\\s\\S]*do: pip install {spec.package}$"
+        ):
             resolve_trackers(log_with)
 
 
-def test_accelerates_class_of_an_unsupported_tracker_says_so():
-    with pytest.raises(NotImplementedError, match="WandB"):
-        resolve_trackers(WandBTracker)
+def test_a_missing_package_is_an_import_error():
+    assert issubclass(MissingPackageError, ImportError)
 
 
 def test_a_users_instance_is_used_as_it_is():

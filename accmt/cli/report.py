@@ -1,0 +1,34 @@
+"""Write one HTML page about a run, or about several over one another.
+
+The page holds everything: curves with zoom and log scale, evaluations, what the time was spent on, use of the machine,
+the configuration with its differences, checkpoints and failures. It is opened in any browser, without a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be told to the command."""
+    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN_FOLDER", help="the folder of a run")
+    parser.add_argument("-o", "--output", type=Path, help="the page; report.html in the first run folder by default")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the page and say where it is.
+
+    Returns:
+        0.
+
+    Raises:
+        ArgumentError: A folder is not that of a run.
+        MissingPackageError: plotly is not installed.
+    """
+    from accmt.report import read_run, write_report
+
+    path = options.output or options.folders[0] / "report.html"
+    write_report([read_run(folder) for folder in options.folders], path)
+    print(path)
+    return 0

@@ -1,0 +1,48 @@
+"""Deliver to the trackers of a run what they have not got, and end the run there with its true status.
+
+For a run that is over: its server was down, it was told to stay offline, or it was killed (it is closed as KILLED
+then). Exit code: 0 every tracker has everything, 1 something is left, 2 there is no run, or it is going on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accmt.tracking import Synced
+
+LEFT = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be told to the command."""
+    parser.add_argument("run_folder", type=Path, help="the folder with history.jsonl: logs/<track>/<run>")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="for each tracker (default 600)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Deliver and print.
+
+    Returns:
+        0 when every tracker has everything, 1 when something is left.
+
+    Raises:
+        ArgumentError: There is no run, or it is going on.
+    """
+    from accelerate.state import PartialState
+
+    from accmt.tracking import sync_run
+
+    PartialState(cpu=True)  # Accelerate's trackers ask it which process this is
+    trackers = sync_run(options.run_folder, timeout_s=options.timeout)
+    print("\n".join(_describe(one) for one in trackers) or "the run has no tracker: history.jsonl has every row")
+    return LEFT if any(one.problem for one in trackers) else 0
+
+
+def _describe(one: Synced) -> str:
+    line = f"{one.tracker}: {one.num_delivered} rows delivered, {one.num_left} left"
+    return line if one.problem is None else f"{line} ({one.problem})"

@@ -1,0 +1,199 @@
+"""What a run promises in every tracker; a class for each reads back what its tracker kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from accelerate.state import PartialState
+
+import accmt
+from accmt.errors import TrackerError
+from accmt.tracking import Tracking, read_history, resolve_trackers, sync_run
+from accmt.tracking.ledger import Ledger
+from tests.toys import Linear, make_points, make_trainer
+from tests.trackers.killed import CHECKPOINT_AT, KILLED_AT, make
+
+END = 25
+SECOND = 100.0  # added to the values of the second attempt
+FLUSH_S = 120.0  # the end of a ClearML task takes up to a minute
+STATUSES = ("FINISHED", "FAILED", "KILLED", "PREEMPTED")
+
+Points = list[tuple[int, float]]
+
+
+class TrackerContract:
+    """Tests that hold for each tracker.
+
+    Attributes:
+        kind: The class that `log_with` takes.
+        replaces: Whether points of the second attempt take the place of those of a killed one.
+        statuses: What the tracker shows for each ending.
+        has_key_of_its_own: Whether it has a service that wants a key.
+        keeps_nan: Whether it has a point for a value that is no number.
+    """
+
+    # The packages' own; warnings are errors otherwise.
+    pytestmark: Any = [
+        pytest.mark.filterwarnings("ignore::ResourceWarning"),
+        pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+        pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+        pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
+    ]
+    kind: ClassVar[type]
+    replaces: ClassVar[bool] = False
+    statuses: ClassVar[Mapping[str, Any]] = dict(zip(STATUSES, STATUSES, strict=True))
+    has_key_of_its_own: ClassVar[bool] = True
+    keeps_nan: ClassVar[bool] = True
+
+    def points(self, tracking: Tracking, name: str = "loss") -> Points:
+        """Return the points of a curve of the whole run, by step."""
+        raise NotImplementedError
+
+    def config(self, tracking: Tracking) -> Mapping[str, Any]:
+        """Return the configuration of the run, or of its last attempt."""
+        raise NotImplementedError
+
+    def status(self, tracking: Tracking) -> Any:
+        """Return how the run ended."""
+        raise NotImplementedError
+
+    @pytest.fixture(autouse=True)
+    def _one_process(self) -> None:
+        PartialState(cpu=True)
+
+    def test_it_is_found_by_class_instance_name_and_list(self):
+        for log_with in (self.kind, self.kind(), self.kind.name, [self.kind], getattr(accmt, self.kind.__name__)):
+            (spec,) = resolve_trackers(log_with)
+            assert type(spec) is self.kind
+
+    def test_a_fit_logs_every_update_and_the_hyper_parameters(self, tmp_path):
+        trainer = make_trainer(
+            model_path=str(tmp_path / "model"), log_with=self.kind, logging_dir=tmp_path, tracker_flush_s=FLUSH_S
+        )
+        trainer.fit(Linear(), make_points(8), make_points(4))
+        tracking = trainer.run.tracking
+        rows = [(row["step"], row["values"]) for row in read_history(tracking.run_folder) if "values" in row]
+        for name in ("train_loss", "val_loss"):
+            expected = [(step, values[name]) for step, values in rows if name in values]
+            assert expected
+            assert self.points(tracking, name) == [(step, pytest.approx(value)) for step, value in expected]
+        flat = " ".join(f"{name}={value}" for name, value in self.config(tracking).items())
+        assert "optim.lr=0.1" in flat
+        assert "batch_size=2" in flat
+        assert self.status(tracking) == self.statuses["FINISHED"]
+
+    def test_rows_of_any_order_name_and_value_are_kept(self, tmp_path):
+        tracking = make(self.kind, tmp_path)
+        tracking.start({})
+        tracking.log({"late": 2.0}, 20)
+        tracking.log({"late": 1.0, "f1@0.5 (top %)": 0.5, "val/nan": math.nan}, 10)
+        tracking.finish("FINISHED", flush_s=FLUSH_S)
+        assert self.points(tracking, "late") == [(10, 1.0), (20, 2.0)]
+        assert self.points(tracking, "f1@0.5 (top %)") == [(10, 0.5)]
+        not_a_number = self.points(tracking, "val/nan")
+        assert len(not_a_number) == self.keeps_nan
+        assert all(math.isnan(value) for _, value in not_a_number)
+
+    @pytest.mark.parametrize("status", STATUSES)
+    def test_the_run_ends_with_its_true_status(self, tmp_path, status):
+        tracking = make(self.kind, tmp_path, run_name=status)
+        tracking.start({})
+        tracking.log({"loss": 1.0}, 1)
+        tracking.finish(status, flush_s=FLUSH_S)
+        assert self.status(tracking) == self.statuses[status]
+
+    def test_a_run_that_failed_and_was_resumed_is_one_with_each_step_once(self, tmp_path):
+        first = make(self.kind, tmp_path)
+        first.start({"lr": 0.1})
+        for step in range(KILLED_AT + 1):
+            first.log({"loss": float(step)}, step)
+            if step == CHECKPOINT_AT:
+                state = first.state_dict()
+        first.finish("FAILED", flush_s=FLUSH_S)
+        state["run_ids"] = first.run_ids
+        second = self.go_on(tmp_path, state)
+        self.require_each_step_once(second, kept_to=CHECKPOINT_AT if self.replaces else KILLED_AT)
+
+    def test_a_run_that_was_killed_and_resumed_lacks_nothing(self, tmp_path):
+        state = self.run_until_killed(tmp_path)
+        second = self.go_on(tmp_path, state)
+        # What a killed attempt logged after the checkpoint is there, or replaced: at most once each, and none missing.
+        points = self.points(second)
+        assert sorted({step for step, _ in points}) == list(range(END + 1))
+        assert {value % SECOND for step, value in points if step > CHECKPOINT_AT} == set(
+            map(float, range(CHECKPOINT_AT + 1, END + 1))
+        )
+        assert len(points) <= END + 1 + self.doubled_by_a_kill()
+
+    def test_a_run_that_was_killed_is_completed_and_closed_by_sync(self, tmp_path):
+        self.run_until_killed(tmp_path)
+        tracking = make(self.kind, tmp_path)
+        (synced,) = sync_run(tracking.run_folder)
+        assert (synced.num_left, synced.problem) == (0, None)
+        assert sorted({step for step, _ in self.points(tracking)}) == list(range(KILLED_AT + 1))
+        assert self.status(tracking) == self.statuses["KILLED"]
+
+    def test_without_a_key_one_line_says_how_to_upload(self, tmp_path, caplog):
+        if not self.has_key_of_its_own:
+            assert self.kind().missing_key({}) is None
+            return
+        caplog.set_level("INFO", logger="accmt")
+        tracking = make(self.kind, tmp_path)
+        tracking.start({})
+        tracking.finish("FINISHED", flush_s=FLUSH_S)
+        (line,) = [message for message in caplog.messages if "has no key" in message]
+        assert f"the tracker {self.kind.name} has no key" in line
+        assert "upload them by `" in line
+
+    def test_without_a_key_a_run_that_must_be_online_does_not_start(self, tmp_path):
+        if not self.has_key_of_its_own:
+            return
+        with pytest.raises(TrackerError, match=f"the tracker {self.kind.name}\\s+got: no key"):
+            make(self.kind, tmp_path, offline=False).start({})
+
+    def doubled_by_a_kill(self) -> int:
+        """Return how many rows the tracker may have twice after a kill: nobody knows whether it had them."""
+        return 0
+
+    def run_id(self, tracking: Tracking) -> str:
+        """Return the id by which the tracker knows the run."""
+        run_id = Ledger.read(tracking.run_folder).accounts[self.kind.name].run_id
+        assert run_id
+        return run_id
+
+    def run_until_killed(self, folder: Path) -> dict[str, Any]:
+        # wandb's own process serves the children of a process too, and would outlive the kill.
+        environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+        script = [sys.executable, "-m", "tests.trackers.killed", self.kind.name, str(folder)]
+        root = Path(__file__).parents[2]
+        run = subprocess.run(
+            script, cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert run.returncode == -signal.SIGKILL, run.stdout[-2000:] + run.stderr[-2000:]
+        state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+        return state
+
+    def go_on(self, folder: Path, state: dict[str, Any]) -> Tracking:
+        second = make(self.kind, folder)
+        second.load_state_dict(state)
+        second.start({"lr": 0.2})
+        for step in range(CHECKPOINT_AT + 1, END + 1):
+            second.log({"loss": SECOND + step}, step)
+        second.finish("FINISHED", flush_s=FLUSH_S)
+        return second
+
+    def require_each_step_once(self, tracking: Tracking, kept_to: int) -> None:
+        before = [(step, float(step)) for step in range(kept_to + 1)]
+        after = [(step, SECOND + step) for step in range(kept_to + 1, END + 1)]
+        assert self.points(tracking) == before + after
+        assert "0.2" in str(dict(self.config(tracking))["lr"])
+        assert self.status(tracking) == self.statuses["FINISHED"]

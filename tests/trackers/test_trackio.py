@@ -1,0 +1,35 @@
+"""Trackio, read back from its own store."""
+
+from __future__ import annotations
+
+from accmt.tracking import Tracking, Trackio
+from tests.trackers.contract import TrackerContract
+
+
+def project_of(tracking: Tracking) -> str:
+    return tracking._place.track_name
+
+
+class TestTrackio(TrackerContract):
+    kind = Trackio
+    has_key_of_its_own = False
+    statuses = dict.fromkeys(("FINISHED", "FAILED", "KILLED", "PREEMPTED"))
+
+    def rows(self, tracking):
+        from trackio.sqlite_storage import SQLiteStorage
+
+        return SQLiteStorage.get_logs(project_of(tracking), tracking.run_name, run_id=self.run_id(tracking))
+
+    def points(self, tracking, name="loss"):
+        return sorted((row["step"], float(row[name])) for row in self.rows(tracking) if name in row)
+
+    def config(self, tracking):
+        from trackio.sqlite_storage import SQLiteStorage
+
+        return SQLiteStorage.get_run_config(project_of(tracking), tracking.run_name, run_id=self.run_id(tracking))
+
+    def status(self, tracking):
+        return None
+
+    def doubled_by_a_kill(self):
+        return 18

@@ -1,0 +1,73 @@
+"""wandb, read back from the file that `wandb sync` uploads, by wandb's own messages."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+
+import pytest
+
+from accmt.tracking import Tracking, WandB
+from tests.trackers.contract import TrackerContract
+
+BLOCK, HEADER = 32768, 7
+
+
+def records(tracking: Tracking) -> Iterator:
+    """Read all attempts; the files are made of blocks with records that may go over several (LevelDB's log format)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for path in sorted(tracking.run_folder.glob("wandb/offline-run-*/*.wandb")):
+        data, position, parts = path.read_bytes(), HEADER, b""
+        while position + HEADER <= len(data):
+            if BLOCK - position % BLOCK < HEADER:
+                position += BLOCK - position % BLOCK
+            length, kind = struct.unpack("<HB", data[position + 4 : position + HEADER])
+            parts += data[position + HEADER : position + HEADER + length]
+            position += HEADER + length
+            if kind in (1, 4):  # whole, or the last part
+                yield Record.FromString(parts)
+                parts = b""
+
+
+def values_of(items) -> dict:
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+class TestWandB(TrackerContract):
+    pytestmark = pytest.mark.feature("A18")
+    kind = WandB
+    statuses = {
+        "FINISHED": (0, "FINISHED"),
+        "FAILED": (1, "FAILED"),
+        "KILLED": (255, "KILLED"),
+        "PREEMPTED": (143, "PREEMPTED"),
+    }
+
+    def points(self, tracking, name="loss"):
+        rows = [values_of(one.history.item) for one in records(tracking) if one.HasField("history")]
+        return sorted((row["global_step"], float(row[name])) for row in rows if name in row)
+
+    def config(self, tracking):
+        config = {}
+        for one in records(tracking):
+            if one.HasField("config"):
+                config |= values_of(one.config.update)
+        return config
+
+    def status(self, tracking):
+        *_, last = (one.exit.exit_code for one in records(tracking) if one.HasField("exit"))
+        summaries = (values_of(one.summary.update) for one in records(tracking) if one.HasField("summary"))
+        *_, word = (summary["accmt.status"] for summary in summaries if "accmt.status" in summary)
+        return last, word
+
+    def doubled_by_a_kill(self):
+        return 18  # those of the last two seconds
+
+    def test_both_attempts_have_the_same_id(self, tmp_path):
+        state = self.run_until_killed(tmp_path)
+        tracking = self.go_on(tmp_path, state)
+        ids = {one.run.run_id for one in records(tracking) if one.HasField("run")}
+        assert ids == {tracking.run_ids["wandb"]} == set(state["run_ids"].values())
+        assert self.config(tracking)["accmt.attempt"] == "2"
