@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -13,8 +14,24 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
+_is_alone = False
+
+
+@contextmanager
+def acting_alone() -> Iterator[None]:
+    """Let everything behave as in a run of one process: for the main one, when the others are gone."""
+    global _is_alone  # noqa: PLW0603 - what all questions below are answered by
+    _is_alone = True
+    try:
+        yield
+    finally:
+        _is_alone = False
+
+
 def num_processes() -> int:
     """Return how many processes train together (1 without a process group)."""
+    if _is_alone:
+        return 1
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -61,6 +78,12 @@ def new_cpu_group() -> dist.ProcessGroup | None:
         The group; None with one process, where nothing is exchanged.
     """
     return dist.new_group(backend="gloo") if num_processes() > 1 else None
+
+
+def close_cpu_group(group: dist.ProcessGroup | None) -> None:
+    """Give back what `new_cpu_group` made: its connections and threads. Needs no other process."""
+    if group is not None and dist.is_initialized():
+        dist.destroy_process_group(group)
 
 
 def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:

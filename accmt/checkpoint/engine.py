@@ -182,8 +182,8 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
     require_known(model, optimizers)
     reader = HuggingFaceStorageReader(str(folder))
     stored = _read_metadata(reader, saved, folder)
-    require_same_frozen(model, saved.get("frozen", {}))
-    ours = {name: value for name, value in model_state(model).items() if name not in saved.get("frozen", {})}
+    require_same_frozen(model, saved["frozen"])
+    ours = {name: value for name, value in model_state(model).items() if name not in saved["frozen"]}
     _require_same_model(ours, saved["model"], stored)
     _require_same_number(optimizers, saved["optimizers"])
     targets = _targets(ours, saved, stored)

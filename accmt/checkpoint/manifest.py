@@ -6,6 +6,7 @@ names is there with its size and digest. The digest of the manifest covers its o
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import platform
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ from accmt.version import __version__
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
 _OWN_DIGEST = "manifest_xxh3_64"
+_NO_FILE = {errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
 
 @dataclass(frozen=True)
@@ -155,14 +157,12 @@ def read_manifest(folder: Path) -> Manifest | Damage:
     """Read `manifest.json`, without a look at the other files.
 
     Raises:
-        CheckpointError: It is of a version that this accmt does not know.
+        CheckpointError: It is of a version that this accmt does not know, or cannot be read now.
     """
     try:
         content = loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return Damage(f"{MANIFEST_NAME} is missing")
     except OSError as error:
-        return Damage(f"{MANIFEST_NAME} cannot be read: {error.strerror}")
+        return Damage(_name_fault(folder / MANIFEST_NAME, MANIFEST_NAME, error))
     except ValueError:
         return Damage(f"{MANIFEST_NAME} is not JSON")
     if not isinstance(content, dict) or content.pop(_OWN_DIGEST, None) != _digest(content):
@@ -179,7 +179,7 @@ def examine(folder: Path) -> Checkpoint | Damage:
     """Read a checkpoint's manifest and compare every file with it.
 
     Raises:
-        CheckpointError: It is of a version that this accmt does not know.
+        CheckpointError: It is of a version that this accmt does not know, or cannot be read now.
     """
     manifest = read_manifest(folder)
     if isinstance(manifest, Damage):
@@ -202,7 +202,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         NoCheckpointError: There is no checkpoint.
         CheckpointCorruptError: A file is missing, or is not what was written.
-        CheckpointError: It is of a version that this accmt does not know.
+        CheckpointError: It is of a version that this accmt does not know, or cannot be read now.
     """
     if not (folder / MANIFEST_NAME).exists() and not (folder.is_dir() and STEP.fullmatch(folder.name)):
         raise NoCheckpointError(_explain_absence(folder))
@@ -222,13 +222,26 @@ def _find_fault(path: Path, name: str, expected: FileEntry) -> str | None:
     try:
         size = path.stat().st_size
         found = FileEntry.of(path) if size == expected.size else None
-    except FileNotFoundError:
-        return f"{name} is missing"
     except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
+        return _name_fault(path, name, error)
     if found is None:
         return f"{name} has {size} bytes instead of {expected.size}"
     return None if found == expected else f"{name} does not hold what was written (its digest differs)"
+
+
+def _name_fault(path: Path, name: str, error: OSError) -> str:
+    """Say what is wrong with a file that is not there, or is none.
+
+    Raises:
+        CheckpointError: It may be as it was written, and cannot be read now: too many open files, a server away.
+    """
+    if isinstance(error, FileNotFoundError):
+        return f"{name} is missing"
+    if error.errno in _NO_FILE:
+        return f"{name} cannot be read: {error.strerror}"
+    do = "try again, or move this checkpoint away to use the one before it"
+    got = f"it cannot be read: {error.strerror}"
+    raise CheckpointError(explain(str(path), got, "a file that can be read", do)) from error
 
 
 def _explain_version(folder: Path, content: Mapping[str, Any]) -> str:

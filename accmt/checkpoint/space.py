@@ -8,17 +8,23 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from accmt.checkpoint.frozen import find_frozen
 from accmt.checkpoint.retention import list_published
+from accmt.checkpoint.torch_states import model_state
 from accmt.files import format_bytes, free_space
 
 
 def estimate_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Return about how many bytes a checkpoint will have, before the optimizer has any state.
 
-    How much state an optimizer keeps per parameter is seen on a parameter of two elements that a copy of it steps.
+    The frozen weights under an adapter are not in it, and nothing frozen has a state. How much state an optimizer keeps
+    per parameter is seen on a parameter of two elements that a copy of it steps.
     """
-    weights = sum(tensor.nbytes for tensor in model.state_dict().values() if isinstance(tensor, torch.Tensor))
-    trained: int = sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
+    frozen = find_frozen(model)
+    kept = {name: value for name, value in model_state(model).items() if name not in frozen}
+    weights = sum(value.nbytes for value in kept.values() if isinstance(value, torch.Tensor))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    trained: int = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     return weights + trained * _state_per_parameter(optimizer)
 
 

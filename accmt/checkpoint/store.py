@@ -8,13 +8,14 @@ after a kill in that instant moves it back.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from accmt.checkpoint.folder_lock import FolderLock
+from accmt.checkpoint.folders import make_durable, move, remove
 from accmt.checkpoint.manifest import (
     Checkpoint,
     Damage,
@@ -65,6 +66,29 @@ class CheckpointStore:
         self._group = group
         self._num_kept = 1 if max_checkpoints is None else max_checkpoints
         self._in_the_making: Path | None = None
+        self._claim: FolderLock | None = None
+
+    def claim(self) -> None:
+        """Keep every other run from writing here, until `release` or the end of this process, however it ends.
+
+        Raises:
+            CheckpointError: Another run writes here, or the folder cannot be written.
+
+        Processes:
+            Collective; the main process holds the claim.
+        """
+
+        def lock() -> None:
+            make_durable(self.folder)
+            self._claim = FolderLock.take(self.folder)
+
+        self._run_on_main(lock)
+
+    def release(self) -> None:
+        """Give up what `claim` took; without a claim nothing happens. Needs no other process."""
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
 
     def save(self, step: int, write: Callable[[Path], None], info: Mapping[str, Any]) -> Path:
         """Write a checkpoint and publish it; an older one of the same step is replaced.
@@ -100,7 +124,7 @@ class CheckpointStore:
         def make() -> Path:
             self._in_the_making = None
             self._clean()
-            _make_durable(self.folder)
+            make_durable(self.folder)
             staged = self.folder / make_unfinished_name("tmp", step)
             staged.mkdir()
             self._in_the_making = staged
@@ -245,7 +269,7 @@ class CheckpointStore:
     def _discard(self, staged: Path) -> None:
         self._in_the_making = None
         if staged.exists():
-            _remove(staged)
+            remove(staged)
 
     def _find_newest(self) -> Checkpoint | None:
         self._finish_replacements()
@@ -259,7 +283,7 @@ class CheckpointStore:
     def _clean(self) -> None:
         self._finish_replacements()
         for leftover, _ in self._list_abandoned("tmp"):
-            _remove(leftover)
+            remove(leftover)
 
     def _finish_replacements(self) -> None:
         for old, step in self._list_abandoned("old"):
@@ -283,11 +307,10 @@ class CheckpointStore:
         ours = [path for path in entries if STEP.fullmatch(path.name) or SET_ASIDE.fullmatch(path.name)]
         if not ours:
             return None
-        previous = find_free_name(self.folder.with_name(f"{self.folder.name}.previous"))
+        folder = self.folder.resolve()  # a link may lead to another disk, and nothing is renamed across disks
+        previous = find_free_name(folder.with_name(f"{folder.name}.previous"))
         try:
-            previous.mkdir()
-            for path in ours:
-                path.rename(previous / path.name)
+            previous = move(ours, previous, otherwise=find_free_name(folder / "previous"))
         except OSError as error:
             expected = f"a folder whose checkpoints can be moved to {previous}"
             do = "move them away, pass another `checkpoint` folder, or continue the earlier run with `resume=True`"
@@ -309,19 +332,3 @@ def _set_aside(folder: Path) -> str:
     except OSError as error:
         return f"it could not be set aside ({error})"
     return f"it is set aside as {aside.name}"
-
-
-def _remove(folder: Path) -> None:
-    try:
-        shutil.rmtree(folder)
-    except OSError as error:
-        warn(f"what is left of an unfinished checkpoint could not be removed: {error}")
-
-
-def _make_durable(folder: Path) -> None:
-    """Make a folder so that a power cut does not take it away again."""
-    if folder.is_dir():
-        return
-    _make_durable(folder.parent)
-    folder.mkdir(exist_ok=True)
-    fsync_folder(folder.parent)

@@ -52,7 +52,7 @@ def plain_parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
-    """Return an optimizer's state: `state` by parameter name, `param_groups` with names; tensors are not copied.
+    """Return an optimizer's state: its class, `state` by parameter name, `param_groups` with names; nothing is copied.
 
     Raises:
         CheckpointError: It keeps a state that belongs to no parameter.
@@ -69,7 +69,8 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
         )
         raise CheckpointError(message)
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
-    return {"state": {names[index]: entry for index, entry in state["state"].items()}, "param_groups": groups}
+    entries = {names[index]: entry for index, entry in state["state"].items()}
+    return {"class": type(optimizer).__qualname__, "state": entries, "param_groups": groups}
 
 
 def restore_model(model: nn.Module, state: State) -> None:
@@ -83,8 +84,10 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> N
     """Give the optimizer a state as `optimizer_state` returns it.
 
     Raises:
-        CheckpointError: Its groups hold other parameters than the state's.
+        CheckpointError: It is of another class, or its groups hold other parameters than the state's.
     """
+    if state["class"] != type(optimizer).__qualname__:
+        raise _other_groups(optimizer, f"a {type(optimizer).__qualname__}; the checkpoint's is a {state['class']}")
     names = _parameter_names(model, optimizer)
     groups = optimizer.state_dict()["param_groups"]
     _require_same_groups(
@@ -156,8 +159,8 @@ def _other_groups(optimizer: Optimizer, got: str) -> CheckpointError:
         explain(
             type(optimizer).__name__,
             got,
-            "the parameter groups that were saved",
-            "build the optimizer as in the run that saved, or start a new run with `resume=False`",
+            "the optimizer that was saved, with its parameter groups",
+            "build it as in the run that saved, or begin with a new one: `reset_optimizer_on_resume=True`",
         )
     )
 

@@ -23,6 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from accmt.errors import CheckpointCorruptError, CheckpointError, explain
 
 _EXACT_BITS = 53
@@ -73,6 +75,8 @@ def decode(text: str) -> Any:
 
 
 def _to_json(value: Any, where: str) -> Any:
+    if isinstance(value, np.generic):  # as a schedule of numpy's functions leaves them
+        value = value.item()
     write = _WRITERS.get(type(value))
     if write is None:
         raise refusal(where, value)

@@ -1,7 +1,7 @@
 """From what the user gave to rounds of batches: order, sharing over processes, seeds, collating."""
 
 from accmt.data.batches import Round, find_batch_size
-from accmt.data.collate import build_collate
+from accmt.data.collate import DataCollatorForLongestSequence, build_collate
 from accmt.data.loaders import build_loader
 from accmt.data.options import Loader, LoaderOptions
 from accmt.data.seeding import derive_seed, draw_seed, keeping_generators, seed_generators, set_seed
@@ -9,6 +9,7 @@ from accmt.data.sharding import Share
 from accmt.data.unshared import UnsharedLoader
 
 __all__ = [
+    "DataCollatorForLongestSequence",
     "Loader",
     "LoaderOptions",
     "Round",

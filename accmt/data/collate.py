@@ -1,9 +1,11 @@
-"""Which collate function makes a batch."""
+"""Which collate function makes a batch, and the one that transformers has not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from torch.utils.data import default_collate
 
 from accmt.errors import ArgumentError, explain
 
@@ -25,6 +27,38 @@ class CollateChain:
         for function in self._functions:
             samples = function(samples)
         return samples
+
+
+class DataCollatorForLongestSequence:
+    """Pads inputs of unequal length to the longest of the batch, and stacks the targets beside them.
+
+    A sample is a pair `(inputs, target)`, or the inputs alone. Inputs are token ids, or a dict that holds them under
+    "input_ids", as a tokenizer returns it. transformers' own collate functions want the target among the inputs.
+
+    Shapes:
+        `input_ids` and `attention_mask` `[samples, longest]`; targets `[samples, ...]`.
+
+    Args:
+        tokenizer: Says with what and on which side inputs are padded.
+        torch_stack: Whether targets, which then have one shape, become tensors; else they stay a list.
+    """
+
+    def __init__(self, tokenizer: Any, *, torch_stack: bool = True) -> None:
+        from transformers import DataCollatorWithPadding
+
+        self._pad = DataCollatorWithPadding(tokenizer)
+        self._stack = torch_stack
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        """Make a batch: `(inputs, targets)`, or the inputs alone where the samples are inputs alone."""
+        if not isinstance(samples[0], tuple):
+            return self._pad([_as_named(one) for one in samples])
+        inputs, targets = map(list, zip(*samples, strict=True))
+        return self._pad([_as_named(one) for one in inputs]), default_collate(targets) if self._stack else targets
+
+
+def _as_named(inputs: Any) -> dict[str, Any]:
+    return dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
 
 
 def build_collate(value: Any, argument: str) -> Collate | None:

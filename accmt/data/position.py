@@ -73,6 +73,17 @@ def require_same_number(start: Start, number: int, unit: str, options: LoaderOpt
         raise cannot_continue(options, f"{number} {unit}", expected)
 
 
+def require_same_order(start: Start, order: str, options: LoaderOptions) -> None:
+    """Check that an epoch has the order with which it began: in another, samples would be repeated and left out.
+
+    Raises:
+        DataError: It has not.
+    """
+    if start.position["order"] != order:
+        got = "another order than that in which the epoch began: another shuffling, sampler, seed of it, or batches"
+        raise cannot_continue(options, got, f"that order, {start.passed} of {start.position['of']} trained on")
+
+
 def cannot_continue(options: LoaderOptions, got: str, expected: str, do: str | None = None) -> DataError:
     """Return the error about data in which an interrupted epoch cannot go on."""
     do = do or "continue with the data, sampler and batches as they were, or begin a new run: resume=False"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, pairwise
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import Sampler
+import xxhash
+from torch.utils.data import BatchSampler, Sampler
 
 from accmt.data.seeding import BatchIndices, derive_seed, drawing_under
 from accmt.data.sharding import Plan
@@ -84,8 +86,51 @@ def _read_indices(sampler: Iterable[int]) -> torch.Tensor:
     return torch.tensor(list(sampler), dtype=torch.long)
 
 
-def _read_batches(batch_sampler: Iterable[Iterable[int]]) -> list[list[int]]:
-    return [list(batch) for batch in batch_sampler]
+class Batches:
+    """The batches of an epoch, as one tensor of indices and where each batch begins in it.
+
+    Args:
+        indices: The samples of all batches, one after the other.
+        starts: Where each batch begins, and where the last one ends.
+    """
+
+    def __init__(self, indices: torch.Tensor, starts: torch.Tensor) -> None:
+        self.indices = indices
+        self._starts = starts.tolist()
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, part: slice) -> list[list[int]]:
+        edges = self._starts[part.start : part.stop + 1]
+        return [self.indices[first:last].tolist() for first, last in pairwise(edges)]
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many samples each batch has."""
+        return [last - first for first, last in pairwise(self._starts)]
+
+    @property
+    def digest(self) -> str:
+        """A digest of which samples make which batch."""
+        return _digest(self.indices, torch.tensor(self._starts))
+
+
+def _read_batches(batch_sampler: Iterable[Iterable[int]]) -> Batches:
+    if type(batch_sampler) is BatchSampler:  # torch's own: cut here, without a list for each batch
+        indices, size = _read_indices(batch_sampler.sampler), batch_sampler.batch_size
+        end = len(indices) - len(indices) % size if batch_sampler.drop_last else len(indices)
+        return Batches(indices, torch.tensor([*range(0, end, size), end]))
+    batches = [list(batch) for batch in batch_sampler]
+    starts = torch.tensor([0, *map(len, batches)]).cumsum(0)
+    return Batches(torch.tensor(list(chain(*batches)), dtype=torch.long), starts)
+
+
+def _digest(*tensors: torch.Tensor) -> str:
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 class Order:
@@ -103,6 +148,13 @@ class Order:
         self._seed = seed
         self._shuffle = shuffle
         self._drawn = None if sampler is None else DrawnByUser(sampler, seed, _read_indices)
+        self._digest: tuple[int, str] | None = None
+
+    def digest(self, epoch: int) -> str:
+        """Return a digest of the order of `epoch`; computed once an epoch."""
+        if self._digest is None or self._digest[0] != epoch:
+            self._digest = epoch, _digest(self.at(epoch))
+        return self._digest[1]
 
     def size(self, epoch: int) -> int:
         """Return how many samples `epoch` has."""
@@ -127,7 +179,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         purpose: Tells training's randomness from validation's.
     """
 
-    def __init__(self, order: Order | DrawnByUser[list[list[int]]], *, seed: int, purpose: str) -> None:
+    def __init__(self, order: Order | DrawnByUser[Batches], *, seed: int, purpose: str) -> None:
         self._order = order
         self._seed = seed
         self._purpose = purpose
@@ -138,8 +190,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._plan = plan
         self._rounds = rounds
 
-    def __iter__(self) -> Iterator[list[int]]:
-        epoch, plan, order = self._epoch, self._plan, self._order.at(self._epoch)
+    def __iter__(self) -> Iterator[BatchIndices]:
+        epoch, plan, drawn = self._epoch, self._plan, self._order.at(self._epoch)
+        order = drawn.numpy() if isinstance(drawn, torch.Tensor) else drawn  # slices of an array cost a fraction
         for part in filter(None, map(plan.part, self._rounds)):
             seed = derive_seed(self._seed, self._purpose, epoch, part.start)
             yield BatchIndices(self._indices(order[part.start : part.stop]), seed)
@@ -169,7 +222,11 @@ class BatchShare(GlobalBatchSampler):
 
     def sizes(self, epoch: int) -> list[int]:
         """Return how many samples each batch of an epoch has, over all processes."""
-        return [len(batch) for batch in self._drawn.at(epoch)]
+        return self._drawn.at(epoch).sizes
+
+    def digest(self, epoch: int) -> str:
+        """Return a digest of which samples make which batch of an epoch."""
+        return self._drawn.at(epoch).digest
 
     def _indices(self, part: list[list[int]]) -> list[int]:
         (batch,) = part

@@ -7,6 +7,7 @@ Prefetching, workers and evaluations in between therefore change nothing.
 from __future__ import annotations
 
 import random
+import signal
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,7 @@ import xxhash
 
 _TORCH_DEFAULT = 67280421310721  # what torch begins with until it is given a seed
 _MAX_SEED = 2**63
+_LEAVE_S = 30.0
 
 
 def derive_seed(seed: int, purpose: str, *place: int) -> int:
@@ -132,10 +134,22 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         if self._fetch_many is not None:
             fetched: list[Any] = self._fetch_many(list(indices))
             return fetched
-        return [self.dataset[index] for index in indices]
+        dataset = self.dataset
+        return [dataset[index] for index in indices]
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+
+def leave_signals_to_parent() -> None:
+    """Let a worker go on when a signal asks the whole job to end: its parent still finishes the update in work.
+
+    A worker that its parent has to end by SIGTERM goes too, but half a minute later.
+    """
+    signal.set_wakeup_fd(-1)  # inherited; what a worker hears is not for its parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda _number, _frame: signal.setitimer(signal.ITIMER_REAL, _LEAVE_S))
 
 
 @dataclass(frozen=True)
@@ -150,6 +164,7 @@ class WorkerStart:
 
     def __call__(self, worker_id: int) -> None:
         """Run in the worker, before its first fetch."""
+        leave_signals_to_parent()
         info = torch.utils.data.get_worker_info()
         if info is not None and isinstance(info.dataset, SeededDataset):
             object.__setattr__(info, "dataset", info.dataset.dataset)  # WorkerInfo refuses ordinary assignment

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from accmt.data.batches import Round
 from accmt.data.options import LoaderOptions, length_of, require_rounds
-from accmt.data.position import BEGINNING, plan_epoch, read_start, require_same_number
+from accmt.data.position import BEGINNING, plan_epoch, read_start, require_same_number, require_same_order
 from accmt.data.samplers import BatchShare, GlobalBatchSampler, Order, tell_epoch
 from accmt.data.seeding import SeededDataset, WorkerStart
 from accmt.data.sharding import Plan
@@ -49,12 +49,13 @@ class _PlannedLoader:
         self._start = BEGINNING
         self._epoch: int | None = None
         self._arrange(0, 0, size)
-        self.dataloader: DataLoader[Any] = DataLoader(SeededDataset(dataset), batch_sampler=sampler, **torch_options)
+        self._seeded = SeededDataset(dataset)
+        self.dataloader: DataLoader[Any] = DataLoader(self._seeded, batch_sampler=sampler, **torch_options)
 
     def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
         """Yield the rounds of an epoch from `first` on; what is passed over is never read."""
         plan = self._begin(epoch, first)
-        batches = iter(self.dataloader)
+        batches = self._read()
         last, num_processes = plan.num_rounds - 1, plan.share.count
         for index in range(first, last + 1):
             whole = plan.whole(index)
@@ -62,6 +63,13 @@ class _PlannedLoader:
             batch = next(batches) if part else None
             is_partial = len(whole) < num_processes
             yield Round(index, batch, self._count(whole), self._count(part), index == last, is_partial)
+
+    def _read(self) -> Iterator[Any]:
+        """Yield what the DataLoader would; without workers its iterator costs as much as a small batch itself."""
+        loader = self.dataloader
+        if loader.num_workers or loader.pin_memory:
+            return iter(loader)
+        return (loader.collate_fn(self._seeded.__getitems__(indices)) for indices in self._sampler)
 
     def samples_in(self, first: int, last: int) -> int | None:
         """Return the samples of rounds `first` up to without `last` over all processes."""
@@ -73,7 +81,8 @@ class _PlannedLoader:
             return {"kind": self._kind, self._unit: 0, "of": None}
         if epoch != self._epoch:
             self._begin(epoch, num_rounds)
-        return {"kind": self._kind, self._unit: self._plan.samples_before(num_rounds), "of": self._size}
+        passed = self._plan.samples_before(num_rounds)
+        return {"kind": self._kind, self._unit: passed, "of": self._size, "order": self._digest(epoch)}
 
     def continue_from(self, epoch: int, first_round: int, position: Mapping[str, Any]) -> None:
         """Let `epoch` go on from a position.
@@ -84,6 +93,8 @@ class _PlannedLoader:
         self._start = read_start(epoch, first_round, position, kind=self._kind, unit=self._unit, options=self._options)
         self._begin(epoch, first_round)
         require_same_number(self._start, self._size, self._unit, self._options)
+        if self._start.position:
+            require_same_order(self._start, self._digest(epoch), self._options)
 
     def _begin(self, epoch: int, first: int) -> Plan:
         tell_epoch(self._dataset, epoch)
@@ -99,6 +110,10 @@ class _PlannedLoader:
 
     def _draw(self, epoch: int) -> int:
         """Decide what an epoch has, and return how many samples, or batches."""
+        raise NotImplementedError
+
+    def _digest(self, epoch: int) -> str:
+        """Return a digest of what an epoch has, and in which order."""
         raise NotImplementedError
 
     def _count(self, part: range) -> int | None:
@@ -140,6 +155,9 @@ class SizedLoader(_PlannedLoader):
     def _draw(self, epoch: int) -> int:
         return self._order.size(epoch)
 
+    def _digest(self, epoch: int) -> str:
+        return self._order.digest(epoch)
+
     def _count(self, part: range) -> int:
         return len(part)
 
@@ -170,6 +188,9 @@ class BatchLoader(_PlannedLoader):
         self._sizes = sizes = self._batches.sizes(epoch)
         require_rounds(len(sizes), self._options, "a DataLoader without a batch")
         return len(sizes)
+
+    def _digest(self, epoch: int) -> str:
+        return self._batches.digest(epoch)
 
     def _count(self, part: range) -> int | None:
         """Return the samples of some batches; None before an epoch has begun, which draws them."""

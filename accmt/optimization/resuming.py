@@ -58,19 +58,34 @@ def restore_schedule(
         checkpoint's stays: that of another `get_optimizer`, say.
     """
     loaded, names, now = group_arguments(optimizer), set(changed), built
+    kept: list[str] = []
     steps = 0 if saved is None else _steps_taken(saved)
     is_moved = saved is None or is_stretched or not _DRIVEN.isdisjoint(changed)
     if scheduler is not None and is_moved and steps is not None and _steps_by_itself(scheduler):
         names |= _DRIVEN
         now = _walk(optimizer, scheduler, built, steps)
     elif scheduler is not None and saved is not None:
+        kept = _kept_constants(scheduler, saved)
         scheduler.load_state_dict(saved)
         now = _scaled(loaded, built, *changed["lr"]) if "lr" in changed else built
     for group, theirs, ours in zip(optimizer.param_groups, loaded, now, strict=True):
         group.update({**theirs, **{name: ours[name] for name in names & ours.keys()}})
     if not {"fused", "capturable"}.isdisjoint(names):
         _place_step_counts(optimizer)
-    return _kept(loaded, built, names, has_schedule=scheduler is not None)
+    return kept + _kept(loaded, built, names, has_schedule=scheduler is not None)
+
+
+def _kept_constants(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
+    """Return a line for each argument of a schedule that it is built with otherwise now: the checkpoint's stays."""
+    built = scheduler.state_dict()
+    arguments = inspect.signature(type(scheduler).__init__).parameters
+    names = [name for name in arguments if name in built and name in saved and name != "last_epoch"]
+    return [
+        f"{name} of the schedule {type(scheduler).__name__}: the checkpoint's {saved[name]!r} stays, "
+        f"not {built[name]!r} as built now"
+        for name in names
+        if not _is_same(saved[name], built[name])
+    ]
 
 
 def _steps_taken(saved: Mapping[str, Any]) -> int | None:

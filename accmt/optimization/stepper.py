@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,7 @@ class Stepper:
 
     Attributes:
         optimizer: The torch optimizer.
+        before_clipping: Called with the parameters whose gradients `clip` is about to clip, whether it does or not.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Stepper:
         from accelerate import Accelerator
 
         self.optimizer = optimizer
+        self.before_clipping: Callable[[list[nn.Parameter]], None] | None = None
         self._accelerator = accelerator
         self._scaler: torch.amp.GradScaler | None = accelerator.scaler
         self._set_to_none = set_to_none
@@ -78,6 +81,8 @@ class Stepper:
         Returns:
             The norm before clipping; None where nothing was clipped by norm.
         """
+        if self.before_clipping is not None:
+            self.before_clipping(self.parameters)
         if self._clip is None:
             return None
         if self._clip_type == "value":

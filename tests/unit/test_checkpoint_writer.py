@@ -251,7 +251,7 @@ def test_memory_is_one_copy_of_the_state_however_many_saves(tmp_path):
             run.update()
             run.save()
         run.writer.wait()
-        assert psutil.Process().memory_info().rss - before < 4_000_000
+        assert psutil.Process().memory_info().rss - before < 12_000_000  # less than one more copy
         assert run.writer._snapshot.size_bytes == 16_000_000
     assert run.writer._snapshot.size_bytes == 0
 

@@ -2,10 +2,13 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import default_collate
 
-from accmt.data import build_collate
+from accmt import AcceleratorModule
+from accmt.data import DataCollatorForLongestSequence, build_collate
 from accmt.errors import ArgumentError
+from tests.toys import make_trainer
 
 
 def double(batch):
@@ -49,3 +52,84 @@ def test_a_chain_travels_to_loader_workers():
 def test_what_cannot_be_called_is_refused_by_the_name_of_its_argument(value):
     with pytest.raises(ArgumentError, match=r"Trainer\(collate_fn_train=\.\.\.\)(.|\n)*collate_fn_train=my_function"):
         build_collate(value, "collate_fn_train")
+
+
+def make_tokenizer(side="right"):
+    """A tokenizer of the numbers 0 to 9 as words; 0 pads."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({**{str(n): n for n in range(10)}, "[MASK]": 10}, unk_token="9"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokens = {"pad_token": "0", "unk_token": "9", "mask_token": "[MASK]"}
+    return PreTrainedTokenizerFast(tokenizer_object=words, padding_side=side, **tokens)
+
+
+@pytest.mark.feature("N30")
+@pytest.mark.parametrize(("side", "ids"), [("right", [[1, 2, 3], [4, 0, 0]]), ("left", [[1, 2, 3], [0, 0, 4]])])
+def test_inputs_are_padded_to_the_longest_on_the_side_of_the_tokenizer_and_targets_are_stacked(side, ids):
+    collate = DataCollatorForLongestSequence(make_tokenizer(side))
+    inputs, targets = collate([([1, 2, 3], 0.5), ({"input_ids": [4]}, 1.5)])
+    assert inputs["input_ids"].tolist() == ids
+    assert torch.equal(inputs["attention_mask"], (inputs["input_ids"] != 0).long())
+    assert torch.equal(targets, torch.tensor([0.5, 1.5], dtype=torch.float64))
+
+
+@pytest.mark.feature("N30")
+def test_inputs_alone_need_no_targets_and_targets_can_stay_a_list():
+    tokenizer = make_tokenizer()
+    alone = DataCollatorForLongestSequence(tokenizer)([tokenizer("1 2"), tokenizer("3")])
+    assert alone["input_ids"].tolist() == [[1, 2], [3, 0]]
+    _, targets = DataCollatorForLongestSequence(tokenizer, torch_stack=False)([([1], [1, 2]), ([2], [3])])
+    assert targets == [[1, 2], [3]]
+
+
+class Recorder(AcceleratorModule):
+    """Writes down what it is trained on."""
+
+    def __init__(self):
+        self.model = nn.Embedding(11, 1)
+        self.seen = []
+
+    def training_step(self, batch):
+        inputs = batch[0] if isinstance(batch, list | tuple) else batch
+        self.seen.append({name: tensor.tolist() for name, tensor in inputs.items()})
+        return self.model(inputs["input_ids"]).mean()
+
+
+def train(samples, collate, **settings):
+    module = Recorder()
+    trainer = make_trainer({"epochs": 2, "batch_size": 3}, collate_fn=collate, shuffle_train=False, **settings)
+    trainer.fit(module, samples)
+    return module.seen
+
+
+@pytest.mark.feature("N30")
+def test_ragged_pairs_train():
+    samples = [(list(range(1, 2 + index)), index) for index in range(6)]
+    seen = train(samples, DataCollatorForLongestSequence(make_tokenizer()), num_sanity_val_steps=0)
+    assert [len(batch["input_ids"][0]) for batch in seen] == [3, 6, 3, 6]
+
+
+@pytest.mark.feature("N30")
+def test_the_labels_of_transformers_own_collate_function_are_padded_with_what_no_loss_counts():
+    from transformers import DataCollatorForSeq2Seq
+
+    samples = [{"input_ids": [1, 2], "labels": [3]}, {"input_ids": [1], "labels": [4, 5]}]
+    batch = train(samples, DataCollatorForSeq2Seq(make_tokenizer()))[0]
+    assert batch["input_ids"] == [[1, 2], [1, 0]]
+    assert batch["labels"] == [[3, -100], [4, 5]]
+
+
+@pytest.mark.feature("N30")
+def test_the_tokens_that_transformers_masks_follow_from_seed_and_epoch_whatever_the_workers():
+    from transformers import DataCollatorForLanguageModeling
+
+    samples = [{"input_ids": [index % 9 + 1] * 40} for index in range(6)]
+    collate = DataCollatorForLanguageModeling(make_tokenizer(), mlm=True, mlm_probability=0.15)
+    first, again, other = (train(samples, collate, seed=seed) for seed in (1, 1, 2))
+    assert first == again == train(samples, collate, seed=1, dataloader_num_workers=1)
+    assert first != other
+    assert first[:2] != first[2:], "each epoch masks other tokens"
+    masked = sum(label != -100 for batch in first for row in batch["labels"] for label in row)
+    assert 0.08 < masked / (2 * 6 * 40) < 0.22

@@ -1,0 +1,274 @@
+"""What users do around checkpoints, and what must not happen then: silent repeats, lost checkpoints, raw errors."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
+
+from accmt import Callback, ExtendedAcceleratorModule, Trainer
+from accmt.checkpoint.folder_lock import FolderLock
+from accmt.errors import ArgumentError, CheckpointError, DataError
+from tests.checkpoints import names_in
+from tests.resume.unbroken import HPS, Augmented, Fragile, assert_same, make, state_of, train
+from tests.toys import Linear, make_points, make_trainer
+
+
+class Asking(Callback):
+    """Asks for a checkpoint in one hook."""
+
+    def __init__(self, hook, path=None):
+        setattr(self, hook, lambda: self.trainer.save_checkpoint(path))
+
+
+class TestTheOrderOfAnEpoch:
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [
+            ({}, {"shuffle_train": False}),
+            ({"shuffle_train": False}, {}),
+            ({"sampler": list(range(22))}, {"sampler": list(reversed(range(22)))}),
+        ],
+        ids=str,
+    )
+    def test_another_one_is_refused_in_its_middle(self, before, after):
+        train("out/m", stop=3, **before)
+        with pytest.raises(DataError, match="another order"):
+            train("out/m", resume=True, **after)
+
+    def test_a_generator_with_another_seed_is_refused(self):
+        def loader(seed):
+            return DataLoader(Augmented(), 4, shuffle=True, generator=torch.Generator().manual_seed(seed))
+
+        train("out/m", stop=3, data=loader(1))
+        with pytest.raises(DataError, match="another order"):
+            train("out/m", resume=True, data=loader(2))
+        train("out/m", resume=True, data=loader(1))
+
+    def test_other_batches_are_refused(self):
+        train("out/m", stop=3, data=DataLoader(Augmented(), 4))
+        with pytest.raises(DataError):
+            train("out/m", resume=True, data=DataLoader(Augmented(), 5))
+
+    def test_between_epochs_it_may_change(self):
+        train("out/m", stop=6, checkpoint_every="epoch")
+        trainer, _ = train("out/m", resume=True, shuffle_train=False)
+        assert trainer.state.samples_seen == 66
+
+
+class TestTheFolder:
+    def test_two_runs_at_once_are_refused(self):
+        Path("out/checkpoint-m").mkdir(parents=True)
+        code = (
+            "import sys, time; from pathlib import Path; from accmt.checkpoint.folder_lock import FolderLock;"
+            "lock = FolderLock.take(Path('out/checkpoint-m')); print('held', flush=True); sys.stdin.read()"
+        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        holder = subprocess.Popen([sys.executable, "-c", code], **pipes)
+        assert holder.stdout.readline() == "held\n"
+        try:
+            with pytest.raises(CheckpointError, match=f"a run is writing there .process {holder.pid} on"):
+                train("out/m")
+        finally:
+            holder.kill()
+            holder.communicate()
+        train("out/m")
+        assert names_in(Path("out/checkpoint-m")) == ["step-00000018"]
+
+    def test_a_lock_is_one_even_if_its_file_is_removed_and_made_again(self, tmp_path):
+        first = FolderLock.take(tmp_path)
+        first.release()
+        assert names_in(tmp_path) == []
+        FolderLock.take(tmp_path).release()
+
+    def test_a_checkpoint_by_hand_does_not_delete_those_of_an_earlier_run(self):
+        train("out/m")
+        train("out/m", checkpoint_every=None, callbacks=[Asking("on_fit_end")])
+        assert names_in(Path("out/checkpoint-m.previous")) == ["step-00000018"]
+        assert names_in(Path("out/checkpoint-m")) == ["step-00000018"]
+
+    def test_a_folder_on_a_disk_of_its_own_keeps_the_earlier_run_inside(self, monkeypatch):
+        train("out/m", stop=5)
+        rename = Path.rename
+
+        def across_disks(self, target):
+            if ".previous" in str(target):
+                raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+            return rename(self, target)
+
+        monkeypatch.setattr(Path, "rename", across_disks)
+        train("out/m")
+        assert names_in(Path("out/checkpoint-m")) == ["previous", "step-00000018"]
+        assert names_in(Path("out/checkpoint-m/previous")) == ["step-00000004"]
+
+    def test_a_linked_folder_keeps_it_beside_what_the_link_leads_to(self):
+        Path("disk/ck").mkdir(parents=True)
+        Path("link").symlink_to("disk/ck")
+        train("out/m", checkpoint="link", stop=5)
+        train("out/m", checkpoint="link")
+        assert names_in(Path("disk")) == ["ck", "ck.previous"]
+
+    def test_a_program_that_changes_its_folder_keeps_its_checkpoints_together(self, tmp_path):
+        class Leave(Callback):
+            def on_update_end(self):
+                Path("elsewhere").mkdir(exist_ok=True)
+                if self.state.global_step == 3:
+                    os.chdir("elsewhere")
+
+        train("out/m", callbacks=[Leave()], max_checkpoints=99)
+        assert len(names_in(tmp_path / "out/checkpoint-m")) == 9
+
+    def test_a_file_that_cannot_be_read_now_is_not_damaged(self, monkeypatch):
+        train("out/m", stop=5)
+
+        def fail(path):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        with monkeypatch.context() as patched:
+            patched.setattr("accmt.checkpoint.manifest.FileEntry.of", fail)
+            with pytest.raises(CheckpointError, match="Too many open files"):
+                train("out/m", resume="auto")
+        assert names_in(Path("out/checkpoint-m")) == ["step-00000004"]
+
+    def test_the_path_of_its_manifest_is_that_of_a_checkpoint(self):
+        train("out/m", stop=5)
+        trainer, _ = train("out/m", resume="out/checkpoint-m/step-00000004/manifest.json")
+        assert trainer.state.global_step == 18
+
+    @pytest.mark.parametrize("word", ["true", "False", "NONE"])
+    def test_a_word_is_not_taken_for_a_path(self, word):
+        with pytest.raises(ArgumentError, match="without quotes"):
+            make("out/m", resume=word)
+
+
+class TestOptimizerAndSchedule:
+    def test_rates_of_numpy_can_be_stored(self):
+        class Own(Fragile):
+            def get_scheduler(self, optimizer, steps_per_epoch, epochs):
+                return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(step / 9)))
+
+        whole = state_of(*train("out/a", module=Own()))
+        train("out/b", module=Own(), stop=7)
+        assert_same(whole, state_of(*train("out/b", module=Own(), resume=True)))
+
+    def test_another_class_of_optimizer_is_refused(self):
+        class Own(Fragile):
+            kind = torch.optim.Adam
+
+            def get_optimizer(self):
+                return self.kind(self.model.parameters(), lr=0.01)
+
+        class Other(Own):
+            kind = torch.optim.AdamW
+
+        train("out/m", module=Own(), stop=5)
+        with pytest.raises(CheckpointError, match=r"(?s)AdamW; the checkpoint's is a Adam.*reset_optimizer_on_resume"):
+            train("out/m", module=Other(), resume=True)
+
+    def test_another_schedule_is_refused_and_another_constant_said(self, caplog):
+        class Own(Fragile):
+            make = staticmethod(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5))
+
+            def get_scheduler(self, optimizer, steps_per_epoch, epochs):
+                return self.make(optimizer)
+
+        class Slower(Own):
+            make = staticmethod(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.9))
+
+        class Other(Own):
+            make = staticmethod(lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9))
+
+        train("out/m", module=Own(), stop=5)
+        with pytest.raises(CheckpointError, match=r"(?s)a CosineAnnealingLR.*the checkpoint's StepLR"):
+            train("out/m", module=Other(), resume=True)
+        with caplog.at_level(logging.WARNING):
+            train("out/m", module=Slower(), resume=True)
+        assert "gamma of the schedule StepLR: the checkpoint's 0.5 stays, not 0.9 as built now" in caplog.text
+
+
+class TestAskingByHand:
+    def test_in_the_final_evaluation_it_is_served(self):
+        settings = {"evaluate_every_n_steps": 7, "checkpoint_every": None}
+        train("out/m", callbacks=[Asking("on_evaluation_end", "kept")], **settings)
+        assert names_in(Path("kept")) == ["step-00000007", "step-00000014", "step-00000018"]
+
+    def test_after_a_failure_it_is_refused(self, caplog):
+        trainer, _ = train("out/m", stop=3, grad_accumulation_steps=2)
+        with pytest.raises(CheckpointError, match=r"Handler\.ALL"):
+            trainer.save_checkpoint()
+        train("out/n", stop=3, callbacks=[Asking("on_exception")])
+        assert "a hook for errors raised CheckpointError" in caplog.text
+
+    def test_gradients_of_an_unfinished_update_are_waited_for(self, caplog):
+        class Manual(ExtendedAcceleratorModule):
+            def __init__(self):
+                torch.manual_seed(0)
+                self.model = nn.Linear(3, 1)
+
+            def training_step(self, batch):
+                inputs, targets = batch
+                self.backward(nn.functional.mse_loss(self.model(inputs), targets))
+                if self.state.batch_iteration % 4 == 3:  # over the ends of epochs of 6 batches
+                    self.step_optimizer()
+                    self.zero_grad()
+
+        def run(path, epochs, **settings):
+            hps = {"epochs": epochs, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.01}}
+            trainer = Trainer(hps, path, checkpoint_every="epoch", verbose=False, seed=1, **settings)
+            module = Manual()
+            trainer.fit(module, make_points(24))
+            return module.model.weight.detach()
+
+        whole = run("out/a", 4)
+        with caplog.at_level(logging.WARNING):
+            run("out/b", 3)
+        assert "in the middle of an update" in caplog.text
+        assert names_in(Path("out/checkpoint-b")) == ["step-00000003"]
+        assert torch.equal(run("out/b", 4, resume=True), whole)
+
+
+def test_a_module_that_cannot_be_copied_is_named():
+    class Holding(Fragile):
+        def __init__(self):
+            super().__init__()
+            self.lock = threading.Lock()
+
+    with pytest.raises(CheckpointError, match=r"the module cannot be copied.*self\.lock"):
+        make("out/m").check_resume(Holding(), Augmented())
+
+
+def test_a_trainer_with_a_constructor_of_its_own_can_be_checked():
+    class Own(Trainer):
+        def __init__(self, name):
+            super().__init__(HPS, name, verbose=False)
+
+    assert Own("out/m").check_resume(Fragile(), Augmented()) > 10
+
+
+def test_ten_million_samples_of_a_loader_of_ones_own_are_passed_over_quickly():
+    from time import perf_counter
+
+    from accmt.data.samplers import BatchShare
+
+    batches = torch.utils.data.BatchSampler(RandomSampler(range(1_000_000)), 8, drop_last=False)
+    began = perf_counter()
+    share = BatchShare(batches, seed=1, purpose="train")
+    assert sum(share.sizes(0)) == 1_000_000
+    assert share.digest(0) == share.digest(0)
+    assert perf_counter() - began < 5  # ten times as much took 0.9 s on a quiet machine per million
+
+
+def test_a_run_leaves_no_thread_behind():
+    before = threading.active_count()
+    make_trainer(checkpoint_every="step").fit(Linear(), make_points())
+    assert threading.active_count() == before

@@ -1,0 +1,153 @@
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from accmt.checkpoint.engine import StateCollector, load_state, save_state, write_state
+from accmt.checkpoint.frozen import FrozenWeights, digest_of, find_frozen, require_same_frozen
+from accmt.checkpoint.space import estimate_size
+from accmt.errors import CheckpointError
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 4)
+        self.head_again = nn.Linear(6, 4, bias=False)
+        self.head_again.weight = self.head.weight
+
+    def forward(self, x):
+        return self.head(self.norm(self.first(x)))
+
+
+def build(*adapters, seed=0):
+    torch.manual_seed(0)
+    base = Base()
+    torch.manual_seed(seed)
+    first, *others = adapters or ("default",)
+    config = LoraConfig(r=2, target_modules=["first"], modules_to_save=["norm"])
+    model = get_peft_model(base, config, adapter_name=first)
+    for name in others:
+        model.add_adapter(name, config)
+    return model
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad])
+
+
+def update(model, optimizer):
+    model(torch.ones(3, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_only_what_an_adapter_is_around_is_left_out():
+    prefix = "base_model.model."
+    assert set(find_frozen(build())) == {
+        *(f"{prefix}first.base_layer.{name}" for name in ("weight", "bias")),
+        *(f"{prefix}norm.original_module.{name}" for name in ("weight", "bias")),
+        *(f"{prefix}head.{name}" for name in ("weight", "bias")),
+        f"{prefix}head_again.weight",
+    }
+
+
+def test_an_adapter_that_is_not_active_is_kept():
+    model = build("default", "other")
+    assert not model.base_model.model.first.lora_A["other"].weight.requires_grad
+    assert not any("lora_" in name or "modules_to_save" in name for name in find_frozen(model))
+
+
+def test_frozen_weights_of_a_model_without_adapters_are_kept():
+    assert find_frozen(Base().requires_grad_(requires_grad=False)) == {}
+
+
+def test_names_are_plain_in_a_compiled_model():
+    assert find_frozen(torch.compile(build(), backend="eager")).keys() == find_frozen(build()).keys()
+
+
+def test_a_weight_that_is_trained_or_changed_after_all_is_no_longer_left_out():
+    model = build()
+    frozen = FrozenWeights(model)
+    head = model.base_model.model.head
+    assert len(frozen.digests()) == 7
+    head.bias.requires_grad_()
+    with torch.no_grad():
+        head.weight.mul_(2)
+    assert frozen.digests().keys() == {name for name in find_frozen(model) if "head" not in name}
+
+
+def test_the_digest_tells_values_dtypes_and_shapes_apart():
+    tensors = [
+        torch.ones(4),
+        torch.zeros(4),
+        torch.ones(4, dtype=torch.int32),
+        torch.ones(2, 2),
+        torch.ones(4).bfloat16(),
+    ]
+    assert len({digest_of(tensor) for tensor in tensors}) == len(tensors)
+    assert digest_of(torch.ones(2, 2).t()) == digest_of(torch.ones(2, 2))
+
+
+def test_a_state_comes_back_without_its_frozen_weights_being_stored(tmp_path):
+    model = build()
+    optimizer = optimizer_of(model)
+    update(model, optimizer)
+    save_state(model, [optimizer], {}, tmp_path)
+    stored = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    other = build(seed=1)
+    restored = optimizer_of(other)
+    load_state(other, [restored], tmp_path)
+    for target in (model, other):
+        update(target, optimizer if target is model else restored)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    assert "lora_A" in (tmp_path / "state.json").read_text()
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    for weight in model.parameters():
+        weight.requires_grad_()
+    write_state(StateCollector(model, [optimizer]).collect({}), whole)
+    assert stored < sum(path.stat().st_size for path in whole.glob("*.safetensors"))
+
+
+def test_a_weight_unfrozen_in_the_run_is_stored_and_comes_back(tmp_path):
+    model = build()
+    collector = StateCollector(model, [])
+    head = model.base_model.model.head.bias
+    head.requires_grad_()
+    head.data.add_(1)
+    write_state(collector.collect({}), tmp_path)
+    other = build()
+    load_state(other, [], tmp_path)
+    assert torch.equal(other.base_model.model.head.bias, head)
+
+
+def test_another_model_under_the_adapter_is_refused_by_name(tmp_path):
+    save_state(build(), [], {}, tmp_path)
+    other = build()
+    with torch.no_grad():
+        other.base_model.model.head.weight[0, 0] += 1e-6
+    with pytest.raises(CheckpointError, match=r"2 of 7 are not those .*head\.weight, .*head_again\.weight"):
+        load_state(other, [], tmp_path)
+
+
+def test_a_weight_that_is_not_there_counts_as_another():
+    with pytest.raises(CheckpointError, match="1 of 1 are not those that were trained around: gone"):
+        require_same_frozen(build(), {"gone": "0" * 16})
+
+
+def test_nothing_is_read_where_nothing_was_left_out(monkeypatch):
+    monkeypatch.setattr("accmt.checkpoint.frozen.plain_parameter_names", lambda model: pytest.fail("it was read"))
+    require_same_frozen(build(), {})
+
+
+def test_the_estimated_size_is_that_of_what_is_stored(tmp_path):
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())  # which holds frozen parameters too
+    estimated = estimate_size(model, optimizer)
+    update(model, optimizer)
+    pieces = StateCollector(model, [optimizer]).collect({}).pieces
+    steps = 4 * sum(name.endswith(".step") for name in pieces.tensors)
+    assert estimated == sum(tensor.nbytes for tensor in pieces.tensors.values()) - steps
