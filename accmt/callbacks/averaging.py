@@ -37,6 +37,11 @@ class EMA(Callback):
         self.average: dict[str, Tensor] = {}
         self._trained: dict[str, Tensor] = {}
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the model has the average at this moment."""
+        return bool(self._trained)
+
     def on_fit_start(self) -> None:
         """Begin with the weights as they are, unless the run continues with an average."""
         self._trained = {}

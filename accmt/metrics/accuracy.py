@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from accmt.errors import MetricError, explain
-from accmt.metrics.classes import read_classes
+from accmt.metrics.classes import IGNORED, align_classes
 from accmt.metrics.streaming import StreamingMetric
 
 
@@ -31,9 +31,9 @@ class Accuracy(StreamingMetric):
         Raises:
             MetricError: The shapes do not fit, or there is one score for each reference.
         """
-        predicted, expected = read_classes(self.name, predictions, references)
-        is_right = predicted == expected
-        return torch.stack([is_right.sum(), is_right.new_tensor(is_right.numel(), dtype=torch.int64)])
+        predicted, expected = align_classes(self.name, predictions, references)
+        is_kept = expected != IGNORED
+        return torch.stack([torch.count_nonzero(is_kept & (predicted == expected)), torch.count_nonzero(is_kept)])
 
     def finish(self, sums: list[float]) -> dict[str, float]:
         """Return the share.

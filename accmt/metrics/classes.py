@@ -13,16 +13,20 @@ IGNORED = -100
 
 
 def read_classes(name: str, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return predicted and true classes, one for each reference that is not `IGNORED`.
+    """Return predicted and true classes, flat, one for each reference that is not `IGNORED`; as `align_classes`."""
+    predicted, expected = align_classes(name, predictions, references)
+    is_kept = expected != IGNORED
+    return predicted[is_kept], expected[is_kept]
+
+
+def align_classes(name: str, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return predicted and true classes, of one shape and on one device, those to be ignored among them.
 
     Args:
         name: The metric, for messages.
         predictions: Class indices `[...]`, or scores `[..., classes]` of which the largest counts; tensors, arrays or
             lists.
         references: Class indices `[...]`.
-
-    Returns:
-        Both flat, `[samples]`.
 
     Raises:
         MetricError: The shapes do not fit, or there is one score for each sample: whether it is a logit or a
@@ -33,8 +37,7 @@ def read_classes(name: str, predictions: Any, references: Any) -> tuple[torch.Te
         predictions = predictions.argmax(-1)
     if predictions.shape != references.shape or not _are_whole(predictions):
         _refuse(name, predictions, references)
-    is_kept = references != IGNORED
-    return predictions.to(references.device)[is_kept], references[is_kept]
+    return predictions.to(references.device), references
 
 
 def read_scores(name: str, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +68,8 @@ def to_tensor(name: str, value: Any) -> torch.Tensor:
         MetricError: The value is something else.
     """
     try:
-        return torch.as_tensor(value).detach()
+        tensor = torch.as_tensor(value)
+        return tensor.detach() if tensor.requires_grad else tensor
     except (TypeError, ValueError, RuntimeError) as error:
         got, expected = f"{value!r:.80} ({type(value).__name__})", "a tensor, an array or a list of numbers"
         do = f"return tensors under {name!r}, or write a Metric of your own"

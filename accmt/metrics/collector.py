@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 import torch
 
 from accmt.errors import MetricError, ModuleContractError, explain
+from accmt.metrics.logged import LoggedValues, combine
 from accmt.metrics.metric import Metric
 from accmt.metrics.results import describe, find_scalar, is_pair
-from accmt.metrics.windows import Weight, WeightedSum, exact_sum
+from accmt.metrics.weighted_sum import Weight
 from accmt.processes import gather_objects
 
 
@@ -21,11 +22,14 @@ class ValidationCollector:
 
     Args:
         metrics: The metrics to compute; each is begun anew.
+        logged: Takes in what is logged while the set is evaluated; None where nothing is.
     """
 
-    def __init__(self, metrics: Sequence[Metric]) -> None:
+    def __init__(self, metrics: Sequence[Metric], logged: LoggedValues | None = None) -> None:
         self._taken = {metric.name: metric.accumulate() for metric in metrics}
-        self._sums: dict[str, WeightedSum] = {}
+        self._scalars = LoggedValues() if logged is None else logged
+        self._scalars.take()
+        self._scalars.begin_batch()
         self._num_entries: Counter[str] = Counter()
         self._num_batches = 0
 
@@ -39,10 +43,11 @@ class ValidationCollector:
 
         Raises:
             MetricError: A pair stands under a name that no metric has, or a metric cannot read its entry.
-            ModuleContractError: An entry is neither a scalar nor what its metric takes.
+            ModuleContractError: An entry is neither a scalar nor what its metric takes, or a scalar was logged too.
         """
         position = self._num_batches if position is None else position
         self._num_batches += 1
+        scalars: dict[str, torch.Tensor] = {}
         for name, value in outputs.items():
             self._num_entries[name] += 1
             if name in self._taken:
@@ -50,7 +55,9 @@ class ValidationCollector:
             elif is_pair(value):
                 self._refuse_name(name)
             else:
-                self._sums.setdefault(name, WeightedSum()).add(_to_scalar(name, value), weight)
+                scalars[name] = _to_scalar(name, value)
+        self._scalars.end_batch(weight, scalars)
+        self._scalars.begin_batch()
 
     def _refuse_name(self, name: str) -> NoReturn:
         names = list(self._taken)
@@ -68,10 +75,10 @@ class ValidationCollector:
             MetricError: A metric got no entry, returned something else than numbers with its main entry, or a value has
                 the name of another one.
         """
-        own = {name: total.take() for name, total in self._sums.items()}
-        every = gather_objects((own, set(self._num_entries)))
+        self._scalars.close()
+        every = gather_objects((self._scalars.take(), set(self._num_entries)))
         self._require_entries(set().union(*(names for _, names in every)))
-        results = _means([sums for sums, _ in every])
+        results = combine(totals for totals, _ in every)
         for name, taken in self._taken.items():
             values = taken.compute()
             _require_new(name, values, results)
@@ -85,15 +92,6 @@ class ValidationCollector:
                 do = f'return {{"loss": loss, "{name}": (predictions, references)}}'
                 expected = f"validation_step to return an entry {name!r}"
                 raise MetricError(explain(f"metric {name!r}", got, expected, do))
-
-
-def _means(every: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
-    totals: dict[str, list[tuple[float, float]]] = {}
-    for sums in every:
-        for name, pair in sums.items():
-            totals.setdefault(name, []).append(pair)
-    weights = {name: exact_sum([weight for _, weight in pairs]) for name, pairs in totals.items()}
-    return {name: exact_sum([t for t, _ in totals[name]]) / weight for name, weight in weights.items() if weight}
 
 
 def _require_new(metric: str, values: Mapping[str, float], results: Mapping[str, float]) -> None:

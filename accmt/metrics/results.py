@@ -32,7 +32,8 @@ def require_pair(name: str, entry: Any) -> tuple[Any, Any]:
 def find_scalar(value: Any) -> torch.Tensor | None:
     """Return a number, or a tensor or array of one element, as a detached tensor of shape []; None for others."""
     if isinstance(value, torch.Tensor):
-        return value.detach().reshape(()) if value.numel() == 1 else None
+        scalar = value.detach() if value.requires_grad else value
+        return scalar if value.ndim == 0 else scalar.reshape(()) if value.numel() == 1 else None
     if isinstance(value, numbers.Real):
         return torch.tensor(float(value), dtype=torch.float64)
     return None

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from accmt.errors import MetricError, explain
 from accmt.metrics.metric import Accumulation, Metric
 from accmt.metrics.results import read_result, require_pair
-from accmt.metrics.windows import exact_sum
+from accmt.metrics.weighted_sum import exact_sum
 from accmt.processes import gather_objects, run_on_main_process
+
+_COMPACT_AT = 256
 
 
 class StreamingMetric(Metric):
@@ -53,7 +55,7 @@ class StreamingMetric(Metric):
 
     def compute(self, predictions: Any, references: Any) -> dict[str, float]:
         """Compute the metric over everything at once."""
-        return self.finish(_to_double(self.count(predictions, references)).tolist())
+        return self.finish(torch.as_tensor(self.count(predictions, references)).reshape(-1).tolist())
 
     def accumulate(self) -> Accumulation:
         """Return sums that take in a validation set batch by batch."""
@@ -61,34 +63,37 @@ class StreamingMetric(Metric):
 
 
 class _Sums:
+    """Keeps what the last few batches counted as it is, and adds it up now and then: each sum costs more than that."""
+
     def __init__(self, metric: StreamingMetric) -> None:
         self._metric = metric
-        self._sums: torch.Tensor | None = None
+        self._counted: list[torch.Tensor] = []
 
     def add(self, entry: Any, position: int) -> None:
         predictions, references = require_pair(self._metric.name, entry)
-        counted = _to_double(self._metric.count(predictions, references))
-        self._sums = counted if self._sums is None else self._add(self._sums, counted)
+        counted = torch.as_tensor(self._metric.count(predictions, references))
+        if self._counted and counted.shape != self._counted[0].shape:
+            self._refuse_number(counted)
+        self._counted.append(counted.detach() if counted.requires_grad else counted)
+        if len(self._counted) >= _COMPACT_AT:
+            self._counted = [self._add_up()]
 
-    def _add(self, sums: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-        if sums.shape != counted.shape:
-            got = f"count returned {counted.numel()} numbers, and {sums.numel()} for an earlier batch"
-            expected, do = "as many for every batch", "return a tensor of one shape"
-            raise MetricError(explain(f"metric {self._metric.name!r}", got, expected, do))
-        return sums + counted.to(sums.device)
+    def _refuse_number(self, counted: torch.Tensor) -> NoReturn:
+        got = f"count returned {counted.numel()} numbers, and {self._counted[0].numel()} for an earlier batch"
+        expected, do = "as many for every batch", "return a tensor of one shape"
+        raise MetricError(explain(f"metric {self._metric.name!r}", got, expected, do))
+
+    def _add_up(self) -> torch.Tensor:
+        device = self._counted[0].device
+        if device.type == "mps":  # which has no double precision
+            device = torch.device("cpu")
+        return torch.stack([counted.to(device, torch.float64) for counted in self._counted]).sum(0)
 
     def compute(self) -> dict[str, float]:
-        own = [] if self._sums is None else self._sums.tolist()
-        self._sums = None
+        own = self._add_up().flatten().tolist() if self._counted else []
+        self._counted = []
         every = [sums for sums in gather_objects(own) if sums]
         return run_on_main_process(lambda: self._compute([exact_sum(of_one) for of_one in zip(*every, strict=True)]))
 
     def _compute(self, sums: list[float]) -> dict[str, float]:
         return read_result(self._metric.name, self._metric.main_metric, self._metric.finish(sums))
-
-
-def _to_double(counted: torch.Tensor | Sequence[float]) -> torch.Tensor:
-    values = torch.as_tensor(counted).detach().reshape(-1)
-    if values.device.type == "mps":  # which has no double precision
-        values = values.cpu()
-    return values.double()

@@ -1,108 +1,15 @@
-"""Means of logged values over a window of batches and over processes, without waiting for the device in between."""
+"""The training values between two rows of the log, and between two evaluations, over all processes."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from accmt.metrics.logged import LoggedValues, combine
+from accmt.metrics.weighted_sum import Weight, WeightedSum
 from accmt.processes import gather_objects, is_main_process, num_processes, process_index, sum_over_processes
-
-_COMPACT_AT = 256
-
-Weight = float | torch.Tensor
-
-
-class WeightedSum:
-    """A sum of weighted values, kept on the device until it is read.
-
-    Detached values are put in a list, which costs less than a sum on the device; every few hundred of them become one
-    partial sum there, so that memory stays bounded. A value of weight 0 counts for nothing, even if it is not finite.
-    """
-
-    def __init__(self) -> None:
-        self._values: list[torch.Tensor] = []
-        self._weights: list[Weight] = []
-        self._partial: torch.Tensor | None = None
-
-    def add(self, value: torch.Tensor, weight: Weight) -> None:
-        """Add one value.
-
-        Args:
-            value: A detached tensor of one element.
-            weight: Its weight, such as the number of samples; a tensor is not waited for.
-        """
-        self._values.append(value)
-        self._weights.append(weight)
-        if len(self._values) >= _COMPACT_AT:
-            self._compact()
-
-    def take(self) -> tuple[float, float]:
-        """Return (sum of value x weight, sum of weights) in double precision, and begin anew.
-
-        Waits for the device.
-        """
-        values, weights = self._stack()
-        pairs = [(v * w, w) for v, w in zip(values.tolist(), weights.tolist(), strict=True) if w]
-        if self._partial is not None:
-            pairs.append(tuple(self._partial.tolist()))
-        self._values, self._weights, self._partial = [], [], None
-        return exact_sum([total for total, _ in pairs]), exact_sum([weight for _, weight in pairs])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything added so far, each value as it is: adding them up now would round otherwise than later."""
-        values, weights = self._stack()
-        return {
-            "values": values.tolist(),
-            "weights": weights.tolist(),
-            "are_tensors": [isinstance(weight, torch.Tensor) for weight in self._weights],
-            "partial": None if self._partial is None else self._partial.tolist(),
-        }
-
-    def add_state(self, state: Mapping[str, Any]) -> None:
-        """Add what `state_dict` returned, in this process or in another one."""
-        self._values += [torch.tensor(value, dtype=torch.float64) for value in state["values"]]
-        for weight, is_tensor in zip(state["weights"], state["are_tensors"], strict=True):
-            self._weights.append(torch.tensor(weight, dtype=torch.float64) if is_tensor else weight)
-        if state["partial"] is not None:
-            partial = torch.tensor(state["partial"], dtype=torch.float64)
-            self._partial = partial if self._partial is None else self._partial + partial
-
-    def _compact(self) -> None:
-        values, weights = self._stack()
-        dtype = torch.float32 if values.device.type == "mps" else torch.float64
-        values, weights = values.to(dtype), weights.to(values.device, dtype)
-        sums = torch.stack([torch.where(weights == 0, 0.0, values * weights).sum(), weights.sum()])
-        self._partial = sums if self._partial is None else self._partial.to(sums.device) + sums
-        self._values, self._weights = [], []
-
-    def _stack(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self._values:
-            return torch.empty(0), torch.empty(0)
-        values = torch.stack(_on_one_device(self._values))
-        if any(isinstance(weight, torch.Tensor) for weight in self._weights):
-            weights = [torch.as_tensor(weight, device=values.device).detach() for weight in self._weights]
-            return values, torch.stack(weights)
-        return values, torch.tensor(self._weights, dtype=torch.float64)
-
-
-def _on_one_device(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Move what lies on the CPU to the others: a step may return a number now and a tensor of the device then."""
-    devices = {value.device for value in values}
-    if len(devices) == 1:
-        return values
-    device = next(device for device in devices if device.type != "cpu")
-    return [value.to(device) for value in values]
-
-
-def exact_sum(values: Sequence[float]) -> float:
-    """Add up without rounding in between, or plainly where that overflows or meets both infinities."""
-    try:
-        return math.fsum(values)
-    except (ValueError, OverflowError):
-        return sum(values)
 
 
 class _Mean:
@@ -130,12 +37,13 @@ class TrainingWindow:
 
     Args:
         device: Where processes can add up.
+        logged: What is logged beside the loss; None is nothing but what `add` is given.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, logged: LoggedValues | None = None) -> None:
         self._device = device
         self._loss = WeightedSum()
-        self._others: dict[str, WeightedSum] = {}
+        self._logged = LoggedValues() if logged is None else logged
         self._since_log = _Mean()
         self._since_evaluation = _Mean()
 
@@ -148,21 +56,20 @@ class TrainingWindow:
             others: Further detached scalars by name.
         """
         self._loss.add(loss, weight)
-        for name, value in (others or {}).items():
-            self._others.setdefault(name, WeightedSum()).add(value, weight)
+        self._logged.end_batch(weight, others)
 
     def take_row(self, loss_name: str) -> dict[str, float]:
-        """Return the weighted means since the last row, over all processes.
+        """Return the weighted means (and sums, where they were asked for) since the last row, over all processes.
 
         Processes: collective.
 
         Returns:
-            Means by name, the loss under `loss_name`; empty if nothing was added.
+            Values by name, the loss under `loss_name`; empty if nothing was added.
         """
         has_others = self._collect()
         loss = self._since_log.take()
         row = {} if loss is None else {loss_name: loss}
-        return self._take_others() | row if has_others else row
+        return combine(gather_objects(self._logged.take())) | row if has_others else row
 
     def take_since_evaluation(self) -> float | None:
         """Return the mean loss since the last call, over all processes; None if nothing was added.
@@ -177,7 +84,7 @@ class TrainingWindow:
 
         Processes: collective.
         """
-        own = {"loss": self._loss.state_dict(), "others": {name: s.state_dict() for name, s in self._others.items()}}
+        own = {"loss": self._loss.state_dict(), "logged": self._logged.state_dict()}
         return {
             "processes": gather_objects(own),
             "since_log": self._since_log.state_dict(),
@@ -186,27 +93,18 @@ class TrainingWindow:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned; with another number of processes the main one takes all."""
-        self._loss, self._others = WeightedSum(), {}
+        self._loss = WeightedSum()
+        self._logged.take()
         self._since_log.load_state_dict(state["since_log"])
         self._since_evaluation.load_state_dict(state["since_evaluation"])
         saved = state["processes"]
         own = [saved[process_index()]] if len(saved) == num_processes() else saved if is_main_process() else []
         for part in own:
             self._loss.add_state(part["loss"])
-            for name, values in part["others"].items():
-                self._others.setdefault(name, WeightedSum()).add_state(values)
+            self._logged.add_state(part["logged"])
 
     def _collect(self) -> bool:
-        loss, weight, num_others = sum_over_processes((*self._loss.take(), len(self._others)), self._device)
+        loss, weight, num_others = sum_over_processes((*self._loss.take(), len(self._logged)), self._device)
         self._since_log.add(loss, weight)
         self._since_evaluation.add(loss, weight)
         return num_others > 0
-
-    def _take_others(self) -> dict[str, float]:
-        own = {name: window.take() for name, window in self._others.items()}
-        self._others = {}
-        means: dict[str, _Mean] = {}
-        for sums in gather_objects(own):
-            for name, (total, weight) in sums.items():
-                means.setdefault(name, _Mean()).add(total, weight)
-        return {name: value for name, mean in means.items() if (value := mean.take()) is not None}

@@ -10,18 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 PENDING: dict[str, str] = {
-    "max_time": "a limit of time",
-    "handlers": "safe checkpoints on errors",
     "on_nonfinite": "reactions to losses that are not finite",
     "spike_guard": "reactions to losses that are not finite",
-    "hang_timeout_s": "the watch for hung processes",
-    "preempt_exit_code": "pre-emption",
     "auto_micro_batch": "recovery from running out of memory",
     "on_bad_sample": "skipping of samples that cannot be read",
-    "monitor": "the monitor",
     "profiler": "the profiler",
-    "enable_model_summary": "the model summary",
-    "preflight": "the checks before training",
     "overfit_batches": "overfitting on a few batches",
     "fast_dev_run": "trial runs",
     "reload_dataloaders_every_n_epochs": "reloading of loaders",
@@ -30,8 +23,6 @@ PENDING: dict[str, str] = {
     "deterministic": "deterministic algorithms",
     "benchmark": "cuDNN benchmarking",
     "detect_anomaly": "anomaly detection",
-    "limit_test_batches": "testing",
-    "limit_predict_batches": "predicting",
 }
 
 

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accmt.settings.checks import raise_wrong_value, require_choice, require_flags, require_int, require_mapping
+from accmt.settings.checks import (
+    raise_wrong_value,
+    require_choice,
+    require_flags,
+    require_int,
+    require_mapping,
+    require_positive,
+)
+from accmt.settings.durations import read_max_time
+from accmt.settings.handlers import Handler, read_handlers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +39,8 @@ class RunningSettings:
         profiler: "simple" for a table of times.
         min_epochs: Epochs before which training does not end early.
         min_steps: Updates before which training does not end early.
-        max_time: Longest time: "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
+        max_time: Longest time, after which training ends at an update: "DD:HH:MM:SS", a timedelta, or a dict of its
+            arguments. Interruptions do not count, `min_epochs` and `min_steps` come first.
         callbacks: A `Callback` or a list of them.
         preflight: Whether the room on the disk is compared with what checkpoints and model will need.
         verbose: False silences messages and progress bars.
@@ -65,6 +75,7 @@ class RunningSettings:
         require_choice("mixed_precision", self.mixed_precision, (None, "no", "fp16", "bf16"))
         if self.seed is not None:
             require_int("seed", self.seed, at_least=0)
+        read_max_time(self.max_time)
         require_mapping("compile_kwargs", self.compile_kwargs)
         require_mapping("ddp_kwargs", self.ddp_kwargs)
         if self.compile_kwargs is not None and not self.compile:
@@ -76,11 +87,13 @@ class FailureSettings:
     """What happens when something goes wrong.
 
     Args:
-        handlers: `Handler`s that take a safe checkpoint before the error goes on.
+        handlers: Errors at which a safe checkpoint of the last update is taken before they go on: a `Handler`, its
+            name, or a list.
         on_nonfinite: "stop", "skip" or "rollback" on a loss that is not finite.
         spike_guard: Treats a loss this many deviations above the recent mean as not finite; None is off.
-        hang_timeout_s: Seconds without progress after which a process counts as hung; None is off.
-        preempt_exit_code: Exit code after SIGTERM or SIGUSR1.
+        hang_timeout_s: Seconds without a finished batch after which the run counts as hung and ends, saying where;
+            None is off.
+        preempt_exit_code: Exit code after SIGTERM or SIGUSR1, from 0 to 255.
     """
 
     handlers: Any = None
@@ -88,3 +101,16 @@ class FailureSettings:
     spike_guard: float | None = None
     hang_timeout_s: float | None = None
     preempt_exit_code: int = 143
+
+    def __post_init__(self) -> None:
+        read_handlers(self.handlers)
+        if self.hang_timeout_s is not None:
+            require_positive("hang_timeout_s", self.hang_timeout_s)
+        require_int("preempt_exit_code", self.preempt_exit_code, at_least=0)
+        if self.preempt_exit_code > 255:
+            raise_wrong_value("preempt_exit_code", self.preempt_exit_code, "0 to 255", "preempt_exit_code=143")
+
+    @property
+    def kinds(self) -> frozenset[Handler]:
+        """The single kinds of errors at which a safe checkpoint is taken."""
+        return read_handlers(self.handlers)

@@ -98,6 +98,9 @@ class CheckpointSettings:
             parse_checkpoint_every(self.checkpoint_every)
         if self.max_checkpoints is not None:
             require_int("max_checkpoints", self.max_checkpoints, at_least=1)
+        if isinstance(self.resume, str) and self.resume.lower() in ("true", "false", "none", "yes", "no"):
+            expected = 'True, False, "auto", None, or the path of a checkpoint'
+            raise_wrong_value("resume", self.resume, expected, f"resume={self.resume.capitalize()}, without quotes")
         for name in ("checkpoint", "resume"):
             self._check_path(name, getattr(self, name))
         if self.checkpointer is not None and not _can_store(self.checkpointer):

@@ -6,7 +6,7 @@ from tests.toys import Linear, Numbers, Scripted, make_points, make_trainer
 
 
 def lines(caplog) -> list[str]:
-    return [record.message for record in caplog.records if "update" in record.message]
+    return [record.message for record in caplog.records if record.message.startswith("update ")]
 
 
 def test_each_evaluation_is_told_in_one_line(caplog):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accmt.metrics import TrainingWindow
-from accmt.metrics.windows import _COMPACT_AT, WeightedSum, exact_sum
+from accmt.metrics.weighted_sum import _COMPACT_AT, WeightedSum, exact_sum
 
 CPU = torch.device("cpu")
 

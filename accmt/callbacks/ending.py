@@ -1,0 +1,79 @@
+"""What is left to say at the end of a run: the essentials, in ten lines at most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from time import monotonic
+
+from accmt.callbacks.base import MainProcessCallback
+from accmt.messages import say
+
+MAX_LINES = 10
+
+
+class EndSummary(MainProcessCallback):
+    """Says how the run ended, what it did, the newest and the best values, and where to find more.
+
+    Args:
+        loss_name: The training loss in the rows that are logged.
+
+    Processes: main only.
+    """
+
+    order = float("inf")
+
+    def __init__(self, loss_name: str) -> None:
+        self._loss_name = loss_name
+        self._loss: float | None = None
+        self._begin_s = 0.0
+        self._samples_before = 0
+
+    def on_fit_start(self) -> None:
+        """Begin to count."""
+        self._begin_s, self._samples_before, self._loss = monotonic(), self.state.samples_seen, None
+
+    def on_log(self, values: Mapping[str, float]) -> None:
+        """Take the loss out of a row of logged values."""
+        self._loss = values.get(self._loss_name, self._loss)
+
+    def on_fit_end(self) -> None:
+        """Say the summary."""
+        rows = list(self._rows())[: MAX_LINES - 1]
+        width = max(len(name) for name, _ in rows)
+        say("\n".join(["the run in short", *(f"  {name:<{width}}  {value}" for name, value in rows)]))
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        state, seconds = self.state, monotonic() - self._begin_s
+        samples = state.samples_seen - self._samples_before
+        # The status of a run that fails is told by its error; a run without one is at its end here.
+        skipped = f", {state.skipped_updates:,} skipped" if state.skipped_updates else ""
+        yield "status", state.status
+        yield "done", f"{state.global_step:,} updates{skipped}, {state.epoch:,} epochs, {state.samples_seen:,} samples"
+        yield "time", f"{_write_time(seconds)}, {samples / max(seconds, 1e-9):,.1f} samples/s, all included"
+        if self._loss is not None:
+            yield self._loss_name, f"{self._loss:.5g}"
+        if state.metrics:
+            yield "evaluation", _write_values(state.metrics)
+        if state.best:
+            yield "best", _write_values(state.best)
+        settings = self.trainer.settings
+        if settings.saving.model_saving is not None:
+            yield "model", str(settings.saving.folder)
+        yield "report", f"accmt report {self.trainer.log_dir}"
+        command = self.trainer.dashboard_command
+        if command:
+            yield "dashboard", command
+
+
+def _write_values(values: Mapping[str, float]) -> str:
+    shown = [f"{name} {value:.5g}" for name, value in values.items()]
+    more = f" and {len(shown) - 6} more" if len(shown) > 6 else ""
+    return ", ".join(shown[:6]) + more
+
+
+def _write_time(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min {rest:02} s" if hours else f"{minutes} min {rest:02} s"

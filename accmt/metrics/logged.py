@@ -1,0 +1,142 @@
+"""Values that steps log beside the loss, until they are averaged over batches and processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+
+from accmt.errors import ModuleContractError, explain
+from accmt.metrics.results import describe, find_scalar
+from accmt.metrics.weighted_sum import Weight, WeightedSum, exact_sum
+
+Totals: TypeAlias = dict[str, tuple[float, float | None]]
+"""By name: a sum and its weight; the weight is None where the sum itself is wanted."""
+
+
+class LoggedValues:
+    """The values of one phase, training or the evaluation of one set.
+
+    A value weighs what the batch weighs during which it was logged. That is known when the batch is done, so values
+    wait until `end_batch`; between batches they weigh what the last one did (1 before the first).
+
+    Attributes:
+        is_open: Whether values are taken in.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self._sums: dict[str, WeightedSum] = {}
+        self._totals: set[str] = set()
+        self._waiting: list[tuple[str, torch.Tensor]] | None = None
+        self._weight: Weight = 1.0
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def begin_batch(self) -> None:
+        """Let values wait for the weight of the batch that begins; what waited for one that failed is dropped."""
+        self.is_open = True
+        self._waiting = []
+
+    def close(self) -> None:
+        """Take in nothing more before a batch begins; what still waits weighs what the last batch did."""
+        self.end_batch(self._weight)
+        self.is_open = False
+
+    def add(self, name: str, value: Any, *, is_total: bool = False) -> None:
+        """Take in one value; nothing is waited for, and neither the value nor its graph is kept.
+
+        Args:
+            name: Its name.
+            value: A number, or a tensor of one element.
+            is_total: Whether values are added up, whatever they weigh, instead of averaged.
+
+        Raises:
+            ModuleContractError: The value is not one number, the name was logged the other way, or there is no batch.
+        """
+        if not self.is_open:
+            _refuse(
+                name, "a call when nothing is averaged", "a call in a step", "log in training_step or validation_step"
+            )
+        scalar = find_scalar(value)
+        if scalar is None:
+            _refuse(name, describe(value), "a number, or a tensor of one element", f"log({name!r}, value.mean())")
+        if name in self._sums and (name in self._totals) != is_total:
+            _refuse(name, "means and sums under one name", "one of them", "give one of them another name")
+        if is_total:
+            self._totals.add(name)
+        scalar = scalar.clone() if isinstance(value, torch.Tensor) else scalar  # the step may go on to change it
+        self._sums.setdefault(name, WeightedSum())
+        if self._waiting is None:
+            self._weigh(name, scalar)
+        else:
+            self._waiting.append((name, scalar))
+
+    def end_batch(self, weight: Weight, returned: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Give the values of a batch its weight.
+
+        Args:
+            weight: Its samples, or the weight that the step returned.
+            returned: Further values that its step returned: detached scalars by name.
+
+        Raises:
+            ModuleContractError: A value was both logged and returned.
+        """
+        self._weight = weight
+        waiting, self._waiting = self._waiting or (), None
+        for name, value in waiting:
+            if returned and name in returned:
+                _refuse(name, "the name of a value that the step returned too", "each name once", "rename one of them")
+            self._weigh(name, value)
+        for name, value in (returned or {}).items():
+            self._sums.setdefault(name, WeightedSum()).add(value, weight)
+
+    def take(self) -> Totals:
+        """Return what this process logged, and begin anew. Waits for the device."""
+        totals: Totals = {}
+        for name, (total, weight) in ((name, values.take()) for name, values in self._sums.items()):
+            totals[name] = (total, None if name in self._totals else weight)
+        self._sums, self._totals = {}, set()
+        return totals
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything logged so far, between batches."""
+        return {
+            "sums": {name: values.state_dict() for name, values in self._sums.items()},
+            "totals": sorted(self._totals),
+            "weight": float(self._weight),
+        }
+
+    def add_state(self, state: Mapping[str, Any]) -> None:
+        """Add what `state_dict` returned, in this process or in another one."""
+        for name, values in state["sums"].items():
+            self._sums.setdefault(name, WeightedSum()).add_state(values)
+        self._totals.update(state["totals"])
+        self._weight = state["weight"]
+
+    def _weigh(self, name: str, value: torch.Tensor) -> None:
+        self._sums[name].add(value, 1.0 if name in self._totals else self._weight)
+
+
+def combine(every: Iterable[Totals]) -> dict[str, float]:
+    """Return the values by name from what `take` returned on each process; a name without any weight is left out."""
+    pairs: dict[str, list[tuple[float, float | None]]] = {}
+    for totals in every:
+        for name, pair in totals.items():
+            pairs.setdefault(name, []).append(pair)
+    values = {name: _combine(of_one) for name, of_one in pairs.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _combine(pairs: list[tuple[float, float | None]]) -> float | None:
+    total = exact_sum([total for total, _ in pairs])
+    if any(weight is None for _, weight in pairs):
+        return total
+    weight = exact_sum([weight for _, weight in pairs if weight is not None])
+    return total / weight if weight else None
+
+
+def _refuse(name: str, got: str, expected: str, do: str) -> NoReturn:
+    raise ModuleContractError(explain(f"the logged value {name!r}", got, expected, do))

@@ -1,0 +1,103 @@
+"""A weighted sum that is kept on the device until it is read, so that adding to it waits for nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+_COMPACT_AT = 256
+
+Weight: TypeAlias = float | torch.Tensor
+
+
+class WeightedSum:
+    """A sum of weighted values, kept on the device until it is read.
+
+    Detached values are put in a list, which costs less than a sum on the device; every few hundred of them become one
+    partial sum there, so that memory stays bounded. A value of weight 0 counts for nothing, even if it is not finite.
+    """
+
+    def __init__(self) -> None:
+        self._values: list[torch.Tensor] = []
+        self._weights: list[Weight] = []
+        self._partial: torch.Tensor | None = None
+
+    def add(self, value: torch.Tensor, weight: Weight) -> None:
+        """Add one value.
+
+        Args:
+            value: A detached tensor of one element.
+            weight: Its weight, such as the number of samples; a tensor is not waited for.
+        """
+        self._values.append(value)
+        self._weights.append(weight)
+        if len(self._values) >= _COMPACT_AT:
+            self._compact()
+
+    def take(self) -> tuple[float, float]:
+        """Return (sum of value x weight, sum of weights) in double precision, and begin anew.
+
+        Waits for the device.
+        """
+        values, weights = self._stack()
+        pairs = [(v * w, w) for v, w in zip(values.tolist(), weights.tolist(), strict=True) if w]
+        if self._partial is not None:
+            pairs.append(tuple(self._partial.tolist()))
+        self._values, self._weights, self._partial = [], [], None
+        return exact_sum([total for total, _ in pairs]), exact_sum([weight for _, weight in pairs])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything added so far, each value as it is: adding them up now would round otherwise than later."""
+        values, weights = self._stack()
+        return {
+            "values": values.tolist(),
+            "weights": weights.tolist(),
+            "are_tensors": [isinstance(weight, torch.Tensor) for weight in self._weights],
+            "partial": None if self._partial is None else self._partial.tolist(),
+        }
+
+    def add_state(self, state: Mapping[str, Any]) -> None:
+        """Add what `state_dict` returned, in this process or in another one."""
+        self._values += [torch.tensor(value, dtype=torch.float64) for value in state["values"]]
+        for weight, is_tensor in zip(state["weights"], state["are_tensors"], strict=True):
+            self._weights.append(torch.tensor(weight, dtype=torch.float64) if is_tensor else weight)
+        if state["partial"] is not None:
+            partial = torch.tensor(state["partial"], dtype=torch.float64)
+            self._partial = partial if self._partial is None else self._partial + partial
+
+    def _compact(self) -> None:
+        values, weights = self._stack()
+        dtype = torch.float32 if values.device.type == "mps" else torch.float64
+        values, weights = values.to(dtype), weights.to(values.device, dtype)
+        sums = torch.stack([torch.where(weights == 0, 0.0, values * weights).sum(), weights.sum()])
+        self._partial = sums if self._partial is None else self._partial.to(sums.device) + sums
+        self._values, self._weights = [], []
+
+    def _stack(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._values:
+            return torch.empty(0), torch.empty(0)
+        values = torch.stack(_on_one_device(self._values))
+        if any(isinstance(weight, torch.Tensor) for weight in self._weights):
+            weights = [torch.as_tensor(weight, device=values.device).detach() for weight in self._weights]
+            return values, torch.stack(weights)
+        return values, torch.tensor(self._weights, dtype=torch.float64)
+
+
+def _on_one_device(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Move what lies on the CPU to the others: a step may return a number now and a tensor of the device then."""
+    devices = {value.device for value in values}
+    if len(devices) == 1:
+        return values
+    device = next(device for device in devices if device.type != "cpu")
+    return [value.to(device) for value in values]
+
+
+def exact_sum(values: Sequence[float]) -> float:
+    """Add up without rounding in between, or plainly where that overflows or meets both infinities."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return sum(values)

@@ -1,0 +1,116 @@
+"""Puts charts and tables on one page that needs nothing else: no network, no server, no other file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from accmt.files import write_text
+from accmt.report.charts import COLOURS, Chart, draw_charts
+from accmt.report.records import RunRecord
+
+SECTIONS = ("Losses", "Values", "System", "Time")
+MOST_EVALUATIONS = 200
+
+
+def write_report(runs: Sequence[RunRecord], path: Path) -> None:
+    """Write the page.
+
+    Args:
+        runs: The runs, drawn over one another; the first is what the configurations of others are compared with.
+        path: The HTML file; an older one is replaced at once.
+
+    Raises:
+        MissingPackageError: plotly is not installed.
+        OSError: The file cannot be written.
+    """
+    write_text(path, build_page(runs))
+
+
+def build_page(runs: Sequence[RunRecord]) -> str:
+    """Return the page as HTML.
+
+    Raises:
+        MissingPackageError: plotly is not installed.
+    """
+    charts = draw_charts(runs)
+    from plotly.offline import get_plotlyjs
+
+    figures = ",\n".join(chart.figure.to_json() for chart in charts)  # which writes "<" as \u003c
+    parts = {
+        "TITLE": escape(", ".join(run.name for run in runs)),
+        "PLOTLY": get_plotlyjs(),
+        "FIGURES": f"[{figures}]",
+        "RUNS": _list_runs(runs),
+        "SECTIONS": "\n".join(_write_section(name, charts) for name in SECTIONS),
+        "EVALUATIONS": "\n".join(_write_evaluations(run) for run in runs if run.evaluations),
+        "CONFIG": _write_config(runs),
+    }
+    page = files("accmt.report").joinpath("page.html").read_text(encoding="utf-8")
+    head, *rest = page.split("@@")  # every second part is a name
+    filled = (parts[part] if number % 2 == 0 else part for number, part in enumerate(rest))
+    return head + "".join(filled)
+
+
+def _list_runs(runs: Sequence[RunRecord]) -> str:
+    rows = [
+        [
+            f'<label><input type="checkbox" class="run" data-run="{number}" checked> '
+            f'<i style="background:{COLOURS[number % len(COLOURS)]}"></i> {escape(run.name)}</label>',
+            f'<b class="{run.status}">{run.status}</b>',
+            f"{run.num_updates:,}",
+            f"{run.duration_s:,.1f} s",
+            _count_events(run),
+            escape(str(run.folder)),
+        ]
+        for number, run in enumerate(runs)
+    ]
+    return _write_table(["run", "status", "updates", "time", "what happened", "folder"], rows)
+
+
+def _count_events(run: RunRecord) -> str:
+    kinds = [event.kind for event in run.events if event.kind in ("checkpoint", "resumed", "failed", "killed")]
+    return ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds)) or "-"
+
+
+def _write_section(name: str, charts: Sequence[Chart]) -> str:
+    numbers = [number for number, chart in enumerate(charts) if chart.section == name]
+    if not numbers:
+        return ""
+    boxes = "".join(f'<div class="chart" id="chart-{number}"></div>' for number in numbers)
+    return f'<section id="{name}"><h2>{name}</h2><div class="grid">{boxes}</div></section>'
+
+
+def _write_evaluations(run: RunRecord) -> str:
+    names = list(dict.fromkeys(name for _, values in run.evaluations for name in values))
+    shown = run.evaluations[-MOST_EVALUATIONS:]
+    rows = [[f"{step:,}", *(_write_number(values.get(name)) for name in names)] for step, values in shown]
+    more = f" (the last {len(shown)} of {len(run.evaluations)})" if len(shown) < len(run.evaluations) else ""
+    return f"<h3>{escape(run.name)}{more}</h3>" + _write_table(["update", *map(escape, names)], rows)
+
+
+def _write_number(value: float | None) -> str:
+    return "" if value is None else f"{value:.5g}"
+
+
+def _write_config(runs: Sequence[RunRecord]) -> str:
+    keys = list(dict.fromkeys(key for run in runs for key in run.config))
+    different = [key for key in keys if len({repr(run.config.get(key)) for run in runs}) > 1]
+    header = ["", *(escape(run.name) for run in runs)]
+    common = _write_table(header, _config_rows(runs, [key for key in keys if key not in different]))
+    if len(runs) == 1:
+        return common
+    changed = _write_table(header, _config_rows(runs, different)) if different else "<p>no difference</p>"
+    return f'<div id="differences">{changed}</div><details><summary>what is the same</summary>{common}</details>'
+
+
+def _config_rows(runs: Sequence[RunRecord], keys: Iterable[str]) -> list[list[str]]:
+    return [[escape(key), *(escape(str(run.config.get(key, "-"))) for run in runs)] for key in keys]
+
+
+def _write_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{cell}</th>" for cell in header)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -1,0 +1,164 @@
+"""Reads a run folder into what a page shows: curves, evaluations, configuration, and what happened when."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accmt.errors import ArgumentError, explain
+from accmt.tracking.history import HISTORY_FILE, read_history
+from accmt.tracking.values import flatten
+
+CHECKPOINT = "checkpoint"
+SPLIT_PREFIX = "seconds_"
+
+
+@dataclass
+class Curve:
+    """One logged value over a run.
+
+    Attributes:
+        steps: Updates.
+        times_s: Seconds since the start of the run.
+        values: The values; they may be NaN or infinite.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a run.
+
+    Attributes:
+        kind: "started", "checkpoint", "resumed", "finished", "failed", "killed" or "preempted".
+        step: The update at which it did.
+        time_s: Seconds since the start of the run.
+    """
+
+    kind: str
+    step: int
+    time_s: float
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What is known of one run.
+
+    Attributes:
+        name: Its name: that of the folder.
+        folder: The run folder.
+        config: Its configuration, on one level.
+        curves: What was logged, by name.
+        evaluations: The results of each evaluation, with their step.
+        events: What happened, in order.
+    """
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    curves: dict[str, Curve]
+    evaluations: list[tuple[int, dict[str, float]]]
+    events: list[Event]
+
+    @property
+    def status(self) -> str:
+        """How the run ended, or "running" where nothing says that it did."""
+        return self.events[-1].kind if self.events[-1].kind in _ENDINGS else "running"
+
+    @property
+    def num_updates(self) -> int:
+        """The last update that logged something."""
+        return max((curve.steps[-1] for curve in self.curves.values()), default=0)
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first row to the last, pauses between attempts included."""
+        last = max((curve.times_s[-1] for curve in self.curves.values()), default=0.0)
+        return max(last, self.events[-1].time_s)
+
+    @property
+    def seconds_by_purpose(self) -> dict[str, float]:
+        """What the time was spent on, as far as the monitor measured it."""
+        names = [name for name in self.curves if name.startswith(SPLIT_PREFIX)]
+        return {name.removeprefix(SPLIT_PREFIX): sum(self.curves[name].values) for name in names}
+
+
+_ENDINGS = ("finished", "failed", "killed", "preempted")
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run folder; the run may be going on.
+
+    Raises:
+        ArgumentError: There is no history in it, or an empty one.
+    """
+    if not (folder / HISTORY_FILE).is_file():
+        got, do = f"no {HISTORY_FILE} in it", "name a run folder: <logging_dir>/<track_name>/<run_name>"
+        raise ArgumentError(explain(str(folder), got, "the folder of a run", do))
+    rows = read_history(folder)
+    if not rows:
+        raise ArgumentError(explain(str(folder), f"an empty {HISTORY_FILE}", "a run that began", "wait for its start"))
+    start = rows[0]["time"]
+    logged = [row for row in rows if "values" in row]
+    config: dict[str, Any] = next((row["config"] for row in reversed(rows) if "config" in row), {})
+    return RunRecord(
+        name=folder.resolve().name,
+        folder=folder,
+        config=dict(flatten(config)),
+        curves=_read_curves(logged, start),
+        evaluations=_read_evaluations(logged),
+        events=_read_events(read_history(folder, include_superseded=True), start),
+    )
+
+
+def _read_curves(rows: Iterable[Mapping[str, Any]], start: float) -> dict[str, Curve]:
+    curves: dict[str, Curve] = {}
+    for row in rows:
+        for name, value in row["values"].items():
+            if name == CHECKPOINT:
+                continue
+            curve = curves.setdefault(name, Curve())
+            curve.steps.append(row["step"])
+            curve.times_s.append(row["time"] - start)
+            curve.values.append(float(value))
+    return curves
+
+
+def _read_evaluations(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, dict[str, float]]]:
+    """Return the rows of evaluations: those with a validation loss, or where there is none, those of no training."""
+    has_loss = any(_is_evaluated(name) for row in rows for name in row["values"])
+    counts = Counter(name for row in rows for name in row["values"])
+    training = "train_loss" if "train_loss" in counts else next(iter(counts), None)
+
+    def is_evaluation(values: Mapping[str, float]) -> bool:
+        if has_loss:
+            return any(_is_evaluated(name) for name in values)
+        return training not in values and CHECKPOINT not in values
+
+    return [(row["step"], dict(row["values"])) for row in rows if is_evaluation(row["values"])]
+
+
+def _is_evaluated(name: str) -> bool:
+    return name.startswith("val")
+
+
+def _read_events(rows: list[dict[str, Any]], start: float) -> list[Event]:
+    events: list[Event] = [Event("started", 0, 0.0)]
+    step = 0
+    for row in rows:
+        step = row.get("step", step)
+        time_s = row["time"] - start
+        if "rewind" in row:
+            step = row["rewind"]["step"] or 0
+            events.append(Event("resumed", step, time_s))
+        elif "status" in row:
+            events.append(Event(row["status"].lower(), step, time_s))
+        elif CHECKPOINT in row.get("values", {}):
+            events.append(Event("checkpoint", step, time_s))
+    return events

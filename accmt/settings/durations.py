@@ -1,0 +1,45 @@
+"""Lengths of time, as people write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from accmt.settings.checks import raise_wrong_value
+
+_WRITTEN = re.compile(r"(\d+):(\d\d?):(\d\d?):(\d\d?)")
+
+
+def read_max_time(value: Any) -> float | None:
+    """Return the seconds of `Trainer(max_time=...)`; None is no limit.
+
+    Args:
+        value: "DD:HH:MM:SS", a timedelta, a dict of its arguments, or None.
+
+    Raises:
+        ArgumentError: Something else, or no time at all.
+    """
+    if value is None:
+        return None
+    seconds = _read(value)
+    if seconds is None or seconds <= 0:
+        expected = '"DD:HH:MM:SS", a timedelta, or a dict of its arguments, above 0'
+        raise_wrong_value("max_time", value, expected, 'max_time="00:12:00:00"')
+    return seconds
+
+
+def _read(value: Any) -> float | None:
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Mapping):
+        try:
+            return timedelta(**value).total_seconds()
+        except TypeError:
+            return None
+    written = _WRITTEN.fullmatch(value) if isinstance(value, str) else None
+    if written is None:
+        return None
+    days, hours, minutes, seconds = map(int, written.groups())
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()

@@ -1,0 +1,329 @@
+"""Each field of the monitor adds exactly its values, and they are right."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from accmt import AcceleratorModule, Callback
+from accmt.callbacks import utilization
+from accmt.callbacks.operations import PEAKS
+from accmt.callbacks.stopwatch import PURPOSES, Stopwatch, StopwatchOfCallbacks
+from accmt.callbacks.utilization import Use
+from accmt.tracking import read_history
+from tests.toys import Linear, logged, make_points, make_trainer
+
+
+def fit(monitor, hps=None, module=None, points=8, val=None, **settings):
+    trainer = make_trainer(hps, monitor=monitor, shuffle_train=False, **settings)
+    trainer.fit(module or Linear(), make_points(points), None if val is None else make_points(val))
+    return trainer
+
+
+def rows(trainer):
+    return [row["values"] for row in read_history(trainer.log_dir) if "values" in row]
+
+
+FIELDS = {
+    "learning_rate": {"learning_rate"},
+    "grad_norm": {"grad_norm"},
+    "epoch": {"epoch"},
+    "throughput": {"samples_per_s", "batches_per_s"},
+    "time_split": {f"seconds_{purpose}" for purpose in PURPOSES},
+    "cpu_utilization": {"CPU_PROCESS_0", "CPU", "RAM"},
+}
+
+
+@pytest.mark.feature("D30", "A53", "A54")
+@pytest.mark.parametrize(("field", "names"), FIELDS.items())
+def test_each_field_adds_exactly_its_values_to_rows_of_training(field, names):
+    trainer = fit([field], val=4)
+    assert [set(row) for row in rows(trainer)] == [{"train_loss", *names}] * 4 + [{"val_loss"}]
+
+
+def test_rows_of_evaluations_are_known_even_where_both_losses_have_one_name():
+    trainer = fit({"epoch": True, "validation_loss": False}, val=4, val_loss_metric_name="train_loss")
+    assert [set(row) for row in rows(trainer)] == [{"train_loss", "epoch"}] * 4
+    trainer = fit({"epoch": True, "train_loss": False}, val=4, val_loss_metric_name="train_loss")
+    assert [set(row) for row in rows(trainer)] == [{"epoch"}] * 4 + [{"train_loss"}]
+
+
+def test_without_a_monitor_nothing_is_added():
+    assert [set(row) for row in rows(fit(None, val=4))] == [{"train_loss"}] * 4 + [{"val_loss"}]
+
+
+@pytest.mark.parametrize(
+    ("off", "left"),
+    [
+        ("train_loss", {"val_loss", "bias"}),
+        ("validation_loss", {"train_loss", "bias"}),
+        ("additional_metrics", {"train_loss", "val_loss"}),
+    ],
+)
+def test_losses_and_metrics_can_be_left_out_of_the_trackers(off, left):
+    class WithBias(Linear):
+        def validation_step(self, batch):
+            return {"loss": self.step(batch), "bias": self.model.bias}
+
+    trainer = fit({off: False}, module=WithBias(), val=4)
+    assert {name for row in rows(trainer) for name in row} == left
+    assert set(trainer.state.metrics) == {"val_loss", "bias"}
+
+
+def test_the_learning_rate_is_that_of_the_schedule_after_the_update():
+    hps = {"scheduler": {"type": "LinearLR", "start_factor": 1.0, "end_factor": 0.0, "total_iters": 4}}
+    assert logged(fit(["learning_rate"], hps), "learning_rate") == [
+        (step, pytest.approx(0.1 * (1 - step / 4))) for step in (1, 2, 3, 4)
+    ]
+
+
+def test_several_groups_have_a_learning_rate_each():
+    class TwoGroups(Linear):
+        def get_optimizer(self):
+            return torch.optim.SGD(
+                [{"params": [self.model.weight], "lr": 0.2}, {"params": [self.model.bias], "lr": 0.1}]
+            )
+
+    row = rows(fit(["learning_rate"], module=TwoGroups()))[0]
+    assert row == {"train_loss": row["train_loss"], "learning_rate_0": 0.2, "learning_rate_1": 0.1}
+
+
+def expected_norm(order, samples, points=8):
+    module = Linear()
+    inputs, targets = make_points(points)[:samples]
+    nn.functional.mse_loss(module.model(inputs), targets).backward()
+    return torch.cat([p.grad.reshape(-1) for p in module.model.parameters()]).norm(order).item()
+
+
+@pytest.mark.feature("L65")
+@pytest.mark.parametrize("order", [1, 2.0, 3.5, "inf"])
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_the_gradient_norm_of_any_order_is_that_before_clipping(order, clip):
+    trainer = fit({"grad_norm": order}, clip_grad=clip)
+    assert logged(trainer, "grad_norm")[0] == (1, pytest.approx(expected_norm(float(order), 2), rel=1e-5))
+
+
+def test_the_gradient_norm_under_accumulation_is_that_of_the_whole_window():
+    trainer = fit(["grad_norm"], grad_accumulation_steps=3, points=5)  # batches of 2, 2 and 1
+    assert logged(trainer, "grad_norm") == [(1, pytest.approx(expected_norm(2, 5, points=5), rel=1e-5))]
+
+
+def test_norms_are_taken_of_updates_that_end_a_row_only(monkeypatch):
+    taken = []
+    real = nn.utils.get_total_norm
+    monkeypatch.setattr(nn.utils, "get_total_norm", lambda *args: taken.append(1) or real(*args))
+    trainer = fit(["grad_norm"], log_every=3)
+    assert len(taken) == 2
+    assert [step for step, _ in logged(trainer, "grad_norm")] == [3, 4]
+
+
+def test_a_row_at_the_end_of_each_epoch_has_a_norm_too():
+    assert [step for step, _ in logged(fit(["grad_norm"], {"epochs": 2}, log_every=-1), "grad_norm")] == [4, 8]
+
+
+def test_epochs_have_a_fraction():
+    assert logged(fit(["epoch"], {"epochs": 2}, log_every=2), "epoch") == [(2, 0.5), (4, 1.0), (6, 1.5), (8, 2.0)]
+
+
+class Ticks:
+    """A clock that tests move."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    ticks = Ticks()
+    monkeypatch.setattr("accmt.callbacks.stopwatch.perf_counter", ticks)
+    return ticks
+
+
+class Slow(Linear):
+    """Takes 2 seconds to train a batch, and 3 to validate one."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self.clock = clock
+
+    def training_step(self, batch):
+        self.clock.now += 2
+        return self.step(batch)
+
+    def validation_step(self, batch):
+        self.clock.now += 3
+        return self.step(batch)
+
+
+class SlowCallback(Callback):
+    def __init__(self, clock):
+        self.clock = clock
+
+    def on_update_end(self):
+        self.clock.now += 0.5
+
+
+class SlowData(torch.utils.data.Dataset):
+    def __init__(self, clock):
+        self.points, self.clock = make_points(4), clock
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        self.clock.now += 0.25
+        return self.points[index]
+
+
+def test_time_is_split_by_what_it_was_spent_on(clock):
+    trainer = make_trainer({"epochs": 2}, monitor=["time_split", "throughput"], callbacks=SlowCallback(clock))
+    trainer.fit(Slow(clock), SlowData(clock), make_points(4))
+    last = rows(trainer)[3]  # of the second epoch: after the evaluation of the first
+    split = {name: value for name, value in last.items() if name.startswith("seconds_")}
+    assert split == {
+        "seconds_data": 0.5,
+        "seconds_compute": 2.0,
+        "seconds_evaluation": 6.0,
+        "seconds_saving": 0.0,
+        "seconds_other": 0.5,
+    }
+    assert last["samples_per_s"] == pytest.approx(2 / 3)
+    assert last["batches_per_s"] == pytest.approx(1 / 3)
+
+
+def test_all_time_is_somewhere(clock):
+    trainer = make_trainer(
+        {"epochs": 2}, monitor=["time_split"], callbacks=SlowCallback(clock), model_saving="best_valid_loss"
+    )
+    trainer.fit(Slow(clock), SlowData(clock), make_points(4))
+    trained = [row for row in rows(trainer) if "train_loss" in row]
+    total = sum(value for row in trained for name, value in row.items() if name != "train_loss")
+    assert total == clock.now - 6 - 6  # the trial evaluation, and the one after the last row
+
+
+def test_saving_counts_as_saving(clock):
+    stopwatch = Stopwatch()
+    others = StopwatchOfCallbacks(stopwatch)
+    stopwatch.on_fit_start()
+    stopwatch.on_evaluation_start()
+    clock.now += 3
+    stopwatch.on_evaluation_end()
+    clock.now += 5
+    stopwatch.on_save_model()
+    others.on_save_model()
+    clock.now += 7
+    stopwatch.on_save_checkpoint()
+    assert stopwatch.seconds == {"data": 0, "compute": 0, "evaluation": 3, "saving": 12, "other": 0}
+    assert stopwatch.training_s == 0
+
+
+class Tokens(AcceleratorModule):
+    def __init__(self):
+        self.model = nn.Embedding(10, 1)
+
+    def step(self, batch):
+        return self.model(batch["input_ids"]).mean()
+
+
+def test_tokens_are_counted_where_batches_have_them(clock):
+    class Slow(Callback):
+        def on_before_backward(self):
+            clock.now += 4
+
+    trainer = make_trainer(monitor=["throughput"], callbacks=Slow())
+    trainer.fit(Tokens(), [{"input_ids": torch.arange(5)} for _ in range(4)])
+    assert logged(trainer, "tokens_per_s") == [(1, 2.5), (2, 2.5)]
+
+
+@pytest.mark.feature("A55")
+def test_memory_and_use_are_plausible():
+    import psutil
+
+    row = rows(fit(["cpu_utilization"]))[-1]
+    assert row["CPU_PROCESS_0"] == pytest.approx(psutil.Process().memory_info().rss / 1e9, rel=0.5)
+    assert 0 <= row["CPU"] <= 100
+    assert 0 < row["RAM"] <= 100
+
+
+def test_use_is_looked_at_twice_a_second_at_most(monkeypatch):
+    now = Ticks()
+    monkeypatch.setattr(utilization, "monotonic", now)
+
+    class Counted(Use):
+        looks = 0
+
+        def look(self):
+            self.looks += 1
+            return {"x": float(self.looks)}
+
+    use = Counted()
+    seen = []
+    for now.now in (0, 0.1, 0.49, 0.51, 0.7, 2):  # noqa: B020 - the clock is moved
+        seen.append(use.measure()["x"])
+    assert seen == [1, 1, 1, 2, 2, 3]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_its_use_is_warned_about_and_left_out(caplog):
+    trainer = fit(["gpu_utilization"])
+    assert "there is no GPU" in caplog.text
+    assert set(rows(trainer)[0]) == {"train_loss"}
+
+
+def test_operations_are_counted_from_the_model(clock):
+    class OneSecond(Callback):
+        def on_before_backward(self):
+            clock.now += 1
+
+    trainer = fit({"mfu": 1e3}, callbacks=OneSecond())
+    # Forward 2 x 3 x 1, backward 2 x 3 x 1 for the weights, a sample: the inputs need no gradient.
+    assert logged(trainer, "mfu") == [(step, pytest.approx(2 * 12 / 1e3)) for step in (1, 2, 3, 4)]
+
+
+def test_an_unknown_peak_is_warned_about(caplog):
+    trainer = fit(["mfu"])
+    assert "the peak of this device (cpu) is not known" in caplog.text
+    assert set(rows(trainer)[0]) == {"train_loss"}
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A10", 125e12), ("NVIDIA L4", 121e12)],
+)
+def test_peaks_are_found_by_the_device_name(device, peak):
+    assert next(value for part, value in PEAKS.items() if part in device) == peak
+
+
+def test_a_count_that_an_error_interrupts_is_ended():
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    class Failing(Linear):
+        def training_step(self, batch):
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        fit({"mfu": 1e9}, module=Failing())
+    assert _get_current_dispatch_mode() is None
+
+
+def test_a_checkpoint_makes_a_row():
+    trainer = fit(["checkpoint"], checkpoint_every="2step")
+    assert set(logged(trainer, "checkpoint")) == {(2, 2.0), (4, 4.0)}
+
+
+def test_measuring_everything_changes_no_bit():
+    def train(monitor):
+        module = Linear()
+        trainer = fit(monitor, {"epochs": 2}, module, log_every=2, clip_grad=0.5, val=4)
+        return copy.deepcopy(module.model.state_dict()), logged(trainer, "train_loss")
+
+    plain, losses = train(None)
+    measured, same = train({**dict.fromkeys(FIELDS, True), "mfu": 1e9, "checkpoint": True})
+    assert losses == same
+    assert all(torch.equal(plain[name], measured[name]) for name in plain)

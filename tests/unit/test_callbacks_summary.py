@@ -1,0 +1,72 @@
+"""The table of the model at the start, and the ten lines at the end."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from accmt.callbacks.ending import MAX_LINES, _write_time
+from accmt.callbacks.summary import summarize
+from tests.toys import Linear, make_points, make_trainer
+
+
+def test_the_table_counts_parameters_shared_ones_once():
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3, bias=False))
+    model.append(model[2])
+    model[0].bias.requires_grad_(False)
+    lines = [line.split() for line in summarize(model).splitlines()]
+    assert lines[0] == ["Sequential"]
+    assert ["0", "Linear", "15", "12"] in lines
+    assert ["1", "ReLU", "0", "0"] in lines
+    assert ["Sequential", "24", "21"] in lines
+
+
+@pytest.mark.feature("L74")
+def test_the_table_is_said_at_the_start_if_asked_for(caplog):
+    for asked in (False, True):
+        make_trainer(enable_model_summary=asked, verbose=True).fit(Linear(), make_points(2))
+        assert ("parameters" in caplog.text) == asked
+
+
+def test_the_end_of_a_run_says_the_essentials_in_ten_lines(caplog):
+    trainer = make_trainer({"epochs": 2}, model_saving="best_valid_loss", verbose=True)
+    trainer.fit(Linear(), make_points(8), make_points(4))
+    said = caplog.messages[-1].splitlines()
+    assert said[0] == "the run in short"
+    assert len(said) <= 10
+    names = [line.split()[0] for line in said[1:]]
+    assert names == ["status", "done", "time", "train_loss", "evaluation", "best", "model", "report"]
+    assert "8 updates, 2 epochs, 16 samples" in said[2]
+    assert f"val_loss {trainer.state.metrics['val_loss']:.5g}" in said[5]
+
+
+def test_a_run_that_fails_says_so(caplog):
+    class Failing(Linear):
+        def training_step(self, batch):
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        make_trainer(verbose=True).fit(Failing(), make_points(4))
+    assert "status  failed" in caplog.messages[-1]
+
+
+def test_verbose_false_says_nothing(caplog):
+    make_trainer(verbose=False).fit(Linear(), make_points(4))
+    assert caplog.messages == []
+
+
+def test_many_metrics_stay_in_their_line(caplog):
+    class Many(Linear):
+        def validation_step(self, batch):
+            return {"loss": self.step(batch), **{f"metric_{number}": number for number in range(20)}}
+
+    make_trainer(verbose=True).fit(Many(), make_points(4), make_points(4))
+    assert "and 15 more" in caplog.messages[-1]
+    assert len(caplog.messages[-1].splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.04, "0.0 s"), (59.94, "59.9 s"), (61, "1 min 01 s"), (3725, "1 h 02 min 05 s")]
+)
+def test_times_are_written_for_people(seconds, text):
+    assert _write_time(seconds) == text

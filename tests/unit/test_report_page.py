@@ -1,0 +1,167 @@
+"""What is on the page, and that it needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from accmt.cli.main import main
+from accmt.report.charts import draw_charts, thin_out
+from accmt.report.page import build_page
+from accmt.report.records import Curve, Event, RunRecord
+
+
+def make_run(name="steady", config=None, **curves):
+    curves = curves or {"train_loss": [3.0, 2.0, 1.0]}
+    made = {
+        label: Curve(list(range(1, len(values) + 1)), [float(i) for i in range(len(values))], list(values))
+        for label, values in curves.items()
+    }
+    events = [Event("started", 0, 0.0), Event("checkpoint", 2, 1.0), Event("failed", 3, 2.0)]
+    return RunRecord(name, Path("logs") / name, config or {"optim.lr": 0.1}, made, [(3, {"val_loss": 0.25})], events)
+
+
+def figures_of(page):
+    return json.loads(re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.S)[1])
+
+
+def test_every_logged_value_has_a_curve():
+    page = build_page([make_run(train_loss=[3, 2], val_loss=[2, 1], acc=[0.5, 0.75], CPU=[10, 20])])
+    drawn = {trace["name"]: trace["y"] for figure in figures_of(page) for trace in figure["data"] if "y" in trace}
+    expected = {"train_loss": [3, 2], "val_loss": [2, 1], "acc": [0.5, 0.75], "CPU": [10, 20]}
+    assert {name: drawn[name] for name in expected} == expected
+
+
+def test_curves_can_be_drawn_over_time():
+    [losses, *_] = draw_charts([make_run()])
+    assert losses.figure.data[0].meta == {"run": 0, "steps": [1, 2, 3], "seconds": [0.0, 1.0, 2.0]}
+
+
+def test_several_runs_are_drawn_over_one_another_in_a_colour_each():
+    [losses, *_] = draw_charts([make_run("a"), make_run("b")])
+    assert [trace.name for trace in losses.figure.data] == ["a: train_loss", "b: train_loss"]
+    assert len({trace.line.color for trace in losses.figure.data}) == 2
+
+
+def test_a_value_that_one_run_lacks_is_drawn_for_the_other():
+    charts = draw_charts([make_run("a"), make_run("b", train_loss=[1], acc=[0.5])])
+    [acc] = [chart.figure for chart in charts if chart.figure.layout.title.text == "acc"]
+    assert [trace.name for trace in acc.data] == ["b: acc"]
+
+
+def test_checkpoints_and_failures_stand_on_the_axis_of_time():
+    course = draw_charts([make_run()])[-1].figure
+    events = course.data[-1]
+    assert list(zip(events.text, events.x, events.y, strict=True)) == [
+        ("started", 0.0, 0),
+        ("checkpoint", 1.0, 2),
+        ("failed", 2.0, 3),
+    ]
+
+
+def test_the_time_split_is_in_percent():
+    charts = draw_charts([make_run(train_loss=[1.0, 1.0], seconds_data=[1.0, 0.0], seconds_compute=[1.0, 2.0])])
+    split = charts[-2].figure
+    assert {trace.name: trace.x[0] for trace in split.data} == {"data": 25.0, "compute": 75.0}
+    assert not any("seconds_" in chart.figure.layout.title.text for chart in charts)
+
+
+def test_the_tables_hold_evaluations_status_and_configuration():
+    page = build_page([make_run(config={"optim.lr": 0.1, "epochs": 3})])
+    assert "<td>3</td><td>0.25</td>" in page
+    assert '<b class="failed">failed</b>' in page
+    assert "1 × checkpoint, 1 × failed" in page
+    assert "<td>optim.lr</td><td>0.1</td>" in page
+    assert "<td>epochs</td><td>3</td>" in page
+
+
+def test_configurations_are_compared():
+    runs = [make_run("a", {"optim.lr": 0.1, "epochs": 3}), make_run("b", {"optim.lr": 0.2, "epochs": 3, "seed": 1})]
+    differences, same = re.search(
+        r'<div id="differences">(.*?)</div><details>(.*?)</details>', build_page(runs), re.S
+    ).groups()
+    assert "<td>optim.lr</td><td>0.1</td><td>0.2</td>" in differences
+    assert "<td>seed</td><td>-</td><td>1</td>" in differences
+    assert "epochs" not in differences
+    assert "<td>epochs</td><td>3</td><td>3</td>" in same
+
+
+class Links(HTMLParser):
+    """Collects what a page would fetch."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attrs):
+        self.found += [value for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+
+
+def test_the_page_refers_to_nothing_outside():
+    page = build_page([make_run()])
+    links = Links()
+    links.feed(page)
+    assert links.found == []
+    assert "default-src 'none'" in page  # browsers refuse it, too
+
+
+def test_names_from_a_run_cannot_become_code():
+    evil = '</script><script>alert("x")</script><img src=x onerror=alert(1)>'
+    page = build_page([make_run(evil, {evil: evil}, **{f"{evil}_loss": [1.0], evil: [2.0]})])
+    assert "<img src=x" not in page
+    assert '<script>alert("x")' not in page
+    assert any(evil in trace["name"] for figure in figures_of(page) for trace in figure["data"])
+
+
+def test_values_that_are_not_finite_are_gaps():
+    [losses, *_] = figures_of(build_page([make_run(train_loss=[1.0, math.nan, math.inf, 2.0])]))
+    assert losses["data"][0]["y"] == [1.0, None, None, 2.0]
+
+
+def test_long_curves_are_thinned_and_keep_their_peaks():
+    values = [1.0] * 100_000
+    values[12_345], values[54_321], values[77_777] = 50.0, -50.0, math.nan
+    thin = thin_out(Curve(list(range(100_000)), [0.0] * 100_000, values), most=1_000)
+    assert len(thin.values) < 1_100
+    assert {50.0, -50.0} <= set(thin.values)
+    assert 77_777 in thin.steps
+    assert (thin.steps[0], thin.steps[-1]) == (0, 99_999)
+    assert thin.steps == sorted(thin.steps)
+
+
+def test_a_run_that_has_logged_nothing_yet_has_a_page():
+    run = RunRecord("new", Path("logs/new"), {}, {}, [], [Event("started", 0, 0.0)])
+    assert "new" in build_page([run])
+
+
+def test_the_command_writes_the_page_into_the_run_folder(tmp_path, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "history.jsonl").write_text('{"step": 1, "time": 1.0, "values": {"train_loss": 1.0}}\n')
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out.strip() == str(folder / "report.html")
+    assert "Plotly.newPlot" in (folder / "report.html").read_text()
+    assert main(["report", str(folder), str(folder), "-o", str(tmp_path / "both.html")]) == 0
+    assert (tmp_path / "both.html").exists()
+
+
+def test_the_command_refuses_another_folder(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "no history.jsonl" in capsys.readouterr().err
+
+
+def test_without_plotly_the_package_is_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "plotly.graph_objects", None)
+    (tmp_path / "history.jsonl").write_text('{"step": 1, "time": 1.0, "values": {"train_loss": 1.0}}\n')
+    assert main(["report", str(tmp_path)]) == 2
+    assert "pip install plotly" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_any_number_of_runs_has_colours(count):
+    assert len(draw_charts([make_run(f"run {number}") for number in range(count)])[0].figure.data) == count
