@@ -38,9 +38,10 @@ lint: $(INSTALLED)  ## check style, format and types
 	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/mypy
 
-bench: $(INSTALLED)  ## time the loop beside plain torch and hand-written Accelerate, and checkpoints beside Accelerate's
+bench: $(INSTALLED)  ## time the loop, checkpoints and evaluation beside hand-written Accelerate and others
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_loop.py
 	$(BIN)/python tests/benchmarks/bench_checkpoint.py
+	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_evaluation.py
 
 trackers: $(TRACKER_TESTS)  ## test each tracker beside TensorBoard and MLflow in an environment of its own
 

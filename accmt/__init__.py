@@ -25,30 +25,48 @@ if TYPE_CHECKING:
     from accmt.module import AcceleratorModule as AcceleratorModule
     from accmt.module import ExtendedAcceleratorModule as ExtendedAcceleratorModule
     from accmt.precision import allow_tf32 as allow_tf32
+    from accmt.settings.handlers import Handler as Handler
+    from accmt.settings.monitor import Monitor as Monitor
     from accmt.state import TrainingState as TrainingState
+    from accmt.tracking import Aim as Aim
+    from accmt.tracking import ClearML as ClearML
+    from accmt.tracking import CometML as CometML
+    from accmt.tracking import DVCLive as DVCLive
     from accmt.tracking import MLFlow as MLFlow
+    from accmt.tracking import SwanLab as SwanLab
     from accmt.tracking import TensorBoard as TensorBoard
+    from accmt.tracking import Trackio as Trackio
+    from accmt.tracking import WandB as WandB
     from accmt.tracking import read_history as read_history
     from accmt.trainer import Trainer as Trainer
 
 _HOMES = {
-    "EMA": "accmt.callbacks",
     "AcceleratorModule": "accmt.module",
     "Accuracy": "accmt.metrics",
+    "Aim": "accmt.tracking",
     "Callback": "accmt.callbacks",
     "Checkpointer": "accmt.loop.checkpoints",
+    "ClearML": "accmt.tracking",
+    "CometML": "accmt.tracking",
+    "DVCLive": "accmt.tracking",
+    "EMA": "accmt.callbacks",
     "ExtendedAcceleratorModule": "accmt.module",
+    "Handler": "accmt.settings.handlers",
     "HyperParameters": "accmt.config",
     "LambdaCallback": "accmt.callbacks",
     "MLFlow": "accmt.tracking",
     "MainProcessCallback": "accmt.callbacks",
     "Metric": "accmt.metrics",
+    "Monitor": "accmt.settings.monitor",
     "OutputCollector": "accmt.metrics",
-    "gather_on_cpu": "accmt.metrics",
+    "SwanLab": "accmt.tracking",
     "TensorBoard": "accmt.tracking",
+    "Trackio": "accmt.tracking",
     "Trainer": "accmt.trainer",
     "TrainingState": "accmt.state",
+    "WandB": "accmt.tracking",
     "allow_tf32": "accmt.precision",
+    "gather_on_cpu": "accmt.metrics",
     "read_history": "accmt.tracking",
     "set_seed": "accmt.data",
 }

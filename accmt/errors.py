@@ -15,9 +15,11 @@ Each is also the built-in that a reader would expect, so `except ValueError` wor
     ├── CheckpointError (RuntimeError)        a checkpoint that cannot be written, read, or loaded into this run
     │   ├── NoCheckpointError (FileNotFoundError)        there is no checkpoint to continue from
     │   └── CheckpointCorruptError                       a checkpoint that is not what was written
+    ├── ProcessFailedError (RuntimeError)     another process of the run failed, is gone, or does not answer
     ├── TrackerError (RuntimeError)           a tracker that does not start
     └── WeightsError (RuntimeError)           saved weights that do not fit, or lack something
     MissingPackageError (ImportError)         an optional package is not installed
+    Preempted (SystemExit)                    a run was left because of SIGTERM or SIGUSR1; no `Exception`
 
 Every message has four parts: where, what was got, what was expected, what to do. `explain` puts them together.
 """
@@ -77,6 +79,10 @@ class CheckpointCorruptError(CheckpointError):
     """A checkpoint lacks files, or they are not what was written."""
 
 
+class ProcessFailedError(AccmtError, RuntimeError):
+    """Another process of the run failed, is gone, or does not answer; the message holds what it told."""
+
+
 class TrackerError(AccmtError, RuntimeError):
     """A tracker does not start: a wrong server, or a refused argument."""
 
@@ -87,6 +93,13 @@ class WeightsError(AccmtError, RuntimeError):
 
 class MissingPackageError(AccmtError, ImportError):
     """An optional package is not installed."""
+
+
+class Preempted(SystemExit):  # noqa: N818 - no error: the program ends as it was told to
+    """A run was left because of SIGTERM or SIGUSR1, at a checkpoint if checkpoints are on.
+
+    A child of `SystemExit` alone, so that the program ends with its exit code and no `except Exception` holds it up.
+    """
 
 
 def explain(where: str, got: str, expected: str, do: str) -> str:

@@ -7,12 +7,13 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from accmt.errors import ModuleContractError, explain
+from accmt.module_log import LogsValues
 
 if TYPE_CHECKING:
-    import torch
     from accelerate import Accelerator
     from accelerate.tracking import GeneralTracker
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from accmt.trainer import Trainer
 
 
-class AcceleratorModule:
+class AcceleratorModule(LogsValues):
     """A model and how it is trained. Derive from it, set `self.model`, and define `training_step`.
 
     No `super().__init__()` is needed. Any hook of the table (`accmt.callbacks.HOOKS`) may be defined on the module too.
@@ -102,8 +103,21 @@ class AcceleratorModule:
         raise NotImplementedError("define training_step(self, batch), or step(self, batch) for training and validation")
 
     def test_step(self, batch: Any) -> Any:
-        """Compute the results of one test batch; as `validation_step` unless defined."""
+        """Compute the results of one test batch, as `validation_step` does, which stands in its place unless defined.
+
+        Its loss is reported as `test_loss`.
+        """
         return self.validation_step(batch)
+
+    def predict_step(self, batch: Any) -> Any:
+        """Compute the predictions of one batch; gradients are off. Unless defined they are what `forward` makes of it.
+
+        May take the key and the further parameters of `validation_step`.
+
+        Returns:
+            One prediction for each sample: a tensor `[samples, ...]`, a list, or a dict or tuple of these.
+        """
+        return self(batch)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; `module(...)` calls this."""
@@ -133,6 +147,14 @@ class AcceleratorModule:
 
     def get_validation_dataloader(self) -> Any:
         """Return validation data that are used instead of `fit`'s; may take those as parameter `dataset`."""
+        return None
+
+    def get_test_dataloader(self) -> Any:
+        """Return test data that are used instead of `test`'s; may take those as parameter `dataset`."""
+        return None
+
+    def get_predict_dataloader(self) -> Any:
+        """Return data that are predicted instead of `predict`'s; may take those as parameter `dataset`."""
         return None
 
     def get_callbacks(self) -> Any:
@@ -176,14 +198,9 @@ class AcceleratorModule:
         Raises:
             WeightsError: A file, a name or a shape is missing or does not fit; names and shapes are in the message.
         """
-        from accmt import huggingface
-        from accmt.saving import load_weights
+        from accmt.huggingface import load_model_weights
 
-        model = self.unwrapped_model
-        if strict and huggingface.is_transformers_model(model):
-            huggingface.load_pretrained_weights(model, Path(path))
-        else:
-            load_weights(model, Path(path), strict=strict)
+        load_model_weights(self.unwrapped_model, Path(path), strict=strict)
 
     @classmethod
     def from_hf(
@@ -206,7 +223,7 @@ class AcceleratorModule:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the module without its run, so that loader processes and copies do not drag a run along."""
-        of_run = ("trainer", "state", "accelerator", "optimizer", "scheduler", "tracker", "manual_steps")
+        of_run = ("trainer", "state", "accelerator", "optimizer", "scheduler", "tracker", "logs", "manual_steps")
         return {name: value for name, value in self.__dict__.items() if name not in of_run}
 
     def __repr__(self) -> str:
@@ -297,6 +314,12 @@ class HuggingFaceModule(AcceleratorModule):
             raise ModuleContractError(explain(where, got, "a model with a head that computes its loss", do))
         weight = _count_targets(self.unwrapped_model, batch.get("labels"))
         return loss if weight is None else {"loss": loss, "weight": weight}
+
+    def predict_step(self, batch: Any) -> Any:
+        """Return the logits, or by name what else the model computes; a batch may have labels."""
+        outputs = self.model(**{name: value for name, value in batch.items() if name != "labels"})
+        named = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
+        return named.get("logits", named)
 
 
 def _count_targets(model: Any, labels: Any) -> torch.Tensor | None:

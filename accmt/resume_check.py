@@ -21,6 +21,7 @@ from accmt.errors import CheckpointError, explain
 from accmt.loop.parts import collect_others, stateful_parts
 from accmt.messages import say, speaking
 from accmt.processes import broadcast_object, gather_objects
+from accmt.settings import Settings
 
 if TYPE_CHECKING:
     from accmt.module import AcceleratorModule
@@ -60,7 +61,7 @@ class _Witness(Callback):
         for name, tensor in collected.pieces.tensors.items():
             self.trace.entries[f"the final {name}"] = _digest(tensor)
         for name, part in stateful_parts(run).items():
-            if name != "tracking":
+            if name not in ("tracking", "clock"):
                 self.trace.entries[f"the final state of {name}"] = _digest(part.state_dict())
         self.trace.module = self.module
 
@@ -96,11 +97,11 @@ def check_resume(
     """
     with _scratch_folder() as folder, speaking(verbose=trainer.settings.running.verbose):
         data = (train_dataset, val_dataset)
-        whole = _run(trainer, folder, copy.deepcopy(module), data, updates)
-        resumed = _run(trainer, folder, copy.deepcopy(module), data, updates, resume=folder / "checkpoints")
+        whole = _run(trainer, folder, _copy(module, "the module"), data, updates)
+        resumed = _run(trainer, folder, _copy(module, "the module"), data, updates, resume=folder / "checkpoints")
         difference = _agree(whole.first_difference(resumed))
         if difference is not None:
-            again = _run(trainer, folder, copy.deepcopy(module), data, updates)
+            again = _run(trainer, folder, _copy(module, "the module"), data, updates)
             raise CheckpointError(_explain(difference, again.first_difference(whole), whole, resumed))
         say(f"resuming is exact: {len(resumed.entries)} batches, losses and tensors are the same bit for bit")
         return len(resumed.entries)
@@ -135,14 +136,40 @@ def _run(
         "model_saving": None,
         "resume": False,
         "seed": trainer.settings.running.seed or 0,
-        "callbacks": [*build_callbacks(copy.deepcopy(trainer.settings.running.callbacks)), witness],
+        "callbacks": [*build_callbacks(_copy(trainer.settings.running.callbacks, "the callbacks")), witness],
         "verbose": False,
     }
-    copied: Any = type(trainer)(**arguments)
+    copied: Any = copy.copy(trainer)  # a subclass may have a constructor of its own
+    copied.settings = Settings.from_arguments(_with_defaults(arguments))
+    copied.registered_savings = []
     if resume is not None:
         copied.load_checkpoint(resume / step_name(updates))
     copied.fit(module, *data)
     return witness.trace
+
+
+def _with_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {**Settings.defaults(), "tracker_kwargs": {}, **arguments}
+
+
+def _copy(original: Any, what: str) -> Any:
+    try:
+        return copy.deepcopy(original)
+    except Exception as error:
+        held = [
+            f"self.{name}" for name, value in getattr(original, "__dict__", {}).items() if not _can_be_copied(value)
+        ]
+        got = f"{what} cannot be copied: {error}" + (f" ({', '.join(held)})" if held else "")
+        do = "leave open files, locks and the like out of it, or define __deepcopy__"
+        raise CheckpointError(explain("check_resume", got, "copies that can be trained", do)) from error
+
+
+def _can_be_copied(value: Any) -> bool:
+    try:
+        copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - whatever copying does
+        return False
+    return True
 
 
 def _agree(difference: str | None) -> str | None:

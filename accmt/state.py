@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 Function = Literal["fit", "validate", "test", "predict", "tune"]
 Stage = Literal["train", "sanity_check", "validate", "test", "predict", "tune"]
-Progress = Literal["initializing", "running", "finished", "interrupted", "failed"]
+Progress = Literal["initializing", "running", "finished", "interrupted", "preempted", "failed"]
 
 
 @runtime_checkable
@@ -109,7 +109,7 @@ class TrainingState(Counters):
 
     @property
     def status(self) -> Progress:
-        """How far it came: initializing, running, finished, interrupted or failed."""
+        """How far it came: initializing, running, finished, interrupted, preempted or failed."""
         return self.now.status
 
     @property

@@ -16,12 +16,12 @@ from accmt.config import HyperParameters
 from accmt.config.numbers import read_numbers
 from accmt.data import keeping_generators
 from accmt.errors import ArgumentError, UnknownArgumentError, explain
-from accmt.loop.inputs import check_metrics
+from accmt.loop.inputs import RegisteredSaving, check_metrics
 from accmt.messages import speaking
 from accmt.module import AcceleratorModule
 from accmt.settings import Settings
 from accmt.state import TrainingState
-from accmt.trainer_checkpoints import TrainerCheckpoints
+from accmt.trainer_evaluation import TrainerEvaluation
 
 ALIASES = {
     "model_saving_aboce": "model_saving_above",
@@ -34,7 +34,7 @@ ALIASES = {
 MISSPELT = ("model_saving_aboce",)
 
 
-class Trainer(TrainerCheckpoints):
+class Trainer(TrainerEvaluation):
     """Trains an `AcceleratorModule`.
 
     The constructor only takes and checks settings: no process group, no file, no network before `fit`. Every argument
@@ -152,6 +152,7 @@ class Trainer(TrainerCheckpoints):
         self.settings = Settings.from_arguments(arguments | {"tracker_kwargs": tracker_kwargs})
         build_callbacks(self.settings.running.callbacks)
         check_metrics(self.settings)
+        self.registered_savings: list[RegisteredSaving] = []
         self.state = TrainingState()
 
     def fit(
@@ -190,6 +191,7 @@ class Trainer(TrainerCheckpoints):
         with speaking(verbose=self.settings.running.verbose), keeping_generators():
             self.state = TrainingState()
             self._run = None  # what an earlier run holds is free before the next is built
+            self._val_dataset = val_dataset
             self._run = build_run(self, module, train_dataset, val_dataset)
             self.chosen_checkpoint = None
             fit(self._run)
@@ -214,6 +216,23 @@ class Trainer(TrainerCheckpoints):
         from accmt.loop.saver import save_model
 
         save_model(self.run, self.settings.saving.folder if path is None else Path(path))
+
+    def register_model_saving(
+        self, name: str, saving_below: float | None = None, saving_above: float | None = None
+    ) -> None:
+        """Save the model by one more rule, with thresholds of its own, from the next `fit` on.
+
+        Args:
+            name: A rule as in `model_saving`: "best_accuracy@en", or "best_accuracy/f1" where both must be better.
+            saving_below: Saves only while the values that decide are below this; a dict is by name.
+            saving_above: Saves only while the values that decide are above this; a dict is by name.
+
+        Raises:
+            ArgumentError: No such rule, one that is there already, or bounds that nothing can be between.
+        """
+        registered = [*self.registered_savings, RegisteredSaving(name, saving_below, saving_above)]
+        check_metrics(self.settings, registered)
+        self.registered_savings = registered
 
     def do_backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a scaled loss to those of the window; a subclass may replace it."""

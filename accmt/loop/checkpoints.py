@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,11 +15,17 @@ from accmt.checkpoint.names import step_name
 from accmt.checkpoint.store import CheckpointStore
 from accmt.checkpoint.writer import CheckpointWriter
 from accmt.errors import CheckpointError
+from accmt.loop.boundary import Due
 from accmt.loop.parts import collect_others
 from accmt.loop.run import Run
-from accmt.messages import warn
-from accmt.processes import new_cpu_group
+from accmt.messages import warn, warn_once
+from accmt.processes import close_cpu_group, new_cpu_group
 from accmt.settings import Settings
+
+_UNFINISHED = (
+    "a checkpoint is due in the middle of an update: the module has called backward and not yet step_optimizer, and "
+    "gradients are in no checkpoint; it is written when one is due after an update"
+)
 
 
 class Checkpointer(Protocol):
@@ -52,35 +58,40 @@ class Checkpoints:
 
     def __init__(self, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         told = settings.checkpoints
-        self.folder = settings.checkpoint_folder
+        self.folder = settings.checkpoint_folder.absolute()  # a program may go to another folder while it trains
         self._settings = settings
         self._collector = StateCollector(model, [optimizer])
         self._checkpointer: Checkpointer | None = told.checkpointer
         self._is_failing = False
         self._is_prepared = False
-        self._saved: dict[str, Any] | None = None
+        self._saved: tuple[dict[str, Any], Due | None] | None = None
         self._requests: list[Path | None] = []
-        self._writer = None if told.every is None or told.checkpointer is not None else self._build_writer()
+        is_on = told.every is not None and told.checkpointer is None
+        self._group = new_cpu_group() if is_on else None
+        self._store = CheckpointStore(self.folder, max_checkpoints=told.max_checkpoints, group=self._group)
+        self._writer = self._build_writer() if is_on else None
+        self._has_begun = False
 
     def _build_writer(self) -> CheckpointWriter:
-        told = self._settings.checkpoints
-        store = CheckpointStore(self.folder, max_checkpoints=told.max_checkpoints, group=new_cpu_group())
-        return CheckpointWriter(
-            store, self._collector, is_async=told.async_checkpointing, on_failure=self._report_failure
-        )
+        is_async = self._settings.checkpoints.async_checkpointing
+        return CheckpointWriter(self._store, self._collector, is_async=is_async, on_failure=self._report_failure)
 
     def begin(self, run: Run) -> None:
-        """Make room for a new run.
+        """Make the folder this run's own.
 
         Processes: collective.
 
         Raises:
-            CheckpointError: An earlier run's checkpoints cannot be moved away.
+            CheckpointError: Another run is writing there, or an earlier run's checkpoints cannot be moved away.
         """
-        if self._writer is None:
-            return
-        if not run.is_resumed:
-            CheckpointStore(self.folder).set_aside_previous()
+        if self._writer is not None:
+            self._store.claim()
+            self._begin_folder(run)
+
+    def _begin_folder(self, run: Run) -> None:
+        if not (run.is_resumed or self._has_begun):
+            self._store.set_aside_previous()
+        self._has_begun = True
 
     def request(self, folder: Path | None) -> None:
         """Ask for a checkpoint at the end of the update in work.
@@ -95,13 +106,22 @@ class Checkpoints:
 
         Processes: collective.
         """
+        is_due = run.cadence.is_checkpoint_due(run.state, epoch_ended=epoch_ended, evaluated=evaluated)
+        if run.has_unfinished_update:
+            if is_due or self._requests:
+                warn_once(_UNFINISHED, about="unfinished update")
+            return
         self._prepare_once(run)
+        has_saved = self._serve_requests(run)
+        if is_due and not has_saved:
+            self._save(run, force=False)
+
+    def _serve_requests(self, run: Run) -> bool:
+        """Write the checkpoints that were asked for, and return whether one of them is in the run's own folder."""
         requests, self._requests = self._requests, []
         for folder in dict.fromkeys(requests):
             self.save(run, folder)
-        is_due = run.cadence.is_checkpoint_due(run.state, epoch_ended=epoch_ended, evaluated=evaluated)
-        if is_due and None not in requests:
-            self._save(run, force=False)
+        return None in requests
 
     def _prepare_once(self, run: Run) -> None:
         """Find at the first update, not at the first checkpoint, what no checkpoint can hold."""
@@ -114,8 +134,38 @@ class Checkpoints:
 
         Processes: collective.
         """
-        if self._settings.checkpoints.every is not None and self._saved != run.state.state_dict():
+        if run.has_unfinished_update:
+            warn_once(_UNFINISHED, about="unfinished update")
+            return
+        self._serve_requests(run)
+        if self._settings.checkpoints.every is not None and self._saved != (run.state.state_dict(), run.boundary.due):
             self._save(run, force=True)
+
+    def save_boundary(self, run: Run, *, is_alone: bool = False) -> None:
+        """Save the last update boundary, whatever the run was doing since, and wait until it is durable.
+
+        Processes: collective, unless the main one is alone.
+
+        Args:
+            run: The run.
+            is_alone: Whether the other processes are gone.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        told, boundary = self._settings.checkpoints, run.boundary
+        if self._saved == (boundary.own["parts"]["state"], boundary.due):
+            return
+        with boundary.given_back(run):
+            if is_alone or (self._writer is None and self._checkpointer is None):
+                store = CheckpointStore(self.folder, max_checkpoints=told.max_checkpoints)
+                if not run.is_resumed and self._writer is None:
+                    store.set_aside_previous()
+                collector = StateCollector(run.model, [run.stepper.optimizer])  # its plan is one for these processes
+                self._writer = CheckpointWriter(store, collector, is_async=False, on_failure=_raise)
+            self._save(run, force=True, at=boundary.own)
+        if self._writer is not None:
+            self._writer.wait()
 
     def save(self, run: Run, folder: Path | None = None) -> None:
         """Save at once.
@@ -132,26 +182,37 @@ class Checkpoints:
         if folder is None and (self._writer is not None or self._checkpointer is not None):
             self._save(run, force=True)
             return
-        num_kept = self._settings.checkpoints.max_checkpoints if folder is None else sys.maxsize
-        store = CheckpointStore(folder or self.folder, max_checkpoints=num_kept)
+        if folder is None:
+            self._begin_folder(run)
+        store = self._store if folder is None else CheckpointStore(folder, max_checkpoints=sys.maxsize)
         writer = CheckpointWriter(store, self._collector, is_async=False, on_failure=_raise)
-        writer.save(run.state.global_step, collect_others(run), describe(run))
-        self._tell_hooks(run, store.folder)
+        writer.save(run.state.global_step, collect_others(run), describe(run, run.state.state_dict()))
+        self._tell_hooks(run, store.folder / step_name(run.state.global_step))
 
-    def _save(self, run: Run, *, force: bool) -> None:
-        step, others = run.state.global_step, collect_others(run)
+    def _save(self, run: Run, *, force: bool, at: Mapping[str, Any] | None = None) -> None:
+        others = collect_others(run, at)
+        counters = others["parts"]["state"]
+        step = counters["global_step"]
         if self._checkpointer is not None:
             collected = self._collector.collect(others)
             self._checkpointer.save(lambda folder: write_state(collected, folder), step, force=force)
         elif self._writer is not None:
-            self._writer.save(step, others, describe(run))
-        self._saved = run.state.state_dict()
-        self._tell_hooks(run, self.folder)
+            self._writer.save(step, others, describe(run, counters))
+        self._saved = counters, run.boundary.due
+        self._tell_hooks(run, self.folder / step_name(step))
 
     @staticmethod
     def _tell_hooks(run: Run, folder: Path) -> None:
         for hook in run.hooks.on_save_checkpoint:
-            hook(folder=folder / step_name(run.state.global_step))
+            hook(folder=folder)
+
+    def wait(self) -> None:
+        """Wait until the checkpoint in work is durable.
+
+        Processes: collective.
+        """
+        if self._writer is not None:
+            self._writer.wait()
 
     def close(self) -> None:
         """Wait until the last checkpoint is durable.
@@ -161,6 +222,10 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        self._store.release()
+        self._store = CheckpointStore(self.folder, max_checkpoints=self._settings.checkpoints.max_checkpoints)
+        close_cpu_group(self._group)
+        self._group = None
 
     def _report_failure(self, error: CheckpointError) -> None:
         if not self._is_failing:
@@ -172,12 +237,11 @@ def _raise(error: CheckpointError) -> None:
     raise error
 
 
-def describe(run: Run) -> dict[str, Any]:
+def describe(run: Run, counters: Mapping[str, Any]) -> dict[str, Any]:
     """Return what people want to know of a checkpoint without loading it."""
-    state = run.state
     return {
-        **state.state_dict(),
-        "best": dict(state.best),
+        **counters,
+        "best": dict(run.state.best),
         "run_name": run.tracking.run_name,
         "seed": run.seed,
         "hps": run.settings.hps.to_dict()["hps"],

@@ -12,7 +12,7 @@ from torch import nn
 from accmt.callbacks import find_hooks
 from accmt.errors import ModuleContractError, explain
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
-from accmt.state import TrainingState
+from accmt.state import Function, TrainingState
 
 _CONTRACT = tuple(
     name
@@ -21,8 +21,17 @@ _CONTRACT = tuple(
 )
 
 
+STEPS: dict[str, tuple[str, ...]] = {
+    "training_step": ("training_step", "step"),
+    "validation_step": ("validation_step", "step"),
+    "test_step": ("test_step", "validation_step", "step"),
+    "predict_step": ("predict_step",),
+}
+"""Each step with those that stand in its place where it is not defined, in this order."""
+
+
 def check_module(module: Any) -> None:
-    """Check all that can be known about a module without running it.
+    """Check all that can be known about a module without training it.
 
     Args:
         module: What the user passed to `fit`.
@@ -30,22 +39,41 @@ def check_module(module: Any) -> None:
     Raises:
         ModuleContractError: The message shows the line to write.
     """
-    _check_kind(module)
-    _check_spelling(module)
-    _check_model(module)
+    check_untrained_module(module, "fit")
+    _check_trainable(module)
     if not defines(module, "training_step") and not _defines_step(module):
         _refuse(module, "neither training_step nor step", "def training_step(self, batch): return loss")
+
+
+def check_untrained_module(module: Any, function: Function) -> None:
+    """Check what a module needs whatever is done with it.
+
+    Args:
+        module: What the user passed to a method of the Trainer.
+        function: That method.
+
+    Raises:
+        ModuleContractError: The message shows the line to write.
+    """
+    _check_kind(module, function)
+    _check_spelling(module)
+    _check_model(module)
     find_hooks(module)
 
 
-def check_validation(module: AcceleratorModule) -> None:
-    """Check a module that has validation data.
+def check_validation(module: AcceleratorModule, step: str = "validation_step") -> None:
+    """Check a module that has validation data, or test data.
+
+    Args:
+        module: The module.
+        step: "validation_step" or "test_step".
 
     Raises:
         ModuleContractError: It has no step for them; the message shows the line to write.
     """
-    if not defines(module, "validation_step") and not _defines_step(module):
-        got = "validation data, but neither validation_step nor step"
+    *names, _ = STEPS[step]
+    if not any(defines(module, name) for name in names) and not _defines_step(module):
+        got = f"{step.partition('_')[0]} data, but neither {', '.join(names)} nor step"
         _refuse(module, got, 'def validation_step(self, batch): return {"loss": loss}')
 
 
@@ -59,13 +87,14 @@ def defines(module: AcceleratorModule, name: str) -> bool:
     return getattr(type(module), name) is not getattr(AcceleratorModule, name) or name in vars(module)
 
 
-def _check_kind(module: Any) -> None:
+def _check_kind(module: Any, function: Function) -> None:
+    where = f"{function}(module)"
     if isinstance(module, type):
-        do = f"trainer.fit({module.__name__}(...), ...)"
-        raise ModuleContractError(explain("fit(module)", f"the class {module.__name__}", "an object of it", do))
+        do = f"trainer.{function}({module.__name__}(...), ...)"
+        raise ModuleContractError(explain(where, f"the class {module.__name__}", "an object of it", do))
     if not isinstance(module, AcceleratorModule):
         do = "class MyModule(AcceleratorModule): with self.model and training_step"
-        raise ModuleContractError(explain("fit(module)", type(module).__name__, "an AcceleratorModule", do))
+        raise ModuleContractError(explain(where, type(module).__name__, "an AcceleratorModule", do))
 
 
 def _check_spelling(module: AcceleratorModule) -> None:
@@ -86,6 +115,10 @@ def _check_model(module: AcceleratorModule) -> None:
         _refuse(module, "no attribute `model`", "self.model = MyNetwork() in __init__")
     if not isinstance(model, nn.Module):
         _refuse(module, f"self.model is {type(model).__name__}", "self.model = an nn.Module")
+
+
+def _check_trainable(module: AcceleratorModule) -> None:
+    model = module.model
     if not any(parameter.requires_grad for parameter in model.parameters()):
         _refuse(module, "no parameter of self.model requires a gradient", "leave at least one unfrozen")
     _check_other_models(module, model)
@@ -113,7 +146,7 @@ def adapt_training_step(module: AcceleratorModule, state: TrainingState) -> Call
     Raises:
         ModuleContractError: It takes a parameter that nothing fills.
     """
-    name, step = _find_step(module, "training_step", "step")
+    name, step = _find_step(module, "training_step")
     further = _find_further(step, lambda: state, lambda: state.train_step)
     if not _accepts(step, None, **further):
         _refuse_parameters(module, name, step, f"def {name}(self, batch)")
@@ -123,21 +156,21 @@ def adapt_training_step(module: AcceleratorModule, state: TrainingState) -> Call
 
 
 def adapt_validation_step(module: AcceleratorModule, name: str) -> Callable[[str, Any], Any]:
-    """Return a validation step as a function of (key, batch), whether it takes the key or not.
+    """Return a step without training as a function of (key, batch), whether it takes the key or not.
 
     Args:
         module: The user's module; its `state` is read when the step is called.
-        name: "validation_step", or "test_step", in whose place the validation step stands where it is not defined.
+        name: "validation_step", "test_step" or "predict_step".
 
     Raises:
         ModuleContractError: It takes a parameter that nothing fills.
     """
-    name, step = _find_step(module, name, "validation_step", "step")
+    name, step = _find_step(module, name)
     further = _find_further(step, lambda: module.state, lambda: module.state.val_step)
     if "key" in inspect.signature(step).parameters and _accepts(step, None, key=None, **further):
         return lambda key, batch: step(batch, key=key, **_fill(further))
     if _accepts(step, None, **further):
-        return lambda _key, batch: step(batch, **_fill(further))
+        return (lambda _key, batch: step(batch, **_fill(further))) if further else (lambda _key, batch: step(batch))
     names = list(inspect.signature(step).parameters)
     takes_key = len(names) > 1 and (names[0] == "key" or names[1] == "batch")
     if not takes_key or not _accepts(step, None, None, **further):
@@ -145,8 +178,9 @@ def adapt_validation_step(module: AcceleratorModule, name: str) -> Callable[[str
     return lambda key, batch: step(key, batch, **_fill(further))
 
 
-def _find_step(module: AcceleratorModule, *names: str) -> tuple[str, Callable[..., Any]]:
-    """Return the first of the steps that the user defines; the last of them if none is."""
+def _find_step(module: AcceleratorModule, step: str) -> tuple[str, Callable[..., Any]]:
+    """Return the step that the user defines, or the first that stands in its place; the last of them if none is."""
+    names = STEPS[step]
     name = next((name for name in names if defines(module, name)), names[-1])
     return name, getattr(module, name)
 

@@ -14,7 +14,7 @@ from accmt.data import Loader, Round, derive_seed, seed_generators
 from accmt.errors import ModuleContractError, explain
 from accmt.loop.outputs import read_validation_output
 from accmt.loop.reduction import broadcast_buffers
-from accmt.loop.run import Run
+from accmt.loop.run import EvaluationRun, Run
 from accmt.metrics import ValidationCollector
 from accmt.processes import gather_objects, process_index, sum_over_processes
 from accmt.state import Stage
@@ -48,7 +48,7 @@ def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
 
 
 def _log_results(run: Run, results: dict[str, float]) -> None:
-    loss_name = run.settings.tracking.val_loss_metric_name
+    loss_name = run.loss_name
     reported = run.settings.evaluation.report_loss_after_eval
     row = {name: value for name, value in results.items() if reported or name != loss_name}
     if row:
@@ -59,22 +59,20 @@ def _log_results(run: Run, results: dict[str, float]) -> None:
 def _step_on_plateau(run: Run, results: dict[str, float]) -> None:
     if not isinstance(run.scheduler, ReduceLROnPlateau):
         return
-    name = run.settings.tracking.val_loss_metric_name
-    losses = [
-        results[key] for key in (f"{name}__{set_}" if set_ else name for set_ in run.val_loaders) if key in results
-    ]
+    names = (f"{run.loss_name}__{key}" if key else run.loss_name for key in run.val_loaders)
+    losses = [results[name] for name in names if name in results]
     if losses:
         run.scheduler.step(sum(losses) / len(losses))
 
 
-def evaluate(run: Run, stage: Stage, *, max_rounds: int | None = None) -> dict[str, float]:
-    """Run the validation steps over all sets.
+def evaluate(run: EvaluationRun, stage: Stage, *, max_rounds: int | None = None) -> dict[str, float]:
+    """Run the validation (or test) steps over all sets.
 
     Processes: collective only between sets; within a set processes need not keep in step.
 
     Args:
         run: The run.
-        stage: "validate", or "sanity_check", which counts nothing and calls no hooks.
+        stage: "validate", "test", or "sanity_check", which counts nothing and calls no hooks.
         max_rounds: Batches of each set at most; None is all.
 
     Returns:
@@ -82,7 +80,7 @@ def evaluate(run: Run, stage: Stage, *, max_rounds: int | None = None) -> dict[s
     """
     broadcast_buffers(run.unwrapped_model)
     results: dict[str, float] = {}
-    with _evaluating(run, stage):
+    with without_training(run, stage):
         for key, loader in run.val_loaders.items():
             outputs = _evaluate_set(run, stage, key, loader, max_rounds)
             suffix = f"__{key}" if key else ""
@@ -91,7 +89,8 @@ def evaluate(run: Run, stage: Stage, *, max_rounds: int | None = None) -> dict[s
 
 
 @contextmanager
-def _evaluating(run: Run, stage: Stage) -> Iterator[None]:
+def without_training(run: EvaluationRun, stage: Stage) -> Iterator[None]:
+    """Let a model work that is not trained meanwhile: in evaluation mode, each process for itself."""
     before, run.state.now.stage = run.state.now.stage, stage
     training = [module for module in run.unwrapped_model.modules() if module.training]
     run.unwrapped_model.eval()
@@ -104,53 +103,78 @@ def _evaluating(run: Run, stage: Stage) -> Iterator[None]:
         run.state.now.stage = before
 
 
-def _without_gradients(run: Run, stage: Stage) -> AbstractContextManager[None]:
+def without_gradients(run: EvaluationRun, stage: Stage) -> AbstractContextManager[None]:
+    """Return the context in which a step runs: `torch.inference_mode`, unless the Trainer was told otherwise."""
     # What a model caches in the trial evaluation is used in training, where inference tensors are refused.
     if stage == "sanity_check" or not run.settings.evaluation.inference_mode:
         return torch.no_grad()
     return torch.inference_mode()
 
 
-def _evaluate_set(run: Run, stage: Stage, key: str, loader: Loader, max_rounds: int | None) -> dict[str, float]:
+def _evaluate_set(
+    run: EvaluationRun, stage: Stage, key: str, loader: Loader, max_rounds: int | None
+) -> dict[str, float]:
     is_silent = stage == "sanity_check"
-    hooks = run.hooks
-    for hook in () if is_silent else hooks.on_validation_start:
+    reports_batches = run.state.fn == "fit" and not (is_silent or run.settings.evaluation.report_loss_after_eval)
+    for hook in () if is_silent else run.hooks.on_validation_start:
         hook(key=key)
-    collector = ValidationCollector(run.metrics[key])
-    gave_weight: set[bool] = set()
+    in_work = _SetInWork(run, key, is_silent=is_silent)
     for round_ in islice(loader.rounds(0), max_rounds):
-        with _without_gradients(run, stage):
-            loss, weight = _validate_batch(run, collector, key, round_, gave_weight, is_silent=is_silent)
+        with without_gradients(run, stage):
+            loss, weight = in_work.take(round_)
         run.state.count_validation_batch()
-        if not is_silent and not run.settings.evaluation.report_loss_after_eval:
+        if reports_batches:
             _report_batch(run, key, loss, weight)
-    _require_one_kind(gave_weight.union(*gather_objects(gave_weight)))
-    outputs = collector.compute()
-    for hook in () if is_silent else hooks.on_validation_end:
+    outputs = in_work.finish()
+    for hook in () if is_silent else run.hooks.on_validation_end:
         hook(key=key, outputs=outputs)
     return outputs
 
 
-def _validate_batch(
-    run: Run, collector: ValidationCollector, key: str, round_: Round, gave_weight: set[bool], *, is_silent: bool
-) -> tuple[Any, Any]:
-    if round_.batch is None:
-        return 0.0, 0.0
-    batch = run.place(round_.batch)
-    seed_generators(derive_seed(run.seed, "validation_step", round_.index, process_index()), run.device)
-    for hook in () if is_silent else run.hooks.on_before_validation_step:
-        hook(batch=batch)
-    with run.autocast():
-        output = run.validation_step(key, batch)
-    loss_name = run.settings.tracking.val_loss_metric_name
-    entries, weight = read_validation_output(output, loss_name)
-    gave_weight.add(weight is not None)
-    if weight is None:
-        weight = run.count_samples(round_, batch)
-    collector.add(entries, weight, round_.index)
-    for hook in () if is_silent else run.hooks.on_after_validation_step:
-        hook(batch=batch, outputs=output)
-    return entries.get(loss_name, 0.0), weight
+class _SetInWork:
+    """One set that is evaluated, batch by batch.
+
+    Args:
+        run: The run.
+        key: The name of the set.
+        is_silent: Whether no hooks are called.
+    """
+
+    def __init__(self, run: EvaluationRun, key: str, *, is_silent: bool) -> None:
+        self._run = run
+        self._key = key
+        self._hooks_before = () if is_silent else run.hooks.on_before_validation_step
+        self._hooks_after = () if is_silent else run.hooks.on_after_validation_step
+        self._collector = ValidationCollector(run.metrics[key], run.module.logs.of_evaluation)
+        self._gave_weight: set[bool] = set()
+
+    def take(self, round_: Round) -> tuple[Any, Any]:
+        """Run the step on this process's batch, and return the loss and what it weighs."""
+        if round_.batch is None:
+            return 0.0, 0.0
+        run, loss_name = self._run, self._run.loss_name
+        batch = run.place(round_.batch)
+        seed_generators(derive_seed(run.seed, "validation_step", round_.index, process_index()), run.device)
+        for hook in self._hooks_before:
+            hook(batch=batch)
+        with run.autocast():
+            output = run.validation_step(self._key, batch)
+        entries, weight = read_validation_output(output, loss_name)
+        self._gave_weight.add(weight is not None)
+        if weight is None:
+            weight = run.count_samples(round_, batch)
+        self._collector.add(entries, weight, round_.index)
+        for hook in self._hooks_after:
+            hook(batch=batch, outputs=output)
+        return entries.get(loss_name, 0.0), weight
+
+    def finish(self) -> dict[str, float]:
+        """Return the means and metrics over all samples of all processes.
+
+        Processes: collective.
+        """
+        _require_one_kind(self._gave_weight.union(*gather_objects(self._gave_weight)))
+        return self._collector.compute()
 
 
 def _require_one_kind(gave_weight: set[bool]) -> None:
@@ -160,11 +184,11 @@ def _require_one_kind(gave_weight: set[bool]) -> None:
         raise ModuleContractError(explain("validation_step", got, "weights for all batches or for none", do))
 
 
-def _report_batch(run: Run, key: str, loss: Any, weight: Any) -> None:
+def _report_batch(run: EvaluationRun, key: str, loss: Any, weight: Any) -> None:
     step = run.state.eval_global_step
     if step % max(run.settings.tracking.log_every, 1):
         return
     total, total_weight = sum_over_processes((float(loss) * float(weight), float(weight)), run.device)
-    name = run.settings.tracking.val_loss_metric_name + (f"__{key}" if key else "")
+    name = run.loss_name + (f"__{key}" if key else "")
     for hook in run.hooks.on_log if total_weight else ():
         hook(values={name: total / total_weight}, step=step)

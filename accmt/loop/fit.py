@@ -5,18 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 from accmt.callbacks.dispatch import Hook
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, Preempted, explain
+from accmt.failures import is_out_of_memory, listening
 from accmt.loop.evaluation import evaluate, evaluate_and_count
+from accmt.loop.leaving import leave_if_asked, settle, watching
+from accmt.loop.preflight import check_room
+from accmt.loop.prepare import give_back
 from accmt.loop.run import Run
 from accmt.loop.saver import save_model
-from accmt.loop.training import log_row, train_epoch
+from accmt.loop.sources import end_workers
+from accmt.loop.training import finish_update, log_row, train_epoch
 from accmt.loop.update import step_schedule
 from accmt.messages import say, warn
 from accmt.processes import run_on_main_process
 from accmt.state import Progress
 from accmt.tracking import RunStatus
 
-_TRACKER_STATUS: dict[Progress, RunStatus] = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+_TRACKER_STATUS: dict[Progress, RunStatus] = {
+    "finished": "FINISHED",
+    "interrupted": "KILLED",
+    "preempted": "PREEMPTED",
+    "failed": "FAILED",
+}
 
 
 def fit(run: Run) -> None:
@@ -30,16 +40,22 @@ def fit(run: Run) -> None:
     now = run.state.now
     now.fn, now.status = "fit", "running"
     try:
-        if run.is_resumed and run.is_finished and not run.cadence.is_evaluation_due_at_end(run.state):
-            _tell_complete(run)
-        else:
-            _begin(run)
-            _train_and_tell(run)
+        with listening(run.interruption, run.settings.failures.preempt_exit_code), watching(run):
+            _run(run)
     except BaseException as error:
         _mark_failure(run, error)
         raise
     finally:
         _close(run)
+
+
+def _run(run: Run) -> None:
+    is_done = run.boundary.due is None and not run.cadence.is_evaluation_due_at_end(run.state)
+    if run.is_resumed and run.is_finished and is_done:
+        _tell_complete(run)
+    else:
+        _begin(run)
+        _train_and_tell(run)
 
 
 def _tell_complete(run: Run) -> None:
@@ -55,6 +71,8 @@ def _begin(run: Run) -> None:
     run_on_main_process(lambda: run.tracking.start(describe(run)))
     run.module.tracker = next(iter(run.tracking.loggers), None)
     run.checkpoints.begin(run)
+    if run.settings.running.preflight:
+        check_room(run)
 
 
 def _close(run: Run) -> None:
@@ -71,20 +89,28 @@ def _train_and_tell(run: Run) -> None:
         run.state.now.status = "finished"
         run.saver.warn_if_nothing_was_saved()
     except BaseException as error:
-        _tell_failure(run, error)
+        failure = settle(run, error)
+        _tell_failure(run, failure)
+        if failure is not error:
+            raise failure from None
         raise
     finally:
         _call_end_hooks(run)
 
 
 def _train(run: Run) -> None:
+    begins = not run.is_resumed or run.boundary.due == "start"
+    if begins:
+        run.boundary.mark(run, "start")
     for hook in run.hooks.on_resume if run.is_resumed else ():
         hook()
     for hook in run.hooks.on_fit_start:
         hook()
-    if run.settings.evaluation.eval_when_start and run.val_loaders and not run.is_resumed:
+    if run.settings.evaluation.eval_when_start and run.val_loaders and begins:
         evaluate_and_count(run, counts=False)
+        run.boundary.mark(run)
     run.stepper.zero_grad()  # whatever an earlier, broken run left behind
+    _finish_what_was_due(run)
     while not run.is_finished:
         _end_epoch(run, is_used_up=train_epoch(run))
     if run.cadence.is_evaluation_due_at_end(run.state):
@@ -95,14 +121,30 @@ def _train(run: Run) -> None:
     run.checkpoints.save_last(run)
 
 
+def _finish_what_was_due(run: Run) -> None:
+    """Go on with what came after an update, or after an epoch, where the run that is continued was left in it."""
+    due, run.boundary.due = run.boundary.due, None
+    if due in ("update", "skipped", "evaluation"):
+        run.boundary.due = due
+        finish_update(run)
+        due = run.boundary.due
+    if due == "epoch":
+        _end_epoch(run, is_used_up=run.state.is_last_training_batch)
+    elif due == "epoch_end":
+        _tell_epoch_end(run, is_counted=run.state.train_step == 0, evaluated=False)
+
+
 def _tell_early_end(run: Run) -> None:
-    if not run.cadence.is_finished(run.state):
+    if run.interruption.ends_training:
+        say(f"training ends early at update {run.state.global_step}: {run.interruption.ended_by} says so")
+    elif not run.cadence.is_finished(run.state):
         watched = run.saver.selection.rule if isinstance(run.state.patience_left, int) else run.state.patience_left
         say(f"training ends early at update {run.state.global_step}: patience with {watched} is used up")
 
 
 def _end_epoch(run: Run, *, is_used_up: bool) -> None:
     state = run.state
+    state.now.is_last_training_batch, run.boundary.due = is_used_up, "epoch"
     log_row(run)
     is_evaluation_due = run.cadence.is_evaluation_due_at_epoch_end(state)
     if is_evaluation_due:
@@ -111,9 +153,16 @@ def _end_epoch(run: Run, *, is_used_up: bool) -> None:
     if is_used_up:
         step_schedule(run, at_epoch_end=True)
         state.count_epoch()
+    run.boundary.mark(run, "epoch_end")
+    _tell_epoch_end(run, is_counted=is_used_up, evaluated=is_evaluation_due)
+
+
+def _tell_epoch_end(run: Run, *, is_counted: bool, evaluated: bool) -> None:
     for hook in run.hooks.on_epoch_end:
         hook()
-    run.checkpoints.save_if_due(run, epoch_ended=is_used_up, evaluated=is_evaluation_due)
+    run.boundary.mark(run)
+    run.checkpoints.save_if_due(run, epoch_ended=is_counted, evaluated=evaluated)
+    leave_if_asked(run)
 
 
 def _require_updates(run: Run) -> None:
@@ -137,7 +186,7 @@ def _try_evaluation(run: Run) -> None:
 def _mark_failure(run: Run, error: BaseException) -> None:
     now = run.state.now
     now.interrupted = isinstance(error, KeyboardInterrupt)
-    now.status = "interrupted" if now.interrupted else "failed"
+    now.status = "interrupted" if now.interrupted else "preempted" if isinstance(error, Preempted) else "failed"
 
 
 def _tell_failure(run: Run, error: BaseException) -> None:
@@ -169,18 +218,10 @@ def _call_end_hooks(run: Run) -> None:
         raise failures[0]
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that a device has no memory left."""
-    return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
-
-
 def restore_model(run: Run) -> None:
-    """Give the module its own model back, without the wrappers of the run, and let the Accelerator forget it."""
-    model: Any = run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False, keep_torch_compile=False)
-    model.__dict__.pop("_is_accelerate_prepared", None)
-    run.module.model = model
-    for loader in (run.train_loader, *run.val_loaders.values()):
-        loader.dataloader._iterator = None  # ends its worker processes
+    """Give the module its own model back, and end the processes that load data."""
+    end_workers((run.train_loader, *run.val_loaders.values()))
+    give_back(run.module, run.model, run.accelerator)
     if run.accelerator is not run.settings.running.accelerator:  # what a user prepared is not ours to forget
         run.accelerator.free_memory()
 

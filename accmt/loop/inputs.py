@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accmt.errors import ArgumentError, explain
 from accmt.files import require_writable_folder
@@ -18,6 +18,24 @@ from accmt.processes import broadcast_object, is_main_process
 from accmt.saving import Patience, Selection, without_validation
 from accmt.settings import Settings
 from accmt.tracking import Tracking, default_run_name, default_track_name, resolve_trackers
+
+if TYPE_CHECKING:
+    from accmt.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class RegisteredSaving:
+    """A rule of saving with thresholds of its own.
+
+    Attributes:
+        name: The rule.
+        below: What its values must be below: a number, or one by name.
+        above: What they must be above.
+    """
+
+    name: str
+    below: Any = None
+    above: Any = None
 
 
 @dataclass(frozen=True)
@@ -42,7 +60,7 @@ class Inputs:
 
 
 def check_inputs(
-    settings: Settings, module: AcceleratorModule, train_data: Any, val_data: Any, resumed: Resumed | None
+    trainer: Trainer, module: AcceleratorModule, train_data: Any, val_data: Any, resumed: Resumed | None
 ) -> Inputs:
     """Find and check all that can be checked before anything is built.
 
@@ -51,23 +69,24 @@ def check_inputs(
     Raises:
         AccmtError: A fault in module, data or settings.
     """
+    settings = trainer.settings
     val_sets = find_validation_data(module, val_data, settings.data)
     if val_sets:
         check_validation(module)
-    if settings.saving.model_saving is not None:
+    if settings.saving.model_saving is not None or trainer.registered_savings:
         require_writable_folder(settings.saving.folder, "model_path")
     metrics = metrics_of_sets(settings.evaluation.metrics, list(val_sets) or [""])
     return Inputs(
         train_data=find_train_data(module, train_data),
         val_data=val_sets,
         metrics=metrics,
-        selection=_build_selection(settings, metrics, list(val_sets)),
+        selection=_build_selection(settings, metrics, list(val_sets), trainer.registered_savings),
         patience=_build_patience(settings, metrics, list(val_sets)),
         tracking=_build_tracking(settings, resumed),
     )
 
 
-def check_metrics(settings: Settings) -> None:
+def check_metrics(settings: Settings, registered: Sequence[RegisteredSaving] = ()) -> None:
     """Check metrics, rules of saving and patience as far as they can be checked without data.
 
     Raises:
@@ -77,7 +96,7 @@ def check_metrics(settings: Settings) -> None:
     given = settings.evaluation.metrics
     groups = given.values() if _is_by_set(given) else [given]
     metrics = {str(number): build_metrics(group) for number, group in enumerate(groups)}
-    _selection_of(settings, settings.saving.model_saving, metrics, sets=None)
+    _selection_of(settings, settings.saving.model_saving, metrics, registered, sets=None)
     _patience_of(settings, settings.saving.model_saving, metrics, sets=None)
 
 
@@ -115,11 +134,19 @@ def _directions(metrics: _Metrics) -> dict[str, Any]:
     return {name: is_better for metric in every for name, is_better in metric.directions.items()}
 
 
-def _selection_of(settings: Settings, rule: Any, metrics: _Metrics, *, sets: Sequence[str] | None) -> Selection:
-    told = settings.saving
-    return Selection(
-        rule, _directions(metrics), sets=sets, below=told.model_saving_below, above=told.model_saving_above
-    )
+def _selection_of(
+    settings: Settings,
+    rule: Any,
+    metrics: _Metrics,
+    registered: Sequence[RegisteredSaving],
+    *,
+    sets: Sequence[str] | None,
+) -> Selection:
+    below, above = settings.saving.model_saving_below, settings.saving.model_saving_above
+    selection = Selection(rule, _directions(metrics), sets=sets, below=below, above=above)
+    for saving in registered:
+        selection.register(saving.name, below=saving.below, above=saving.above)
+    return selection
 
 
 def _patience_of(settings: Settings, rule: Any, metrics: _Metrics, *, sets: Sequence[str] | None) -> Patience | None:
@@ -132,11 +159,13 @@ def _rule(settings: Settings, sets: Sequence[str]) -> Any:
     return rule if sets else without_validation(rule)
 
 
-def _build_selection(settings: Settings, metrics: _Metrics, sets: Sequence[str]) -> Selection:
+def _build_selection(
+    settings: Settings, metrics: _Metrics, sets: Sequence[str], registered: Sequence[RegisteredSaving]
+) -> Selection:
     rule = _rule(settings, sets)
     if rule != settings.saving.model_saving:
         say_once("no validation data: models are saved by best_train_loss")
-    selection = _selection_of(settings, rule, metrics, sets=sets)
+    selection = _selection_of(settings, rule, metrics, registered, sets=sets)
     if selection.needs_validation and not sets:
         do = "pass validation data to fit, or model_saving='best_train_loss'"
         raise ArgumentError(explain(f"Trainer(model_saving={rule!r})", "no validation data", "validation data", do))

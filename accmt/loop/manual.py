@@ -28,6 +28,9 @@ class ManualSteps:
         self._run = run
         self._factor = 1.0
         self._has_stepped = False
+        before: ManualSteps | None = getattr(module, "manual_steps", None)
+        # An update may span two epochs.
+        self.has_gradients: bool = before is not None and before._run is run and before.has_gradients
         module.manual_steps = self
 
     def train(self, round_: Round) -> bool:
@@ -65,12 +68,12 @@ class ManualSteps:
         state.count_samples(samples)
         if self._has_stepped:
             state.count_update()
-            for hook in self._run.hooks.on_update_end:
-                hook()
+            self._run.boundary.mark(self._run, "update")
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a batch's mean loss, weighted by this process's share of the round."""
         run = self._run
+        self.has_gradients = True
         for hook in run.hooks.on_before_backward:
             hook(loss=loss)
         run.actions.backward(loss if self._factor == 1.0 else loss * self._factor)
@@ -91,4 +94,5 @@ class ManualSteps:
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
+        self.has_gradients = False
         zero_gradients(self._run)

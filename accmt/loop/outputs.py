@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from accmt.errors import ModuleContractError, explain
-from accmt.metrics.windows import Weight
+from accmt.metrics.weighted_sum import Weight
 
 _TRAINING_EXPECTED = 'the mean loss as a tensor of shape [], or a dict with it under "loss"'
 

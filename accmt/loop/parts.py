@@ -8,6 +8,8 @@ from typing import Any
 from accmt.callbacks import Callback
 from accmt.checkpoint.engine import load_state
 from accmt.config.changes import Change, changed_arguments
+from accmt.data import UnsharedLoader
+from accmt.errors import CheckpointError, explain
 from accmt.loop.reduction import broadcast_buffers
 from accmt.loop.resume import Resumed
 from accmt.loop.run import Run
@@ -25,6 +27,7 @@ def stateful_parts(run: Run) -> dict[str, Stateful]:
         "selection": run.saver.selection,
         "tracking": run.tracking,
         "module": run.module,
+        "clock": run.clock,
     }
     if run.saver.patience is not None:
         parts["patience"] = run.saver.patience
@@ -33,22 +36,52 @@ def stateful_parts(run: Run) -> dict[str, Stateful]:
     return parts
 
 
-def collect_others(run: Run) -> dict[str, Any]:
+def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the state of everything besides model and optimizer, at an update boundary.
 
     Processes: collective; a checkpoint holds what the main process returns.
+
+    Args:
+        run: The run.
+        at: What `collect_own` returned at the boundary; None where the run is at it now.
     """
     broadcast_buffers(run.unwrapped_model)  # any process may write them, and training goes on with the main one's
-    state = run.state
+    own = dict(collect_own(run) if at is None else at)
+    place, parts = own.pop("place"), {**own["parts"], "window": own["parts"]["window"].state_dict()}
+    if run.accelerator.scaler is not None:
+        parts["scaler"] = run.accelerator.scaler.state_dict()
     return {
         "seed": run.seed,
         "run_name": run.tracking.run_name,
         "hps": run.settings.hps.to_dict()["hps"],
-        "metrics": dict(state.metrics),
-        "data": run.train_loader.position(state.epoch, state.train_step),
         "schedule_length": run.schedule_length,
+        "schedule_class": _name_of(run.scheduler),
+        **own,
+        "data": run.train_loader.position(*place) if own["data"] is None else own["data"],
+        "parts": parts,
+        "due": run.boundary.due,
+    }
+
+
+def collect_own(run: Run) -> dict[str, Any]:
+    """Return what of `collect_others` moves between two boundaries, without waiting for device or processes.
+
+    The values to be logged are in it as the object that adds them up: reading them would wait.
+    """
+    state, place = run.state, (run.state.epoch, run.state.train_step)
+    has_shared_position = not isinstance(run.train_loader, UnsharedLoader)
+    return {
+        "place": place,
+        "is_last_batch": state.is_last_training_batch,
+        "metrics": dict(state.metrics),
+        "lr": [group["lr"] for group in run.stepper.optimizer.param_groups],
+        "data": run.train_loader.position(*place) if has_shared_position else None,
         "schedule": None if run.scheduler is None else run.scheduler.state_dict(),
-        "parts": {name: part.state_dict() for name, part in stateful_parts(run).items()},
+        "parts": {
+            name: part if part is run.window else part.state_dict()
+            for name, part in stateful_parts(run).items()
+            if part is not run.accelerator.scaler  # which moves with the optimizer, and would wait for the device
+        },
         "callbacks": {name: callback.state_dict() for name, callback in _named(run.callbacks).items()},
         "trainer": run.module.trainer.get_state(),
     }
@@ -71,6 +104,8 @@ def restore(run: Run, resumed: Resumed) -> None:
         if name in others["parts"]:
             part.load_state_dict(others["parts"][name])
     run.state.metrics = others["metrics"]
+    run.state.now.is_last_training_batch = others["is_last_batch"]
+    run.boundary.due = others["due"]
     _restore_callbacks(run, others["callbacks"])
     run.module.trainer.update_state(others["trainer"])
 
@@ -78,6 +113,11 @@ def restore(run: Run, resumed: Resumed) -> None:
 def _restore_schedule(
     run: Run, others: Mapping[str, Any], built: list[dict[str, Any]], changes: Sequence[Change]
 ) -> None:
+    kind = _name_of(run.scheduler)
+    if others["schedule_class"] != kind:
+        got, expected = f"a {kind}", f"the checkpoint's {others['schedule_class']}"
+        do = "build it as in the run that saved, or begin with a new one: `reset_optimizer_on_resume=True`"
+        raise CheckpointError(explain("the schedule of the learning rate", got, expected, do))
     lines = restore_schedule(
         run.stepper.optimizer,
         run.scheduler,
@@ -90,6 +130,10 @@ def _restore_schedule(
         warn(line)
     # Else a schedule that is stepped before the next update warns: `LRScheduler.step` in torch/optim/lr_scheduler.py.
     run.stepper.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def _name_of(scheduler: Any) -> str | None:
+    return None if scheduler is None else type(scheduler).__qualname__
 
 
 def _restore_callbacks(run: Run, saved: Mapping[str, dict[str, Any]]) -> None:

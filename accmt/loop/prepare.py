@@ -1,20 +1,23 @@
-"""Makes the model ready to be trained: device, compilation, optimizer, schedule, wrapper."""
+"""Makes the model ready to be trained: device, compilation, optimizer, schedule, wrapper; or to be evaluated only."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from accmt.errors import ModuleContractError, explain
+from accmt.huggingface import enable_gradient_checkpointing, refuse_injected_adapters
 from accmt.loop.cadence import Cadence
-from accmt.loop.reduction import require_equal_weights, settle_buckets
+from accmt.loop.logging import Logs
+from accmt.loop.reduction import broadcast_weights, require_equal_weights, settle_buckets
 from accmt.loop.schedule import RunLength, make_schedule
 from accmt.module import AcceleratorModule
 from accmt.optimization import build_optimizer
 from accmt.optimization.stepper import Stepper
-from accmt.settings import Settings
+from accmt.settings import RunningSettings, Settings
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -51,10 +54,13 @@ def prepare(
             weights.
     """
     told = settings.running
+    refuse_injected_adapters(module.model)
+    if told.gradient_checkpointing:
+        kwargs = told.gradient_checkpointing if isinstance(told.gradient_checkpointing, Mapping) else None
+        enable_gradient_checkpointing(module.model, kwargs)
     if accelerator.device_placement:
         module.model.to(accelerator.device)
-    if told.compile:
-        module.model.compile(**(told.compile_kwargs or {}))  # in place: names of weights stay as they are
+    compile_if_told(module.model, told)
     optimizer = module.get_optimizer() or build_optimizer(settings.hps, module.model.parameters())
     _require_own_parameters(module, optimizer)
     scheduler = make_schedule(module, optimizer, settings, cadence, length)
@@ -72,6 +78,37 @@ def prepare(
     return Prepared(model, unwrapped, stepper, scheduler)
 
 
+def prepare_for_evaluation(module: AcceleratorModule, accelerator: Accelerator, settings: Settings) -> nn.Module:
+    """Make the model ready to be evaluated only: device, compilation and precision are as in training.
+
+    Processes: collective; every process gets the main process's weights, as training would give them.
+    """
+    compile_if_told(module.model, settings.running)
+    model: nn.Module = accelerator.prepare_model(module.model, evaluation_mode=True)
+    broadcast_weights(model)
+    return model
+
+
+def compile_if_told(model: nn.Module, told: RunningSettings) -> None:
+    """Compile a model, unless an earlier run did."""
+    if told.compile and model._compiled_call_impl is None:
+        model.compile(**(told.compile_kwargs or {}))  # in place: names of weights stay as they are
+
+
+def give_back(module: AcceleratorModule, model: nn.Module, accelerator: Accelerator) -> None:
+    """Give the module its own model back, without the wrappers of the run, and let the Accelerator forget it."""
+    own = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
+    own.__dict__.pop("_is_accelerate_prepared", None)
+    module.model = own
+    if model in accelerator._models:
+        accelerator._models.remove(model)
+
+
+def is_prepared(module: AcceleratorModule) -> bool:
+    """Return whether a run works with the module's model."""
+    return "_is_accelerate_prepared" in vars(module.model)
+
+
 def _require_own_parameters(module: AcceleratorModule, optimizer: Any) -> None:
     own = {id(parameter) for parameter in module.model.parameters()}
     if not all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
@@ -83,14 +120,23 @@ def _require_own_parameters(module: AcceleratorModule, optimizer: Any) -> None:
 
 
 def equip_module(trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, prepared: Prepared) -> None:
-    """Give the module what it has during a run."""
+    """Give the module what it has while it is trained."""
+    equip_for_evaluation(trainer, module, accelerator, prepared.model)
+    module.optimizer = prepared.stepper.optimizer
+    module.scheduler = prepared.scheduler
+
+
+def equip_for_evaluation(
+    trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, model: nn.Module
+) -> None:
+    """Give the module what it has whatever is done with it."""
     module.trainer = trainer
     module.state = trainer.state
     module.accelerator = accelerator
     module.device = accelerator.device
-    module.model = prepared.model
-    module.optimizer = prepared.stepper.optimizer
-    module.scheduler = prepared.scheduler
+    module.model = model
     module.tracker = None
+    module.logs = Logs(trainer)
     if module.teacher is not None:
         module.teacher.to(accelerator.device).eval().requires_grad_(requires_grad=False)
+        compile_if_told(module.teacher, trainer.settings.running)

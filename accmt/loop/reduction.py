@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -61,10 +61,20 @@ def broadcast_buffers(model: nn.Module) -> None:
 
     Processes: collective. Training does the same at each forward; this brings the last batch's up to date.
     """
-    if num_processes() == 1:
-        return
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)
+    _broadcast(model.buffers())
+
+
+def broadcast_weights(model: nn.Module) -> None:
+    """Give every process the main process's parameters, as DistributedDataParallel does when it is built.
+
+    Processes: collective.
+    """
+    _broadcast(parameter.detach() for parameter in model.parameters())
+
+
+def _broadcast(tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors if num_processes() > 1 else ():
+        dist.broadcast(tensor, src=0)
 
 
 def require_equal_weights(model: nn.Module) -> None:

@@ -97,6 +97,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
         NoCheckpointError: There is no checkpoint.
         CheckpointCorruptError: It is damaged.
     """
+    path = path.parent if path.name == MANIFEST_NAME else path
     newest = None if (path / MANIFEST_NAME).exists() else CheckpointStore(path).newest()
     return newest or CheckpointStore(path.parent).find(path)
 

@@ -1,26 +1,61 @@
-"""Hands rows of the log to the trackers, on the same hooks as a user's callbacks."""
+"""Hands rows of the log to the trackers and the progress bar, on the same hooks as a user's callbacks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 
-from accmt.callbacks import MainProcessCallback
+from accmt.callbacks import Callback
+from accmt.callbacks.progress import ProgressBar
+from accmt.settings.monitor import Monitor
 from accmt.tracking import Tracking
 
 
-class RowLogger(MainProcessCallback):
-    """Hands every row to the trackers.
+class RowLogger(Callback):
+    """Hands every row to the trackers, and what of it is to be seen there to the progress bar.
 
     Args:
         tracking: The trackers of the run.
+        bar: The progress bar.
+        monitor: Which losses and metrics trackers get.
     """
 
     order = math.inf
 
-    def __init__(self, tracking: Tracking) -> None:
+    def __init__(self, tracking: Tracking, bar: ProgressBar, monitor: Monitor) -> None:
         self._tracking = tracking
+        self._bar = bar
+        self._monitor = monitor
+        self._is_evaluation = False
+
+    def on_evaluation_start(self) -> None:
+        """Know the rows that follow for results of an evaluation."""
+        self._is_evaluation = True
+
+    def on_evaluation_end(self) -> None:
+        """Know the rows that follow for training values."""
+        self._is_evaluation = False
 
     def on_log(self, values: Mapping[str, float], step: int) -> None:
         """Log one row."""
-        self._tracking.log(values, step)
+        self._bar.show(self.module.logs.of_bar(values))
+        wanted = {name: value for name, value in values.items() if self._is_wanted(name)}
+        row = self.module.logs.of_trackers(wanted)
+        if row:
+            self._tracking.log(row, step)
+
+    def on_fit_end(self) -> None:
+        """Log what came after the last row, such as values that `on_epoch_end` logged."""
+        run = self.trainer.run
+        if self.state.finished:  # else processes may no longer be together
+            row = run.window.take_row(run.settings.tracking.train_loss_metric_name)
+            for hook in run.hooks.on_log if row else ():
+                hook(values=row, step=self.state.global_step)
+        self.module.logs.of_training.close()
+
+    def _is_wanted(self, name: str) -> bool:
+        told = self.trainer.settings.tracking
+        if not self._is_evaluation:
+            return self._monitor.train_loss or name != told.train_loss_metric_name
+        is_loss = name.split("__")[0] == told.val_loss_metric_name
+        return self._monitor.validation_loss if is_loss else self._monitor.additional_metrics

@@ -1,4 +1,4 @@
-"""Everything a run consists of, in one frozen object that the loop's functions share."""
+"""Everything a run consists of, in one frozen object that the loop's functions share; and what an evaluation needs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,15 @@ from accmt.tracking import Tracking
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from accmt.failures import Clock, Interruption, Watch
+    from accmt.loop.boundary import Boundary
     from accmt.loop.checkpoints import Checkpoints
     from accmt.loop.saver import ModelSaver
 
 _NOTHING = nullcontext()
+
+TEST_LOSS = "test_loss"
+"""The name of a test set's loss; that of a validation set is `val_loss_metric_name`."""
 
 
 @contextmanager
@@ -65,34 +70,20 @@ class Actions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """A run: what it was told, what it works with, and the parts that have a state of their own.
+class EvaluationRun:
+    """What an evaluation needs, in a run that trains or without one.
 
     Attributes:
         settings: What the Trainer was told.
         accelerator: Device and processes.
         module: The user's module.
-        model: The model that reduces gradients over processes.
+        model: The model that the run was given to work with; in training the one that reduces gradients.
         unwrapped_model: The user's model itself.
-        training_step: The user's step as a function of the batch.
-        validation_step: The user's step as a function of (key, batch).
-        train_loader: Training batches.
-        val_loaders: Validation batches by key; the key is "" where there is one set only.
-        metrics: The metrics of each validation set, by its key.
-        stepper: Backward, clipping and optimizer.
-        scheduler: The schedule, or None.
-        actions: What a Trainer's subclass may replace.
-        callbacks: The user's callbacks, of Trainer and module.
+        validation_step: The user's step for these data, as a function of (key, batch).
+        val_loaders: The batches to evaluate, by key; the key is "" where there is one set only.
+        metrics: The metrics of each set, by its key.
         hooks: Callbacks by hook.
-        cadence: What is due when.
         state: The counters.
-        weighting: Weights of windows.
-        window: Training values to be logged.
-        saver: Saves the best model.
-        tracking: Where rows go.
-        checkpoints: Writes what an interrupted run continues from.
-        is_resumed: Whether the run continues from a checkpoint.
-        total_updates: Updates of the whole run; None if nothing bounds it.
         seed: Seed of everything random.
         counts_own_samples: Whether the module tells how many samples a batch has.
     """
@@ -102,25 +93,11 @@ class Run:
     module: AcceleratorModule
     model: nn.Module
     unwrapped_model: nn.Module
-    training_step: Callable[[Any], Any]
     validation_step: Callable[[str, Any], Any]
-    train_loader: Loader
     val_loaders: Mapping[str, Loader]
     metrics: Mapping[str, tuple[Metric, ...]]
-    stepper: Stepper
-    scheduler: Any
-    actions: Actions
-    callbacks: tuple[Callback, ...]
     hooks: Hooks
-    cadence: Cadence
     state: TrainingState
-    weighting: Weighting
-    window: TrainingWindow
-    saver: ModelSaver
-    tracking: Tracking
-    checkpoints: Checkpoints
-    is_resumed: bool
-    total_updates: int | None
     seed: int
     counts_own_samples: bool
 
@@ -131,31 +108,9 @@ class Run:
         return device
 
     @property
-    def is_finished(self) -> bool:
-        """Whether training is at its end: epochs or `max_steps` are done, or no evaluation was better for too long."""
-        return self.cadence.is_finished(self.state) or self.is_out_of_patience
-
-    @property
-    def is_out_of_patience(self) -> bool:
-        """Whether training ends early, because no evaluation was better for too long."""
-        patience, told = self.saver.patience, self.settings.running
-        if patience is None or not patience.is_exhausted:
-            return False
-        return may_stop(self.state, min_epochs=told.min_epochs, min_steps=told.min_steps)
-
-    @property
-    def schedule_length(self) -> int | None:
-        """Steps of the schedule over the whole run: updates, or epochs where it is stepped per epoch."""
-        return self.cadence.epochs if self.settings.hps.step_scheduler_per_epoch else self.total_updates
-
-    def accumulation_at(self, epoch: int) -> int:
-        """Return how many rounds make one update in `epoch` (from 0)."""
-        return self.settings.optimization.accumulation_at(epoch) * self.train_loader.micro_batches
-
-    def updates_per_epoch(self, epoch: int) -> int | None:
-        """Return the updates of an epoch; None if its length is unknown."""
-        rounds = self.train_loader.num_rounds
-        return None if rounds is None else -(-rounds // self.accumulation_at(epoch))
+    def loss_name(self) -> str:
+        """What the loss of the data in work is called among the results."""
+        return TEST_LOSS if self.state.stage == "test" else self.settings.tracking.val_loss_metric_name
 
     @contextmanager
     def using_unwrapped_model(self) -> Iterator[None]:
@@ -166,12 +121,6 @@ class Run:
             yield
         finally:
             self.module.model = wrapped
-
-    def watching_wrapper(self, *, is_partial: bool) -> AbstractContextManager[None]:
-        """Return a context that refuses a training step which goes around the wrapper that reduces gradients."""
-        if self.model is self.unwrapped_model or is_partial:
-            return _NOTHING
-        return _require_call(self.model)
 
     def place(self, batch: Any) -> Any:
         """Return the batch on the run's device."""
@@ -198,3 +147,95 @@ class Run:
             say_once(f"{what}; define get_batch_size(self, batch) in the module")
             return 1
         return samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(EvaluationRun):
+    """A run that trains: what it was told, what it works with, and the parts that have a state of their own.
+
+    Attributes:
+        training_step: The user's step as a function of the batch.
+        train_loader: Training batches.
+        stepper: Backward, clipping and optimizer.
+        scheduler: The schedule, or None.
+        actions: What a Trainer's subclass may replace.
+        callbacks: The user's callbacks, of Trainer and module.
+        cadence: What is due when.
+        weighting: Weights of windows.
+        window: Training values to be logged.
+        saver: Saves the best model.
+        tracking: Where rows go.
+        checkpoints: Writes what an interrupted run continues from.
+        boundary: What the run was at its last update boundary.
+        clock: How long the run has taken.
+        interruption: What asks the run to end before its time.
+        watch: Listens to signals and to other processes; None where a process is alone.
+        is_resumed: Whether the run continues from a checkpoint.
+        total_updates: Updates of the whole run; None if nothing bounds it.
+    """
+
+    training_step: Callable[[Any], Any]
+    train_loader: Loader
+    stepper: Stepper
+    scheduler: Any
+    actions: Actions
+    callbacks: tuple[Callback, ...]
+    cadence: Cadence
+    weighting: Weighting
+    window: TrainingWindow
+    saver: ModelSaver
+    tracking: Tracking
+    checkpoints: Checkpoints
+    boundary: Boundary
+    clock: Clock
+    interruption: Interruption
+    watch: Watch | None
+    is_resumed: bool
+    total_updates: int | None
+
+    @property
+    def has_unfinished_update(self) -> bool:
+        """Whether a module that steps by itself has gradients of an update that it has not made yet."""
+        steps = getattr(self.module, "manual_steps", None)
+        return steps is not None and steps.has_gradients
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether training is at its end: epochs or `max_steps` are done, or it ends early."""
+        return self.cadence.is_finished(self.state) or self.ends_early
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether training ends before its time: patience or time is used up, or somebody asked for it."""
+        return self.is_out_of_patience or (self.interruption.ends_training and self._may_end_early)
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """Whether training ends early, because no evaluation was better for too long."""
+        patience = self.saver.patience
+        return patience is not None and patience.is_exhausted and self._may_end_early
+
+    @property
+    def _may_end_early(self) -> bool:
+        told = self.settings.running
+        return may_stop(self.state, min_epochs=told.min_epochs, min_steps=told.min_steps)
+
+    @property
+    def schedule_length(self) -> int | None:
+        """Steps of the schedule over the whole run: updates, or epochs where it is stepped per epoch."""
+        return self.cadence.epochs if self.settings.hps.step_scheduler_per_epoch else self.total_updates
+
+    def accumulation_at(self, epoch: int) -> int:
+        """Return how many rounds make one update in `epoch` (from 0)."""
+        return self.settings.optimization.accumulation_at(epoch) * self.train_loader.micro_batches
+
+    def updates_per_epoch(self, epoch: int) -> int | None:
+        """Return the updates of an epoch; None if its length is unknown."""
+        rounds = self.train_loader.num_rounds
+        return None if rounds is None else -(-rounds // self.accumulation_at(epoch))
+
+    def watching_wrapper(self, *, is_partial: bool) -> AbstractContextManager[None]:
+        """Return a context that refuses a training step which goes around the wrapper that reduces gradients."""
+        if self.model is self.unwrapped_model or is_partial:
+            return _NOTHING
+        return _require_call(self.model)

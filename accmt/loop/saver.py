@@ -10,11 +10,19 @@ from typing import Any
 
 from accmt import huggingface
 from accmt.callbacks import Callback
+from accmt.loop.card import write_card
 from accmt.loop.reduction import broadcast_buffers
 from accmt.loop.run import Run
 from accmt.messages import warn
 from accmt.processes import run_on_main_process
-from accmt.saving import Patience, Selection, name_by_rules, save_weights, write_status
+from accmt.saving import (
+    Patience,
+    Selection,
+    gather_shards,
+    name_by_rules,
+    write_hps,
+    write_status,
+)
 
 
 class ModelSaver(Callback):
@@ -89,27 +97,28 @@ def save_model(run: Run, *folders: Path) -> None:
     if not folders:
         return
     broadcast_buffers(run.unwrapped_model)
-    state_dict = run.accelerator.get_state_dict(run.model)
+    state_dict = gather_shards(run.accelerator.get_state_dict(run.model))
     for folder in folders:
         run_on_main_process(partial(_write_model, run, folder, state_dict))
 
 
 def _write_model(run: Run, folder: Path, state_dict: dict[str, Any]) -> None:
-    model, saving, state = run.unwrapped_model, run.settings.saving, run.state
-    if huggingface.is_transformers_model(model):
-        folder.mkdir(parents=True, exist_ok=True)
-        huggingface.save_model_files(model, folder, run.module.processor)
-        state_dict = huggingface.to_saved_format(model, state_dict)
-    saved = save_weights(
-        state_dict, folder, max_shard_size=saving.max_shard_size, safe_serialization=saving.safe_serialization
-    )
-    write_status(
+    saving, state = run.settings.saving, run.state
+    saved = huggingface.save_model(
+        run.unwrapped_model,
+        state_dict,
         folder,
-        {
-            "digest": saved.digest,
-            "model_saving": saving.model_saving,
-            "best": dict(state.best),
-            "metrics": state.metrics,
-        }
-        | state.state_dict(),
+        processor=run.module.processor,
+        max_shard_size=saving.max_shard_size,
+        safe_serialization=saving.safe_serialization,
     )
+    status = {
+        "digest": saved.digest,
+        "files": list(saved.files),
+        "model_saving": saving.model_saving,
+        "best": dict(state.best),
+        "metrics": state.metrics,
+    }
+    write_status(folder, status | state.state_dict())
+    write_hps(folder, run.settings.hps.to_dict())
+    write_card(run, folder)

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.callbacks import Callback, Hooks, build_callbacks
-from accmt.callbacks.progress import ProgressBar
-from accmt.callbacks.report import EvaluationReport
-from accmt.data import Loader, UnsharedLoader, draw_seed
+from accmt.data import Loader, draw_seed
 from accmt.errors import ArgumentError, explain
+from accmt.failures import Board, Clock, Interruption, Watch
+from accmt.loop.abandoning import Abandonable
+from accmt.loop.boundary import Boundary
+from accmt.loop.builtin import builtin_callbacks
 from accmt.loop.cadence import Cadence
 from accmt.loop.checkpoints import Checkpoints
 from accmt.loop.contract import adapt_training_step, adapt_validation_step, check_module, defines
 from accmt.loop.inputs import Inputs, check_inputs
 from accmt.loop.launch import build_accelerator
+from accmt.loop.logging import logging_step
 from accmt.loop.parts import restore
 from accmt.loop.prepare import Prepared, equip_module, prepare
 from accmt.loop.resume import Resumed, find_resumed
-from accmt.loop.row_logger import RowLogger
 from accmt.loop.run import Actions, Run
 from accmt.loop.saver import ModelSaver
 from accmt.loop.schedule import RunLength, measure_run
-from accmt.loop.sources import build_train_loader, build_validation_loader
+from accmt.loop.sources import build_evaluation_loader, build_train_loader
 from accmt.loop.weighting import Weighting
 from accmt.metrics import TrainingWindow
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
 from accmt.processes import broadcast_object, is_main_process, num_processes
 from accmt.settings import Settings
-from accmt.state import Counters
-from accmt.tracking import Tracking
+from accmt.settings.durations import read_max_time
+from accmt.state import Counters, TrainingState
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -56,13 +60,13 @@ def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any) -> 
     accelerator = build_accelerator(settings.running)
     check_module(module)
     resumed = find_resumed(settings, trainer.chosen_checkpoint)
-    inputs = check_inputs(settings, module, train_data, val_data, resumed)
+    inputs = check_inputs(trainer, module, train_data, val_data, resumed)
     seed = _choose_seed(settings, resumed)
     steps = adapt_training_step(module, state), adapt_validation_step(module, "validation_step")
-    train_loader, val_loaders = _build_loaders(module, inputs, settings, seed, accelerator)
+    train_loader, val_loaders = _build_loaders(module, inputs, settings, seed, accelerator.device)
     saver = ModelSaver(inputs.selection, inputs.patience)
-    callbacks = _build_callbacks(trainer, module)
-    hooks = _build_hooks(trainer, module, [*callbacks, *_builtin_callbacks(settings, inputs.tracking, saver)])
+    callbacks = gather_callbacks(trainer, module)
+    hooks = connect_hooks(trainer, module, [*callbacks, *builtin_callbacks(settings, inputs.tracking, saver)])
     cadence = Cadence.of(settings)
     _check_fraction(cadence, train_loader)
     length = _place(trainer, module, train_loader, cadence, resumed)
@@ -70,12 +74,13 @@ def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any) -> 
     _check_plateau(prepared.scheduler, val_loaders)
     state.num_processes, state.best = num_processes(), inputs.selection.best
     equip_module(trainer, module, accelerator, prepared)
+    parts = _make_parts(trainer, module, accelerator, prepared)
     run = Run(
-        **_make_parts(trainer, module, accelerator, prepared),
-        training_step=steps[0],
+        **parts,
+        training_step=logging_step(steps[0], module.logs.of_training),
         validation_step=steps[1],
         train_loader=train_loader,
-        val_loaders=val_loaders,
+        val_loaders={name: Abandonable(loader, trainer, parts["interruption"]) for name, loader in val_loaders.items()},
         metrics=inputs.metrics,
         callbacks=tuple(callbacks),
         hooks=hooks,
@@ -96,6 +101,7 @@ def _make_parts(
 ) -> dict[str, Any]:
     """Return what of a run follows from Trainer, module and model alone."""
     settings = trainer.settings
+    keeps_boundary = settings.checkpoints.every is not None or bool(settings.failures.kinds)
     return {
         "settings": settings,
         "accelerator": accelerator,
@@ -104,10 +110,27 @@ def _make_parts(
         **vars(prepared),
         "actions": Actions(trainer.do_backward, trainer.do_opt_step, trainer.do_zero_grad),
         "weighting": Weighting(accelerator.device),
-        "window": TrainingWindow(accelerator.device),
+        "window": TrainingWindow(accelerator.device, module.logs.of_training),
         "checkpoints": Checkpoints(settings, prepared.model, prepared.stepper.optimizer),
+        "boundary": Boundary(prepared.unwrapped_model, is_kept=keeps_boundary),
+        "clock": Clock(read_max_time(settings.running.max_time)),
+        **_make_watch(settings, trainer.state, is_listening=keeps_boundary),
         "counts_own_samples": defines(module, "get_batch_size"),
     }
+
+
+def _make_watch(settings: Settings, state: TrainingState, *, is_listening: bool) -> dict[str, Any]:
+    hang_timeout_s = settings.failures.hang_timeout_s
+    if num_processes() == 1 and hang_timeout_s is None:
+        return {"interruption": Interruption(is_listening=is_listening), "watch": None}
+    board = Board.open()
+    interruption = Interruption(is_listening=is_listening, board=board)
+
+    def progress() -> tuple[int, ...]:
+        return state.batch_iteration, state.eval_global_step, state.global_step, state.epoch, state.evaluations_done
+
+    watch = Watch(board, interruption, hang_timeout_s=hang_timeout_s, progress=progress)
+    return {"interruption": interruption, "watch": watch}
 
 
 def _place(
@@ -130,18 +153,13 @@ def _choose_seed(settings: Settings, resumed: Resumed | None) -> int:
 
 
 def _build_loaders(
-    module: AcceleratorModule, inputs: Inputs, settings: Settings, seed: int, accelerator: Accelerator
+    module: AcceleratorModule, inputs: Inputs, settings: Settings, seed: int, device: torch.device
 ) -> tuple[Loader, dict[str, Loader]]:
-    pin_memory = settings.data.dataloader_pin_memory and accelerator.device.type != "cpu"
-    train = build_train_loader(module, inputs.train_data, settings, seed=seed, pin_memory=pin_memory)
-    validation = {
-        name: build_validation_loader(module, data, settings, seed=seed, pin_memory=pin_memory)
+    train = build_train_loader(module, inputs.train_data, settings, seed=seed, device=device)
+    return train, {
+        name: build_evaluation_loader(module, data, settings, "validate", seed=seed, device=device)
         for name, data in inputs.val_data.items()
     }
-    if num_processes() == 1 or settings.data.shard_dataloaders:
-        return train, validation
-    device = accelerator.device
-    return UnsharedLoader(train, device), {name: UnsharedLoader(own, device) for name, own in validation.items()}
 
 
 def _check_plateau(scheduler: Any, val_loaders: dict[str, Loader]) -> None:
@@ -160,7 +178,7 @@ def _check_fraction(cadence: Cadence, loader: Loader) -> None:
         raise ArgumentError(explain("Trainer(evaluate_every_n_steps=...)", got, "a whole number of updates", do))
 
 
-def _build_callbacks(trainer: Trainer, module: AcceleratorModule) -> list[Callback]:
+def gather_callbacks(trainer: Trainer, module: AcceleratorModule) -> list[Callback]:
     """Return the user's callbacks: those of the module replace those of the Trainer that are of the same class."""
     of_module = build_callbacks(module.get_callbacks())
     replaced = {type(callback) for callback in of_module}
@@ -168,18 +186,8 @@ def _build_callbacks(trainer: Trainer, module: AcceleratorModule) -> list[Callba
     return [*(callback for callback in of_trainer if type(callback) not in replaced), *of_module]
 
 
-def _builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelSaver) -> list[Callback]:
-    told = settings.running
-    loss_name = settings.tracking.train_loss_metric_name
-    enable_bar = told.verbose if told.enable_progress_bar is None else told.enable_progress_bar
-    bar = ProgressBar(
-        enable=None if told.enable_progress_bar is None and enable_bar else enable_bar,
-        loss_name=loss_name,
-    )
-    return [bar, EvaluationReport(loss_name), RowLogger(tracking), saver]
-
-
-def _build_hooks(trainer: Trainer, module: AcceleratorModule, callbacks: list[Callback]) -> Hooks:
+def connect_hooks(trainer: Trainer, module: AcceleratorModule, callbacks: Sequence[Callback]) -> Hooks:
+    """Tell the callbacks whom they work for, and return their hooks and the module's."""
     for callback in callbacks:
         callback.trainer, callback.module, callback.state = trainer, module, trainer.state
     return Hooks([*callbacks, module], is_main_process=is_main_process())

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader, Dataset
 
-from accmt.data import Loader, LoaderOptions, Share, build_collate, build_loader
+from accmt.data import Loader, LoaderOptions, Share, UnsharedLoader, build_collate, build_loader
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.messages import warn
 from accmt.module import AcceleratorModule
 from accmt.processes import num_processes, process_index
 from accmt.settings import DataSettings, Settings
+
+Evaluation = Literal["validate", "test", "predict"]
+
+
+class _Source(NamedTuple):
+    method: str
+    argument: str
+    limit: str
+
+
+_DATA: dict[Evaluation, _Source] = {
+    "validate": _Source("get_validation_dataloader", "val_dataset", "limit_val_batches"),
+    "test": _Source("get_test_dataloader", "test_dataset", "limit_test_batches"),
+    "predict": _Source("get_predict_dataloader", "dataset", "limit_predict_batches"),
+}
 
 
 def find_train_data(module: AcceleratorModule, given: Any) -> Any:
@@ -27,6 +43,26 @@ def find_train_data(module: AcceleratorModule, given: Any) -> Any:
         do = "trainer.fit(module, train_dataset), or def get_train_dataloader(self) in the module"
         raise DataError(explain("fit", "no training data", "a dataset or a DataLoader", do))
     return data
+
+
+def find_data(module: AcceleratorModule, given: Any, purpose: Evaluation, settings: DataSettings) -> dict[str, Any]:
+    """Return the sets to validate, test or predict, by name; empty where they are limited to nothing.
+
+    Args:
+        module: The module, whose own data come first.
+        given: What the Trainer's method was given.
+        purpose: What the data are for.
+        settings: About data.
+
+    Raises:
+        DataError: There are none, or a set has a name that results cannot carry.
+    """
+    method, argument, limit = _DATA[purpose]
+    data = _ask(getattr(module, method), given)
+    if data is None:
+        do = f"trainer.{purpose}(module, {argument}), or def {method}(self) in the module"
+        raise DataError(explain(purpose, "no data", "a dataset or a DataLoader, or several in a list or dict", do))
+    return {} if getattr(settings, limit) == 0 else name_sets(data)
 
 
 def find_validation_data(module: AcceleratorModule, given: Any, settings: DataSettings) -> dict[str, Any]:
@@ -69,9 +105,11 @@ def _ask(method: Callable[..., Any], given: Any) -> Any:
 
 
 def build_train_loader(
-    module: AcceleratorModule, data: Any, settings: Settings, *, seed: int, pin_memory: bool
+    module: AcceleratorModule, data: Any, settings: Settings, *, seed: int, device: torch.device
 ) -> Loader:
     """Build the loader of training batches.
+
+    Processes: collective.
 
     Raises:
         ArgumentError: A sampler stands beside a DataLoader, which has its own.
@@ -94,33 +132,50 @@ def build_train_loader(
         drop_last=told.dataloader_drop_last,
         collate=_collate(module, told, "collate_fn_train"),
         num_workers=told.dataloader_num_workers,
-        pin_memory=pin_memory,
+        pin_memory=_pins_memory(told, device),
     )
-    return build_loader(data, options)
+    return _end_together(build_loader(data, options), told, device)
 
 
-def build_validation_loader(
-    module: AcceleratorModule, data: Any, settings: Settings, *, seed: int, pin_memory: bool
+def build_evaluation_loader(
+    module: AcceleratorModule, data: Any, settings: Settings, purpose: Evaluation, *, seed: int, device: torch.device
 ) -> Loader:
-    """Build the loader of validation batches.
+    """Build the loader of the batches of one set that is validated, tested or predicted.
+
+    Processes: collective.
 
     Raises:
         DataError: The data are empty or of no known kind.
     """
-    told = settings.data
+    told, hps = settings.data, settings.hps
+    is_validation = purpose == "validate"
     options = LoaderOptions(
-        purpose="validate",
-        batch_size=settings.hps.val_batch_size,
+        purpose=purpose,
+        batch_size=hps.val_batch_size if is_validation else hps.test_batch_size,
         share=_share(told),
         seed=seed,
-        limit=told.limit_val_batches,
-        shuffle=told.shuffle_validation,
-        sampler=told.sampler_val,
+        limit=getattr(told, _DATA[purpose].limit),
+        shuffle=is_validation and told.shuffle_validation,
+        sampler=told.sampler_val if is_validation else None,
         collate=_collate(module, told, "collate_fn_val"),
         num_workers=told.dataloader_num_workers,
-        pin_memory=pin_memory,
+        pin_memory=_pins_memory(told, device),
     )
-    return build_loader(data, options)
+    return _end_together(build_loader(data, options), told, device)
+
+
+def end_workers(loaders: Iterable[Loader]) -> None:
+    """End the processes that load data, which would wait for another epoch."""
+    for loader in loaders:
+        loader.dataloader._iterator = None
+
+
+def _pins_memory(told: DataSettings, device: torch.device) -> bool:
+    return told.dataloader_pin_memory and device.type != "cpu"
+
+
+def _end_together(loader: Loader, told: DataSettings, device: torch.device) -> Loader:
+    return loader if told.shard_dataloaders or num_processes() == 1 else UnsharedLoader(loader, device)
 
 
 def _refuse_iterator(data: Any, settings: Settings) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 from accmt.errors import DataError, explain
+from accmt.loop.boundary import Due
 from accmt.loop.evaluation import evaluate_and_count
+from accmt.loop.leaving import leave_if_asked
 from accmt.loop.manual import ManualSteps
 from accmt.loop.run import Run
 from accmt.loop.windows import Windows
@@ -32,9 +34,10 @@ def train_epoch(run: Run) -> bool:
     is_used_up = True  # as it is where a checkpoint was written after the last update of an epoch
     for round_ in run.train_loader.rounds(state.epoch, first=state.train_step):
         state.now.is_last_training_batch = is_used_up = round_.is_last
-        if rounds.train(round_):
-            _after_update(run)
-        if run.cadence.is_out_of_steps(state) or run.is_out_of_patience:
+        rounds.train(round_)
+        if run.boundary.due is not None:
+            finish_update(run)
+        if run.cadence.is_out_of_steps(state) or run.ends_early:
             break
     if state.train_step == 0:
         expected, do = "at least one batch", "look at the data, at the sampler, or at dataloader_drop_last"
@@ -42,14 +45,38 @@ def train_epoch(run: Run) -> bool:
     return is_used_up
 
 
-def _after_update(run: Run) -> None:
+def finish_update(run: Run) -> None:
+    """Do what follows a window: hooks, and after an update the log, the evaluation and the checkpoint that are due."""
+    is_update = run.boundary.due != "skipped"
+    if run.boundary.due != "evaluation":
+        _tell_update(run, is_update=is_update)
+    evaluated = is_update and _log_and_evaluate(run)
+    ends_training = run.cadence.is_out_of_steps(run.state) or run.ends_early
+    due: Due | None = "epoch" if ends_training else None
+    if evaluated or run.hooks.on_update_end or run.cadence.is_log_due(run.state):
+        run.boundary.mark(run, due)
+    else:
+        run.boundary.due = due  # nothing has moved since the update
+    if is_update:
+        run.checkpoints.save_if_due(run, evaluated=evaluated)
+    leave_if_asked(run)
+
+
+def _tell_update(run: Run, *, is_update: bool) -> None:
+    for hook in run.hooks.on_update_end:
+        hook()
+    if is_update and run.hooks.on_update_end:
+        run.boundary.mark(run, "evaluation")  # what these hooks have moved is not to be moved again
+
+
+def _log_and_evaluate(run: Run) -> bool:
     state = run.state
     if run.cadence.is_log_due(state):
         log_row(run)
     is_evaluation_due = run.cadence.is_evaluation_due(state, run.updates_per_epoch(state.epoch))
     if is_evaluation_due:
         evaluate_and_count(run)
-    run.checkpoints.save_if_due(run, evaluated=is_evaluation_due)
+    return is_evaluation_due
 
 
 def log_row(run: Run) -> None:
@@ -61,7 +88,7 @@ def log_row(run: Run) -> None:
     row = run.window.take_row(loss_name)
     if not row:
         return
-    if not math.isfinite(row[loss_name]):
+    if not math.isfinite(row.get(loss_name, 0.0)):
         do = "lower the learning rate, or pass clip_grad=1.0"
         warn_once(f"{loss_name} is {row[loss_name]} at update {run.state.global_step}: {do}", about=loss_name)
     if run.state.skipped_updates:

@@ -23,15 +23,19 @@ def finish_window(run: Run, window: Window) -> bool:
     stepper.unscale()
     factor, samples = run.weighting.close(window)
     stepper.multiply_gradients(factor)
-    is_done = step_optimizer(run) if factor > 0 else stepper.skip()
+    is_done = step_optimizer(run) if factor > 0 else _skip(run)
     if is_done:
         step_schedule(run, at_epoch_end=False)
     zero_gradients(run)
     run.state.count_samples(samples)
     run.state.count_update(is_skipped=not is_done)
-    for hook in run.hooks.on_update_end:
-        hook()
+    run.boundary.mark(run, "update" if is_done else "skipped")
     return is_done
+
+
+def _skip(run: Run) -> bool:
+    run.boundary.is_torn = True
+    return run.stepper.skip()
 
 
 def step_optimizer(run: Run) -> bool:
@@ -44,6 +48,7 @@ def step_optimizer(run: Run) -> bool:
     run.stepper.clip()
     for hook in run.hooks.on_before_optimizer_step:
         hook(optimizer=optimizer)
+    run.boundary.is_torn = True
     is_done = run.actions.optimizer_step()
     for hook in run.hooks.on_after_optimizer_step:
         hook(optimizer=optimizer)
@@ -59,6 +64,7 @@ def step_schedule(run: Run, *, at_epoch_end: bool) -> None:
 
 def advance_schedule(run: Run) -> None:
     """Advance the schedule by one step."""
+    run.boundary.is_torn = True
     for hook in run.hooks.on_before_scheduler_step:
         hook(scheduler=run.scheduler)
     run.scheduler.step()

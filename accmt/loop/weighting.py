@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from accmt.metrics.windows import Weight
+from accmt.metrics.weighted_sum import Weight
 from accmt.processes import num_processes, sum_over_processes
 
 

@@ -12,7 +12,7 @@ from accmt.loop.outputs import TrainingOutput, read_training_output
 from accmt.loop.run import Run
 from accmt.loop.update import finish_window
 from accmt.loop.weighting import Window
-from accmt.metrics.windows import Weight
+from accmt.metrics.weighted_sum import Weight
 from accmt.processes import num_processes, process_index
 
 

@@ -1,10 +1,12 @@
 """What lies in a model folder: weights and the status of the run that wrote them; and which weights are kept."""
 
+from accmt.saving.card import write_command, write_hps, write_model_card
 from accmt.saving.patience import Patience, may_stop
 from accmt.saving.reading import load_weights
 from accmt.saving.rules import TRAIN_LOSS, VALID_LOSS, name_by_rules, without_validation
 from accmt.saving.selection import Selection
 from accmt.saving.status import read_status, write_status
+from accmt.saving.tensors import gather_shards
 from accmt.saving.weights import SavedWeights, save_weights
 
 __all__ = [
@@ -13,11 +15,15 @@ __all__ = [
     "Patience",
     "SavedWeights",
     "Selection",
+    "gather_shards",
     "load_weights",
     "may_stop",
     "name_by_rules",
     "read_status",
     "save_weights",
     "without_validation",
+    "write_command",
+    "write_hps",
+    "write_model_card",
     "write_status",
 ]

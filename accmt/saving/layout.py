@@ -38,7 +38,13 @@ class WeightsFormat:
 SAFETENSORS = WeightsFormat("model", ".safetensors")
 PICKLE = WeightsFormat("pytorch_model", ".bin")
 
-ENTRY_NAMES = (SAFETENSORS.single, SAFETENSORS.index, PICKLE.single, PICKLE.index)
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file from which PEFT and transformers start where a folder holds an adapter."""
+
+ADAPTER_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
+"""The weights of an adapter, in the order in which PEFT looks for them."""
+
+ENTRY_NAMES = (ADAPTER_CONFIG, SAFETENSORS.single, SAFETENSORS.index, PICKLE.single, PICKLE.index)
 """The files a loader starts from, in the order in which transformers looks for them: the first that exists is read."""
 
 _OUR_SHARD = re.compile(r"(model|pytorch_model)-[0-9a-f]{16}-\d{5}-of-\d{5}\.(safetensors|bin)")
@@ -56,6 +62,8 @@ def files_of(entry: Path) -> list[str]:
         ValueError: `entry` is an index that cannot be read as JSON.
         KeyError: `entry` is JSON, but not an index.
     """
+    if entry.name == ADAPTER_CONFIG:
+        return [next((name for name in ADAPTER_NAMES if (entry.parent / name).is_file()), ADAPTER_NAMES[0])]
     if not entry.name.endswith(".json"):
         return [entry.name]
     return sorted(set(json.loads(entry.read_text(encoding="utf-8"))["weight_map"].values()))

@@ -40,16 +40,34 @@ def load_weights(model: nn.Module, folder: Path | str, *, strict: bool = True) -
     weights = read_weights(folder)
     saved = dict(zip(plain_names(weights).values(), weights.values(), strict=True))
     current = {own_names[name]: tensor for name, tensor in model.state_dict().items()}
+    require_fit(saved, current, folder, what=type(model).__name__, strict=strict)
+    model.load_state_dict({name: saved[plain] for name, plain in own_names.items() if plain in saved}, strict=False)
+
+
+def require_fit(
+    saved: Mapping[str, Tensor], current: Mapping[str, Tensor], folder: Path, *, what: str, strict: bool = True
+) -> None:
+    """Check that saved weights fit a model; no value is looked at.
+
+    Args:
+        saved: The weights read from `folder`, by plain name.
+        current: Those of the model, by plain name.
+        folder: Named in the message.
+        what: The model, in a word.
+        strict: As in `load_weights`.
+
+    Raises:
+        WeightsError: They do not; the message has every name, and both shapes where these differ.
+    """
     faults = _find_faults(saved, current, strict=strict)
     if faults:
-        message = explain(
-            f"weights in {folder}",
-            "; ".join(faults),
-            f"the {len(current)} weights of {type(model).__name__}, with the same names and shapes",
-            "build the model with the arguments it was saved with, or choose the folder that belongs to it",
-        )
-        raise WeightsError(message)
-    model.load_state_dict({name: saved[plain] for name, plain in own_names.items() if plain in saved}, strict=False)
+        raise misfit(folder, "; ".join(faults), f"the {len(current)} weights of {what}, with the same names and shapes")
+
+
+def misfit(folder: Path, got: str, expected: str) -> WeightsError:
+    """Return the error for weights of another model than the one they are to be loaded into."""
+    do = "build the model with the arguments it was saved with, or choose the folder that belongs to it"
+    return WeightsError(explain(f"weights in {folder}", got, expected, do))
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -57,6 +75,18 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
     Raises:
         WeightsError: The folder holds no weights, or a file is missing or damaged.
+    """
+    weights: dict[str, Tensor] = {}
+    for name in require_files(folder):
+        weights |= _read_file(folder / name)
+    return weights
+
+
+def require_files(folder: Path) -> list[str]:
+    """Return the names of the files that hold the weights in `folder`, and check that all of them are there.
+
+    Raises:
+        WeightsError: The folder holds no weights, a file is missing, or their index is damaged.
     """
     entry = find_entry(folder)
     if entry is None:
@@ -67,13 +97,6 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
             "pass the folder of a saved model (the Trainer's model_path, or one of its subfolders)",
         )
         raise WeightsError(message)
-    weights: dict[str, Tensor] = {}
-    for name in _require_files(entry):
-        weights |= _read_file(folder / name)
-    return weights
-
-
-def _require_files(entry: Path) -> list[str]:
     try:
         names = files_of(entry)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -119,11 +142,16 @@ def _find_faults(saved: Mapping[str, Tensor], current: Mapping[str, Tensor], *, 
         faults += [f"missing: {_some(missing)}"] if missing else []
         faults += [f"unexpected: {_some(unexpected)}"] if unexpected else []
     shapes = [
-        f"{name} {list(saved[name].shape)} for {list(current[name].shape)} in the model"
+        describe_shapes(name, saved[name].shape, current[name].shape)
         for name in current
         if name in common and saved[name].shape != current[name].shape
     ]
     return faults + ([f"shapes: {_some(shapes)}"] if shapes else [])
+
+
+def describe_shapes(name: str, saved: Sequence[int], current: Sequence[int]) -> str:
+    """Say which shape a weight has in its file, and which in the model."""
+    return f"{name} {list(saved)} for {list(current)} in the model"
 
 
 def _damaged(path: Path, error: Exception) -> WeightsError:

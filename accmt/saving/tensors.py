@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from accmt.errors import WeightsError, explain
+from accmt.processes import is_main_process
 
 _COMPILED = "_orig_mod"
 _PARALLEL = "module."
@@ -62,6 +64,60 @@ def give_own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return separate
 
 
+def gather_shards(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state dict with each sharded tensor whole; on the main process only, the others drop theirs.
+
+    One tensor at a time is whole on the device.
+
+    Processes:
+        Collective; every process passes the same names.
+    """
+    gathered = {name: _gather(value) for name, value in state_dict.items()}
+    return {name: value for name, value in gathered.items() if value is not None}
+
+
+def _gather(value: Tensor) -> Tensor | None:
+    if not isinstance(value, DTensor):
+        return value
+    whole: Tensor = value.full_tensor()
+    return whole.cpu() if is_main_process() else None
+
+
+def require_complete(state_dict: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Refuse a state dict that holds less than the model's parameters: shards of ZeRO-3 or FSDP, or nothing.
+
+    A model that leaves something out itself, by a `state_dict` method of its own, is not checked.
+
+    Args:
+        state_dict: What is to be saved, names with or without wrappers.
+        model: The model, without the wrapper of the launch; sharded or not.
+
+    Raises:
+        WeightsError: There are fewer values than the parameters have.
+    """
+    if any(type(module).state_dict is not nn.Module.state_dict for module in model.modules()):
+        return
+    expected = _count(dict(model.named_parameters()))
+    buffers = set(plain_names(name for name, _ in model.named_buffers(remove_duplicate=False)).values())
+    names = plain_names(state_dict)
+    got = _count({name: tensor for name, tensor in state_dict.items() if names[name] not in buffers})
+    if got < expected:
+        empty = [names[name] for name, tensor in state_dict.items() if not tensor.numel()]
+        message = explain(
+            f"the weights of {type(model).__name__}",
+            f"{got:,} values in {len(state_dict)} tensors" + (f", none in {', '.join(empty[:3])}" if empty else ""),
+            f"at least {expected:,}, as its parameters have",
+            "gather the shards of all processes before saving (ZeRO-3 and FSDP keep empty ones on each)",
+        )
+        raise WeightsError(message)
+
+
+def _count(tensors: Mapping[str, Tensor]) -> int:
+    tied = find_tied(tensors)
+    # DeepSpeed keeps the size of the whole beside the empty tensor that ZeRO-3 leaves of a parameter.
+    return sum(getattr(tensors[name], "ds_numel", tensors[name].numel()) for name in tensors if name not in tied)
+
+
 def require_dense_tensors(state_dict: Mapping[str, object]) -> None:
     """Refuse, by name, every value that a weight file cannot hold.
 
@@ -80,6 +136,8 @@ def require_dense_tensors(state_dict: Mapping[str, object]) -> None:
 
 
 def _view(tensor: Tensor) -> Hashable:
+    if isinstance(tensor, DTensor):
+        return id(tensor)  # which has no memory itself
     address = tensor.untyped_storage().data_ptr()
     if address == 0 or tensor.numel() == 0:
         return id(tensor)  # without memory nothing is shared

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,23 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from torch import Tensor
 
-from accmt.errors import SavingError, WeightsError, explain
-from accmt.files import fsync_file, fsync_folder, staging_folder
-from accmt.saving.layout import ENTRY_NAMES, PICKLE, SAFETENSORS, WeightsFormat, remove_unnamed_shards
+from accmt.errors import SavingError, explain
+from accmt.files import staging_folder
+from accmt.saving.layout import (
+    ADAPTER_CONFIG,
+    ADAPTER_NAMES,
+    PICKLE,
+    SAFETENSORS,
+    WeightsFormat,
+    remove_unnamed_shards,
+)
+from accmt.saving.publishing import list_files, publish
 from accmt.saving.tensors import find_tied, give_own_memory, plain_names, require_dense_tensors
 
 SHARED_KEY = "accmt.shared"
 DIGEST_KEY = "accmt.digest"
+
+WriteOthers = Callable[[Path], object]
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class _Plan:
     entry: str
     shards: dict[str, dict[str, Tensor]]
     metadata: dict[str, str]
-    index: dict[str, Any] | None
+    index: dict[str, Any] | None = None
 
 
 def save_weights(
@@ -54,7 +64,7 @@ def save_weights(
     *,
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
-    expected_bytes: int | None = None,
+    write_others: WriteOthers | None = None,
 ) -> SavedWeights:
     """Replace the weights in `folder` by `state_dict`.
 
@@ -67,46 +77,76 @@ def save_weights(
         folder: The model folder; made if it is missing.
         max_shard_size: Largest size of one file, in bytes or as "10GB"; a larger tensor has a file of its own.
         safe_serialization: `model*.safetensors` if True, `pytorch_model*.bin` if False.
-        expected_bytes: Smallest size of all tensors together that can be right; None does not check.
+        write_others: Writes the files that go with the weights into the folder it is given; they become visible
+            together with them, or not at all.
 
     Returns:
         The digest and the names of the files.
 
     Raises:
-        WeightsError: `state_dict` is empty, smaller than `expected_bytes`, or holds what a file cannot hold.
+        WeightsError: `state_dict` is empty, or holds what a file cannot hold.
         OSError: The files could not be written (`SavingError` where the library names no cause). The old weights stand.
 
     Processes:
         Main only.
     """
-    require_dense_tensors(state_dict)
-    names = plain_names(state_dict)
-    named = {names[name]: tensor for name, tensor in state_dict.items()}
+    named = _name_plainly(state_dict)
     tied = find_tied(named)
     tensors = give_own_memory({name: tensor for name, tensor in named.items() if name not in tied})
-    _require_size(tensors, expected_bytes, folder)
     plan = _plan_files(tensors, tied, SAFETENSORS if safe_serialization else PICKLE, max_shard_size)
+    return _save(plan, folder, write_others)
+
+
+def save_adapter(
+    state_dict: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    safe_serialization: bool = True,
+    write_others: WriteOthers,
+) -> SavedWeights:
+    """Replace the weights in `folder` by those of an adapter, in the one file that PEFT looks for.
+
+    Args:
+        state_dict: The adapter's weights, by the names that PEFT gives them.
+        folder: The model folder; made if it is missing.
+        safe_serialization: `adapter_model.safetensors` if True, `adapter_model.bin` if False.
+        write_others: As in `save_weights`; it must write `adapter_config.json`.
+
+    Returns:
+        The digest and the names of the files.
+
+    Raises:
+        WeightsError: As `save_weights`.
+        OSError: As `save_weights`.
+
+    Processes:
+        Main only.
+    """
+    tensors = give_own_memory(_name_plainly(state_dict))
+    name = ADAPTER_NAMES[0 if safe_serialization else 1]
+    digest = _fingerprint(tensors, {name: list(tensors)}, {})
+    plan = _Plan(digest, ADAPTER_CONFIG, {name: tensors}, {"format": "pt", DIGEST_KEY: digest})
+    return _save(plan, folder, write_others)
+
+
+def _name_plainly(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    require_dense_tensors(state_dict)
+    names = plain_names(state_dict)
+    return {names[name]: tensor for name, tensor in state_dict.items()}
+
+
+def _save(plan: _Plan, folder: Path, write_others: WriteOthers | None) -> SavedWeights:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with staging_folder(folder, "weights") as staged:
             _write_files(plan, staged)
-            _publish(plan, staged, folder)
+            if write_others is not None:
+                write_others(staged)
+            others = [name for name in list_files(staged) if name not in plan.shards]
+            publish(staged, folder, plan.entry)
     finally:
         remove_unnamed_shards(folder)
-    return SavedWeights(plan.digest, tuple(dict.fromkeys([*plan.shards, plan.entry])))
-
-
-def _require_size(tensors: Mapping[str, Tensor], expected_bytes: int | None, folder: Path) -> None:
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    if expected_bytes is None or size >= expected_bytes:
-        return
-    message = explain(
-        f"weights for {folder}",
-        f"{size:,} bytes in {len(tensors)} tensors",
-        f"at least {expected_bytes:,} bytes",
-        "gather the shards of all processes before saving (ZeRO-3 and FSDP keep empty ones on each)",
-    )
-    raise WeightsError(message)
+    return SavedWeights(plan.digest, tuple(dict.fromkeys([*plan.shards, *others, plan.entry])))
 
 
 def _plan_files(
@@ -150,14 +190,22 @@ def _fingerprint(tensors: Mapping[str, Tensor], split: Mapping[str, list[str]], 
 
 def _write_files(plan: _Plan, staged: Path) -> None:
     for name, tensors in plan.shards.items():
-        _write_shard(tensors, staged / name, plan.metadata)
+        write_tensors(tensors, staged / name, plan.metadata)
     if plan.index is not None:
         (staged / plan.entry).write_text(json.dumps(plan.index, indent=2) + "\n", encoding="utf-8")
-    for path in staged.iterdir():
-        fsync_file(path)
 
 
-def _write_shard(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write tensors into one file of a folder in which a save is put together, in the format that its name says.
+
+    Args:
+        tensors: Dense tensors on the CPU, each with memory of its own.
+        path: The file; not durable afterwards.
+        metadata: Texts by name, for safetensors.
+
+    Raises:
+        SavingError: The file cannot be written.
+    """
     try:
         if path.suffix == SAFETENSORS.extension:
             safetensors.torch.save_file(tensors, path, metadata=metadata)
@@ -171,16 +219,3 @@ def _write_shard(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
             "free space on that disk; the weights saved before are untouched",
         )
         raise SavingError(message) from error
-
-
-def _publish(plan: _Plan, staged: Path, folder: Path) -> None:
-    for name in plan.shards.keys() - {plan.entry}:
-        (staged / name).replace(folder / name)
-    fsync_folder(folder)
-    (staged / plan.entry).replace(folder / plan.entry)
-    fsync_folder(folder)
-    # From the last that a loader looks for to the first: so the one it reads changes once, from the old to the new.
-    for name in reversed(ENTRY_NAMES):
-        if name != plan.entry:
-            (folder / name).unlink(missing_ok=True)
-    fsync_folder(folder)

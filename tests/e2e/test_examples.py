@@ -2,20 +2,59 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch.nn import functional
 
 from accmt import read_history
+from accmt.saving import read_status
+from tests.e2e.markdown import read_section, read_table
 from tests.launching import launch, python
 
 ROOT = Path(__file__).resolve().parents[2]
-DIGITS = ROOT / "examples" / "digits.py"
-CLASSIFIER = ROOT / "examples" / "finetune_text_classifier.py"
+EXAMPLES = ROOT / "examples"
+DIGITS = EXAMPLES / "digits.py"
+CLASSIFIER = EXAMPLES / "finetune_text_classifier.py"
+
+
+def run_example(name: str, *arguments: str) -> str:
+    """Run an example in the current folder, and return what it printed."""
+    run = python(EXAMPLES / f"{name}.py", *arguments, timeout_s=240)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def read_number(pattern: str, printed: str) -> float:
+    """Return the number in the place of the pattern's group."""
+    found = re.search(pattern, printed)
+    assert found, printed
+    return float(found[1].replace(",", ""))
+
+
+@pytest.fixture
+def import_example(monkeypatch: pytest.MonkeyPatch):
+    """Give a function that imports an example by its name."""
+
+    def load(name: str) -> ModuleType:
+        monkeypatch.syspath_prepend(EXAMPLES)
+        before = set(sys.modules)
+        module = import_module(name)
+        for path in EXAMPLES.glob("*.py"):
+            if path.stem not in before:
+                monkeypatch.delitem(sys.modules, path.stem, raising=False)
+        return module
+
+    return load
 
 
 def accelerate_launch(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
@@ -62,6 +101,93 @@ def test_the_text_classifier_ends_with_a_folder_that_transformers_loads(tmp_path
     folder = next((tmp_path / "logs" / "model").iterdir())
     assert [row["status"] for row in read_history(folder) if "status" in row] == ["FINISHED"]
     assert (tmp_path / "logs" / "mlflow.db").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.feature("D03")
+def test_the_perplexity_of_the_language_model_is_that_of_its_target_tokens(tmp_path: Path, import_example):
+    printed = run_example("language_model", "--output", "model", "--limit", "24")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    example = import_example("language_model")
+    tokenizer, model = AutoTokenizer.from_pretrained("model"), AutoModelForCausalLM.from_pretrained("model").eval()
+    samples = example.tokenize(example.read_articles()[:24], tokenizer)
+    assert len({len(sample["input_ids"]) for sample in samples}) > 10, "the samples are ragged"
+    losses = []
+    for sample in samples:  # one at a time: no padding, no batches, no weights
+        ids, labels = (torch.tensor([sample[name]]) for name in ("input_ids", "labels"))
+        with torch.inference_mode():
+            logits = model(input_ids=ids).logits
+        is_target = labels[0, 1:] != -100
+        losses += functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="none")[is_target].tolist()
+    assert len(losses) < sum(len(sample["input_ids"]) - 1 for sample in samples), "topics are no targets"
+    loss = read_status(Path("model"))["best"]["best_valid_loss"]
+    assert loss == pytest.approx(math.fsum(losses) / len(losses), rel=1e-5)
+    assert read_number(r"perplexity +([\d.]+)", printed) == pytest.approx(math.exp(loss), abs=0.06)
+    for topic in ("business", "entertainment", "politics", "sports", "tech"):
+        assert re.search(rf"^  {topic} ?:.+", printed, re.MULTILINE), printed
+
+
+@pytest.mark.slow
+@pytest.mark.feature("D32")
+def test_the_student_is_smaller_and_as_like_its_teacher_as_printed(tmp_path: Path, import_example):
+    printed = run_example("distill_text_encoder", "--output", "student", "--limit", "12")
+    example = import_example("distill_text_encoder")
+    student = example.AutoModel.from_pretrained("student").eval()
+    teacher = example.AutoModel.from_pretrained(example.MODEL_DIR).eval()
+    assert student.config.num_hidden_layers < teacher.config.num_hidden_layers
+    for name, model in (("student", student), ("teacher", teacher)):
+        parameters = read_number(rf"{name} +([\d.]+) M parameters", printed)
+        assert parameters == pytest.approx(model.num_parameters() / 1e6, abs=0.05)
+    tokenizer = example.AutoTokenizer.from_pretrained("student")
+    texts = [text for text, _ in example.read_articles()[425:437]]
+    batch = tokenizer(texts, truncation=True, max_length=example.MAX_TOKENS, padding=True, return_tensors="pt")
+    with torch.inference_mode():
+        embeddings = [example.embed(model, batch) for model in (student, teacher)]
+    similarity = functional.cosine_similarity(*embeddings).mean().item()
+    assert read_number(r"a similarity of ([\d.]+)", printed) == pytest.approx(similarity, abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.feature("N09", "N49", "A07")
+def test_the_bag_of_words_is_validated_on_each_set_and_saved_by_one(tmp_path: Path):
+    printed = run_example("several_validation_sets", "--output", "model", "--limit", "40")
+    status = read_status(Path("model"))
+    rows = [row.get("values", {}) for row in read_history(next(Path("logs/model").iterdir()))]
+    accuracies = [row["accuracy__words_10"] for row in rows if "accuracy__words_10" in row]
+    assert len(accuracies) == 8
+    assert status["best"]["best_accuracy@words_10"] == max(accuracies)
+    assert accuracies.index(max(accuracies)) + 1 == status["evaluations_done"]
+    for length in (10, 50, 400):
+        names = (f"{metric}__words_{length}" for metric in ("accuracy", "f1", "val_loss"))
+        accuracy, f1, loss = (status["metrics"][name] for name in names)
+        assert re.search(rf"{length} words +{accuracy:.1%} +{f1:.3f} +{loss:.3f}\n", printed), printed
+
+
+@pytest.mark.slow
+@pytest.mark.feature("D32")
+def test_lora_trains_and_saves_the_adapter_alone(tmp_path: Path):
+    printed = run_example("finetune_with_lora", "--output", "adapter", "--limit", "40")
+    assert not Path("adapter/config.json").exists()
+    weights = load_file("adapter/adapter_model.safetensors")
+    assert {"lora_A" in name or "lora_B" in name or "classifier" in name for name in weights} == {True}
+    assert all(tensor.abs().sum() > 0 for name, tensor in weights.items() if "lora_B" in name), "they begin as zero"
+    trained = read_number(r"trained +([\d,]+) of", printed)
+    assert trained == sum(tensor.numel() for tensor in weights.values())
+    assert read_number(r"test accuracy +([\d.]+)% of 40", printed) >= 0
+
+
+def test_the_page_lists_every_example():
+    rows = read_table(read_section(ROOT / "docs" / "examples.md", "What there is"))
+    listed = [re.search(r"`(\w+\.py)`", row[0])[1] for row in rows]
+    assert sorted(listed) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_guarded_and_takes_a_folder_and_a_limit(path: Path):
+    text = path.read_text(encoding="utf-8")
+    for line in ('if __name__ == "__main__":', 'parser.add_argument("--output"', 'parser.add_argument("--limit"'):
+        assert line in text
 
 
 @pytest.mark.feature("D15")

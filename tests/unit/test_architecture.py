@@ -14,9 +14,10 @@ LAYERS = [
     {"errors", "files", "processes", "state", "messages", "version", "precision"},
     {"config", "settings"},
     {"data", "optimization", "checkpoint", "saving", "metrics", "tracking", "failures", "callbacks"},
-    {"module", "huggingface"},
+    {"module", "module_log", "huggingface"},
     {"loop"},
-    {"trainer", "trainer_view", "trainer_checkpoints", "resume_check"},
+    {"trainer", "trainer_view", "trainer_checkpoints", "trainer_evaluation", "resume_check"},
+    {"report"},
     {"cli"},
 ]
 PARTS = LAYERS[2]

@@ -27,14 +27,17 @@ from transformers import (
 
 from accmt.errors import ArgumentError, WeightsError
 from accmt.huggingface import (
+    describe_model,
     is_transformers_model,
+    load_model_weights,
     load_pretrained,
     load_pretrained_weights,
-    save_model_files,
+    save_model,
     to_saved_format,
 )
+from accmt.messages import speaking
+from accmt.saving import read_status, write_status
 from accmt.saving.reading import load_weights
-from accmt.saving.weights import save_weights
 
 SIZES = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
 TOKENS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 2]])
@@ -96,8 +99,9 @@ def outputs(model):
 
 
 def save(model, folder, **arguments):
-    save_model_files(model, folder)
-    return save_weights(to_saved_format(model, model.state_dict()), folder, **arguments)
+    saved = save_model(model, model.state_dict(), folder, **arguments)
+    write_status(folder, {"files": list(saved.files)})
+    return saved
 
 
 def compile_layer(model):
@@ -113,7 +117,8 @@ def compile_layer(model):
 def test_saved_model_loads_with_from_pretrained_bit_for_bit(tmp_path, build, auto_class, safe, size):
     model = build()
     files = save(model, tmp_path, max_shard_size=size, safe_serialization=safe).files
-    assert (len(files) > 3) == (size == 2_000)
+    assert (len([name for name in files if name.endswith((".safetensors", ".bin"))]) > 2) == (size == 2_000)
+    assert names_in(tmp_path) == sorted([*files, "status.json"])
     loaded, report = auto_class.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values())
     assert type(loaded) is type(model)
@@ -145,7 +150,7 @@ def test_pretrained_weights_load_in_place_and_keep_the_ties(tmp_path, build):
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
 def test_weights_and_config_are_those_that_save_pretrained_writes(tmp_path, build):
     model = build()
-    save(model, tmp_path / "ours")
+    save_model(model, model.state_dict(), tmp_path / "ours")
     config_before = model.config.to_dict()
     assert "architectures" not in config_before or config_before["architectures"] is None
     model.save_pretrained(tmp_path / "theirs")
@@ -213,8 +218,7 @@ def test_processor_is_saved_beside_the_model_and_again_over_itself(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(minilm)
     model = load_pretrained(minilm, "AutoModelForSequenceClassification", num_labels=3)
     for _ in range(2):
-        save_model_files(model, tmp_path, processor=tokenizer)
-        save_weights(to_saved_format(model, model.state_dict()), tmp_path)
+        save(model, tmp_path, processor=tokenizer)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(names_in(tmp_path))
     assert not [name for name in names_in(tmp_path) if name.startswith(".tmp")]
     text = AutoTokenizer.from_pretrained(tmp_path)("the cat sat", return_tensors="pt")
@@ -235,7 +239,7 @@ def test_processor_that_cannot_be_saved_leaves_the_folder_as_it_was(tmp_path):
     save(bert(), tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(OSError, match="disk full"):
-        save_model_files(BertForSequenceClassification(bert_config(num_labels=4)), tmp_path, BrokenProcessor())
+        save(BertForSequenceClassification(bert_config(num_labels=4)), tmp_path, processor=BrokenProcessor())
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -246,7 +250,7 @@ def test_files_of_a_processor_in_folders_of_their_own_are_moved_too(tmp_path):
             (Path(folder) / "templates" / "chat.jinja").write_text("hello")
 
     for _ in range(2):
-        save_model_files(bert(), tmp_path, Nested())
+        save(bert(), tmp_path, processor=Nested())
     assert (tmp_path / "templates" / "chat.jinja").read_text() == "hello"
 
 
@@ -302,7 +306,8 @@ def test_folder_without_config_and_file_are_refused(tmp_path):
 
 @pytest.mark.feature("D12")
 def test_folder_without_weights_is_refused_with_what_was_expected(tmp_path):
-    save_model_files(bert(), tmp_path)
+    save(bert(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="expected: a folder with config.json and weights"):
         load_pretrained(tmp_path)
 
@@ -315,9 +320,12 @@ def test_pretrained_weights_of_another_model_are_refused(tmp_path):
 
 
 @pytest.mark.feature("D22")
-def test_pretrained_weights_of_another_shape_are_refused(tmp_path):
+def test_pretrained_weights_of_another_shape_are_refused_with_both_shapes(tmp_path):
     save(BertForSequenceClassification(bert_config(num_labels=3)), tmp_path)
-    with pytest.raises(WeightsError, match="classifier"):
+    shapes = (
+        r"shapes: classifier\.bias \[3\] for \[4\] in the model, classifier\.weight \[3, 8\] for \[4, 8\] in the model"
+    )
+    with pytest.raises(WeightsError, match=shapes):
         load_pretrained_weights(BertForSequenceClassification(bert_config(num_labels=4)), tmp_path)
 
 
@@ -333,3 +341,123 @@ def test_telling_models_apart_does_not_import_transformers():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.split() == ["False", "False"]
+
+
+# The folder of any model
+
+
+@pytest.mark.feature("D22")
+@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
+def test_a_compiled_layer_takes_the_weights_of_an_eager_one_and_the_other_way_round(tmp_path, build):
+    def compile_first(model):
+        name, layers = next((n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList))
+        layers[0] = torch.compile(layers[0], backend="eager")
+        return model
+
+    for source, target in [(compile_first(build()), build()), (build(), compile_first(build()))]:
+        save(source, tmp_path)
+        load_model_weights(target, tmp_path)
+        assert torch.equal(outputs(target), outputs(source))
+
+
+@pytest.mark.feature("D22")
+def test_weights_gathered_from_shards_are_written_once_where_the_model_ties_them(tmp_path):
+    model = gpt2()
+    copies = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_model(model, copies, tmp_path)
+    assert "lm_head.weight" not in transformers.modeling_utils.load_state_dict(tmp_path / "model.safetensors")
+    assert torch.equal(outputs(AutoModelForCausalLM.from_pretrained(tmp_path)), outputs(model))
+
+
+@pytest.mark.feature("D22")
+def test_shards_that_were_not_gathered_are_refused_and_the_model_before_stays(tmp_path):
+    model = bert()
+    save(model, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(WeightsError, match=r"(?s)0 values in .* gather the shards"):
+        save_model(model, {name: torch.empty(0) for name in model.state_dict()}, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.feature("D22")
+def test_what_the_save_before_wrote_does_not_stay_beside_another_kind_of_model(tmp_path):
+    (tmp_path / "mine.json").write_text("{}")
+    save(gpt2(), tmp_path)
+    assert "generation_config.json" in read_status(tmp_path)["files"]
+    save(nn.Linear(2, 2), tmp_path)
+    assert names_in(tmp_path) == ["mine.json", "model.safetensors", "status.json"]
+
+
+@pytest.mark.feature("D22")
+def test_a_foreign_config_stays_and_is_told_of_once(tmp_path, caplog):
+    save_model(bert(), bert().state_dict(), tmp_path)  # without a status that claims it
+    model = nn.Linear(2, 2)
+    with speaking(verbose=False):
+        save(model, tmp_path)
+        save(model, tmp_path)
+    assert caplog.text.count("holds a config.json that belongs to another model") == 1
+    assert (tmp_path / "config.json").exists()
+
+
+def test_a_status_of_somebody_else_claims_no_file(tmp_path):
+    for content in ('{"files": "config.json"}', '{"files": [1, null]}', "[]", "not JSON"):
+        (tmp_path / "status.json").write_text(content)
+        (tmp_path / "config.json").write_text("{}")
+        save_model(nn.Linear(2, 2), nn.Linear(2, 2).state_dict(), tmp_path)
+        assert (tmp_path / "config.json").exists()
+
+
+@pytest.mark.feature("D22")
+def test_a_missing_shard_is_named_for_transformers_models_too(tmp_path):
+    shard = save(bert(), tmp_path, max_shard_size=2_000).files[1]
+    (tmp_path / shard).unlink()
+    with pytest.raises(WeightsError, match=f"missing files: {shard}"):
+        load_model_weights(bert(), tmp_path)
+
+
+@pytest.mark.feature("D22")
+def test_a_folder_of_no_model_is_refused_for_every_kind(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    for model in (bert(), nn.Linear(2, 2)):
+        with pytest.raises(WeightsError, match="got: a folder with notes.txt"):
+            load_model_weights(model, tmp_path)
+
+
+def test_not_strict_loads_what_a_transformers_model_has_in_common(tmp_path):
+    source, target = bert(), BertForSequenceClassification(bert_config(num_labels=3))
+    save(source, tmp_path)
+    load_model_weights(target, tmp_path, strict=False)
+    assert torch.equal(
+        target.bert.encoder.layer[0].output.dense.weight, source.bert.encoder.layer[0].output.dense.weight
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "head"),
+    [
+        (nn.Linear(1, 1), {"library_name": "pytorch"}),
+        (bert(), {"library_name": "transformers"}),
+    ],
+    ids=["plain", "transformers"],
+)
+def test_the_head_of_a_card_names_the_library(model, head):
+    assert describe_model(model) == head
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("bert-base-uncased", True), ("org/model", True), ("./bert", False), ("/models/bert", False), ("a/b/c", False)],
+)
+def test_the_head_of_a_card_names_a_base_model_of_the_hub_only(name, shown):
+    model = bert()
+    model.config._name_or_path = name
+    model.name_or_path = name
+    assert ("base_model" in describe_model(model)) == shown
+
+
+def test_a_base_model_in_a_folder_of_this_machine_is_not_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bert").mkdir()
+    model = bert()
+    model.name_or_path = "bert"
+    assert "base_model" not in describe_model(model)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import random
+
 import pytest
 import torch
 from torch import nn
 
 from accmt import Accuracy, Callback, Metric
+from accmt.metrics import StreamingMetric
 from tests.toys import Linear, Numbers, Recorder, Scripted, logged, make_points, make_trainer
 
 
@@ -216,3 +220,56 @@ def test_running_statistics_are_not_moved_by_validation():
     module = Normed()
     make_trainer({"batch_size": 4}).fit(module, make_points(8), make_points(8))
     assert module.model[1].num_batches_tracked.item() == 2
+
+
+def test_what_is_kept_of_batches_does_not_grow_with_their_number():
+    living: list[int] = []
+
+    class Counting(Scripted):
+        def validation_step(self, batch):
+            if self.state.val_step % 50 == 0:
+                living.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+            return {"loss": batch.mean(), "accuracy": (batch > 0, batch >= 0)}
+
+    results = make_trainer({"batch_size": 1}, metrics=Accuracy()).validate(Counting(), Numbers(1200))
+    assert results == {"val_loss": 599.5, "accuracy": 1199 / 1200}
+    assert len(living) == 24
+    first, later = living[:8], living[8:]
+    assert max(later) <= max(first) + 10
+
+
+def test_a_metric_is_computed_of_what_its_batches_add_whatever_their_number():
+    class Total(StreamingMetric):
+        def count(self, predictions, references):
+            return [predictions.sum(), 1.0]
+
+        def finish(self, sums):
+            return {self.name: sums[0], "batches": sums[1]}
+
+    class Adding(Scripted):
+        def validation_step(self, batch):
+            return {"total": (batch, batch)}
+
+    results = make_trainer({"batch_size": 1}, metrics=Total("total")).validate(Adding(), Numbers(600))
+    assert results == {"total": sum(range(600)), "batches": 600.0}
+
+
+def test_a_reference_that_is_ignored_is_neither_right_nor_wrong():
+    class Masked(Scripted):
+        def validation_step(self, batch):
+            references = torch.tensor([1, -100, 2, -100])
+            return {"accuracy": (torch.tensor([1, -100, 0, 3]), references)}
+
+    assert make_trainer(metrics=Accuracy()).validate(Masked(), Numbers(4)) == {"accuracy": 0.5}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_step_that_draws_gets_the_same_numbers_however_data_are_loaded(workers: int):
+    class Drawing(Scripted):
+        def validation_step(self, batch):
+            return {"loss": batch.mean(), "drawn": torch.rand((), dtype=torch.float64), "random": random.random()}
+
+    results = [make_trainer(dataloader_num_workers=n).validate(Drawing(), Numbers(5)) for n in (0, workers)]
+    assert results[0] == results[1]
+    assert 0 < results[0]["drawn"] < 1
+    assert results[0]["random"] != make_trainer(seed=1).validate(Drawing(), Numbers(5))["random"]

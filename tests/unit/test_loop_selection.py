@@ -262,3 +262,28 @@ def test_metrics_are_given_by_name():
     trainer.fit(Regression(), make_points(), make_points(9))
     assert trainer.state.metrics["mse"] == pytest.approx(trainer.state.metrics["val_loss"], rel=1e-5)
     assert trainer.state.best == {"best_mse": trainer.state.metrics["mse"]}
+
+
+@pytest.mark.feature("N05")
+class TestRegisteredRules:
+    def test_one_more_rule_with_thresholds_of_its_own(self):
+        trainer = make_trainer({"epochs": 3}, model_saving="best_valid_loss")
+        trainer.register_model_saving("best_train_loss")
+        trainer.fit(Scripted([3.0, 1.0, 2.0]), Numbers(4), Numbers(2))
+        assert sorted(path.name for path in Path("out/model").iterdir()) == ["best_train_loss", "best_valid_loss"]
+
+    def test_two_values_of_two_sets_must_both_be_better(self):
+        recorder = Recorder()
+        trainer = make_trainer({"epochs": 2}, metrics=[Mean()], model_saving=None, callbacks=recorder)
+        trainer.register_model_saving("best_mean@en/valid_loss@de", saving_below={"valid_loss@de": 7})
+        trainer.fit(TwoSets(), Numbers(4), {"en": Numbers([1, 2, 3]), "de": Numbers([5, 7])})
+        assert recorder.names("on_save_model") == ["on_save_model"]  # equal values are not better
+
+    @pytest.mark.parametrize(
+        "arguments", [("best_acuracy",), ("best_valid_loss",), ("best_train_loss", 1.0, 2.0)], ids=str
+    )
+    def test_what_cannot_be_registered_is_refused_and_changes_nothing(self, arguments):
+        trainer = make_trainer(model_saving="best_valid_loss")
+        with pytest.raises(ArgumentError, match="register_model_saving"):
+            trainer.register_model_saving(*arguments)
+        assert trainer.registered_savings == []

@@ -32,7 +32,9 @@ def test_folder_without_weights_is_an_error_that_says_what_is_there(tmp_path, fi
         folder.mkdir()
         for name in files:
             (folder / name).touch()
-    with pytest.raises(WeightsError, match=f"got: .*{got}\n  expected: one of model.safetensors, "):
+    with pytest.raises(
+        WeightsError, match=f"got: .*{got}\n  expected: one of adapter_config.json, model.safetensors, "
+    ):
         load_weights(build(), folder)
 
 

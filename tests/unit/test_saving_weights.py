@@ -9,7 +9,7 @@ from torch import nn
 
 from accmt.errors import SavingError, WeightsError
 from accmt.saving.reading import load_weights
-from accmt.saving.weights import save_weights
+from accmt.saving.weights import save_adapter, save_weights
 
 FORMATS = {"safetensors": True, "bin": False}
 
@@ -212,13 +212,63 @@ def test_digest_tells_saves_apart_by_value_dtype_name_and_split(tmp_path):
 
 
 @pytest.mark.feature("D22")
-def test_save_smaller_than_expected_is_refused_before_anything_is_touched(tmp_path):
-    state_dict = Plain().state_dict()
-    expected = sum(tensor.nbytes for tensor in state_dict.values())
-    empty = {name: torch.empty(0) for name in state_dict}
-    save_weights(state_dict, tmp_path, expected_bytes=expected)
-    with pytest.raises(WeightsError, match=r"0 bytes in 9 tensors\n  expected: at least [\d,]+ bytes\n"):
-        save_weights(empty, tmp_path, expected_bytes=expected)
+def test_files_that_go_with_the_weights_are_listed_and_lie_beside_them(tmp_path):
+    def write_others(folder):
+        assert (folder / "model.safetensors").exists()
+        (folder / "config.json").write_text("{}")
+        (folder / "inside").mkdir()
+        (folder / "inside" / "tokens.txt").write_text("a b")
+
+    saved = save_weights(Plain().state_dict(), tmp_path, write_others=write_others)
+    assert saved.files == ("model.safetensors", "config.json", "inside/tokens.txt")
+    assert names_in(tmp_path) == ["config.json", "inside", "model.safetensors"]
+    assert (tmp_path / "inside" / "tokens.txt").read_text() == "a b"
+
+
+@pytest.mark.feature("D22")
+def test_files_that_cannot_be_written_leave_weights_and_others_as_they_were(tmp_path):
+    def write_others(folder):
+        (folder / "config.json").write_text("new")
+        raise OSError("disk full")
+
+    (tmp_path / "config.json").write_text("old")
+    old = save_weights(Plain().state_dict(), tmp_path)
+    with pytest.raises(OSError, match="disk full"):
+        save_weights(Tied().state_dict(), tmp_path, write_others=write_others)
+    assert names_in(tmp_path) == sorted(["config.json", *old.files])
+    assert (tmp_path / "config.json").read_text() == "old"
+    load_weights(Plain(), tmp_path)
+
+
+def write_adapter_config(folder):
+    (folder / "adapter_config.json").write_text("{}")
+
+
+@pytest.mark.parametrize("safe", FORMATS.values(), ids=FORMATS)
+def test_an_adapter_is_one_file_with_every_name(tmp_path, safe):
+    model, fresh = Tied(), Tied()
+    saved = save_adapter(model.state_dict(), tmp_path, safe_serialization=safe, write_others=write_adapter_config)
+    name = "adapter_model.safetensors" if safe else "adapter_model.bin"
+    assert saved.files == (name, "adapter_config.json")
+    assert names_in(tmp_path) == sorted(saved.files)
+    weights = safetensors.torch.load_file(tmp_path / name) if safe else torch.load(tmp_path / name)
+    assert weights.keys() == model.state_dict().keys()
+    load_weights(fresh, tmp_path)
+    assert torch.equal(outputs(fresh), outputs(model))
+
+
+@pytest.mark.parametrize("safe", FORMATS.values(), ids=FORMATS)
+def test_full_disk_leaves_the_adapter_before_it_and_no_other_file(tmp_path, safe):
+    old = Plain()
+    saved = save_adapter(old.state_dict(), tmp_path, safe_serialization=safe, write_others=write_adapter_config)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4_096, hard))
+        with pytest.raises((SavingError, OSError), match="could not be written|too large"):
+            save_adapter({"large": torch.ones(5_000)}, tmp_path, write_others=write_adapter_config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names_in(tmp_path) == sorted(saved.files)
     load_weights(Plain(), tmp_path)
 
 

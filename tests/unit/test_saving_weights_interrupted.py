@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accmt.saving.reading import load_weights
-from accmt.saving.weights import save_weights
+from accmt.saving.weights import save_adapter, save_weights
 
 OPERATIONS = [
     (os, "replace"),
@@ -25,6 +25,8 @@ KINDS = {
     "other safetensors shards": {"safe_serialization": True, "max_shard_size": 150},
     "bin file": {"safe_serialization": False},
     "bin shards": {"safe_serialization": False, "max_shard_size": 200},
+    "adapter": {"is_adapter": True, "safe_serialization": True},
+    "adapter bin": {"is_adapter": True, "safe_serialization": False},
 }
 FOREIGN = {
     "config.json": "{}",
@@ -67,6 +69,16 @@ class FailingOperations:
         return guarded
 
 
+def write_adapter_config(folder):
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def save(model, folder, *, is_adapter=False, **arguments):
+    if is_adapter:
+        return save_adapter(model.state_dict(), folder, write_others=write_adapter_config, **arguments)
+    return save_weights(model.state_dict(), folder, **arguments)
+
+
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
@@ -90,11 +102,11 @@ def value_in(folder):
 def save_until_it_survives(folder, new, old, *, kill):
     """Interrupt the save from `old` to `new` after 0, 1, 2 ... operations; yield which one failed."""
     for allowed in range(200):
-        save_weights(build(1.0).state_dict(), folder, **old)
+        save(build(1.0), folder, **old)
         with pytest.MonkeyPatch.context() as monkeypatch:
             operations = FailingOperations(monkeypatch, allowed, kill=kill)
             with contextlib.suppress(InjectedError):
-                save_weights(build(2.0).state_dict(), folder, **new)
+                save(build(2.0), folder, **new)
         if operations.failed is None:
             return
         yield operations.failed
@@ -125,13 +137,13 @@ def test_weights_that_an_earlier_save_left_unread_never_come_to_light(tmp_path, 
     outcomes = []
     for allowed in range(30):
         folder = tmp_path / str(allowed)
-        save_weights(build(1.0).state_dict(), folder)
+        save(build(1.0), folder)
         current = (folder / "model.safetensors").read_bytes()
-        save_weights(build(0.0).state_dict(), folder, max_shard_size=200)
+        save(build(0.0), folder, max_shard_size=200)
         (folder / "model.safetensors").write_bytes(current)  # a loader reads this one, and not the shards
         with pytest.MonkeyPatch.context() as monkeypatch, contextlib.suppress(InjectedError):
             FailingOperations(monkeypatch, allowed, kill=True)
-            save_weights(build(2.0).state_dict(), folder, **KINDS[new])
+            save(build(2.0), folder, **KINDS[new])
         outcomes.append(value_in(folder))
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == {1.0, 2.0}
@@ -141,7 +153,7 @@ def test_weights_that_an_earlier_save_left_unread_never_come_to_light(tmp_path, 
 @pytest.mark.parametrize("new", KINDS)
 def test_save_after_a_killed_one_leaves_only_its_own_files(tmp_path, new):
     for _ in save_until_it_survives(tmp_path, KINDS[new], KINDS["safetensors shards"], kill=True):
-        saved = save_weights(build(3.0).state_dict(), tmp_path, **KINDS[new])
+        saved = save(build(3.0), tmp_path, **KINDS[new])
         assert names_in(tmp_path) == sorted(saved.files)
         assert value_in(tmp_path) == 3.0
 
@@ -150,8 +162,8 @@ def test_save_after_a_killed_one_leaves_only_its_own_files(tmp_path, new):
 @pytest.mark.parametrize("new", KINDS)
 @pytest.mark.parametrize("old", KINDS)
 def test_second_save_in_another_form_leaves_no_stray_files(tmp_path, old, new):
-    save_weights(build(1.0).state_dict(), tmp_path, **KINDS[old])
-    saved = save_weights(build(2.0).state_dict(), tmp_path, **KINDS[new])
+    save(build(1.0), tmp_path, **KINDS[old])
+    saved = save(build(2.0), tmp_path, **KINDS[new])
     assert names_in(tmp_path) == sorted(saved.files)
     assert value_in(tmp_path) == 2.0
 
@@ -161,16 +173,16 @@ def test_error_during_a_first_save_leaves_an_empty_folder(tmp_path):
     with pytest.MonkeyPatch.context() as monkeypatch:
         FailingOperations(monkeypatch, 4, kill=False)
         with pytest.raises(InjectedError):
-            save_weights(build(1.0).state_dict(), tmp_path, max_shard_size=200)
+            save(build(1.0), tmp_path, max_shard_size=200)
     assert names_in(tmp_path) == []
 
 
 @pytest.mark.feature("D22")
 def test_same_weights_saved_twice_survive_an_interruption(tmp_path):
-    save_weights(build(2.0).state_dict(), tmp_path, **KINDS["bin shards"])
+    save(build(2.0), tmp_path, **KINDS["bin shards"])
     for allowed in range(15):
         with pytest.MonkeyPatch.context() as monkeypatch:
             FailingOperations(monkeypatch, allowed, kill=True)
             with pytest.raises(InjectedError):
-                save_weights(build(2.0).state_dict(), tmp_path, **KINDS["bin shards"])
+                save(build(2.0), tmp_path, **KINDS["bin shards"])
         assert value_in(tmp_path) == 2.0

@@ -10,7 +10,7 @@ from accmt.settings.pending import PENDING
 
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
 DEFAULTS = Settings.defaults()
-NUMBERS = {"limit_test_batches": 1, "limit_predict_batches": 0.5, "preempt_exit_code": 3}
+NUMBERS = {"preempt_exit_code": 3}
 
 
 def another_value(name):
@@ -27,12 +27,6 @@ def test_a_pending_argument_raises_and_names_itself(name):
 @pytest.mark.parametrize("name", PENDING)
 def test_a_pending_argument_at_its_default_is_accepted(name):
     Trainer(HPS, "out", **{name: DEFAULTS[name]})
-
-
-@pytest.mark.parametrize("name", ["limit_test_batches", "limit_predict_batches"])
-def test_one_batch_is_not_mistaken_for_all_of_them(name):
-    with pytest.raises(NotImplementedError, match=name):
-        Trainer(HPS, "out", **{name: 1})
 
 
 def test_every_pending_name_is_an_argument_with_a_default():

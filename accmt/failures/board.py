@@ -1,0 +1,68 @@
+"""Notes that processes leave for one another, which can be read while main threads wait in a collective."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
+
+_runs = itertools.count()
+
+
+class Board:
+    """Notes of all processes of one run, by topic, in the store with which they found one another.
+
+    Args:
+        store: A connection that nobody else uses.
+        index: This process.
+        count: All processes.
+    """
+
+    def __init__(self, store: Store, index: int, count: int) -> None:
+        self.index = index
+        self.count = count
+        self._store = store
+        self._seen = 0
+
+    @classmethod
+    def open(cls) -> Board:
+        """Open the board of the next run.
+
+        Processes: all, for the same runs in the same order.
+        """
+        if not dist.is_initialized():
+            return cls(HashStore(), 0, 1)
+        connection = _get_default_store().clone()  # type: ignore[attr-defined]
+        store = PrefixStore(f"accmt-run-{next(_runs)}", connection)
+        return cls(store, dist.get_rank(), dist.get_world_size())
+
+    def post(self, topic: str, note: Any) -> None:
+        """Leave a note, JSON values, for all processes."""
+        self._store.set(f"{topic}/{self.index}", json.dumps(note))
+        self._store.add("news", 1)
+
+    def has_news(self) -> bool:
+        """Return whether a note was left since the last call."""
+        before, self._seen = self._seen, self._store.add("news", 0)
+        return self._seen > before
+
+    def read(self, topic: str) -> dict[int, Any]:
+        """Return the notes about a topic, by process."""
+        posted = (index for index in range(self.count) if self._store.check([f"{topic}/{index}"]))
+        return {index: json.loads(self._store.get(f"{topic}/{index}")) for index in posted}
+
+    def draw_ticket(self) -> int:
+        """Return a number that is higher than all that were drawn before, in any process."""
+        return int(self._store.add("tickets", 1))
+
+    def beat(self) -> None:
+        """Show that this process is alive."""
+        self._store.add(f"beat/{self.index}", 1)
+
+    def beats(self) -> list[int]:
+        """Return how often each process has shown that it is alive."""
+        return [self._store.add(f"beat/{index}", 0) for index in range(self.count)]

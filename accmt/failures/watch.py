@@ -1,0 +1,212 @@
+"""A thread that listens to signals and to the other processes while the main thread waits in a collective.
+
+Python runs the handler of a signal only when its main thread is back from C, which it is not while it waits for another
+process. The system's own handler writes the signal's number to a socket instead (`signal.set_wakeup_fd`), and this
+thread reads it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from accmt.failures.board import Board
+from accmt.failures.interruption import Interruption, Reason
+from accmt.failures.kinds import kind_of
+
+_POLL_S = 0.1
+_BEAT_S = 0.5
+_COME_OUT_S = 6.0  # a main thread that waits for a process that failed longer than this will not come out
+_LEAVE_S = 8.0
+_WAITING = ("torch/distributed/", "torch/autograd/graph.py", "accmt/processes.py")
+
+
+class Watch:
+    """The thread of one process, and what it knows of the others.
+
+    Args:
+        board: Where processes leave notes.
+        interruption: Is told of signals.
+        hang_timeout_s: Seconds without progress after which the run ends; None is off.
+        progress: Returns something that changes as long as the run goes on.
+
+    Attributes:
+        has_failed: Whether this process has told of its failure.
+        is_apart: Whether it failed while others did not, so that nothing can be done together any more.
+    """
+
+    def __init__(
+        self, board: Board, interruption: Interruption, *, hang_timeout_s: float | None, progress: Callable[[], Any]
+    ) -> None:
+        self._board = board
+        self._interruption = interruption
+        self._hang_timeout_s = hang_timeout_s
+        self._progress = progress
+        self._main_thread = 0
+        self._is_ending = threading.Event()
+        self.has_failed = False
+        self.is_apart = False
+        self._failure_seen_at: float | None = None
+        self._last_beat = 0.0
+        self._last_progress: tuple[Any, float] = (None, time.monotonic())
+        self._receiver, self._sender = socket.socketpair()
+        self._previous_fd: int | None = None
+        self._thread = threading.Thread(target=self._watch, name="accmt-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        for end in (self._receiver, self._sender):
+            end.setblocking(False)  # noqa: FBT003 - the socket's own signature
+        self._main_thread = threading.get_ident()
+        if threading.current_thread() is threading.main_thread():
+            self._previous_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching, and leave signals as they were."""
+        self._is_ending.set()
+        if self._previous_fd is not None:
+            signal.set_wakeup_fd(self._previous_fd)
+        self._thread.join(timeout=2.0)
+        self._receiver.close()
+        self._sender.close()
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Tell the other processes that this one ends with an error."""
+        self.has_failed = True
+        kind = kind_of(error)
+        text = "".join(traceback.format_exception(error))
+        self._post_failure(text, is_consequence=is_consequence(error), kind=None if kind is None else kind.name)
+
+    def all_failed_alike(self, within_s: float) -> bool:
+        """Return whether every process has failed at the same point, each by itself: then they can still act together.
+
+        Args:
+            within_s: How long to wait for the others.
+        """
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            notes = self.failures()
+            if len(notes) == self._board.count:
+                places = {repr(note["progress"]) for note in notes.values()}
+                return len(places) == 1 and not any(note["is_consequence"] for note in notes.values())
+            time.sleep(_POLL_S)
+        return False
+
+    def failures(self) -> dict[int, Any]:
+        """Return what processes told of their failures, the first one first."""
+        try:
+            notes = self._board.read("failed")
+        except (RuntimeError, OSError):  # the process that held the store is gone
+            return {}
+        return dict(sorted(notes.items(), key=lambda item: (item[1]["is_consequence"], item[1]["ticket"])))
+
+    def find_silent(self) -> list[int]:
+        """Return the processes that show no life any more; takes a few beats."""
+        try:
+            before = self._board.beats()
+            time.sleep(3 * _BEAT_S)
+            return [index for index, beats in enumerate(self._board.beats()) if beats == before[index]]
+        except (RuntimeError, OSError):
+            return []
+
+    @staticmethod
+    def leave_for_sure() -> None:
+        """See to it that this process ends soon, also where its exit waits for one that is gone."""
+        stderr = sys.__stderr__
+        if stderr is not None:
+            faulthandler.dump_traceback_later(_LEAVE_S, exit=True, file=stderr)
+
+    def _watch(self) -> None:
+        while not self._is_ending.is_set():
+            for number in self._received_signals():
+                self._hear(number)
+            try:
+                self._look()
+            except (RuntimeError, OSError):  # the process that held the store is gone: collectives will tell
+                return
+
+    def _received_signals(self) -> bytes:
+        ready, _, _ = select.select([self._receiver], [], [], _POLL_S)
+        if not ready or self._is_ending.is_set():
+            return b""
+        numbers = self._receiver.recv(64)
+        if self._previous_fd is not None and self._previous_fd >= 0:
+            os.write(self._previous_fd, numbers)
+        return numbers
+
+    def _hear(self, number: int) -> None:
+        if number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) and self._interruption.is_listening:
+            self._interruption.request(Reason.of_signal(number))
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._last_beat > _BEAT_S:
+            self._last_beat = now
+            self._board.beat()
+        if self._interruption.is_asked or self._board.has_news():
+            self._interruption.agree()
+            self._look_for_failures(now)
+        self._end_if_stuck(now)
+        self._end_if_hung(now)
+
+    def _look_for_failures(self, now: float) -> None:
+        if self._failure_seen_at is None and set(self.failures()) - {self._board.index}:
+            self._failure_seen_at = now
+
+    def _end_if_stuck(self, now: float) -> None:
+        if self.has_failed or self._failure_seen_at is None or now - self._failure_seen_at < _COME_OUT_S:
+            return
+        index, note = next(iter(self.failures().items()))
+        self._end(f"process {index} failed, and this one waits for it in vain:\n{note['text']}")
+
+    def _end_if_hung(self, now: float) -> None:
+        if self._hang_timeout_s is None or self.has_failed:
+            return
+        progress = self._progress()
+        if progress != self._last_progress[0]:
+            self._last_progress = progress, now
+        elif now - self._last_progress[1] > self._hang_timeout_s:
+            self._tell_hang()
+
+    def _tell_hang(self) -> None:
+        frame = sys._current_frames().get(self._main_thread)
+        stack = traceback.format_stack(frame)
+        waits = any(path in line for line in stack[-4:] for path in _WAITING)
+        what = f"no progress for {self._hang_timeout_s:g} s; the main thread is here:\n{''.join(stack)}"
+        self._post_failure(what, is_consequence=waits)
+        time.sleep(1.0)  # until all have told where they are
+        index, note = next(iter(self.failures().items()), (self._board.index, {"text": what}))
+        self._end(f"process {index}: {note['text']}")
+
+    def _post_failure(self, text: str, *, is_consequence: bool, kind: str | None = None) -> None:
+        try:
+            ticket = self._board.draw_ticket()
+            note = {"ticket": ticket, "text": text, "is_consequence": is_consequence, "kind": kind}
+            self._board.post("failed", {**note, "progress": repr(self._progress())})
+        except (RuntimeError, OSError):  # the process that held the store is gone
+            return
+
+    @staticmethod
+    def _end(why: str) -> None:
+        # No exception reaches a main thread that waits in a collective, and no exit does either.
+        os.write(2, f"[accmt] {why}\n".encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return whether an error says that another process is gone, rather than what went wrong here."""
+    text = str(error).lower()
+    signs = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket")
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(s in text for s in signs))

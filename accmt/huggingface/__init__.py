@@ -1,0 +1,23 @@
+"""What transformers and PEFT models need beyond plain PyTorch: building, saving and loading them, recomputation.
+
+Nothing here imports transformers or peft before a function that needs it is called.
+"""
+
+from accmt.huggingface.folder import load_model_weights, save_model, save_model_files, to_saved_format
+from accmt.huggingface.kinds import describe_model, is_peft_model, is_transformers_model, refuse_injected_adapters
+from accmt.huggingface.pretrained import load_pretrained, load_pretrained_weights
+from accmt.huggingface.recomputation import enable_gradient_checkpointing
+
+__all__ = [
+    "describe_model",
+    "enable_gradient_checkpointing",
+    "is_peft_model",
+    "is_transformers_model",
+    "load_model_weights",
+    "load_pretrained",
+    "load_pretrained_weights",
+    "refuse_injected_adapters",
+    "save_model",
+    "save_model_files",
+    "to_saved_format",
+]

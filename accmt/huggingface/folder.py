@@ -1,0 +1,188 @@
+"""The folder of a model of any kind: written so that its own library loads it, and loaded again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accmt.errors import WeightsError, explain
+from accmt.files import staging_folder
+from accmt.huggingface.adapters import load_adapters, save_adapters
+from accmt.huggingface.kinds import is_peft_model, is_transformers_model, refuse_injected_adapters
+from accmt.huggingface.pretrained import load_pretrained_weights
+from accmt.messages import warn_once
+from accmt.saving import SavedWeights, load_weights, save_weights
+from accmt.saving.layout import ADAPTER_CONFIG
+from accmt.saving.publishing import list_files, remove_leftovers
+from accmt.saving.reading import require_files
+from accmt.saving.status import read_status
+from accmt.saving.tensors import find_tied, plain_names, require_complete
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+
+def save_model(
+    model: nn.Module,
+    state_dict: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    processor: Any = None,
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+) -> SavedWeights:
+    """Replace what is saved in `folder` by a model: its weights, and what its library needs to load them.
+
+    At every moment a loader finds the old model or the new. What the save before wrote, as its `status.json` says, and
+    this one does not is removed. The caller writes the new `status.json`, with the returned `files`.
+
+    Args:
+        model: The model, without the wrapper of the launch. Of a PEFT model the adapters alone are saved.
+        state_dict: Its full state dict; names may carry wrappers.
+        folder: The model folder; made if it is missing.
+        processor: A tokenizer or the like (anything with `save_pretrained`), saved beside transformers and PEFT models.
+        max_shard_size: Largest size of one file, in bytes or as "10GB"; an adapter is always one file.
+        safe_serialization: Safetensors if True, `.bin` files of `torch.save` if False.
+
+    Raises:
+        WeightsError: `state_dict` holds less than the model's parameters, or what a file cannot hold.
+        ModuleContractError: transformers put an adapter into the model, see `refuse_injected_adapters`.
+        OSError: The disk is full or the folder cannot be written. The model saved before still loads.
+
+    Processes:
+        Main only.
+    """
+    refuse_injected_adapters(model)
+    require_complete(state_dict, model)
+    before = _list_saved(folder)
+    if is_peft_model(model):
+        saved = save_adapters(model, state_dict, folder, processor=processor, safe_serialization=safe_serialization)
+    elif is_transformers_model(model):
+        saved = save_weights(
+            to_saved_format(model, state_dict),
+            folder,
+            max_shard_size=max_shard_size,
+            safe_serialization=safe_serialization,
+            write_others=lambda staged: _write_model_files(model, staged, processor),
+        )
+    else:
+        saved = save_weights(state_dict, folder, max_shard_size=max_shard_size, safe_serialization=safe_serialization)
+    remove_leftovers(folder, before, saved.files)
+    if not is_peft_model(model):
+        _tell_foreign_config(folder, saved)
+    return saved
+
+
+def load_model_weights(model: nn.Module, folder: Path, *, strict: bool = True) -> None:
+    """Load the weights in `folder` into a model of any kind, in place.
+
+    Args:
+        model: The model, without the wrapper of the launch. Into a PEFT model adapters are loaded.
+        folder: What `save_model` wrote, or `save_pretrained`.
+        strict: Whether every weight must be there and fit. Shapes must fit in any case.
+
+    Raises:
+        WeightsError: The folder holds no weights, or those of another model, or a file is missing or damaged.
+
+    Processes:
+        All, each for itself; before the model is sharded.
+    """
+    require_files(folder)
+    holds_adapter = (folder / ADAPTER_CONFIG).is_file()
+    if holds_adapter != is_peft_model(model):
+        raise _other_kind(model, folder, holds_adapter=holds_adapter)
+    if is_peft_model(model):
+        load_adapters(model, folder, strict=strict)
+    elif strict and is_transformers_model(model):
+        load_pretrained_weights(model, folder)
+    else:
+        load_weights(model, folder, strict=strict)
+
+
+def to_saved_format(model: PreTrainedModel, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Turn the state dict of a transformers model into the one that `from_pretrained` expects in its folder.
+
+    As `save_pretrained` does: without what the model says not to save, each tied weight under its main name only, and
+    with the changes undone that loading makes to names and tensors. Weights that are tied, but not by the model's own
+    declaration, are copied, because `from_pretrained` would not tie them again.
+
+    Args:
+        model: The model, without wrappers.
+        state_dict: Its full state dict; names may carry wrappers.
+
+    Source:
+        `PreTrainedModel.save_pretrained` of transformers 5.23.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    names = plain_names(state_dict)
+    ignored = set(model._keys_to_ignore_on_save or ())
+    weights = {names[name]: tensor for name, tensor in state_dict.items() if names[name] not in ignored}
+    for name, main in getattr(model, "all_tied_weights_keys", {}).items():
+        # Gathered from shards, tied weights are copies of one another.
+        if name in weights and main in weights and torch.equal(weights[main], weights[name]):
+            del weights[name]
+    for name in find_tied(weights):
+        weights[name] = weights[name].clone()
+    saved: dict[str, Tensor] = revert_weight_conversion(model, weights)
+    return saved
+
+
+def save_model_files(model: PreTrainedModel, folder: Path, processor: Any = None) -> None:
+    """Write what `from_pretrained` needs beside the weights, each file replaced as one step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with staging_folder(folder, "model-files") as staged:
+        _write_model_files(model, staged, processor)
+        for name in list_files(staged):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (staged / name).replace(folder / name)
+
+
+def _write_model_files(model: PreTrainedModel, folder: Path, processor: Any) -> None:
+    """Write what `from_pretrained` needs beside the weights: configurations, code of a custom model, the processor."""
+    config = copy.deepcopy(model.config)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [model.__class__.__name__.removeprefix("FSDP")]  # fully_shard renames the class
+    if model.is_remote_code():
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, folder, config=config)  # type: ignore[arg-type]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    if processor is not None:
+        processor.save_pretrained(folder)
+
+
+def _list_saved(folder: Path) -> list[str]:
+    try:
+        files = read_status(folder).get("files", [])
+    except (OSError, ValueError, AttributeError):  # no status, or somebody else's
+        return []
+    return [name for name in files if isinstance(name, str)] if isinstance(files, list) else []
+
+
+def _tell_foreign_config(folder: Path, saved: SavedWeights) -> None:
+    if "config.json" not in saved.files and (folder / "config.json").is_file():
+        warn_once(
+            f"{folder} holds a config.json that belongs to another model and was not written by this run: "
+            "`from_pretrained` would build that one. Use another model_path, or remove the file.",
+            about=f"the config.json in {folder}",
+        )
+
+
+def _other_kind(model: nn.Module, folder: Path, *, holds_adapter: bool) -> WeightsError:
+    name = type(model).__name__
+    if holds_adapter:
+        got, expected = "an adapter", f"the weights of {name}"
+        do = "PeftModel.from_pretrained(model, folder), or AcceleratorModule.from_hf(folder, type)"
+    else:
+        got, expected = "the weights of a whole model", f"an adapter ({ADAPTER_CONFIG} and its weights)"
+        do = "load them into the model before get_peft_model(model, ...) wraps it"
+    return WeightsError(explain(f"weights in {folder}", got, expected, do))

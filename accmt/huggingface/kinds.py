@@ -1,0 +1,55 @@
+"""What kind of model a module holds; found out without importing a library that is not in use."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from accmt.errors import ModuleContractError, explain
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+
+def is_transformers_model(model: object) -> TypeGuard[PreTrainedModel]:
+    """Say whether `model`, without wrappers, is a transformers model; does not import transformers to find out."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+
+
+def is_peft_model(model: object) -> TypeGuard[PeftModel]:
+    """Say whether `model`, without wrappers, is what `get_peft_model` returns; does not import peft to find out."""
+    modeling = sys.modules.get("peft.peft_model")
+    return modeling is not None and isinstance(model, modeling.PeftModel)
+
+
+def refuse_injected_adapters(model: object) -> None:
+    """Refuse a transformers model with an adapter in it but not around it: its folder could not be told from a model's.
+
+    Raises:
+        ModuleContractError: `add_adapter` or `load_adapter` of transformers put an adapter into the model.
+    """
+    if is_transformers_model(model) and getattr(model, "_hf_peft_config_loaded", False):
+        got = "a transformers model with an adapter inside (`add_adapter`, or `from_pretrained` of an adapter's name)"
+        do = "self.model = get_peft_model(model, LoraConfig(...)), or PeftModel.from_pretrained(model, adapter)"
+        raise ModuleContractError(explain("self.model", got, "a model that PEFT wraps", do))
+
+
+def describe_model(model: Any) -> dict[str, str]:
+    """Return what a model card's head says about a model, without wrappers: its library and what it was made from.
+
+    A model that was made from a folder of this machine has no `base_model`: nobody else could find it.
+    """
+    if is_peft_model(model):
+        base = model.active_peft_config.base_model_name_or_path or getattr(model.get_base_model(), "name_or_path", None)
+        return {"library_name": "peft", **_name_base(base)}
+    if is_transformers_model(model):
+        return {"library_name": "transformers", **_name_base(model.name_or_path)}
+    return {"library_name": "pytorch"}
+
+
+def _name_base(name: str | None) -> dict[str, str]:
+    is_hub_name = bool(name) and not str(name).startswith((".", "/", "~")) and str(name).count("/") <= 1
+    return {"base_model": str(name)} if is_hub_name and not Path(str(name)).exists() else {}

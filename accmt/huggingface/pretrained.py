@@ -1,0 +1,142 @@
+"""Models from a path or a name on the hub, and their weights loaded in place, by transformers' own loader."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accmt.errors import ArgumentError, explain
+from accmt.huggingface.adapters import build_with_adapter, read_base_name
+from accmt.huggingface.kinds import refuse_injected_adapters
+from accmt.saving.layout import ADAPTER_CONFIG
+from accmt.saving.reading import describe_shapes, misfit
+from accmt.saving.tensors import plain_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def load_pretrained(
+    path: str | os.PathLike[str], type: type[PreTrainedModel] | str | None = None, **kwargs: Any
+) -> Any:
+    """Build a transformers model with the weights at `path`.
+
+    Args:
+        path: A folder that `save_pretrained` or a Trainer wrote, or a name on the hub. From the folder of an adapter
+            the model that it was trained on is built, and PEFT around it, ready to be trained on.
+        type: The model class, its name in transformers such as "AutoModelForSequenceClassification", or None for
+            `AutoModel`.
+        **kwargs: Passed on to `from_pretrained`, for example `num_labels=5`.
+
+    Returns:
+        The model, in evaluation mode, as `from_pretrained` returns it; or a `PeftModel`.
+
+    Raises:
+        ArgumentError: `type` names no model class of transformers.
+        FileNotFoundError: `path` is no model folder, and no name on the hub that can be reached.
+        WeightsError: The adapter in `path` does not fit the model it names.
+        ModuleContractError: `path` is the hub's name of an adapter: transformers would hide it inside the model.
+    """
+    model_class = _find_model_class(type)
+    folder = Path(path)
+    if (folder / ADAPTER_CONFIG).is_file():
+        return build_with_adapter(_load(model_class, read_base_name(folder), kwargs), folder)
+    model = _load(model_class, os.fspath(path), kwargs)
+    refuse_injected_adapters(model)
+    return model
+
+
+def _load(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:
+    _require_model_folder(path)
+    try:
+        return model_class.from_pretrained(path, **kwargs)
+    except OSError as error:
+        message = explain(
+            f"from_hf(path={path!r})",
+            str(error),
+            "a folder with config.json and weights, or the name of a model on the hub",
+            "check the spelling; a folder on this machine is written with its full path, or begins with `./`",
+        )
+        raise FileNotFoundError(message) from error
+
+
+def load_pretrained_weights(model: PreTrainedModel, folder: Path | str) -> None:
+    """Load the weights in `folder` into `model`, in place, through `from_pretrained`.
+
+    Only that way changes which transformers makes to names and tensors on loading are made. A second model is in memory
+    meanwhile.
+
+    Args:
+        model: The model, without wrappers.
+        folder: A folder with weights as `from_pretrained` reads them, and `config.json`.
+
+    Raises:
+        WeightsError: Weights are missing, left over, or of other shapes.
+        FileNotFoundError: The folder holds no model.
+
+    Processes:
+        All, each for itself.
+    """
+    _require_model_folder(str(Path(folder).absolute()))
+    from_pretrained: Any = model.__class__.from_pretrained  # returns a pair where the report is asked for
+    loaded, report = from_pretrained(
+        folder,
+        config=copy.deepcopy(model.config),
+        dtype=model.dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they stand in the report, with the other faults
+    )
+    shapes = sorted(describe_shapes(*entry) for entry in report.pop("mismatched_keys"))
+    faults = [f"{kind}: {', '.join(sorted(map(str, names)))}" for kind, names in report.items() if names]
+    faults += [f"shapes: {', '.join(shapes)}"] if shapes else []
+    if faults:
+        expected = f"the weights of {model.__class__.__name__}, with the same names and shapes"
+        raise misfit(Path(folder), "; ".join(faults), expected)
+    weights = loaded.state_dict()
+    model.load_state_dict({own: weights[name] for own, name in plain_names(model.state_dict()).items()})
+
+
+def _find_model_class(wanted: type[PreTrainedModel] | str | None) -> Any:
+    import transformers
+
+    if wanted is None:
+        return transformers.AutoModel
+    if not isinstance(wanted, str):
+        return wanted
+    found = getattr(transformers, wanted, None)
+    if _is_model_class(found):
+        return found
+    nearest = difflib.get_close_matches(wanted, dir(transformers), n=3)
+    message = explain(
+        f"from_hf(type={wanted!r})",
+        f"{wanted!r}, which is no model class of transformers {transformers.__version__}",
+        "a class, or the name of one, such as 'AutoModelForSequenceClassification'",
+        f"write {' or '.join(map(repr, nearest))}" if nearest else "pass the class itself",
+    )
+    raise ArgumentError(message)
+
+
+def _is_model_class(found: object) -> bool:
+    from transformers import PreTrainedModel
+
+    is_model = inspect.isclass(found) and issubclass(found, PreTrainedModel)
+    return is_model or getattr(found, "__name__", "").startswith(("AutoModel", "AutoBackbone"))
+
+
+def _require_model_folder(path: str) -> None:
+    """Refuse what cannot be a model before transformers asks the hub for it."""
+    is_hub_name = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
+    found = Path(path)
+    if (found / "config.json").is_file() or (is_hub_name and not found.exists()):
+        return
+    message = explain(
+        f"model folder {path!r}",
+        "a folder without config.json" if found.is_dir() else ("a file" if found.exists() else "no such folder"),
+        "a folder with config.json and weights, as save_pretrained or a Trainer writes it",
+        "check the spelling and the folder that the path starts from",
+    )
+    raise FileNotFoundError(message)

@@ -1,0 +1,71 @@
+"""Evaluations that are given up when the run is to be left: the run that continues does them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from accmt.data import Loader, Round
+from accmt.failures import Interruption, Reason
+from accmt.loop.leaving import leave
+from accmt.processes import gather_objects, num_processes
+
+if TYPE_CHECKING:
+    from accmt.trainer import Trainer
+
+
+class Abandonable:
+    """The validation data of a run that trains; their rounds end early, on all processes, when it is to be left.
+
+    A process that hears of it stops at once. At the end of the rounds, where processes wait for one another anyway, it
+    tells the others, and all leave the run there.
+
+    Args:
+        own: The loader.
+        trainer: The Trainer of the run.
+        interruption: What asks the run to end.
+    """
+
+    def __init__(self, own: Loader, trainer: Trainer, interruption: Interruption) -> None:
+        self.dataloader = own.dataloader
+        self.micro_batches = own.micro_batches
+        self._own = own
+        self.num_rounds = own.num_rounds
+        self._trainer = trainer
+        self._interruption = interruption
+
+    def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
+        """Yield the rounds of an epoch; processes that stop early leave the run at the end of them.
+
+        Raises:
+            KeyboardInterrupt: After Ctrl-C.
+            Preempted: After SIGTERM or SIGUSR1.
+        """
+        reason: Reason | None = None
+        may_stop = self._may_stop()
+        for round_ in self._own.rounds(epoch, first):
+            reason = self._interruption.reason_to_leave if may_stop else None
+            if reason is not None:
+                break
+            yield round_
+        if may_stop:
+            agreed = next((one for one in gather_objects(reason) if one is not None), None)
+            if agreed is not None:
+                leave(self._trainer.run, agreed)
+
+    def _may_stop(self) -> bool:
+        """Return whether processes need not keep in step, and there is something to continue from."""
+        keeps_in_step = num_processes() > 1 and not self._trainer.settings.evaluation.report_loss_after_eval
+        return self._trainer.state.stage == "validate" and self._interruption.is_listening and not keeps_in_step
+
+    def samples_in(self, first: int, last: int) -> int | None:
+        """Return the samples of rounds `first` up to without `last` over all processes."""
+        return self._own.samples_in(first, last)
+
+    def position(self, epoch: int, num_rounds: int) -> dict[str, Any]:
+        """Return where the data are after `num_rounds` rounds of an epoch."""
+        return self._own.position(epoch, num_rounds)
+
+    def continue_from(self, epoch: int, first_round: int, position: Mapping[str, Any]) -> None:
+        """Let `epoch` go on from a position."""
+        self._own.continue_from(epoch, first_round, position)

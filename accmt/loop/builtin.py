@@ -1,0 +1,37 @@
+"""The callbacks of accmt's own that a run has, besides the user's."""
+
+from __future__ import annotations
+
+from accmt.callbacks import Callback
+from accmt.callbacks.ending import EndSummary
+from accmt.callbacks.monitor import build_monitor
+from accmt.callbacks.progress import ProgressBar
+from accmt.callbacks.report import EvaluationReport
+from accmt.callbacks.summary import ModelSummary
+from accmt.loop.row_logger import RowLogger
+from accmt.loop.saver import ModelSaver
+from accmt.processes import is_main_process
+from accmt.settings import Settings
+from accmt.tracking import Tracking
+
+
+def builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelSaver) -> list[Callback]:
+    """Return accmt's own callbacks, in the order in which those of equal `order` act.
+
+    Args:
+        settings: What the Trainer was told.
+        tracking: Where rows go.
+        saver: Saves the best model.
+    """
+    told, logged = settings.running, settings.tracking
+    loss_name = logged.train_loss_metric_name
+    enable_bar = told.verbose if told.enable_progress_bar is None else told.enable_progress_bar
+    bar = ProgressBar(
+        enable=None if told.enable_progress_bar is None and enable_bar else enable_bar,
+        loss_name=loss_name,
+    )
+    first, last = build_monitor(logged.monitored, loss_name, is_main_process=is_main_process())
+    summaries: list[Callback] = [ModelSummary()] if told.enable_model_summary else []
+    rows = RowLogger(tracking, bar, logged.monitored)
+    ending: list[Callback] = [EndSummary(loss_name)] if told.verbose else []
+    return [*first, *summaries, bar, EvaluationReport(loss_name), rows, saver, *ending, *last]

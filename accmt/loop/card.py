@@ -1,0 +1,58 @@
+"""What the card in a model folder says about the run that made the model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accmt import huggingface
+from accmt.data.options import length_of
+from accmt.loop.run import Run
+from accmt.saving import write_command, write_model_card
+from accmt.version import __version__
+
+
+def write_card(run: Run, folder: Path) -> None:
+    """Write `README.md` into a model folder, unless the user's own is there.
+
+    Processes: main only.
+    """
+    state, model = run.state, run.unwrapped_model
+    write_model_card(
+        folder,
+        head={**huggingface.describe_model(model), "tags": ["accmt"]},
+        sections={
+            "Results": {**state.metrics, **state.best},
+            "Model": {"model": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())},
+            "Samples": _count_samples(run),
+            "Hyper-parameters": run.settings.hps.get_config(),
+            "Training": _describe_training(run),
+            "Command": write_command(sys.argv),
+        },
+    )
+
+
+def _count_samples(run: Run) -> dict[str, Any]:
+    loaders = {"training": run.train_loader}
+    loaders |= {f"validation {name}".strip(): loader for name, loader in run.val_loaders.items()}
+    counted = {name: length_of(loader.dataloader.dataset) for name, loader in loaders.items()}
+    return {name: number for name, number in counted.items() if number is not None}
+
+
+def _describe_training(run: Run) -> dict[str, Any]:
+    state, settings = run.state, run.settings
+    accumulation = settings.optimization.accumulation_at(state.epoch)
+    return {
+        "updates": state.global_step,
+        "epochs finished": state.epoch,
+        "training samples seen": state.samples_seen,
+        "samples of an update": settings.hps.train_batch_size * accumulation * state.num_processes,
+        "processes": state.num_processes,
+        "mixed precision": str(run.accelerator.mixed_precision),
+        "seed": run.seed,
+        "accmt": __version__,
+        "torch": torch.__version__,
+    }

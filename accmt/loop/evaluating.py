@@ -1,0 +1,189 @@
+"""Evaluates and predicts without training: no optimizer, schedule or tracker is built, and all is left as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from accmt.callbacks.averaging import EMA
+from accmt.data import draw_seed
+from accmt.errors import ArgumentError, explain
+from accmt.loop.chosen_weights import CheckpointPath, using_average, using_weights
+from accmt.loop.contract import adapt_validation_step, check_untrained_module, check_validation, defines
+from accmt.loop.evaluation import evaluate
+from accmt.loop.inputs import metrics_of_sets
+from accmt.loop.launch import build_accelerator
+from accmt.loop.prediction import predict
+from accmt.loop.prepare import equip_for_evaluation, give_back, is_prepared, prepare_for_evaluation
+from accmt.loop.run import EvaluationRun, Run
+from accmt.loop.setup import connect_hooks, gather_callbacks
+from accmt.loop.sources import Evaluation, build_evaluation_loader, end_workers, find_data
+from accmt.module import AcceleratorModule
+from accmt.processes import broadcast_object, num_processes
+from accmt.state import TrainingState
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from accmt.trainer import Trainer
+
+_STEPS: dict[Evaluation, str] = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What `validate`, `test` or `predict` was asked for.
+
+    Attributes:
+        trainer: The Trainer.
+        function: Its method.
+        module: The module.
+        data: What the method was given, or what is remembered of `fit`.
+        ckpt_path: As in `using_weights`.
+        last_run: The Trainer's run of the same module, in work or done; None where there was none.
+    """
+
+    trainer: Trainer
+    function: Evaluation
+    module: AcceleratorModule
+    data: Any
+    ckpt_path: CheckpointPath | None
+    last_run: Run | None
+
+    @property
+    def run_in_work(self) -> Run | None:
+        """The run that trains the module at this moment."""
+        return self.last_run if self.last_run is not None and is_prepared(self.module) else None
+
+
+def evaluate_alone(request: Request) -> dict[str, float]:
+    """Validate or test, and tell the hooks.
+
+    Processes: collective.
+
+    Returns:
+        Losses and metrics by name; with several sets `<name>__<key>`. Empty where the data are limited to nothing.
+
+    Raises:
+        AccmtError: A fault in module, data, weights or metrics.
+    """
+    with _open(request) as run:
+        for hook in run.hooks.on_evaluation_start:
+            hook()
+        results = evaluate(run, request.function)
+        for hook in run.hooks.on_evaluation_end:
+            hook(metrics=results)
+    if results and request.run_in_work is not None:
+        for hook in request.run_in_work.hooks.on_log:
+            hook(values=dict(results), step=request.trainer.state.global_step)
+    return results
+
+
+def predict_alone(request: Request, *, keeps: bool) -> dict[str, Any]:
+    """Predict; as `accmt.loop.prediction.predict`.
+
+    Processes: collective.
+
+    Raises:
+        AccmtError: A fault in module, data, weights or step.
+    """
+    with _open(request) as run:
+        return predict(run, keeps=keeps)
+
+
+@contextmanager
+def _open(request: Request) -> Iterator[EvaluationRun]:
+    module, function, last, settings = request.module, request.function, request.last_run, request.trainer.settings
+    check_untrained_module(module, function)
+    _refuse_stranger(request)
+    if function != "predict":
+        check_validation(module, _STEPS[function])
+    sets = find_data(module, request.data, function, settings.data)
+    with (
+        _working(request.trainer.state, function),
+        _lending_model(request) as (accelerator, model),
+        using_weights(module, settings, request.ckpt_path, function),
+        using_average(() if last is None or request.ckpt_path is not None else last.callbacks),
+    ):
+        run = _build(request, sets, accelerator, model)
+        try:
+            yield run
+        finally:
+            end_workers(run.val_loaders.values())
+
+
+def _refuse_stranger(request: Request) -> None:
+    """Refuse another module while one is trained: callbacks work for one at a time."""
+    run = request.trainer._run
+    if run is not None and run.module is not request.module and is_prepared(run.module):
+        expected = "the module that is trained, as long as fit is in work"
+        do = f"leave `module` out, or make another Trainer for it: Trainer(...).{request.function}(module, ...)"
+        raise ArgumentError(explain(f"{request.function}(module)", "another module", expected, do))
+
+
+@contextmanager
+def _working(state: TrainingState, function: Evaluation) -> Iterator[None]:
+    """Say what is going on, and leave what the state tells of training as it was."""
+    now, counters = dict(vars(state.now)), state.state_dict()
+    state.now.fn, state.now.status = function, "running"
+    state.num_processes = num_processes()
+    state.begin_evaluation()
+    try:
+        yield
+    finally:
+        vars(state.now).update(now)
+        state.load_state_dict(counters)
+
+
+@contextmanager
+def _lending_model(request: Request) -> Iterator[tuple[Accelerator, nn.Module]]:
+    """Make the model ready, unless a run works with it, and give it back afterwards."""
+    in_work, module, settings = request.run_in_work, request.module, request.trainer.settings
+    if in_work is not None:
+        yield in_work.accelerator, in_work.model
+        return
+    accelerator = build_accelerator(settings.running)
+    model = module.model
+    try:
+        model = prepare_for_evaluation(module, accelerator, settings)
+        equip_for_evaluation(request.trainer, module, accelerator, model)
+        yield accelerator, model
+    finally:
+        give_back(module, model, accelerator)
+
+
+def _build(request: Request, sets: Mapping[str, Any], accelerator: Accelerator, model: nn.Module) -> EvaluationRun:
+    trainer, module, function, last = request.trainer, request.module, request.function, request.last_run
+    settings = trainer.settings
+    seed = _choose_seed(request)
+    metrics = metrics_of_sets(None if function == "predict" else settings.evaluation.metrics, list(sets))
+    callbacks = gather_callbacks(trainer, module) if last is None else last.callbacks
+    callbacks = [callback for callback in callbacks if not isinstance(callback, EMA)]  # using_average does its work
+    return EvaluationRun(
+        settings=settings,
+        accelerator=accelerator,
+        module=module,
+        model=model,
+        unwrapped_model=accelerator.unwrap_model(model, keep_torch_compile=False),
+        validation_step=adapt_validation_step(module, _STEPS[function]),
+        val_loaders={
+            name: build_evaluation_loader(module, data, settings, function, seed=seed, device=accelerator.device)
+            for name, data in sets.items()
+        },
+        metrics=metrics,
+        hooks=connect_hooks(trainer, module, callbacks),
+        state=trainer.state,
+        seed=seed,
+        counts_own_samples=defines(module, "get_batch_size"),
+    )
+
+
+def _choose_seed(request: Request) -> int:
+    if request.last_run is not None:
+        return request.last_run.seed
+    told = request.trainer.settings.running.seed
+    return broadcast_object(draw_seed() if told is None else told)

@@ -1,0 +1,125 @@
+"""What `module.log` does: it hands values to the phase that runs, and remembers where else they are to be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from accmt.errors import ArgumentError, ModuleContractError, explain
+from accmt.metrics.logged import LoggedValues, combine
+from accmt.metrics.results import describe
+from accmt.settings.checks import require_choice
+
+if TYPE_CHECKING:
+    from accmt.state import TrainingState
+    from accmt.trainer import Trainer
+
+_EVALUATIONS = ("sanity_check", "validate", "test")
+
+
+class Logs:
+    """What a module logs in a run.
+
+    Args:
+        trainer: The Trainer of the run.
+
+    Attributes:
+        of_training: The training values that no row has yet.
+        of_evaluation: Those of the validation set in work.
+        shown: Values that the progress bar shows, by name, as the newest rows have them.
+        logged: The newest value that trackers got of each name.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.of_training = LoggedValues()
+        self.of_evaluation = LoggedValues()
+        self.of_evaluation.close()
+        self.shown: dict[str, float] = {}
+        self.logged: dict[str, float] = {}
+        self._trainer = trainer
+        self._names_on_bar: set[str] = set()
+        self._names_not_logged: set[str] = set()
+
+    def log(
+        self,
+        name: str | Mapping[str, Any],
+        value: Any,
+        step: int | None,
+        reduction: str,
+        *,
+        instant: bool,
+        prog_bar: bool,
+        logger: bool,
+    ) -> None:
+        """Take in values, as `AcceleratorModule.log` says."""
+        require_choice("reduction", reduction, ("mean", "sum"))
+        values = _read_values(name, value)
+        phase = LoggedValues() if instant else self._phase()
+        for own_name, own_value in values.items():
+            self._check_name(own_name)
+            phase.add(own_name, own_value, is_total=reduction == "sum")
+        self._names_on_bar.update(values if prog_bar else ())
+        self._names_not_logged.update(() if logger else values)
+        if instant:
+            self._tell_hooks(phase, step)
+        elif step is not None:
+            expected = "a step only where instant=True: other values come with the row of an update"
+            raise ArgumentError(explain(f"log({name!r}, ...)", f"step={step!r}", expected, "leave step out"))
+
+    def _tell_hooks(self, logged: LoggedValues, step: int | None) -> None:
+        row = combine([logged.take()])
+        for hook in self._trainer.run.hooks.on_log:
+            hook(values=row, step=self._state.global_step if step is None else step)
+
+    def of_bar(self, row: Mapping[str, float]) -> dict[str, float]:
+        """Return what of a row the progress bar shows."""
+        self.shown |= {name: value for name, value in row.items() if _has_name(self._names_on_bar, name)}
+        return self.shown
+
+    def of_trackers(self, row: Mapping[str, float]) -> dict[str, float]:
+        """Return what of a row trackers get."""
+        values = {name: value for name, value in row.items() if not _has_name(self._names_not_logged, name)}
+        self.logged |= values
+        return values
+
+    @property
+    def _state(self) -> TrainingState:
+        return self._trainer.state
+
+    def _phase(self) -> LoggedValues:
+        if self._state.stage == "predict":
+            do = "return it from predict_step"
+            raise ModuleContractError(explain("log", "a call while predicting", "a call in training or evaluation", do))
+        return self.of_evaluation if self._state.stage in _EVALUATIONS else self.of_training
+
+    def _check_name(self, name: Any) -> None:
+        if not isinstance(name, str) or not name.strip():
+            raise ModuleContractError(explain("log", f"the name {describe(name)}", "text", 'self.log("name", value)'))
+        told = self._trainer.settings.tracking
+        if name in (told.train_loss_metric_name, told.val_loss_metric_name):
+            got, do = "the name of a loss, which is logged anyway", "leave the line out, or rename the value"
+            raise ModuleContractError(explain(f"log({name!r}, ...)", got, "another name", do))
+
+
+def _has_name(names: set[str], name: str) -> bool:
+    """Return whether a value has one of these names, or has it with the key of a validation set behind it."""
+    return name in names or any(name.startswith(f"{own}__") for own in names)
+
+
+def _read_values(name: Any, value: Any) -> Mapping[Any, Any]:
+    if not isinstance(name, Mapping):
+        return {name: value}
+    if value is not None:
+        got, do = "values by name, and a single value beside them", "self.log(name, value), or self.log({name: value})"
+        raise ArgumentError(explain("log", got, "one of them", do))
+    return name
+
+
+def logging_step(step: Callable[[Any], Any], logged: LoggedValues) -> Callable[[Any], Any]:
+    """Return a training step whose logged values weigh what its batch does."""
+
+    def begin_and_step(batch: Any) -> Any:
+        logged.begin_batch()
+        return step(batch)
+
+    return begin_and_step

@@ -1,0 +1,116 @@
+"""Predictions of whole datasets: one for each sample, in the order of the data, whatever the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from accmt.data import Loader, derive_seed, seed_generators
+from accmt.errors import ModuleContractError, explain
+from accmt.loop.contract import defines
+from accmt.loop.evaluation import without_gradients, without_training
+from accmt.loop.reduction import broadcast_buffers
+from accmt.loop.run import EvaluationRun
+from accmt.metrics.gathering import gather_on_main_process, to_cpu
+from accmt.processes import is_main_process, process_index
+
+_Numbered = tuple[int, Any]  # the round of a batch, and its predictions
+
+
+def predict(run: EvaluationRun, *, keeps: bool) -> dict[str, Any]:
+    """Run the step over all sets.
+
+    Processes: collective after each set; within a set processes need not keep in step.
+
+    Args:
+        run: The run; its `validation_step` is the user's `predict_step`.
+        keeps: Whether predictions are kept at all.
+
+    Returns:
+        The predictions of each set by its key, on the CPU; None on all processes but the main one, or if not kept.
+    """
+    broadcast_buffers(run.unwrapped_model)
+    predictions = {}
+    with without_training(run, "predict"):
+        for key, loader in run.val_loaders.items():
+            own = _predict_set(run, key, loader, keeps=keeps)
+            predictions[key] = _bring_together(run, own) if keeps else None
+    return predictions
+
+
+def _predict_set(run: EvaluationRun, key: str, loader: Loader, *, keeps: bool) -> list[_Numbered]:
+    kept: list[_Numbered] = []
+    run.state.begin_evaluation()
+    for round_ in loader.rounds(0):
+        if round_.batch is not None:
+            seed_generators(derive_seed(run.seed, "predict_step", round_.index, process_index()), run.device)
+            output = _predict_batch(run, key, run.place(round_.batch))
+            if keeps:
+                _count_predictions("predictions", output)
+                kept.append((round_.index, to_cpu(output)))
+        run.state.count_validation_batch()
+    return kept
+
+
+def _predict_batch(run: EvaluationRun, key: str, batch: Any) -> Any:
+    try:
+        with without_gradients(run, "predict"), run.autocast():
+            return run.validation_step(key, batch)
+    except (TypeError, AttributeError, ValueError) as error:
+        if isinstance(batch, torch.Tensor) or defines(run.module, "predict_step"):
+            raise
+        got = f"a {type(batch).__name__} as batch, which the model did not take: {error}"
+        expected = "predict_step(self, batch), which says what of a batch goes into the model"
+        do = "def predict_step(self, batch): return self.model(batch[0]), say"
+        raise ModuleContractError(explain(type(run.module).__name__, got, expected, do)) from error
+
+
+def _count_predictions(what: str, output: Any) -> int:
+    """Return how many samples the predictions are of.
+
+    Raises:
+        ModuleContractError: They are not one for each sample.
+    """
+    if isinstance(output, torch.Tensor | np.ndarray) and output.ndim > 0:
+        return len(output)
+    if isinstance(output, list):
+        return len(output)
+    if not isinstance(output, Mapping | tuple) or not output:
+        _refuse(f"{what}: {type(output).__name__} {output!r:.80}")
+    parts = output.items() if isinstance(output, Mapping) else enumerate(output)
+    counts = {f"{what}[{name!r}]": _count_predictions(f"{what}[{name!r}]", part) for name, part in parts}
+    if len(set(counts.values())) > 1:
+        _refuse(f"different numbers of samples in one batch: {counts}")
+    return next(iter(counts.values()))
+
+
+def _refuse(got: str) -> NoReturn:
+    expected = "one prediction for each sample: a tensor [samples, ...], a list, or a dict or tuple of these"
+    raise ModuleContractError(explain("predict_step", got, expected, "return the logits, without the loss, say"))
+
+
+def _bring_together(run: EvaluationRun, own: list[_Numbered]) -> Any:
+    every = gather_on_main_process(own)
+    if not is_main_process():
+        return None
+    parts = list(chain(*every))
+    if run.settings.data.shard_dataloaders:  # else each process had data of its own, which stay together
+        # Processes share each round in their order, and sorting keeps equal rounds as they stand.
+        parts.sort(key=lambda part: part[0])
+    return _join([predictions for _, predictions in parts])
+
+
+def _join(parts: list[Any]) -> Any:
+    """Put batches together; tensors whose samples have different shapes become a list of the samples."""
+    if parts and all(isinstance(part, Mapping) for part in parts):
+        return {name: _join([part[name] for part in parts]) for name in parts[0]}
+    if parts and all(isinstance(part, tuple) for part in parts):
+        return tuple(_join(list(column)) for column in zip(*parts, strict=True))
+    are_tensors = parts and all(isinstance(part, torch.Tensor) for part in parts)
+    if are_tensors and len({part.shape[1:] for part in parts}) == 1:
+        return torch.cat(parts)
+    return [sample for part in parts for sample in part]

@@ -1,0 +1,101 @@
+"""`README.md` and `hps.yaml` in a model folder: what the model is, how good, and how it was made."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from accmt.files import write_text
+
+CARD_NAME = "README.md"
+HPS_NAME = "hps.yaml"
+CARD_MARK = "<!-- accmt writes this file anew at each save; without this line it is yours and stays as it is. -->"
+HPS_MARK = "# accmt writes this file anew at each save; without this line it is yours and stays as it is."
+
+_SECRET = re.compile(r"(?i)(key|token|secret|passw)")
+
+
+def write_model_card(folder: Path, *, head: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any] | str]) -> bool:
+    """Write `README.md`, unless somebody else's is there.
+
+    Args:
+        folder: The model folder; must exist.
+        head: What the hub reads, as YAML at the top, such as `library_name` and `base_model`.
+        sections: By heading: a table of names and values, or a command. Empty ones are left out.
+
+    Returns:
+        Whether it was written: not over a file without the line by which ours are known.
+
+    Raises:
+        OSError: The disk is full or the folder cannot be written; the old file stands.
+
+    Processes:
+        Main only.
+    """
+    parts = [f"---\n{yaml.safe_dump(dict(head), sort_keys=False)}---", CARD_MARK, f"# {_name(folder)}"]
+    parts += [f"## {heading}\n\n{_write_section(content)}" for heading, content in sections.items() if content]
+    return _replace_own(folder / CARD_NAME, CARD_MARK, "\n\n".join(parts) + "\n")
+
+
+def write_hps(folder: Path, hps: Mapping[str, Any]) -> bool:
+    """Write `hps.yaml`, from which `Trainer(hps_config=...)` trains again; unless somebody else's is there.
+
+    Args:
+        folder: The model folder; must exist.
+        hps: The hyper-parameters, as `HyperParameters.to_dict` returns them.
+
+    Returns:
+        Whether it was written.
+
+    Raises:
+        OSError: The disk is full or the folder cannot be written; the old file stands.
+
+    Processes:
+        Main only.
+    """
+    return _replace_own(folder / HPS_NAME, HPS_MARK, f"{HPS_MARK}\n{yaml.safe_dump(dict(hps), sort_keys=False)}")
+
+
+def write_command(arguments: Sequence[str]) -> str:
+    """Return a program's arguments as a line for the shell; the values of keys, tokens and passwords are hidden.
+
+    Args:
+        arguments: As in `sys.argv`: the script and what follows it.
+    """
+    shown: list[str] = []
+    for argument in arguments:
+        name, is_assigned, _ = argument.partition("=")
+        if is_assigned and _SECRET.search(name):
+            argument = f"{name}=..."
+        elif shown and shown[-1].startswith("-") and "=" not in shown[-1] and _SECRET.search(shown[-1]):
+            argument = "..."
+        shown.append(argument)
+    return shlex.join(["python", *shown])
+
+
+def _name(folder: Path) -> str:
+    return folder.resolve().name
+
+
+def _write_section(content: Mapping[str, Any] | str) -> str:
+    if isinstance(content, str):
+        return f"```bash\n{content}\n```"
+    rows = [f"| {_write_cell(name)} | {_write_cell(value)} |" for name, value in content.items()]
+    return "\n".join(["| | |", "|---|---|", *rows])
+
+
+def _write_cell(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _replace_own(path: Path, mark: str, text: str) -> bool:
+    if path.exists() and mark not in path.read_text(encoding="utf-8", errors="replace"):
+        return False
+    write_text(path, text)
+    return True

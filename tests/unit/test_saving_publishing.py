@@ -1,0 +1,53 @@
+import pytest
+
+from accmt.saving.publishing import list_files, publish, remove_leftovers
+
+
+def fill(folder, files):
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+@pytest.fixture
+def staged(tmp_path):
+    (tmp_path / "model" / ".tmp-weights").mkdir(parents=True)
+    return tmp_path / "model" / ".tmp-weights"
+
+
+def test_the_file_that_loaders_start_from_is_moved_last(staged, monkeypatch):
+    fill(staged, ["a.json", "model.safetensors", "z/b.txt"])
+    moved, replace = [], type(staged).replace
+    monkeypatch.setattr(type(staged), "replace", lambda path, target: moved.append(path.name) or replace(path, target))
+    publish(staged, staged.parent, "model.safetensors")
+    assert moved == ["a.json", "b.txt", "model.safetensors"]
+    assert list_files(staged.parent) == ["a.json", "model.safetensors", "z/b.txt"]
+
+
+def test_everything_that_another_loader_would_start_from_goes(staged):
+    folder = staged.parent
+    old = ["adapter_config.json", "adapter_model.bin", "adapter_model.safetensors", "pytorch_model.bin"]
+    fill(folder, [*old, "model.safetensors.index.json", "pytorch_model.bin.index.json", "mine.bin"])
+    fill(staged, ["model.safetensors"])
+    publish(staged, folder, "model.safetensors")
+    assert list_files(folder) == ["mine.bin", "model.safetensors"]
+
+
+def test_an_adapter_leaves_no_whole_model_and_no_weights_in_another_form(staged):
+    folder = staged.parent
+    fill(folder, ["adapter_model.safetensors", "model.safetensors", "config.json"])
+    fill(staged, ["adapter_config.json", "adapter_model.bin"])
+    publish(staged, folder, "adapter_config.json")
+    assert list_files(folder) == ["adapter_config.json", "adapter_model.bin", "config.json"]
+
+
+def test_leftovers_are_what_was_written_before_and_not_again(tmp_path):
+    fill(tmp_path, ["config.json", "tokenizer/vocab.txt", "kept.json", "mine.txt"])
+    remove_leftovers(tmp_path, ["config.json", "tokenizer/vocab.txt", "kept.json", "gone.json"], ["kept.json"])
+    assert list_files(tmp_path) == ["kept.json", "mine.txt"]
+
+
+def test_leftovers_outside_the_folder_are_not_touched(tmp_path):
+    fill(tmp_path, ["outside.txt", "model/inside.txt"])
+    remove_leftovers(tmp_path / "model", ["../outside.txt", str(tmp_path / "outside.txt"), "a/../../outside.txt"], [])
+    assert list_files(tmp_path) == ["model/inside.txt", "outside.txt"]

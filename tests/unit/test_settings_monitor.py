@@ -1,0 +1,67 @@
+"""What the Trainer's `monitor` may be."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from accmt import Monitor
+from accmt.errors import ArgumentError, UnknownArgumentError
+from tests.toys import make_trainer
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        Monitor(learning_rate=True, grad_norm=True),
+        {"learning_rate": True, "grad_norm": True},
+        ["learning_rate", "grad_norm"],
+        ("learning_rate", "grad_norm"),
+    ],
+)
+def test_a_monitor_a_dict_and_a_list_of_names_say_the_same(given):
+    assert make_trainer(monitor=given).settings.tracking.monitored == Monitor(learning_rate=True, grad_norm=True)
+
+
+@pytest.mark.parametrize("name", ["monitor.yaml", "monitor.json"])
+def test_a_file_says_it_too(tmp_path, name):
+    path = tmp_path / name
+    path.write_text(json.dumps({"epoch": True}))
+    assert Monitor.from_config(path) == Monitor.from_config(str(path)) == Monitor(epoch=True)
+
+
+def test_none_is_losses_and_metrics_only():
+    assert make_trainer().settings.tracking.monitored == Monitor()
+    on = {name for name, value in vars(Monitor()).items() if value}
+    assert on == {"train_loss", "validation_loss", "additional_metrics"}
+
+
+@pytest.mark.parametrize("given", [{"learning_rates": True}, ["learning_rates"]])
+def test_an_unknown_field_is_an_error_with_the_nearest(given):
+    with pytest.raises(UnknownArgumentError, match="(?s)learning_rates.*did you mean learning_rate"):
+        make_trainer(monitor=given)
+    with pytest.raises(TypeError):
+        make_trainer(monitor=given)
+
+
+def test_something_else_is_refused():
+    with pytest.raises(ArgumentError, match="(?s)monitor.*3 .int.*a list of names"):
+        make_trainer(monitor=3)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"epoch": "yes"}, {"grad_norm": 0}, {"grad_norm": "two"}, {"grad_norm": None}, {"mfu": -1}, {"mfu": "inf"}],
+)
+def test_wrong_values_are_refused(wrong):
+    [name] = wrong
+    with pytest.raises(ArgumentError, match=rf"Monitor\({name}="):
+        Monitor(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "order"), [(False, None), (True, 2.0), (1, 1.0), (3.5, 3.5), ("inf", float("inf")), (float("inf"),) * 2]
+)
+def test_the_order_of_the_norm(given, order):
+    assert Monitor(grad_norm=given).norm_order == order
