@@ -3,7 +3,7 @@
 Nothing here imports transformers or peft before a function that needs it is called.
 """
 
-from accmt.huggingface.folder import load_model_weights, save_model, save_model_files, to_saved_format
+from accmt.huggingface.folder import load_model_weights, save_model, to_saved_format
 from accmt.huggingface.kinds import describe_model, is_peft_model, is_transformers_model, refuse_injected_adapters
 from accmt.huggingface.pretrained import load_pretrained, load_pretrained_weights
 from accmt.huggingface.recomputation import enable_gradient_checkpointing
@@ -18,6 +18,5 @@ __all__ = [
     "load_pretrained_weights",
     "refuse_injected_adapters",
     "save_model",
-    "save_model_files",
     "to_saved_format",
 ]

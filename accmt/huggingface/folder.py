@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from accmt.errors import WeightsError, explain
-from accmt.files import staging_folder
 from accmt.huggingface.adapters import load_adapters, save_adapters
 from accmt.huggingface.kinds import is_peft_model, is_transformers_model, refuse_injected_adapters
 from accmt.huggingface.pretrained import load_pretrained_weights
 from accmt.messages import warn_once
 from accmt.saving import SavedWeights, load_weights, save_weights
 from accmt.saving.layout import ADAPTER_CONFIG
-from accmt.saving.publishing import list_files, remove_leftovers
+from accmt.saving.publishing import remove_leftovers
 from accmt.saving.reading import require_files
 from accmt.saving.status import read_status
 from accmt.saving.tensors import find_tied, plain_names, require_complete
@@ -132,16 +131,6 @@ def to_saved_format(model: PreTrainedModel, state_dict: Mapping[str, Tensor]) ->
         weights[name] = weights[name].clone()
     saved: dict[str, Tensor] = revert_weight_conversion(model, weights)
     return saved
-
-
-def save_model_files(model: PreTrainedModel, folder: Path, processor: Any = None) -> None:
-    """Write what `from_pretrained` needs beside the weights, each file replaced as one step."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with staging_folder(folder, "model-files") as staged:
-        _write_model_files(model, staged, processor)
-        for name in list_files(staged):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (staged / name).replace(folder / name)
 
 
 def _write_model_files(model: PreTrainedModel, folder: Path, processor: Any) -> None:

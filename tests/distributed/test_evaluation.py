@@ -91,7 +91,7 @@ def test_data_that_are_cut_otherwise_are_predicted_in_their_order(answers: Answe
 @pytest.mark.parametrize("processes", COUNTS)
 def test_of_data_that_each_process_has_for_itself_each_processs_stay_together(answers: Answers, processes: int):
     assert answers[processes][0]["otherwise"]["alone"]["index"] == [
-        index for process in range(processes) for index in range(3 + process)
+        index for process in range(processes) for index in range(7 + process)
     ]
 
 

@@ -181,7 +181,7 @@ def test_checkpoints_are_on_unless_either_argument_says_no():
         {"checkpoint": "s3://bucket/ck"},
         {"resume": 3},
         {"resume": "s3://bucket/ck"},
-        {"checkpointer": object()},
+        {"checkpointer": "a name"},
         {"checkpointer": type("Own", (), {"save": print, "load": print})},
         {"max_checkpoints": 0},
     ],
