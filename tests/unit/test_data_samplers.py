@@ -63,7 +63,9 @@ def test_without_shuffling_the_order_is_that_of_the_data():
 
 
 @pytest.mark.feature("A28")
-@pytest.mark.parametrize("sampler", [None, ShuffledBy(random.shuffle), RandomSampler(range(20))], ids=repr, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "sampler", [None, ShuffledBy(random.shuffle), RandomSampler(range(20))], ids=lambda value: type(value).__name__
+)
 def test_drawing_an_order_leaves_the_global_generators_alone(sampler):
     set_seed(3)
     expected = global_draws()
