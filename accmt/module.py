@@ -188,11 +188,27 @@ class AcceleratorModule(LogsValues):
         """The counters of the run as a dict."""
         return self.state.state_dict()
 
+    def freeze(self, *parts: nn.Module) -> None:
+        """Stop training parts of the model, before `fit`: their parameters get no gradients and no updates.
+
+        Dropout and the running statistics of batch norm go on; `part.eval()` in `training_step` stops them.
+
+        Args:
+            *parts: Modules of the model; none means all of it.
+        """
+        for part in parts or (self.model,):
+            part.requires_grad_(requires_grad=False)
+
+    def unfreeze(self, *parts: nn.Module) -> None:
+        """Train parts of the model again, before `fit`; none means all of it."""
+        for part in parts or (self.model,):
+            part.requires_grad_(requires_grad=True)
+
     def load_weights(self, path: str | PathLike[str], *, strict: bool = True) -> None:
         """Load the weights of a model folder into `self.model`.
 
         Args:
-            path: A folder that a Trainer saved, or one of `save_pretrained`.
+            path: A folder that a Trainer saved, or one of `save_pretrained`. Into a PEFT model its adapters are loaded.
             strict: Whether every weight must be there and fit.
 
         Raises:
@@ -209,7 +225,7 @@ class AcceleratorModule(LogsValues):
         """Make a module of a transformers model whose forward returns a loss.
 
         Args:
-            path: A model folder, or a name on the hub.
+            path: A model folder, or a name on the hub. From the folder of an adapter the model under it is built, too.
             type: A transformers class or its name, such as "AutoModelForSequenceClassification"; None is AutoModel.
             **kwargs: For `from_pretrained`, such as `num_labels`; `processor=` is saved beside the model.
 

@@ -55,7 +55,7 @@ def prepare(
     """
     told = settings.running
     refuse_injected_adapters(module.model)
-    if told.gradient_checkpointing:
+    if told.gradient_checkpointing is not False:
         kwargs = told.gradient_checkpointing if isinstance(told.gradient_checkpointing, Mapping) else None
         enable_gradient_checkpointing(module.model, kwargs)
     if accelerator.device_placement:

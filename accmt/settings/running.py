@@ -78,6 +78,10 @@ class RunningSettings:
         read_max_time(self.max_time)
         require_mapping("compile_kwargs", self.compile_kwargs)
         require_mapping("ddp_kwargs", self.ddp_kwargs)
+        if not isinstance(self.gradient_checkpointing, bool | Mapping):
+            expected = "True, False, or arguments of torch.utils.checkpoint.checkpoint by name"
+            value = self.gradient_checkpointing
+            raise_wrong_value("gradient_checkpointing", value, expected, "gradient_checkpointing=True")
         if self.compile_kwargs is not None and not self.compile:
             raise_wrong_value("compile_kwargs", self.compile_kwargs, "compile=True beside it", "compile=True")
 

@@ -3,8 +3,9 @@
     make bench
 
 All evaluate the same small network (64-256-10, batch 32, one thread) on the same samples in memory: mean loss and
-accuracy, each sample once. Each round times one whole call of each contestant, after a call that warmed it up; rounds
-alternate the order, and the ratio is that of the medians. By hand means: losses and predictions of each batch go
+accuracy, each sample once. Each round times one whole call of each contestant, after a call that warmed it up, in the
+processor's time, so that other work on the machine counts less; rounds alternate the order, and the ratio is that of the
+medians. By hand means: losses and predictions of each batch go
 through `gather_for_metrics`, which drops what Accelerate adds to the last batch, and are added up.
 
 Then the memory that an evaluation keeps at its peak is shown for sets of several sizes, samples not counted.
@@ -176,9 +177,9 @@ def measure(contestants: dict[str, Evaluate], num_batches: int, num_rounds: int)
     for number in range(num_rounds):
         for name in contestants if number % 2 == 0 else reversed(contestants):
             gc.collect()
-            start = time.perf_counter()
+            start = time.process_time()
             contestants[name]()
-            times[name].append((time.perf_counter() - start) / num_batches * 1e6)
+            times[name].append((time.process_time() - start) / num_batches * 1e6)
     return times
 
 
@@ -216,7 +217,7 @@ def print_memory(samples: list[Sample], sizes: tuple[int, ...], folder: Path) ->
 def main() -> None:
     """Time, then measure memory, on one thread."""
     parser = argparse.ArgumentParser(description="Time an evaluation beside its peers.")
-    parser.add_argument("--batches", type=int, default=500, help="batches of an evaluation")
+    parser.add_argument("--batches", type=int, default=1000, help="batches of an evaluation")
     parser.add_argument("--rounds", type=int, default=9, help="rounds, each with every contestant")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -24,6 +24,7 @@ def every(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return found
 
 
+@pytest.mark.feature("N10")
 @pytest.mark.parametrize("lora", [False, True])
 def test_recomputed_activations_give_the_same_weights_bit_for_bit(every, lora: bool):
     digests = {own[f"lora={lora} checkpointing={on}"]["digest"] for own in every for on in (False, True)}

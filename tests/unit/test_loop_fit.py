@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from accmt import AcceleratorModule, Callback, read_history
@@ -509,6 +510,7 @@ def test_a_schedule_per_epoch_changes_at_epoch_ends_only():
     assert rates == [0.1, 0.1, 0.05, 0.05]
 
 
+@pytest.mark.feature("D11")
 def test_a_teacher_is_frozen_and_in_eval_mode():
     class Student(Linear):
         def __init__(self):
@@ -519,6 +521,26 @@ def test_a_teacher_is_frozen_and_in_eval_mode():
     make_trainer().fit(module, make_points())
     assert not module.teacher.training
     assert not any(parameter.requires_grad for parameter in module.teacher.parameters())
+
+
+@pytest.mark.feature("D11")
+def test_a_teacher_is_neither_trained_nor_saved():
+    class Distilled(Linear):
+        def __init__(self):
+            super().__init__()
+            self.teacher = nn.Linear(3, 1)
+
+        def step(self, batch):
+            inputs, _ = batch
+            return nn.functional.mse_loss(self.model(inputs), self.teacher(inputs))
+
+    module = Distilled()
+    before = [parameter.clone() for parameter in module.teacher.parameters()]
+    trainer = make_trainer(model_saving="best_train_loss", compile=True, compile_kwargs={"backend": "eager"})
+    trainer.fit(module, make_points())
+    assert all(map(torch.equal, before, module.teacher.parameters()))
+    assert len(trainer.run.stepper.parameters) == len(list(module.model.parameters()))
+    assert load_file("out/model/model.safetensors").keys() == {"weight", "bias"}
 
 
 @pytest.mark.feature("A38", "N11")

@@ -140,3 +140,21 @@ def test_a_transformers_module_takes_the_loss_that_its_model_computes():
     batch = {"labels": torch.tensor([3.0]), "inputs": torch.tensor([1.0])}
     assert module.training_step(batch).item() == module.validation_step(batch).item() == 2.0
     assert module.processor is processor
+
+
+@pytest.mark.feature("N36")
+def test_parts_of_the_model_are_frozen_and_trained_again():
+    class Two(AcceleratorModule):
+        def __init__(self):
+            self.model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+    module = Two()
+    first, second = module.model
+    module.freeze(first)
+    assert [p.requires_grad for p in module.model.parameters()] == [False, False, True, True]
+    module.freeze()
+    assert not any(p.requires_grad for p in module.model.parameters())
+    module.unfreeze(second)
+    assert [p.requires_grad for p in module.model.parameters()] == [False, False, True, True]
+    module.unfreeze()
+    assert all(p.requires_grad for p in module.model.parameters())
