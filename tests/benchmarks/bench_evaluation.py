@@ -2,13 +2,17 @@
 
     make bench
 
-All evaluate the same small network (64-256-10, batch 32, one thread) on the same samples in memory: mean loss and
-accuracy, each sample once. Each round times one whole call of each contestant, after a call that warmed it up, in the
-processor's time, so that other work on the machine counts less; rounds alternate the order, and the ratio is that of the
-medians. By hand means: losses and predictions of each batch go
-through `gather_for_metrics`, which drops what Accelerate adds to the last batch, and are added up.
+All evaluate the same network on the same samples in memory, in batches of 32 and on one thread: mean loss and accuracy,
+each sample once. The networks are a small one (64-256-10), where the loop is most of the work, and a larger one
+(64-2048-2048-10). Each round times one whole call of each contestant, after a call that warmed it up, in the time of
+the processor, so that other work on the machine counts less; rounds alternate the order, and the ratio is that of the
+medians.
 
-Then the memory that an evaluation keeps at its peak is shown for sets of several sizes, samples not counted.
+By hand means: losses and predictions of each batch go through `gather_for_metrics`, which drops what Accelerate adds to
+the last batch, and are added up. accmt also seeds all generators for each fetch and each step, so that neither workers
+nor processes change what a step or a dataset draws; "without seeds" shows what that costs.
+
+Then the memory that Python holds at the peak is shown for sets of several sizes, samples not counted.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import Accelerator
@@ -153,14 +158,36 @@ class Repeated(Dataset[Sample]):
         return self.count
 
 
-def build_contestants(samples: Dataset[Sample], folder: Path) -> dict[str, Evaluate]:
+def build_larger_model() -> nn.Module:
+    """Build the larger network."""
+    return nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10))
+
+
+def seed_nothing(seed: int, device: torch.device | None = None) -> None:
+    """Stand in the place of `seed_generators`."""
+
+
+def without_seeds(evaluate: Evaluate) -> Evaluate:
+    """Return the evaluation without the seeds that accmt gives generators."""
+
+    def evaluate_unseeded() -> Results:
+        with (
+            mock.patch("accmt.loop.evaluation.seed_generators", seed_nothing),
+            mock.patch("accmt.data.seeding.seed_generators", seed_nothing),
+        ):
+            return evaluate()
+
+    return evaluate_unseeded
+
+
+def build_contestants(network: nn.Module, samples: Dataset[Sample], folder: Path) -> dict[str, Evaluate]:
     """Return the contestants, each with the same network."""
-    torch.manual_seed(0)
-    network = build_model()
+    by_accmt = evaluate_by_accmt(network, samples, folder)
     return {
         REFERENCE: evaluate_by_hand(network, samples),
         "transformers Trainer.evaluate": evaluate_by_transformers(network, samples, folder),
-        "accmt Trainer.validate": evaluate_by_accmt(network, samples, folder),
+        "accmt Trainer.validate": by_accmt,
+        "the same without seeds": without_seeds(by_accmt),
     }
 
 
@@ -207,7 +234,7 @@ def print_memory(samples: list[Sample], sizes: tuple[int, ...], folder: Path) ->
     print(f"\n| kB at the peak | {' | '.join(f'{size} samples' for size in sizes)} |\n|---|{'---|' * len(sizes)}")
     peaks: dict[str, list[float]] = {}
     for size in sizes:
-        for name, evaluate in build_contestants(Repeated(samples, size), folder).items():
+        for name, evaluate in build_contestants(build_model(), Repeated(samples, size), folder).items():
             evaluate()
             peaks.setdefault(name, []).append(peak_kilobytes(evaluate))
     for name, values in peaks.items():
@@ -217,14 +244,17 @@ def print_memory(samples: list[Sample], sizes: tuple[int, ...], folder: Path) ->
 def main() -> None:
     """Time, then measure memory, on one thread."""
     parser = argparse.ArgumentParser(description="Time an evaluation beside its peers.")
-    parser.add_argument("--batches", type=int, default=1000, help="batches of an evaluation")
+    parser.add_argument("--batches", type=int, default=1000, help="batches of an evaluation of the small network")
     parser.add_argument("--rounds", type=int, default=9, help="rounds, each with every contestant")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.manual_seed(0)
+    contests = {"small network": (build_model(), options.batches), "larger network": (build_larger_model(), 200)}
     samples = make_samples(options.batches * BATCH_SIZE - 1)
     with tempfile.TemporaryDirectory() as name:
-        contestants = build_contestants(samples, Path(name))
-        print_times("loss and accuracy", measure(contestants, options.batches, options.rounds))
+        for title, (network, num_batches) in contests.items():
+            contestants = build_contestants(network, samples[: num_batches * BATCH_SIZE - 1], Path(name))
+            print_times(title, measure(contestants, num_batches, options.rounds))
         print_memory(samples[:1000], (1_000, 10_000, 100_000), Path(name))
 
 
