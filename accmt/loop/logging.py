@@ -68,7 +68,7 @@ class Logs:
 
     def _tell_hooks(self, logged: LoggedValues, step: int | None) -> None:
         row = combine([logged.take()])
-        for hook in self._trainer.run.hooks.on_log:
+        for hook in self._trainer.run.hooks.on_log if self._state.fn == "fit" else ():  # else no log is open
             hook(values=row, step=self._state.global_step if step is None else step)
 
     def of_bar(self, row: Mapping[str, float]) -> dict[str, float]:

@@ -519,6 +519,21 @@ def test_hooks_of_evaluations_are_called_nothing_is_saved_and_no_row_is_logged()
     assert list(read_history(trainer.log_dir)) == rows
 
 
+def test_what_a_step_logs_is_in_the_results_and_in_no_log():
+    class Logging(Scripted):
+        def validation_step(self, batch):
+            self.log("size", float(len(batch)))
+            self.log("at_once", 1.0, instant=True)
+            return batch.mean()
+
+    trainer, module = make_trainer(num_sanity_val_steps=0), Logging()
+    assert trainer.validate(module, Numbers(4)) == {"size": 2.0, "val_loss": 1.5}
+    trainer.fit(module, Numbers(2), Numbers(4))
+    rows = list(read_history(trainer.log_dir))
+    assert trainer.validate() == {"size": 2.0, "val_loss": 1.5}
+    assert list(read_history(trainer.log_dir)) == rows
+
+
 def test_a_callback_may_change_the_results():
     class Doubling(Callback):
         def on_evaluation_end(self, metrics):
