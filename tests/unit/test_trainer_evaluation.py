@@ -115,6 +115,7 @@ def test_validate_gives_the_bits_that_were_logged_in_training(settings: dict[str
     assert trainer.validate(val_dataset=data) == values
 
 
+@pytest.mark.feature("N27")
 def test_evaluate_is_another_name_of_validate():
     trainer = make_trainer()
     module = Linear()
@@ -122,6 +123,7 @@ def test_evaluate_is_another_name_of_validate():
     assert all(hasattr(trainer, name) for name in ("fit", "validate", "test", "predict"))
 
 
+@pytest.mark.feature("L05")
 def test_a_module_that_was_never_trained_is_evaluated_without_training_data():
     class Ready(AcceleratorModule):
         def __init__(self):
@@ -175,6 +177,7 @@ def test_training_is_the_same_whether_or_not_something_was_evaluated_before():
 # Test
 
 
+@pytest.mark.feature("D06", "L06")
 def test_a_test_step_is_used_and_its_loss_is_the_test_loss():
     class Tested(Scripted):
         def test_step(self, batch):
@@ -191,6 +194,7 @@ def test_without_a_test_step_the_validation_step_stands_in_its_place(module: Acc
     assert trainer.test(module, data)["test_loss"] == trainer.validate(module, data)["val_loss"]
 
 
+@pytest.mark.feature("L34")
 def test_test_batches_have_a_size_and_a_limit_of_their_own():
     module = Scripted()
     trainer = make_trainer({"batch_size": [1, 2, 3]}, limit_test_batches=2, limit_val_batches=1)
@@ -207,6 +211,7 @@ def test_a_limit_is_a_number_of_batches_or_a_fraction(limit: float, batches: int
     assert len(module.validated) == batches
 
 
+@pytest.mark.feature("L35")
 def test_a_limit_is_of_each_set():
     module, trainer = Scripted(), make_trainer(limit_val_batches=1, limit_test_batches=1, limit_predict_batches=1)
     sets = {"a": Numbers(8), "b": Numbers([5, 6, 7])}
@@ -229,6 +234,7 @@ FORMS = {
 }
 
 
+@pytest.mark.feature("L80")
 @pytest.mark.parametrize("form", FORMS)
 def test_there_is_one_prediction_for_each_sample_in_the_order_of_the_data(form: str):
     make, expected = FORMS[form]
