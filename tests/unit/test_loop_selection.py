@@ -218,7 +218,7 @@ def test_the_last_weights_can_be_saved_apart():
 
 
 def test_a_model_that_could_not_be_saved_is_not_the_best(monkeypatch):
-    import accmt.loop.saver as saver
+    from accmt import huggingface
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -229,7 +229,7 @@ def test_a_model_that_could_not_be_saved_is_not_the_best(monkeypatch):
     class FillTheDisk(Callback):
         def on_evaluation_start(self):
             if self.state.evaluations_done == 1:
-                monkeypatch.setattr(saver, "save_weights", full)
+                monkeypatch.setattr(huggingface, "save_model", full)
 
     module.get_callbacks = lambda: [FillTheDisk()]
     with pytest.raises(OSError, match="No space left"):
