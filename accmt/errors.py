@@ -15,6 +15,7 @@ Each is also the built-in that a reader would expect, so `except ValueError` wor
     ├── CheckpointError (RuntimeError)        a checkpoint that cannot be written, read, or loaded into this run
     │   ├── NoCheckpointError (FileNotFoundError)        there is no checkpoint to continue from
     │   └── CheckpointCorruptError                       a checkpoint that is not what was written
+    ├── NonFiniteError (FloatingPointError)   a training loss that is not finite, or far above the ones before
     ├── ProcessFailedError (RuntimeError)     another process of the run failed, is gone, or does not answer
     ├── TrackerError (RuntimeError)           a tracker that does not start
     └── WeightsError (RuntimeError)           saved weights that do not fit, or lack something
@@ -77,6 +78,10 @@ class NoCheckpointError(CheckpointError, FileNotFoundError):
 
 class CheckpointCorruptError(CheckpointError):
     """A checkpoint lacks files, or they are not what was written."""
+
+
+class NonFiniteError(AccmtError, FloatingPointError):
+    """A training loss is not finite, or a spike far above the ones before it; the message tells of which batch."""
 
 
 class ProcessFailedError(AccmtError, RuntimeError):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from accmt.module import AcceleratorModule
 from accmt.settings import Settings
 from accmt.state import TrainingState
 from accmt.trainer_evaluation import TrainerEvaluation
+
+if TYPE_CHECKING:
+    from accmt.loop.recovery import Recovery
 
 ALIASES = {
     "model_saving_aboce": "model_saving_above",
@@ -125,6 +128,10 @@ class Trainer(TrainerEvaluation):
         reset_optimizer_on_resume: bool = False,
         save_last: bool = False,
         metrics: Any = None,
+        consolidate_metrics: Mapping[str, Any] | None = None,
+        additional_metric_consolidation: Callable[[dict[str, list[float]]], dict[str, float]] | None = None,
+        report_all_metrics: bool = False,
+        gather_chunk_size: int | str | None = "32MB",
         callbacks: Any = None,
         run_name: str | None = None,
         additional_tracker_config: Mapping[str, Any] | None = None,
@@ -137,7 +144,7 @@ class Trainer(TrainerEvaluation):
         mixed_precision: str | None = None,
         ddp_kwargs: Mapping[str, Any] | None = None,
         compile_kwargs: Mapping[str, Any] | None = None,
-        on_nonfinite: str = "stop",
+        on_nonfinite: str | None = "stop",
         spike_guard: float | None = None,
         hang_timeout_s: float | None = None,
         preempt_exit_code: int = 143,
@@ -184,18 +191,25 @@ class Trainer(TrainerEvaluation):
             CheckpointError: The checkpoint is damaged, or that of another model or optimizer.
             ArgumentError: Settings that contradict each other, or keywords that nobody reads.
         """
+        from accmt.loop.recovery import Recovery
+
+        module, recovery = _as_module(module, kwargs), Recovery()
+        self._val_dataset = val_dataset
+        with speaking(verbose=self.settings.running.verbose), keeping_generators():
+            self._fit_once(module, train_dataset, val_dataset, recovery)
+            while recovery.checkpoint is not None:
+                self._fit_once(module, train_dataset, val_dataset, recovery)
+        return self.state
+
+    def _fit_once(self, module: Any, train_dataset: Any, val_dataset: Any, recovery: Recovery) -> None:
         from accmt.loop.fit import fit
         from accmt.loop.setup import build_run
 
-        module = _as_module(module, kwargs)
-        with speaking(verbose=self.settings.running.verbose), keeping_generators():
-            self.state = TrainingState()
-            self._run = None  # what an earlier run holds is free before the next is built
-            self._val_dataset = val_dataset
-            self._run = build_run(self, module, train_dataset, val_dataset)
-            self.chosen_checkpoint = None
-            fit(self._run)
-        return self.state
+        self.state = TrainingState()
+        self._run = None  # what an earlier run holds is free before the next is built
+        self._run = build_run(self, module, train_dataset, val_dataset, recovery)
+        self.chosen_checkpoint = None
+        fit(self._run)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainingState:
         """Do what `fit` does; the name that other trainers have for it."""

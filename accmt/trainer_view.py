@@ -116,7 +116,9 @@ class TrainerView:
     @property
     def train_step_batch_size(self) -> int:
         """Samples that a training step gets at a time: `batch_size`, or a divisor within `max_micro_batch_size`."""
-        return self.hps.train_step_batch_size
+        from accmt.loop.recovery import current_micro_batch_size
+
+        return self.hps.train_step_batch_size if self._run is None else current_micro_batch_size(self._run)
 
     @property
     def estimated_global_steps_per_epoch(self) -> int | None:

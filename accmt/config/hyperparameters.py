@@ -152,9 +152,13 @@ class HyperParameters:
     @property
     def train_step_batch_size(self) -> int:
         """Samples that go through the model at once: the largest even part of a batch within `max_micro_batch_size`."""
+        return self.micro_batch_size_within(self.max_micro_batch_size)
+
+    def micro_batch_size_within(self, limit: int | None) -> int:
+        """Return the largest even part of a batch within a limit and `max_micro_batch_size`."""
         size = self.train_batch_size
-        limit = min(size, self.max_micro_batch_size or size)
-        return next(part for part in range(limit, 0, -1) if size % part == 0)
+        largest = min(size, self.max_micro_batch_size or size, limit or size)
+        return next(part for part in range(largest, 0, -1) if size % part == 0)
 
     def where(self, *path: str) -> str:
         """Return the place of a key for messages: `hps/digits.yaml:7 optim.lr`."""

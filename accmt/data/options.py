@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
 from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.data.dataloader import default_collate
 
 from accmt.data.batches import Round
-from accmt.data.seeding import WorkerStart, derive_seed
+from accmt.data.seeding import derive_seed
 from accmt.data.sharding import Share
+from accmt.data.workers import WorkerStart
 from accmt.errors import DataError, explain
 
 
@@ -34,6 +36,12 @@ class Loader(Protocol):
 
     def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
         """Yield the rounds of an epoch from `first` on."""
+
+    def samples_of(self, epoch: int, index: int) -> list[int] | None:
+        """Return the samples that this process has in a round of the epoch in work; None for data without indices."""
+
+    def end_workers(self) -> None:
+        """End the processes that load data; the next epoch starts others."""
 
     def position(self, epoch: int, num_rounds: int) -> dict[str, Any]:
         """Return where the data are after `num_rounds` rounds of an epoch, for a checkpoint.
@@ -82,6 +90,8 @@ class LoaderOptions:
         collate: Makes a batch of samples; None is torch's.
         num_workers: Loader processes.
         pin_memory: Whether batches are pinned.
+        skips_bad: Whether samples that cannot be read are left out.
+        agree_on: The device on which processes then agree, in every round, who has a batch; None where they need not.
     """
 
     purpose: str
@@ -97,6 +107,8 @@ class LoaderOptions:
     collate: Callable[[Any], Any] | None = None
     num_workers: int = 0
     pin_memory: bool = False
+    skips_bad: bool = False
+    agree_on: torch.device | None = None
 
     @property
     def kind(self) -> str:

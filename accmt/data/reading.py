@@ -15,8 +15,9 @@ from accmt.data.position import BEGINNING, Start, plan_epoch, read_start
 from accmt.data.samplers import UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
 from accmt.data.sharding import Plan
+from accmt.data.workers import end_workers, note_dead_worker
 from accmt.errors import DataError, explain
-from accmt.messages import say_once
+from accmt.messages import say_once, warn_once
 
 _END = object()
 _Kept = tuple[int, dict[str, Any]]  # a round, and the position after it
@@ -57,7 +58,12 @@ class ReadThroughLoader:
         self._whole = whole
         self._start = BEGINNING
         self._kept: deque[_Kept] = deque(maxlen=_KEPT_POSITIONS)
+        self._reading: Iterator[Any] = iter(())
         self._arrange(BEGINNING, 0)
+        if options.skips_bad:
+            kind = f"the {options.kind} data, which can only be read from the start"
+            why = "an iterator that has raised goes on no further; catch errors where they are raised"
+            warn_once(f'on_bad_sample="skip" has no effect on {kind}: {why}', about=kind)
 
     def samples_in(self, first: int, last: int) -> int | None:
         """Return None: such data tell their samples as they come."""
@@ -83,6 +89,14 @@ class ReadThroughLoader:
                     yield round_
         got = "nothing to read (an iterator can be read only once: give something that begins anew)"
         require_rounds(not is_empty, self._options, got)
+
+    def samples_of(self, epoch: int, index: int) -> list[int] | None:
+        """Return None: what is read through has no indices."""
+        return None
+
+    def end_workers(self) -> None:
+        """End the processes that load data; the next epoch starts others."""
+        end_workers(self.dataloader, self._reading)
 
     def position(self, epoch: int, num_rounds: int) -> dict[str, Any]:
         """Return where the data are after `num_rounds` rounds of an epoch, of which the last was just yielded.
@@ -126,14 +140,25 @@ class ReadThroughLoader:
         """Read batches, each under a seed of its own: what trains in between changes nothing; and count what passed."""
         seed, purpose = self._options.seed, self._options.purpose
         seed_generators(derive_seed(seed, purpose, epoch))
-        batches = iter(dataloader)
+        batches = self._reading = iter(dataloader)
         while True:
             seed_generators(derive_seed(seed, purpose, epoch, passed))
-            batch = next(batches, _END)
+            batch = self._next(batches, epoch, passed)
             if batch is _END:
                 return
             passed += self._size_of(batch)
             yield batch, passed
+
+    def _next(self, batches: Iterator[Any], epoch: int, passed: int) -> Any:
+        try:
+            return next(batches, _END)
+        except Exception as error:
+            note_dead_worker(error, batches)
+            where = f"the {self._options.kind} data, epoch {epoch + 1}, after {passed} {self._unit}"
+            got = f"{type(error).__name__}: {error}".partition("\n")[0]
+            do = "mend it, or catch it where it is raised: an iterator that has raised goes on no further"
+            error.add_note(explain(where, got, "more of them, or their end", do))
+            raise
 
     def _arrange(self, start: Start, first: int) -> Plan | None:
         if self._length is None:

@@ -200,6 +200,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         return len(self._rounds) - (bool(self._rounds) and not self._plan.part(self._rounds[-1]))
 
+    def samples(self, part: range) -> list[int]:
+        """Return the indices at some positions of the order of the epoch in work."""
+        drawn = self._order.at(self._epoch)
+        return self._indices(drawn[part.start : part.stop]) if part else []
+
     def _indices(self, part: Any) -> list[int]:
         indices: list[int] = part.tolist()
         return indices

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
+from accmt.data.bad_samples import without_bad_samples
 from accmt.data.batches import Round
+from accmt.data.fetching import CollateFetched, SeededDataset
 from accmt.data.options import LoaderOptions, length_of, require_rounds
 from accmt.data.position import BEGINNING, plan_epoch, read_start, require_same_number, require_same_order
 from accmt.data.samplers import BatchShare, GlobalBatchSampler, Order, tell_epoch
-from accmt.data.seeding import SeededDataset, WorkerStart
 from accmt.data.sharding import Plan
+from accmt.data.workers import WorkerStart, end_workers, note_dead_worker
 
 
 class _PlannedLoader:
@@ -48,32 +50,65 @@ class _PlannedLoader:
         self._whole = whole
         self._start = BEGINNING
         self._epoch: int | None = None
+        self._reading: Iterator[Any] = iter(())
         self._arrange(0, 0, size)
-        self._seeded = SeededDataset(dataset)
-        self.dataloader: DataLoader[Any] = DataLoader(self._seeded, batch_sampler=sampler, **torch_options)
+        self._seeded = SeededDataset(dataset, skips_bad=options.skips_bad)
+        collate = CollateFetched(torch_options["collate_fn"], options.skips_bad)
+        torch_options = {**torch_options, "batch_sampler": sampler, "collate_fn": collate}
+        self.dataloader: DataLoader[Any] = DataLoader(self._seeded, **torch_options)
 
     def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
-        """Yield the rounds of an epoch from `first` on; what is passed over is never read."""
+        """Yield the rounds of an epoch from `first` on; what is passed over is never read.
+
+        Raises:
+            Exception: What the dataset or the collate function raised, with notes that name sample and batch.
+            DataError: Nothing at all could be read, where bad samples are left out.
+        """
+        rounds = self._every_round(epoch, first)
+        if not self._options.skips_bad:
+            return rounds
+        return without_bad_samples(rounds, self._options, is_whole_epoch=first == 0)
+
+    def _every_round(self, epoch: int, first: int) -> Iterator[Round]:
         plan = self._begin(epoch, first)
-        batches = self._read()
+        batches = self._reading = self._read()
         last, num_processes = plan.num_rounds - 1, plan.share.count
         for index in range(first, last + 1):
             whole = plan.whole(index)
             part = plan.share_of(whole)
-            batch = next(batches) if part else None
+            batch = self._next(batches, epoch, index) if part else None
             is_partial = len(whole) < num_processes
             yield Round(index, batch, self._count(whole), self._count(part), index == last, is_partial)
+
+    def _next(self, batches: Iterator[Any], epoch: int, index: int) -> Any:
+        try:
+            return next(batches)
+        except Exception as error:
+            note_dead_worker(error, batches)
+            error.add_note(f"This was read for batch {index} of epoch {epoch + 1} of the {self._options.kind} data.")
+            raise
 
     def _read(self) -> Iterator[Any]:
         """Yield what the DataLoader would; without workers its iterator costs as much as a small batch itself."""
         loader = self.dataloader
         if loader.num_workers or loader.pin_memory:
             return iter(loader)
-        return (loader.collate_fn(self._seeded.__getitems__(indices)) for indices in self._sampler)
+        collate: Callable[[Any], Any] = loader.collate_fn
+        return (collate(self._seeded.__getitems__(indices)) for indices in self._sampler)
 
     def samples_in(self, first: int, last: int) -> int | None:
-        """Return the samples of rounds `first` up to without `last` over all processes."""
+        """Return the samples of rounds `first` up to without `last` over all processes; None if unknown beforehand."""
+        if self._options.skips_bad:
+            return None
         return self._count(range(self._plan.samples_before(first), self._plan.samples_before(last)))
+
+    def samples_of(self, epoch: int, index: int) -> list[int] | None:
+        """Return the samples that this process has in a round of the epoch in work."""
+        return self._sampler.samples(self._plan.part(index)) if epoch == self._epoch else None
+
+    def end_workers(self) -> None:
+        """End the processes that load data; the next epoch starts others."""
+        end_workers(self.dataloader, self._reading)
 
     def position(self, epoch: int, num_rounds: int) -> dict[str, Any]:
         """Return where the data are after `num_rounds` rounds of an epoch."""

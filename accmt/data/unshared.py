@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -14,6 +14,20 @@ from accmt.errors import DataError, explain
 from accmt.processes import gather_objects, num_processes, process_index, sum_over_processes
 
 _KIND = "part of each process"
+
+
+class _Sums(NamedTuple):
+    """What processes have together in a round.
+
+    Attributes:
+        rounds: How many have a part in it.
+        batches: How many have a batch: not those of whose batch nothing is left.
+        bad: Samples that were left out.
+    """
+
+    rounds: int
+    batches: int
+    bad: int
 
 
 class UnsharedLoader:
@@ -44,15 +58,23 @@ class UnsharedLoader:
         own = self._own.rounds(epoch, first)
         ahead = next(own, None)
         self._measure()
-        num_present = self._count(ahead)
+        following = self._sum(ahead)
         index = first
-        while num_present:
-            current, ahead = ahead, next(own, None)
-            num_following = self._count(ahead)
-            batch, samples = (None, 0) if current is None else (current.batch, current.own_samples)
-            yield Round(index, batch, None, samples, num_following == 0, num_present < num_processes())
-            num_present = num_following
+        while following.rounds:
+            part = ahead or Round(index, None, own_samples=0)
+            now, ahead = following, next(own, None)
+            following = self._sum(ahead)
+            is_last, is_partial = following.rounds == 0, now.batches < num_processes()
+            yield Round(index, part.batch, None, part.own_samples, is_last, is_partial, bad=part.bad, num_bad=now.bad)
             index += 1
+
+    def samples_of(self, epoch: int, index: int) -> list[int] | None:
+        """Return the samples that this process has in a round of the epoch in work."""
+        return self._own.samples_of(epoch, index)
+
+    def end_workers(self) -> None:
+        """End the processes that load data; the next epoch starts others."""
+        self._own.end_workers()
 
     def position(self, epoch: int, num_rounds: int) -> dict[str, Any]:
         """Return where the data of each process are after `num_rounds` rounds of an epoch.
@@ -79,8 +101,9 @@ class UnsharedLoader:
         lengths = gather_objects(self._own.num_rounds)
         self.num_rounds = None if None in lengths else max(length or 0 for length in lengths)
 
-    def _count(self, round_: Round | None) -> int:
-        return int(sum_over_processes((float(round_ is not None),), self._device)[0])
+    def _sum(self, round_: Round | None) -> _Sums:
+        own = (0, 0, 0) if round_ is None else (1, round_.batch is not None, round_.num_bad)
+        return _Sums(*map(int, sum_over_processes(own, self._device)))
 
 
 def _require_positions(position: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -62,6 +62,14 @@ class Abandonable:
         """Return the samples of rounds `first` up to without `last` over all processes."""
         return self._own.samples_in(first, last)
 
+    def samples_of(self, epoch: int, index: int) -> list[int] | None:
+        """Return the samples that this process has in a round of the epoch in work."""
+        return self._own.samples_of(epoch, index)
+
+    def end_workers(self) -> None:
+        """End the processes that load data; the next epoch starts others."""
+        self._own.end_workers()
+
     def position(self, epoch: int, num_rounds: int) -> dict[str, Any]:
         """Return where the data are after `num_rounds` rounds of an epoch."""
         return self._own.position(epoch, num_rounds)

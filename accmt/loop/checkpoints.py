@@ -14,7 +14,7 @@ from accmt.checkpoint.engine import StateCollector, write_state
 from accmt.checkpoint.names import step_name
 from accmt.checkpoint.store import CheckpointStore
 from accmt.checkpoint.writer import CheckpointWriter
-from accmt.errors import CheckpointError
+from accmt.errors import CheckpointError, NoCheckpointError, explain
 from accmt.loop.boundary import Due
 from accmt.loop.parts import collect_others
 from accmt.loop.run import Run
@@ -100,6 +100,11 @@ class Checkpoints:
             folder: A folder of checkpoints of its own, in which none is deleted; None is that of the run.
         """
         self._requests.append(folder)
+
+    def is_due(self, run: Run, *, epoch_ended: bool, evaluated: bool) -> bool:
+        """Return whether a checkpoint is due at this update boundary, or was asked for."""
+        is_due = run.cadence.is_checkpoint_due(run.state, epoch_ended=epoch_ended, evaluated=evaluated)
+        return is_due or bool(self._requests)
 
     def save_if_due(self, run: Run, *, epoch_ended: bool = False, evaluated: bool = False) -> None:
         """Save at an update boundary, after everything else that is due there.
@@ -213,6 +218,25 @@ class Checkpoints:
         """
         if self._writer is not None:
             self._writer.wait()
+
+    def newest(self) -> Path:
+        """Return the newest checkpoint of the run, when it is durable; every file is verified.
+
+        Processes: collective.
+
+        Raises:
+            NoCheckpointError: There is none.
+        """
+        self.wait()
+        if self._checkpointer is not None:
+            folder = self._checkpointer.load()
+        else:
+            newest = CheckpointStore(self.folder).newest()
+            folder = None if newest is None else newest.folder
+        if folder is None:
+            do = "look above for why it could not be written"
+            raise NoCheckpointError(explain("going on from a checkpoint", f"none in {self.folder}", "one", do))
+        return folder
 
     def close(self) -> None:
         """Wait until the last checkpoint is durable.

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
 from accmt.callbacks.averaging import EMA
-from accmt.data import draw_seed
+from accmt.callbacks.progress import draw_rounds
+from accmt.data import Loader, Round, draw_seed
 from accmt.errors import ArgumentError, explain
 from accmt.loop.chosen_weights import CheckpointPath, using_average, using_weights
 from accmt.loop.contract import adapt_validation_step, check_untrained_module, check_validation, defines
-from accmt.loop.evaluation import evaluate
+from accmt.loop.evaluation import evaluate, reported
 from accmt.loop.inputs import metrics_of_sets
 from accmt.loop.launch import build_accelerator
 from accmt.loop.prediction import predict
@@ -23,7 +25,7 @@ from accmt.loop.run import EvaluationRun, Run
 from accmt.loop.setup import connect_hooks, gather_callbacks
 from accmt.loop.sources import Evaluation, build_evaluation_loader, end_workers, find_data
 from accmt.module import AcceleratorModule
-from accmt.processes import broadcast_object, num_processes
+from accmt.processes import broadcast_object, is_main_process, num_processes
 from accmt.state import TrainingState
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class Request:
         data: What the method was given, or what is remembered of `fit`.
         ckpt_path: As in `using_weights`.
         last_run: The Trainer's run of the same module, in work or done; None where there was none.
+        verbose: Whether people are told about it.
     """
 
     trainer: Trainer
@@ -53,6 +56,15 @@ class Request:
     data: Any
     ckpt_path: CheckpointPath | None
     last_run: Run | None
+    verbose: bool
+
+    @property
+    def draws_progress(self) -> bool | None:
+        """Whether a bar is drawn; None where the terminal decides. While a run is in work its own bar is there."""
+        told = self.trainer.settings.running
+        if self.run_in_work is not None or not is_main_process():
+            return False
+        return told.enable_progress_bar if told.verbose and self.verbose else told.enable_progress_bar or False
 
     @property
     def run_in_work(self) -> Run | None:
@@ -79,7 +91,7 @@ def evaluate_alone(request: Request) -> dict[str, float]:
             hook(metrics=results)
     if results and request.run_in_work is not None:
         for hook in request.run_in_work.hooks.on_log:
-            hook(values=dict(results), step=request.trainer.state.global_step)
+            hook(values=reported(run, results), step=request.trainer.state.global_step)
     return results
 
 
@@ -159,7 +171,7 @@ def _lending_model(request: Request) -> Iterator[tuple[Accelerator, nn.Module]]:
 def _build(request: Request, sets: Mapping[str, Any], accelerator: Accelerator, model: nn.Module) -> EvaluationRun:
     trainer, module, function, last = request.trainer, request.module, request.function, request.last_run
     settings = trainer.settings
-    seed = _choose_seed(request)
+    seed, device = _choose_seed(request), accelerator.device
     metrics = metrics_of_sets(None if function == "predict" else settings.evaluation.metrics, list(sets))
     callbacks = gather_callbacks(trainer, module) if last is None else last.callbacks
     callbacks = [callback for callback in callbacks if not isinstance(callback, EMA)]  # using_average does its work
@@ -171,7 +183,9 @@ def _build(request: Request, sets: Mapping[str, Any], accelerator: Accelerator, 
         unwrapped_model=accelerator.unwrap_model(model, keep_torch_compile=False),
         validation_step=adapt_validation_step(module, _STEPS[function]),
         val_loaders={
-            name: build_evaluation_loader(module, data, settings, function, seed=seed, device=accelerator.device)
+            name: _draw(
+                request, name, build_evaluation_loader(module, data, settings, function, seed=seed, device=device)
+            )
             for name, data in sets.items()
         },
         metrics=metrics,
@@ -180,6 +194,26 @@ def _build(request: Request, sets: Mapping[str, Any], accelerator: Accelerator, 
         seed=seed,
         counts_own_samples=defines(module, "get_batch_size"),
     )
+
+
+class _Drawn:
+    """A loader whose rounds are shown to people."""
+
+    def __init__(self, own: Loader, draw: Callable[[Iterator[Round]], Iterator[Round]]) -> None:
+        self._own = own
+        self._draw = draw
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
+        return self._draw(self._own.rounds(epoch, first))
+
+
+def _draw(request: Request, name: str, loader: Loader) -> Loader:
+    text = f"{request.function} {name}".strip()
+    draw = partial(draw_rounds, enable=request.draws_progress, text=text, total=loader.num_rounds)
+    return cast("Loader", _Drawn(loader, draw))
 
 
 def _choose_seed(request: Request) -> int:

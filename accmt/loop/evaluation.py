@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -12,10 +12,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.data import Loader, Round, derive_seed, seed_generators
 from accmt.errors import ModuleContractError, explain
+from accmt.loop.bad_samples import BadSamples, tell_bad_samples_of_set
 from accmt.loop.outputs import read_validation_output
 from accmt.loop.reduction import broadcast_buffers
-from accmt.loop.run import EvaluationRun, Run
+from accmt.loop.run import TEST_LOSS, EvaluationRun, Run
 from accmt.metrics import ValidationCollector
+from accmt.metrics.consolidation import consolidate, find_members, require_members
 from accmt.processes import gather_objects, process_index, sum_over_processes
 from accmt.state import Stage
 
@@ -48,9 +50,9 @@ def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
 
 
 def _log_results(run: Run, results: dict[str, float]) -> None:
-    loss_name = run.loss_name
-    reported = run.settings.evaluation.report_loss_after_eval
-    row = {name: value for name, value in results.items() if reported or name != loss_name}
+    loss_name, row = run.loss_name, reported(run, results)
+    if not run.settings.evaluation.report_loss_after_eval:
+        row.pop(loss_name, None)
     if row:
         for hook in run.hooks.on_log:
             hook(values=row, step=run.state.global_step)
@@ -85,7 +87,33 @@ def evaluate(run: EvaluationRun, stage: Stage, *, max_rounds: int | None = None)
             outputs = _evaluate_set(run, stage, key, loader, max_rounds)
             suffix = f"__{key}" if key else ""
             results |= {f"{name}{suffix}": value for name, value in outputs.items()}
-    return results
+        return results | _consolidate(run, results)
+
+
+def _consolidate(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
+    told = run.settings.evaluation
+    choices, others = told.consolidate_metrics, _without_losses(run, results)
+    if choices is None or not results:
+        return {}
+    if run.state.fn == "fit":  # an evaluation by hand may be of other sets
+        require_members(choices, list(others))
+    return consolidate(choices, told.additional_metric_consolidation, others)
+
+
+def _without_losses(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
+    suffixes = [f"__{key}" if key else "" for key in run.val_loaders]
+    losses = [loss + suffix for loss in (run.settings.tracking.val_loss_metric_name, TEST_LOSS) for suffix in suffixes]
+    return {name: value for name, value in results.items() if name not in losses}
+
+
+def reported(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
+    """Return those of an evaluation's results that are logged: what was consolidated only if it is asked for."""
+    told = run.settings.evaluation
+    if told.consolidate_metrics is None or told.report_all_metrics:
+        return dict(results)
+    members = find_members(told.consolidate_metrics, list(_without_losses(run, results)))
+    hidden = set(chain(*members.values())) - members.keys()
+    return {name: value for name, value in results.items() if name not in hidden}
 
 
 @contextmanager
@@ -145,11 +173,15 @@ class _SetInWork:
         self._key = key
         self._hooks_before = () if is_silent else run.hooks.on_before_validation_step
         self._hooks_after = () if is_silent else run.hooks.on_after_validation_step
-        self._collector = ValidationCollector(run.metrics[key], run.module.logs.of_evaluation)
+        self._collector = ValidationCollector(
+            run.metrics[key], run.module.logs.of_evaluation, chunk_bytes=run.settings.evaluation.chunk_bytes
+        )
         self._gave_weight: set[bool] = set()
+        self._bad = BadSamples()
 
     def take(self, round_: Round) -> tuple[Any, Any]:
         """Run the step on this process's batch, and return the loss and what it weighs."""
+        self._bad.add(len(round_.bad), round_.bad)
         if round_.batch is None:
             return 0.0, 0.0
         run, loss_name = self._run, self._run.loss_name
@@ -174,6 +206,7 @@ class _SetInWork:
         Processes: collective.
         """
         _require_one_kind(self._gave_weight.union(*gather_objects(self._gave_weight)))
+        tell_bad_samples_of_set(self._run, self._key, self._bad, has_batch=bool(self._gave_weight))
         return self._collector.compute()
 
 

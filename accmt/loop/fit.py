@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from accmt.callbacks.dispatch import Hook
+from accmt.data import note_dead_worker
 from accmt.errors import DataError, Preempted, explain
 from accmt.failures import is_out_of_memory, listening
 from accmt.loop.evaluation import evaluate, evaluate_and_count
 from accmt.loop.leaving import leave_if_asked, settle, watching
 from accmt.loop.preflight import check_room
 from accmt.loop.prepare import give_back
+from accmt.loop.recovery import Restart
 from accmt.loop.run import Run
 from accmt.loop.saver import save_model
 from accmt.loop.sources import end_workers
-from accmt.loop.training import finish_update, log_row, train_epoch
+from accmt.loop.training import finish_update, log_row, save_if_due, train_epoch
 from accmt.loop.update import step_schedule
 from accmt.messages import say, warn
 from accmt.processes import run_on_main_process
@@ -30,7 +32,9 @@ _TRACKER_STATUS: dict[Progress, RunStatus] = {
 
 
 def fit(run: Run) -> None:
-    """Train from the state's counters on, until epochs or `max_steps` are done.
+    """Train from the state's counters on, until epochs or `max_steps` are done, or until another run is to go on.
+
+    In the latter case `run.recovery` holds the checkpoint to go on from.
 
     Processes: collective.
 
@@ -42,7 +46,10 @@ def fit(run: Run) -> None:
     try:
         with listening(run.interruption, run.settings.failures.preempt_exit_code), watching(run):
             _run(run)
+    except Restart:
+        now.status = "failed"
     except BaseException as error:
+        note_dead_worker(error)
         _mark_failure(run, error)
         raise
     finally:
@@ -88,6 +95,8 @@ def _train_and_tell(run: Run) -> None:
         _train(run)
         run.state.now.status = "finished"
         run.saver.warn_if_nothing_was_saved()
+    except Restart:
+        raise
     except BaseException as error:
         failure = settle(run, error)
         _tell_failure(run, failure)
@@ -99,16 +108,7 @@ def _train_and_tell(run: Run) -> None:
 
 
 def _train(run: Run) -> None:
-    begins = not run.is_resumed or run.boundary.due == "start"
-    if begins:
-        run.boundary.mark(run, "start")
-    for hook in run.hooks.on_resume if run.is_resumed else ():
-        hook()
-    for hook in run.hooks.on_fit_start:
-        hook()
-    if run.settings.evaluation.eval_when_start and run.val_loaders and begins:
-        evaluate_and_count(run, counts=False)
-        run.boundary.mark(run)
+    _start_training(run)
     run.stepper.zero_grad()  # whatever an earlier, broken run left behind
     _finish_what_was_due(run)
     while not run.is_finished:
@@ -119,6 +119,20 @@ def _train(run: Run) -> None:
     if run.settings.saving.save_last:
         save_model(run, run.settings.saving.folder / "last")
     run.checkpoints.save_last(run)
+
+
+def _start_training(run: Run) -> None:
+    begins = not run.is_resumed or run.boundary.due == "start"
+    run.boundary.mark(run, "start" if begins else run.boundary.due)
+    if run.guard.reaction == "rollback" and not run.is_resumed:
+        run.checkpoints.save_boundary(run)  # what a first update that goes wrong is rolled back to
+    for hook in run.hooks.on_resume if run.is_resumed else ():
+        hook()
+    for hook in run.hooks.on_fit_start:
+        hook()
+    if run.settings.evaluation.eval_when_start and run.val_loaders and begins:
+        evaluate_and_count(run, counts=False)
+        run.boundary.mark(run)
 
 
 def _finish_what_was_due(run: Run) -> None:
@@ -161,7 +175,7 @@ def _tell_epoch_end(run: Run, *, is_counted: bool, evaluated: bool) -> None:
     for hook in run.hooks.on_epoch_end:
         hook()
     run.boundary.mark(run)
-    run.checkpoints.save_if_due(run, epoch_ended=is_counted, evaluated=evaluated)
+    save_if_due(run, epoch_ended=is_counted, evaluated=evaluated)
     leave_if_asked(run)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from accmt.loop.resume import Resumed
 from accmt.loop.sources import find_train_data, find_validation_data
 from accmt.messages import say_once
 from accmt.metrics import Metric, build_metrics
+from accmt.metrics.consolidation import directions_of
+from accmt.metrics.metric import IsBetter
 from accmt.module import AcceleratorModule
 from accmt.processes import broadcast_object, is_main_process
 from accmt.saving import Patience, Selection, without_validation
@@ -129,9 +132,19 @@ def metrics_of_sets(given: Any, sets: Sequence[str]) -> dict[str, tuple[Metric, 
 _Metrics = Mapping[str, tuple[Metric, ...]]
 
 
-def _directions(metrics: _Metrics) -> dict[str, Any]:
-    every = [metric for group in metrics.values() for metric in group]
-    return {name: is_better for metric in every for name, is_better in metric.directions.items()}
+def _directions(settings: Settings, metrics: _Metrics, sets: Sequence[str] | None) -> dict[str, IsBetter]:
+    every = {
+        (set_name, entry): is_better
+        for set_name, group in metrics.items()
+        for metric in group
+        for entry, is_better in metric.directions.items()
+    }
+    directions = {entry: is_better for (_, entry), is_better in every.items()}
+    choices = settings.evaluation.consolidate_metrics or {}
+    if sets is None:  # so what is taken is not known yet, but what is made of it
+        return dict.fromkeys(choices, operator.gt) | directions
+    of_sets = {f"{entry}__{name}" if name else entry: is_better for (name, entry), is_better in every.items()}
+    return directions_of(choices, of_sets) | directions
 
 
 def _selection_of(
@@ -143,7 +156,7 @@ def _selection_of(
     sets: Sequence[str] | None,
 ) -> Selection:
     below, above = settings.saving.model_saving_below, settings.saving.model_saving_above
-    selection = Selection(rule, _directions(metrics), sets=sets, below=below, above=above)
+    selection = Selection(rule, _directions(settings, metrics, sets), sets=sets, below=below, above=above)
     for saving in registered:
         selection.register(saving.name, below=saving.below, above=saving.above)
     return selection
@@ -151,7 +164,7 @@ def _selection_of(
 
 def _patience_of(settings: Settings, rule: Any, metrics: _Metrics, *, sets: Sequence[str] | None) -> Patience | None:
     patience = settings.saving.patience
-    return None if patience is None else Patience(patience, rule, _directions(metrics), sets=sets)
+    return None if patience is None else Patience(patience, rule, _directions(settings, metrics, sets), sets=sets)
 
 
 def _rule(settings: Settings, sets: Sequence[str]) -> Any:

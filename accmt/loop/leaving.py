@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-import torch
-
 from accmt.callbacks.averaging import EMA
 from accmt.data import UnsharedLoader
 from accmt.errors import Preempted, ProcessFailedError, explain
 from accmt.failures import Reason, Watch, is_consequence, is_out_of_memory, kind_of
+from accmt.loop.recovery import Restart, free_memory
 from accmt.loop.run import Run
 from accmt.messages import say, warn
 from accmt.processes import acting_alone, is_main_process
@@ -62,6 +61,8 @@ def watching(run: Run) -> Iterator[None]:
     watch.start()
     try:
         yield
+    except Restart:
+        raise  # all processes together
     except BaseException as error:
         _tell_others(run, watch, error)
         raise
@@ -107,10 +108,10 @@ def _keep_safe(run: Run, error: BaseException) -> None:
     if not _is_handled(run, error):
         return
     if not run.boundary.can_be_saved:
-        warn("no checkpoint is taken of an update that is half done: the newest one stands")
+        warn("no checkpoint is taken of an update that is half done or whose loss is wrong: the newest one stands")
         return
     if is_out_of_memory(error):
-        _free_memory(run)
+        free_memory(run)
     _take_averages_out(run)
     try:
         if run.watch is None or not run.watch.is_apart:
@@ -145,9 +146,3 @@ def _take_averages_out(run: Run) -> None:
     for callback in run.callbacks:
         if isinstance(callback, EMA) and callback.is_in_place:
             callback.on_fit_end()
-
-
-def _free_memory(run: Run) -> None:
-    run.stepper.optimizer.zero_grad(set_to_none=True)
-    if run.device.type == "cuda":
-        torch.cuda.empty_cache()

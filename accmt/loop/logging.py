@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accmt.errors import ArgumentError, ModuleContractError, explain
+from accmt.messages import warn_once
 from accmt.metrics.logged import LoggedValues, combine
 from accmt.metrics.results import describe
+from accmt.processes import is_main_process
 from accmt.settings.checks import require_choice
 
 if TYPE_CHECKING:
     from accmt.state import TrainingState
+    from accmt.tracking.media import MediaLog
     from accmt.trainer import Trainer
 
 _EVALUATIONS = ("sanity_check", "validate", "test")
@@ -70,6 +73,24 @@ class Logs:
         row = combine([logged.take()])
         for hook in self._trainer.run.hooks.on_log if self._state.fn == "fit" else ():  # else no log is open
             hook(values=row, step=self._state.global_step if step is None else step)
+
+    def media(self, method: str) -> MediaLog | None:
+        """Return what takes images, tables and files at this moment.
+
+        Args:
+            method: What was called, for the warning where no run trains.
+
+        Returns:
+            None off the main process, in the trial evaluation, and where no run trains.
+        """
+        if not is_main_process() or self._state.stage == "sanity_check":
+            return None
+        run = self._trainer._run
+        media = None if run is None else run.tracking.media
+        if media is None:
+            got, do = "a call while nothing is trained: trackers are closed", "call it before fit ends: in on_fit_end"
+            warn_once(explain(method, got, "a call during fit", do), about=f"{method} while nothing is trained")
+        return media
 
     def of_bar(self, row: Mapping[str, float]) -> dict[str, float]:
         """Return what of a row the progress bar shows."""

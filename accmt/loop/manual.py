@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from accmt.data import Round, derive_seed, seed_generators
+from accmt.loop.guard import Place
 from accmt.loop.run import Run
 from accmt.loop.update import advance_schedule, step_optimizer, zero_gradients
 from accmt.messages import say_once
@@ -44,6 +45,8 @@ class ManualSteps:
         run = self._run
         if round_.is_partial:
             say_once("manual optimization leaves out the last batches of an epoch, which are fewer than the processes")
+            if not round_.is_last:  # where data go on, they are counted
+                run.state.count_batch()
             return False
         batch = run.place(round_.batch)
         own = run.count_samples(round_, batch)
@@ -57,6 +60,7 @@ class ManualSteps:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):
             run.window.add(loss.detach(), own)
+            run.guard.add(loss.detach(), own, Place.of(run.state, round_.index, run.state.samples_seen))
         for hook in run.hooks.on_after_training_step:
             hook(batch=batch, outputs=outputs)
         self._count(samples)

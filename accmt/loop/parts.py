@@ -59,6 +59,8 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
         **own,
         "data": run.train_loader.position(*place) if own["data"] is None else own["data"],
         "parts": parts,
+        "guard": run.guard.state_dict(),
+        "recovery": run.recovery.state_dict(),
         "due": run.boundary.due,
     }
 
@@ -103,6 +105,7 @@ def restore(run: Run, resumed: Resumed) -> None:
     for name, part in stateful_parts(run).items():
         if name in others["parts"]:
             part.load_state_dict(others["parts"][name])
+    run.guard.load_state_dict(others["guard"])
     run.state.metrics = others["metrics"]
     run.state.now.is_last_training_batch = others["is_last_batch"]
     run.boundary.due = others["due"]

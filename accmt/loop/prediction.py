@@ -11,6 +11,7 @@ import torch
 
 from accmt.data import Loader, derive_seed, seed_generators
 from accmt.errors import ModuleContractError, explain
+from accmt.loop.bad_samples import BadSamples, tell_bad_samples_of_set
 from accmt.loop.contract import defines
 from accmt.loop.evaluation import without_gradients, without_training
 from accmt.loop.reduction import broadcast_buffers
@@ -44,8 +45,11 @@ def predict(run: EvaluationRun, *, keeps: bool) -> dict[str, Any]:
 
 def _predict_set(run: EvaluationRun, key: str, loader: Loader, *, keeps: bool) -> list[_Numbered]:
     kept: list[_Numbered] = []
+    bad, has_batch = BadSamples(), False
     run.state.begin_evaluation()
     for round_ in loader.rounds(0):
+        bad.add(len(round_.bad), round_.bad)
+        has_batch |= round_.batch is not None
         if round_.batch is not None:
             seed_generators(derive_seed(run.seed, "predict_step", round_.index, process_index()), run.device)
             output = _predict_batch(run, key, run.place(round_.batch))
@@ -53,6 +57,7 @@ def _predict_set(run: EvaluationRun, key: str, loader: Loader, *, keeps: bool) -
                 _count_predictions("predictions", output)
                 kept.append((round_.index, to_cpu(output)))
         run.state.count_validation_batch()
+    tell_bad_samples_of_set(run, key, bad, has_batch=has_batch)
     return kept
 
 
@@ -94,7 +99,7 @@ def _refuse(got: str) -> NoReturn:
 
 
 def _bring_together(run: EvaluationRun, own: list[_Numbered]) -> Any:
-    every = gather_on_main_process(own)
+    every = gather_on_main_process(own, run.settings.evaluation.chunk_bytes)
     if not is_main_process():
         return None
     parts = list(chain(*every))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from accmt.callbacks import Callback, Hooks
 from accmt.data import Loader, Round, find_batch_size
 from accmt.errors import ModuleContractError, explain
+from accmt.loop.bad_samples import BadSamples
 from accmt.loop.cadence import Cadence
 from accmt.loop.weighting import Weighting
 from accmt.messages import say_once
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from accmt.failures import Clock, Interruption, Watch
     from accmt.loop.boundary import Boundary
     from accmt.loop.checkpoints import Checkpoints
+    from accmt.loop.guard import LossGuard
+    from accmt.loop.recovery import Recovery
     from accmt.loop.saver import ModelSaver
 
 _NOTHING = nullcontext()
@@ -168,6 +171,9 @@ class Run(EvaluationRun):
         checkpoints: Writes what an interrupted run continues from.
         boundary: What the run was at its last update boundary.
         clock: How long the run has taken.
+        guard: Watches the losses.
+        recovery: What the run has learned from failures that it went on from.
+        bad_samples: What was left out of training since the last row of the log.
         interruption: What asks the run to end before its time.
         watch: Listens to signals and to other processes; None where a process is alone.
         is_resumed: Whether the run continues from a checkpoint.
@@ -188,10 +194,13 @@ class Run(EvaluationRun):
     checkpoints: Checkpoints
     boundary: Boundary
     clock: Clock
+    guard: LossGuard
+    recovery: Recovery
     interruption: Interruption
     watch: Watch | None
     is_resumed: bool
     total_updates: int | None
+    bad_samples: BadSamples = field(default_factory=BadSamples)
 
     @property
     def has_unfinished_update(self) -> bool:
@@ -234,8 +243,8 @@ class Run(EvaluationRun):
         rounds = self.train_loader.num_rounds
         return None if rounds is None else -(-rounds // self.accumulation_at(epoch))
 
-    def watching_wrapper(self, *, is_partial: bool) -> AbstractContextManager[None]:
+    def watching_wrapper(self) -> AbstractContextManager[None]:
         """Return a context that refuses a training step which goes around the wrapper that reduces gradients."""
-        if self.model is self.unwrapped_model or is_partial:
+        if self.module.model is self.unwrapped_model:  # there is none, or this round needs none
             return _NOTHING
         return _require_call(self.model)

@@ -18,11 +18,13 @@ from accmt.loop.builtin import builtin_callbacks
 from accmt.loop.cadence import Cadence
 from accmt.loop.checkpoints import Checkpoints
 from accmt.loop.contract import adapt_training_step, adapt_validation_step, check_module, defines
+from accmt.loop.guard import LossGuard
 from accmt.loop.inputs import Inputs, check_inputs
 from accmt.loop.launch import build_accelerator
 from accmt.loop.logging import logging_step
 from accmt.loop.parts import restore
 from accmt.loop.prepare import Prepared, equip_module, prepare
+from accmt.loop.recovery import Recovery, check_recovery
 from accmt.loop.resume import Resumed, find_resumed
 from accmt.loop.run import Actions, Run
 from accmt.loop.saver import ModelSaver
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from accmt.trainer import Trainer
 
 
-def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any) -> Run:
+def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any, recovery: Recovery) -> Run:
     """Build everything that a run needs, and check all that can be known before the first batch.
 
     Processes: collective.
@@ -52,6 +54,7 @@ def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any) -> 
         module: The user's module.
         train_data: What `fit` was given to train on.
         val_data: What `fit` was given to validate on.
+        recovery: What the run before this one has learned, which it is to go on from.
 
     Raises:
         AccmtError: A fault in module, data or settings.
@@ -59,11 +62,14 @@ def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any) -> 
     settings, state = trainer.settings, trainer.state
     accelerator = build_accelerator(settings.running)
     check_module(module)
-    resumed = find_resumed(settings, trainer.chosen_checkpoint)
+    resumed = find_resumed(settings, recovery.take_checkpoint() or trainer.chosen_checkpoint)
+    if resumed is not None:
+        recovery.learn(resumed.others["recovery"])
     inputs = check_inputs(trainer, module, train_data, val_data, resumed)
+    check_recovery(settings, module, inputs.train_data)
     seed = _choose_seed(settings, resumed)
     steps = adapt_training_step(module, state), adapt_validation_step(module, "validation_step")
-    train_loader, val_loaders = _build_loaders(module, inputs, settings, seed, accelerator.device)
+    train_loader, val_loaders = _build_loaders(module, inputs, settings, seed, accelerator.device, recovery)
     saver = ModelSaver(inputs.selection, inputs.patience)
     callbacks = gather_callbacks(trainer, module)
     hooks = connect_hooks(trainer, module, [*callbacks, *builtin_callbacks(settings, inputs.tracking, saver)])
@@ -87,12 +93,14 @@ def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any) -> 
         cadence=cadence,
         saver=saver,
         tracking=inputs.tracking,
+        recovery=recovery,
         is_resumed=resumed is not None,
         total_updates=length.total,
         seed=seed,
     )
     if resumed is not None:
         restore(run, resumed)
+        recovery.clear_up(resumed.folder)
     return run
 
 
@@ -101,7 +109,8 @@ def _make_parts(
 ) -> dict[str, Any]:
     """Return what of a run follows from Trainer, module and model alone."""
     settings = trainer.settings
-    keeps_boundary = settings.checkpoints.every is not None or bool(settings.failures.kinds)
+    saves = settings.checkpoints.every is not None or bool(settings.failures.kinds)
+    keeps_boundary = saves or settings.optimization.auto_micro_batch
     return {
         "settings": settings,
         "accelerator": accelerator,
@@ -113,8 +122,9 @@ def _make_parts(
         "window": TrainingWindow(accelerator.device, module.logs.of_training),
         "checkpoints": Checkpoints(settings, prepared.model, prepared.stepper.optimizer),
         "boundary": Boundary(prepared.unwrapped_model, is_kept=keeps_boundary),
+        "guard": LossGuard(settings.failures.on_nonfinite, settings.failures.spike_guard),
         "clock": Clock(read_max_time(settings.running.max_time)),
-        **_make_watch(settings, trainer.state, is_listening=keeps_boundary),
+        **_make_watch(settings, trainer.state, is_listening=saves),
         "counts_own_samples": defines(module, "get_batch_size"),
     }
 
@@ -153,9 +163,17 @@ def _choose_seed(settings: Settings, resumed: Resumed | None) -> int:
 
 
 def _build_loaders(
-    module: AcceleratorModule, inputs: Inputs, settings: Settings, seed: int, device: torch.device
+    module: AcceleratorModule,
+    inputs: Inputs,
+    settings: Settings,
+    seed: int,
+    device: torch.device,
+    recovery: Recovery,
 ) -> tuple[Loader, dict[str, Loader]]:
-    train = build_train_loader(module, inputs.train_data, settings, seed=seed, device=device)
+    limit = recovery.max_micro_batch_size if settings.optimization.auto_micro_batch else None
+    train = build_train_loader(
+        module, inputs.train_data, settings, seed=seed, device=device, max_micro_batch_size=limit
+    )
     return train, {
         name: build_evaluation_loader(module, data, settings, "validate", seed=seed, device=device)
         for name, data in inputs.val_data.items()

@@ -105,11 +105,25 @@ def _ask(method: Callable[..., Any], given: Any) -> Any:
 
 
 def build_train_loader(
-    module: AcceleratorModule, data: Any, settings: Settings, *, seed: int, device: torch.device
+    module: AcceleratorModule,
+    data: Any,
+    settings: Settings,
+    *,
+    seed: int,
+    device: torch.device,
+    max_micro_batch_size: int | None = None,
 ) -> Loader:
     """Build the loader of training batches.
 
     Processes: collective.
+
+    Args:
+        module: The module, whose collate function comes first.
+        data: The training data.
+        settings: What the Trainer was told.
+        seed: Seed of the order.
+        device: Where batches go.
+        max_micro_batch_size: What was found to fit in memory, beside the limit of the hyper-parameters.
 
     Raises:
         ArgumentError: A sampler stands beside a DataLoader, which has its own.
@@ -118,7 +132,7 @@ def build_train_loader(
     told = settings.data
     _refuse_sampler_beside_loader(data, told)
     _refuse_iterator(data, settings)
-    micro_batches = _count_micro_batches(data, settings)
+    micro_batches = _count_micro_batches(data, settings, max_micro_batch_size)
     options = LoaderOptions(
         purpose="train",
         batch_size=settings.hps.train_batch_size // micro_batches,
@@ -133,6 +147,8 @@ def build_train_loader(
         collate=_collate(module, told, "collate_fn_train"),
         num_workers=told.dataloader_num_workers,
         pin_memory=_pins_memory(told, device),
+        skips_bad=told.on_bad_sample == "skip",
+        agree_on=device if told.shard_dataloaders and num_processes() > 1 else None,
     )
     return _end_together(build_loader(data, options), told, device)
 
@@ -160,6 +176,7 @@ def build_evaluation_loader(
         collate=_collate(module, told, "collate_fn_val"),
         num_workers=told.dataloader_num_workers,
         pin_memory=_pins_memory(told, device),
+        skips_bad=told.on_bad_sample == "skip",
     )
     return _end_together(build_loader(data, options), told, device)
 
@@ -167,7 +184,7 @@ def build_evaluation_loader(
 def end_workers(loaders: Iterable[Loader]) -> None:
     """End the processes that load data, which would wait for another epoch."""
     for loader in loaders:
-        loader.dataloader._iterator = None
+        loader.end_workers()
 
 
 def _pins_memory(told: DataSettings, device: torch.device) -> bool:
@@ -185,8 +202,8 @@ def _refuse_iterator(data: Any, settings: Settings) -> None:
         raise DataError(explain("the training data", "an iterator, which can be read only once", expected, do))
 
 
-def _count_micro_batches(data: Any, settings: Settings) -> int:
-    count = settings.hps.train_batch_size // settings.hps.train_step_batch_size
+def _count_micro_batches(data: Any, settings: Settings, limit: int | None) -> int:
+    count = settings.hps.train_batch_size // settings.hps.micro_batch_size_within(limit)
     if count > 1 and (isinstance(data, DataLoader) or settings.data.batch_sampler is not None):
         warn("max_micro_batch_size has no effect: a DataLoader or a batch sampler of yours decides the size of batches")
         return 1

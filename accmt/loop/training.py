@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 
 from accmt.errors import DataError, explain
+from accmt.loop.bad_samples import count_bad_samples, tell_bad_samples
 from accmt.loop.boundary import Due
 from accmt.loop.evaluation import evaluate_and_count
+from accmt.loop.guard import look_at_losses
 from accmt.loop.leaving import leave_if_asked
 from accmt.loop.manual import ManualSteps
 from accmt.loop.run import Run
 from accmt.loop.windows import Windows
-from accmt.messages import warn_once
 from accmt.module import ExtendedAcceleratorModule
 
 
@@ -34,6 +35,7 @@ def train_epoch(run: Run) -> bool:
     is_used_up = True  # as it is where a checkpoint was written after the last update of an epoch
     for round_ in run.train_loader.rounds(state.epoch, first=state.train_step):
         state.now.is_last_training_batch = is_used_up = round_.is_last
+        count_bad_samples(run, round_)
         rounds.train(round_)
         if run.boundary.due is not None:
             finish_update(run)
@@ -58,7 +60,7 @@ def finish_update(run: Run) -> None:
     else:
         run.boundary.due = due  # nothing has moved since the update
     if is_update:
-        run.checkpoints.save_if_due(run, evaluated=evaluated)
+        save_if_due(run, evaluated=evaluated)
     leave_if_asked(run)
 
 
@@ -75,23 +77,36 @@ def _log_and_evaluate(run: Run) -> bool:
         log_row(run)
     is_evaluation_due = run.cadence.is_evaluation_due(state, run.updates_per_epoch(state.epoch))
     if is_evaluation_due:
+        look_at_losses(run)
         evaluate_and_count(run)
     return is_evaluation_due
 
 
+def save_if_due(run: Run, *, epoch_ended: bool = False, evaluated: bool = False) -> None:
+    """Save a checkpoint if one is due here, unless the losses since the last one are wrong.
+
+    Processes: collective.
+    """
+    if run.checkpoints.is_due(run, epoch_ended=epoch_ended, evaluated=evaluated):
+        look_at_losses(run)
+    run.checkpoints.save_if_due(run, epoch_ended=epoch_ended, evaluated=evaluated)
+
+
 def log_row(run: Run) -> None:
-    """Log the training values since the last row.
+    """Log the training values since the last row; a loss that is not finite is logged as it is, and reacted to.
 
     Processes: collective.
     """
     loss_name = run.settings.tracking.train_loss_metric_name
+    tell_bad_samples(run)
     row = run.window.take_row(loss_name)
     if not row:
         return
-    if not math.isfinite(row.get(loss_name, 0.0)):
-        do = "lower the learning rate, or pass clip_grad=1.0"
-        warn_once(f"{loss_name} is {row[loss_name]} at update {run.state.global_step}: {do}", about=loss_name)
     if run.state.skipped_updates:
         row["skipped_updates"] = run.state.skipped_updates
+    if run.state.bad_samples:
+        row["bad_samples"] = run.state.bad_samples
     for hook in run.hooks.on_log:
         hook(values=row, step=run.state.global_step)
+    if run.guard.looks_at_every_row or not math.isfinite(row.get(loss_name, 0.0)):
+        look_at_losses(run)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from accmt.loop.recovery import restart_with_smaller_batches
 from accmt.loop.reduction import average_gradients
 from accmt.loop.run import Run
 from accmt.loop.weighting import Window
+from accmt.processes import sum_over_processes
 
 
 def finish_window(run: Run, window: Window) -> bool:
@@ -16,21 +18,57 @@ def finish_window(run: Run, window: Window) -> bool:
 
     Returns:
         Whether there was an update: none where all weights are 0, or where the gradient scaler met inf.
+
+    Raises:
+        Restart: A process ran out of memory, and the run goes on with smaller micro-batches.
     """
     stepper = run.stepper
+    if run.settings.optimization.auto_micro_batch and _has_run_out_of_memory(run, window):
+        restart_with_smaller_batches(run)
     if window.is_unreduced:  # before unscaling, so that all processes find the same inf
         average_gradients(stepper.parameters)
     stepper.unscale()
     factor, samples = run.weighting.close(window)
     stepper.multiply_gradients(factor)
-    is_done = step_optimizer(run) if factor > 0 else _skip(run)
+    is_done = step_optimizer(run) if factor > 0 and _is_wanted(run) else _skip(run)
     if is_done:
         step_schedule(run, at_epoch_end=False)
+    elif run.accelerator.scaler is not None and not run.guard.judges_before_step:
+        run.guard.forgive(window.samples_before)
     zero_gradients(run)
+    _count(run, samples, is_done=is_done)
+    return is_done
+
+
+def pass_over(run: Run, window: Window) -> bool:
+    """Count a window that was not trained on as one without an update.
+
+    Processes: collective.
+
+    Returns:
+        False.
+    """
+    _, samples = run.weighting.close(window)
+    _count(run, samples, is_done=False)
+    return False
+
+
+def _count(run: Run, samples: int, *, is_done: bool) -> None:
     run.state.count_samples(samples)
     run.state.count_update(is_skipped=not is_done)
     run.boundary.mark(run, "update" if is_done else "skipped")
-    return is_done
+
+
+def _has_run_out_of_memory(run: Run, window: Window) -> bool:
+    return sum_over_processes((float(window.ran_out_of_memory),), run.device)[0] > 0
+
+
+def _is_wanted(run: Run) -> bool:
+    """Return whether the gradients are such that the optimizer may step; a gradient scaler sees to that by itself."""
+    if not run.guard.judges_before_step or run.accelerator.scaler is not None:
+        return True
+    gradients = [parameter.grad for parameter in run.stepper.parameters if parameter.grad is not None]
+    return run.guard.lets_pass(gradients, run.state.global_step + 1)
 
 
 def _skip(run: Run) -> bool:

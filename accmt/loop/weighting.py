@@ -31,6 +31,9 @@ class Window:
     Attributes:
         num_rounds: Batches of each process that it has at most.
         known_samples: Samples of all its batches on all processes; None if they are counted as they come.
+        samples_before: Samples of all processes seen before it.
+        is_passed_over: Whether it is not trained on.
+        ran_out_of_memory: Whether this process could not finish one of its batches.
         rounds_done: Rounds finished.
         own_weight: Weights of this process's batches so far.
         own_batches: Batches that this process had a part in.
@@ -40,6 +43,9 @@ class Window:
 
     num_rounds: int
     known_samples: int | None
+    samples_before: int = 0
+    is_passed_over: bool = False
+    ran_out_of_memory: bool = False
     rounds_done: int = 0
     own_weight: Weight = 0.0
     own_batches: int = 0
@@ -80,7 +86,7 @@ class Weighting:
         """
         own = (0.0 if weight is None else float(weight), float(weight is not None), float(is_explicit))
         total, batches, explicit = sum_over_processes(own, self._device)
-        self.is_explicit = explicit > 0
+        self.is_explicit = explicit > 0 if batches else None  # no process has one, so the next decides
         self.reference = total / batches if total > 0 else 1.0
 
     def loss_factor(self, window: Window, weight: Weight) -> Weight:
@@ -102,7 +108,7 @@ class Weighting:
         if self._is_one_batch(window):
             return float(bool(window.own_weight)), window.own_samples
         if window.known_samples is not None and not self.is_explicit:
-            return 1.0, window.known_samples
+            return float(window.known_samples > 0), window.known_samples
         own = (float(window.own_weight), float(window.own_batches), float(window.own_samples))
         total, batches, samples = sum_over_processes(own, self._device)
         if total <= 0:

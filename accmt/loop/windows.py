@@ -8,9 +8,13 @@ import torch
 
 from accmt.data import Round, derive_seed, seed_generators
 from accmt.errors import ModuleContractError, explain
+from accmt.failures import is_out_of_memory
+from accmt.loop.guard import Place
 from accmt.loop.outputs import TrainingOutput, read_training_output
+from accmt.loop.recovery import current_micro_batch_size
+from accmt.loop.reduction import broadcast_buffers
 from accmt.loop.run import Run
-from accmt.loop.update import finish_window
+from accmt.loop.update import finish_window, pass_over
 from accmt.loop.weighting import Window
 from accmt.metrics.weighted_sum import Weight
 from accmt.processes import num_processes, process_index
@@ -26,12 +30,15 @@ class Windows:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._window: Window | None = None
+        self._may_halve = run.settings.optimization.auto_micro_batch and current_micro_batch_size(run) > 1
+        self._reduces_by_hand = self._may_halve and num_processes() > 1
 
     def train(self, round_: Round) -> bool:
         """Run forward and backward of one batch on every process, and the update if it ends a window.
 
         Gradients are reduced over processes in the last round of a window only. A round in which some process has no
-        batch runs without any communication; its window's gradients are reduced by hand afterwards.
+        batch, or may run out of memory, runs without any communication; its window's gradients are reduced by hand
+        afterwards.
 
         Processes: collective.
 
@@ -39,13 +46,15 @@ class Windows:
             Whether an update was made.
         """
         run = self._run
-        window = self._window = self._window or _open_window(run, round_)
+        window = self._window = self._window or self._open_window(round_)
         window.rounds_done += 1
         ends_window = round_.is_last or window.rounds_done == window.num_rounds
-        if round_.is_partial:
-            window.is_unreduced = True
-            with run.using_unwrapped_model():
-                _train_own_batch(run, window, round_)
+        if window.is_passed_over:
+            _count_own_batch(run, window, round_)
+        elif self._may_halve:
+            self._try_own_batch(window, round_)
+        elif round_.is_partial:
+            _train_apart(run, window, round_)
         elif ends_window or num_processes() == 1:
             _train_own_batch(run, window, round_)
         else:
@@ -55,7 +64,26 @@ class Windows:
         if not ends_window:
             return False
         self._window = None
-        return finish_window(run, window)
+        return pass_over(run, window) if window.is_passed_over else finish_window(run, window)
+
+    def _open_window(self, first: Round) -> Window:
+        run = self._run
+        if self._reduces_by_hand:
+            broadcast_buffers(run.unwrapped_model)  # as the wrapper does before a window's first batch
+        return _open_window(run, first)
+
+    def _try_own_batch(self, window: Window, round_: Round) -> None:
+        """Train on a batch that memory may not suffice for; then the window is only gone through to its end."""
+        train = _train_apart if self._reduces_by_hand else _train_own_batch
+        try:
+            if not window.ran_out_of_memory:
+                train(self._run, window, round_)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            window.ran_out_of_memory = True
+        if window.ran_out_of_memory and self._run.weighting.is_explicit is None:
+            self._run.weighting.decide(None, is_explicit=False)  # the others do, at their first batch
 
 
 def _open_window(run: Run, first: Round) -> Window:
@@ -66,7 +94,24 @@ def _open_window(run: Run, first: Round) -> Window:
     samples = loader.samples_in(first.index, end)
     if samples is None and accumulation == 1:
         samples = first.num_samples
-    return Window(num_rounds=end - first.index, known_samples=None if run.counts_own_samples else samples)
+    return Window(
+        num_rounds=end - first.index,
+        known_samples=None if run.counts_own_samples else samples,
+        samples_before=run.state.samples_seen,
+        is_passed_over=run.state.samples_seen in run.recovery.passed_over,
+    )
+
+
+def _count_own_batch(run: Run, window: Window, round_: Round) -> None:
+    if round_.batch is not None:
+        window.add(0.0, run.count_samples(round_, round_.batch))
+
+
+def _train_apart(run: Run, window: Window, round_: Round) -> None:
+    """Train on this process's batch without communication, so that it need not keep in step with the others."""
+    window.is_unreduced = True
+    with run.using_unwrapped_model():
+        _train_own_batch(run, window, round_)
 
 
 def _train_own_batch(run: Run, window: Window, round_: Round) -> None:
@@ -82,16 +127,21 @@ def _train_batch(run: Run, window: Window, round_: Round) -> None:
     seed_generators(derive_seed(run.seed, "step", run.state.epoch, round_.index, process_index()), run.device)
     for hook in hooks.on_before_training_step:
         hook(batch=batch)
-    with run.autocast(), run.watching_wrapper(is_partial=round_.is_partial):
+    with run.autocast(), run.watching_wrapper():
         outputs = run.training_step(batch)
     output = read_training_output(outputs)
     weight = _weigh(run, window, round_, batch, output)
     for hook in hooks.on_before_backward:
         hook(loss=output.loss)
-    _backward(run, output.loss, run.weighting.loss_factor(window, weight))
+    factor = run.weighting.loss_factor(window, weight)
+    if run.guard.judges_before_step and not (isinstance(factor, float) and factor == 0.0):
+        factor = run.guard.mark_gradients(output.loss, factor)
+    _backward(run, output.loss, factor)
     for hook in hooks.on_after_backward:
         hook(loss=output.loss)
-    run.window.add(output.loss.detach(), weight, output.others)
+    loss = output.loss.detach()
+    run.window.add(loss, weight, output.others)
+    run.guard.add(loss, weight, Place.of(run.state, round_.index, window.samples_before))
     for hook in hooks.on_after_training_step:
         hook(batch=batch, outputs=outputs)
 

@@ -79,14 +79,14 @@ class WeightedSum:
     def _stack(self) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._values:
             return torch.empty(0), torch.empty(0)
-        values = torch.stack(_on_one_device(self._values))
+        values = torch.stack(on_one_device(self._values))
         if any(isinstance(weight, torch.Tensor) for weight in self._weights):
             weights = [torch.as_tensor(weight, device=values.device).detach() for weight in self._weights]
             return values, torch.stack(weights)
         return values, torch.tensor(self._weights, dtype=torch.float64)
 
 
-def _on_one_device(values: list[torch.Tensor]) -> list[torch.Tensor]:
+def on_one_device(values: list[torch.Tensor]) -> list[torch.Tensor]:
     """Move what lies on the CPU to the others: a step may return a number now and a tensor of the device then."""
     devices = {value.device for value in values}
     if len(devices) == 1:

@@ -18,7 +18,9 @@ class OptimizationSettings:
         clip_grad: Largest norm (or value) of the gradient of an update; None or 0 is off.
         clip_grad_type: "norm" scales the whole gradient, "value" cuts each entry.
         set_to_none: Whether gradients are dropped after an update instead of filled with zeros.
-        auto_micro_batch: Whether running out of memory halves the micro-batch and keeps the effective batch.
+        auto_micro_batch: Whether running out of memory in a training step halves the micro-batch, doubles the
+            accumulation and trains on: the effective batch, the order of samples and the schedule stay. Several
+            processes then reduce gradients after a window's last backward, not during it.
     """
 
     grad_accumulation_steps: int | Mapping[int, int] | None = None

@@ -10,10 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 PENDING: dict[str, str] = {
-    "on_nonfinite": "reactions to losses that are not finite",
-    "spike_guard": "reactions to losses that are not finite",
-    "auto_micro_batch": "recovery from running out of memory",
-    "on_bad_sample": "skipping of samples that cannot be read",
     "profiler": "the profiler",
     "overfit_batches": "overfitting on a few batches",
     "fast_dev_run": "trial runs",

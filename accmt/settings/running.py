@@ -93,21 +93,30 @@ class FailureSettings:
     Args:
         handlers: Errors at which a safe checkpoint of the last update is taken before they go on: a `Handler`, its
             name, or a list.
-        on_nonfinite: "stop", "skip" or "rollback" on a loss that is not finite.
-        spike_guard: Treats a loss this many deviations above the recent mean as not finite; None is off.
+        on_nonfinite: What happens after a training loss that is not finite: "stop" ends the run with an error that
+            names the batch, "skip" leaves the update out before it is made (and waits for the device once per update),
+            "rollback" goes back to the newest checkpoint and passes over the update. None only warns.
+        spike_guard: Treats a loss this many standard deviations above the mean of the process's last 100 as not
+            finite, from the 21st on; None is off.
         hang_timeout_s: Seconds without a finished batch after which the run counts as hung and ends, saying where;
             None is off.
         preempt_exit_code: Exit code after SIGTERM or SIGUSR1, from 0 to 255.
     """
 
     handlers: Any = None
-    on_nonfinite: str = "stop"
+    on_nonfinite: str | None = "stop"
     spike_guard: float | None = None
     hang_timeout_s: float | None = None
     preempt_exit_code: int = 143
 
     def __post_init__(self) -> None:
         read_handlers(self.handlers)
+        require_choice("on_nonfinite", self.on_nonfinite, ("stop", "skip", "rollback", None))
+        if self.spike_guard is not None:
+            require_positive("spike_guard", self.spike_guard)
+            if self.on_nonfinite is None:
+                do = 'on_nonfinite="rollback"'
+                raise_wrong_value("spike_guard", self.spike_guard, "on_nonfinite other than None beside it", do)
         if self.hang_timeout_s is not None:
             require_positive("hang_timeout_s", self.hang_timeout_s)
         require_int("preempt_exit_code", self.preempt_exit_code, at_least=0)
