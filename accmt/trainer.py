@@ -13,6 +13,7 @@ import torch
 
 from accmt.callbacks import build_callbacks
 from accmt.config import HyperParameters
+from accmt.config.hyperparameters import FIELDS as HYPER_PARAMETERS
 from accmt.config.numbers import read_numbers
 from accmt.data import keeping_generators
 from accmt.errors import ArgumentError, UnknownArgumentError, explain
@@ -315,6 +316,9 @@ def _resolve_aliases(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[s
 def _check_tracker_kwargs(extra: Mapping[str, Any], names: list[str], *, has_tracker: bool) -> None:
     """Refuse keywords that look like a misspelt argument, and all of them where there is no tracker to take them."""
     for name in extra:
+        if name in HYPER_PARAMETERS:
+            expected, do = "an argument of Trainer", f"put {name} into the hyper-parameters: it is one of them"
+            raise UnknownArgumentError(explain(f"Trainer({name}=...)", "a hyper-parameter", expected, do))
         nearest = get_close_matches(name, names, n=1, cutoff=0.8 if has_tracker else 0.6)
         if has_tracker and not nearest:
             continue

@@ -111,6 +111,25 @@ class StateCollector:
         return CollectedState(pieces | Pieces.whole(own) if is_main_process() else pieces, text)
 
 
+def require_numbers(collected: CollectedState) -> None:
+    """Refuse weights and optimizer states that hold NaN: nothing could be continued from them.
+
+    The norm of a tensor tells, in one pass and without memory of its own; infinite entries, as in masks, are let be.
+
+    Args:
+        collected: The state, on any device.
+
+    Raises:
+        CheckpointError: A tensor holds NaN; the message names it.
+    """
+    for name, tensor in collected.pieces.tensors.items():
+        if name.startswith("others.") or not tensor.is_floating_point() or tensor.element_size() == 1:
+            continue
+        if torch.isnan(torch.linalg.vector_norm(tensor)):
+            do = "find the update that made it: a loss or a gradient was not finite"
+            raise CheckpointError(explain(f"the checkpoint's {name}", "NaN", "numbers to continue from", do))
+
+
 def write_state(collected: CollectedState, folder: Path) -> list[Path]:
     """Write this process's files; no process waits for another.
 

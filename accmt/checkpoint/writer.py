@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accmt.checkpoint.engine import CollectedState, StateCollector, write_state
+from accmt.checkpoint.engine import CollectedState, StateCollector, require_numbers, write_state
 from accmt.checkpoint.snapshot import HostSnapshot
 from accmt.checkpoint.staging import Staging
 from accmt.checkpoint.store import CheckpointStore
@@ -132,4 +132,5 @@ class CheckpointWriter:
 
 
 def _write_files(collected: CollectedState, folder: Path) -> None:
+    require_numbers(collected)
     write_state(collected, folder)

@@ -14,7 +14,7 @@ from accmt.config.reading import read_document
 if TYPE_CHECKING:
     import torch
 
-_FIELDS = (
+FIELDS = (
     "epochs",
     "batch_size",
     "optim",
@@ -25,6 +25,7 @@ _FIELDS = (
     "step_scheduler_per_epoch",
     "max_micro_batch_size",
 )
+"""The names of all hyper-parameters."""
 
 
 class HyperParameters:
@@ -188,8 +189,8 @@ class HyperParameters:
         return dict(_flat(self.to_dict()["hps"], ""))
 
     def __getitem__(self, key: str) -> Any:
-        if key not in _FIELDS:
-            raise KeyError(f"{key!r} is not one of {', '.join(_FIELDS)}")
+        if key not in FIELDS:
+            raise KeyError(f"{key!r} is not one of {', '.join(FIELDS)}")
         return getattr(self, key)
 
     def __eq__(self, other: object) -> bool:
@@ -200,7 +201,7 @@ class HyperParameters:
     __hash__ = None  # type: ignore[assignment]  # its fields can be set
 
     def __repr__(self) -> str:
-        return f"HyperParameters({', '.join(f'{key}={self[key]!r}' for key in _FIELDS)})"
+        return f"HyperParameters({', '.join(f'{key}={self[key]!r}' for key in FIELDS)})"
 
     def _batch_size_of(self, stage: int) -> int:
         sizes = self.batch_size if isinstance(self.batch_size, tuple) else (self.batch_size,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from accmt.callbacks import Callback
 from accmt.callbacks.ending import EndSummary
 from accmt.callbacks.monitor import build_monitor
+from accmt.callbacks.notebook import NotebookView, is_notebook
 from accmt.callbacks.progress import ProgressBar
 from accmt.callbacks.report import EvaluationReport
 from accmt.callbacks.summary import ModelSummary
@@ -26,12 +27,24 @@ def builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelSaver)
     told, logged = settings.running, settings.tracking
     loss_name = logged.train_loss_metric_name
     enable_bar = told.verbose if told.enable_progress_bar is None else told.enable_progress_bar
+    view = NotebookView(loss_name, logged.val_loss_metric_name) if enable_bar and is_notebook() else None
     bar = ProgressBar(
         enable=None if told.enable_progress_bar is None and enable_bar else enable_bar,
         loss_name=loss_name,
+        stream=None if view is None else view.terminal,
     )
     first, last = build_monitor(logged.monitored, loss_name, is_main_process=is_main_process())
     summaries: list[Callback] = [ModelSummary()] if told.enable_model_summary else []
     rows = RowLogger(tracking, bar, logged.monitored)
     ending: list[Callback] = [EndSummary(loss_name)] if told.verbose else []
-    return [*first, *summaries, bar, EvaluationReport(loss_name), rows, saver, *ending, *last]
+    return [
+        *first,
+        *summaries,
+        bar,
+        *([view] if view else []),
+        EvaluationReport(loss_name),
+        rows,
+        saver,
+        *ending,
+        *last,
+    ]

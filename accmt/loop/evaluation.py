@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ def _evaluate_set(
     for hook in () if is_silent else run.hooks.on_validation_start:
         hook(key=key)
     in_work = _SetInWork(run, key, is_silent=is_silent)
-    for round_ in islice(loader.rounds(0), max_rounds):
+    for round_ in _first_rounds(loader, max_rounds):
         with without_gradients(run, stage):
             loss, weight = in_work.take(round_)
         run.state.count_validation_batch()
@@ -157,6 +157,16 @@ def _evaluate_set(
     for hook in () if is_silent else run.hooks.on_validation_end:
         hook(key=key, outputs=outputs)
     return outputs
+
+
+def _first_rounds(loader: Loader, max_rounds: int | None) -> Iterator[Round]:
+    """Yield rounds until there were so many with anything in them that can be read."""
+    num_rounds = 0
+    for round_ in loader.rounds(0):
+        yield round_
+        num_rounds += round_.batch is not None or not round_.bad
+        if num_rounds == max_rounds:
+            return
 
 
 class _SetInWork:

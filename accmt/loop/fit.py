@@ -16,6 +16,7 @@ from accmt.loop.recovery import Restart
 from accmt.loop.run import Run
 from accmt.loop.saver import save_model
 from accmt.loop.sources import end_workers
+from accmt.loop.starts import note_end, tell_repetition
 from accmt.loop.training import finish_update, log_row, save_if_due, train_epoch
 from accmt.loop.update import step_schedule
 from accmt.messages import say, warn
@@ -51,7 +52,10 @@ def fit(run: Run) -> None:
     except BaseException as error:
         note_dead_worker(error)
         _mark_failure(run, error)
+        note_end(run, error)
         raise
+    else:
+        note_end(run, None)
     finally:
         _close(run)
 
@@ -78,6 +82,7 @@ def _begin(run: Run) -> None:
     run_on_main_process(lambda: run.tracking.start(describe(run)))
     run.module.tracker = next(iter(run.tracking.loggers), None)
     run.checkpoints.begin(run)
+    tell_repetition(run)
     if run.settings.running.preflight:
         check_room(run)
 

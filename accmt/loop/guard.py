@@ -59,12 +59,14 @@ class Finding:
     Attributes:
         place: Where its batch was.
         what: What is wrong with it.
+        is_spike: Whether it is finite.
         process: The process that had the batch.
         samples: The indices of the batch's samples in the dataset; None where the data have none.
     """
 
     place: Place
     what: str
+    is_spike: bool
     process: int
     samples: list[int] | None
 
@@ -86,13 +88,14 @@ class LossGuard:
 
     Attributes:
         reaction: What is done about a wrong one.
-        judges_before_step: Whether the optimizer waits for the judgement.
-        skipped: The updates that were left out since the last look.
+        careful_until: Windows that begin before so many samples are judged before the optimizer steps, whatever the
+            reaction: a rollback has led back to before them.
+        skipped: The updates that were left out since the last look, by the samples seen before their windows.
     """
 
     def __init__(self, reaction: str | None, spike_guard: float | None) -> None:
         self.reaction = reaction
-        self.judges_before_step = reaction == "skip"
+        self.careful_until = 0
         self._spike_guard = spike_guard
         self._losses: list[torch.Tensor] = []
         self._chunks: list[torch.Tensor] = []
@@ -100,7 +103,7 @@ class LossGuard:
         self._places: list[Place] = []
         self._harmless: set[int] = set()
         self._recent: deque[float] = deque(maxlen=_RECENT)
-        self.skipped: list[int] = []
+        self.skipped: dict[int, int] = {}
 
     @property
     def looks_at_every_row(self) -> bool:
@@ -116,6 +119,10 @@ class LossGuard:
             self._chunks.append(torch.stack(on_one_device(self._losses)).float())
             self._losses = []
 
+    def judges_before_step(self, samples_before: int) -> bool:
+        """Return whether the optimizer has to wait for a judgement of the window that begins there."""
+        return self.reaction == "skip" or samples_before < self.careful_until
+
     def mark_gradients(self, loss: torch.Tensor, factor: Weight) -> Weight:
         """Return the factor of a loss; for a wrong one it is NaN, so that gradients tell all processes of it."""
         highest = min(self._highest(), torch.finfo(loss.dtype).max)
@@ -125,17 +132,17 @@ class LossGuard:
         """Pass over the losses of a window that a gradient scaler made no update of: it is there for overflows."""
         self._harmless.add(samples_before)
 
-    def lets_pass(self, gradients: list[torch.Tensor], update: int) -> bool:
+    def lets_pass(self, gradients: list[torch.Tensor], update: int, samples_before: int) -> bool:
         """Return whether an update with these gradients, reduced over processes, is to be made.
 
         Waits for the device.
         """
         is_finite = bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients)))
         if not is_finite:
-            self.skipped.append(update)
+            self.skipped[samples_before] = update
         return is_finite
 
-    def find(self) -> list[tuple[Place, str]]:
+    def find(self) -> list[tuple[Place, float, str]]:
         """Look at the losses that were added since the last call, and return where one is wrong.
 
         Waits for the device.
@@ -146,7 +153,7 @@ class LossGuard:
         judged = (
             (loss, place) for loss, weight, place in pairs if weight and place.samples_before not in self._harmless
         )
-        found = [(place, what) for loss, place in judged if (what := self._judge(loss))]
+        found = [(place, loss, what) for loss, place in judged if (what := self._judge(loss))]
         self._losses, self._chunks, self._weights, self._places, self._harmless = [], [], [], [], set()
         return found
 
@@ -191,33 +198,37 @@ def look_at_losses(run: Run) -> None:
     """
     guard = run.guard
     own = [
-        Finding(place, what, process_index(), run.train_loader.samples_of(place.epoch, place.round))
-        for place, what in guard.find()[:_MAX_NAMED]
+        Finding(
+            place, what, math.isfinite(loss), process_index(), run.train_loader.samples_of(place.epoch, place.round)
+        )
+        for place, loss, what in guard.find()[:_MAX_NAMED]
     ]
-    found = sorted(chain.from_iterable(gather_objects(own)), key=lambda finding: finding.place.update)
-    skipped, guard.skipped = guard.skipped, []
-    if guard.judges_before_step:
-        _tell_skipped(found, skipped)
-    elif found:
-        _react(run, found)
+    found = sorted(chain.from_iterable(gather_objects(own)), key=lambda finding: finding.place.samples_before)
+    skipped, guard.skipped = guard.skipped, {}
+    _tell_skipped([finding for finding in found if finding.place.samples_before in skipped], skipped)
+    made = [finding for finding in found if finding.place.samples_before not in skipped]
+    if made:
+        _react(run, made)
 
 
-def _tell_skipped(found: list[Finding], skipped: list[int]) -> None:
+def _tell_skipped(found: list[Finding], skipped: dict[int, int]) -> None:
     for finding in found:
         warn(f"{finding}: the update is left out")
-    named = {finding.place.update for finding in found}
-    for update in sorted(set(skipped) - named):
-        warn(f"the gradients of update {update} are not finite, though its losses are: it is left out")
+    named = {finding.place.samples_before for finding in found}
+    for samples_before, update in skipped.items():
+        if samples_before not in named:
+            warn(f"the gradients of update {update} are not finite, though its losses are: it is left out")
 
 
 def _react(run: Run, found: list[Finding]) -> None:
     first = found[0]
-    if run.guard.reaction is None:
+    if run.guard.reaction in (None, "skip"):  # a spike that was judged by fewer losses before the step
         warn_once(f"{first}: lower the learning rate, or pass clip_grad=1.0", about="wrong losses")
         return
     run.boundary.is_torn = True  # no checkpoint of this
     if run.guard.reaction == "rollback":
-        roll_back(run, {f.place.samples_before for f in found if f.place.update == first.place.update}, str(first))
+        window = first.place.samples_before
+        roll_back(run, window, str(first), is_passed_over=first.is_spike)
     do = 'lower the learning rate, pass clip_grad=1.0, or leave such updates out: on_nonfinite="skip" or "rollback"'
     expected = "finite losses; the newest checkpoint is older than this one"
     raise NonFiniteError(explain("the training loss", str(first), expected, do))

@@ -114,14 +114,18 @@ def _keep_safe(run: Run, error: BaseException) -> None:
         free_memory(run)
     _take_averages_out(run)
     try:
-        if run.watch is None or not run.watch.is_apart:
-            run.checkpoints.save_boundary(run)
-        elif is_main_process() and not isinstance(run.train_loader, UnsharedLoader):
-            run.checkpoints.wait()  # its thread still acts with the others
-            with acting_alone():
-                run.checkpoints.save_boundary(run, is_alone=True)
+        _save_boundary(run)
     except Exception as own:  # noqa: BLE001 - the error that ends the run goes first
         warn(f"the safe checkpoint could not be taken, the newest one stands: {own}")
+
+
+def _save_boundary(run: Run) -> None:
+    if run.watch is None or not run.watch.is_apart:
+        run.checkpoints.save_boundary(run)
+    elif is_main_process() and not isinstance(run.train_loader, UnsharedLoader):
+        run.checkpoints.wait()  # its thread still acts with the others
+        with acting_alone():
+            run.checkpoints.save_boundary(run, is_alone=True)
 
 
 def _is_handled(run: Run, error: BaseException) -> bool:

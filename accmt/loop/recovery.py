@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -41,6 +41,7 @@ class Recovery:
     Attributes:
         max_micro_batch_size: Samples of a micro-batch that fit in memory at most; None where memory never ran out.
         passed_over: Windows that are not trained on, each by the samples seen before it.
+        careful_until: Windows that begin before so many samples are judged before the optimizer steps.
         rollbacks: How often in a row the run went back to the same checkpoint.
         rolled_back_to: The update of that checkpoint.
         checkpoint: The checkpoint that the next run continues from; None where no other run is due.
@@ -49,6 +50,7 @@ class Recovery:
 
     max_micro_batch_size: int | None = None
     passed_over: set[int] = field(default_factory=set)
+    careful_until: int = 0
     rollbacks: int = 0
     rolled_back_to: int | None = None
     checkpoint: Path | None = None
@@ -56,13 +58,18 @@ class Recovery:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a later run has to know; JSON can hold it."""
-        return {"max_micro_batch_size": self.max_micro_batch_size, "passed_over": sorted(self.passed_over)}
+        return {
+            "max_micro_batch_size": self.max_micro_batch_size,
+            "passed_over": sorted(self.passed_over),
+            "careful_until": self.careful_until,
+        }
 
     def learn(self, state: Mapping[str, Any]) -> None:
         """Add what the run of a checkpoint had learned to what this one knows already."""
         limits = [self.max_micro_batch_size, state["max_micro_batch_size"]]
         self.max_micro_batch_size = min((limit for limit in limits if limit is not None), default=None)
         self.passed_over |= set(state["passed_over"])
+        self.careful_until = max(self.careful_until, state["careful_until"])
 
     def take_checkpoint(self) -> Path | None:
         """Return the checkpoint to continue from, once."""
@@ -122,15 +129,19 @@ def restart_with_smaller_batches(run: Run) -> NoReturn:
     _restart(run, run.checkpoints.newest())
 
 
-def roll_back(run: Run, windows: Iterable[int], why: str) -> NoReturn:
-    """End the run, to go on from its newest checkpoint and pass over some windows.
+def roll_back(run: Run, window: int, why: str, *, is_passed_over: bool) -> NoReturn:
+    """End the run, to go on from its newest checkpoint and leave an update out.
 
-    Processes: collective; the same windows on all.
+    A loss that is not finite may come of the update before it, whose gradients were not. So the windows up to this one
+    are trained on again, each judged before the optimizer steps.
+
+    Processes: collective; the same window on all.
 
     Args:
         run: The run.
-        windows: The windows, each by the samples seen before it.
-        why: What is wrong with them, for the messages.
+        window: The window where something went wrong, by the samples seen before it.
+        why: What is wrong there, for the messages.
+        is_passed_over: Whether the window is left out unseen: a spike may not look like one again.
 
     Raises:
         Restart: Always, unless this led nowhere before.
@@ -144,8 +155,9 @@ def roll_back(run: Run, windows: Iterable[int], why: str) -> NoReturn:
         got = f"{why}, after {MAX_ROLLBACKS} rollbacks to update {step}"
         do = "look at the data and at the learning rate: passing over single updates does not help"
         raise NonFiniteError(explain("the training loss", got, "finite losses after passing over a few updates", do))
-    recovery.passed_over |= set(windows)
-    warn(f"{why}: back to the checkpoint of update {step}, from where this update is passed over")
+    recovery.passed_over |= {window} if is_passed_over else set()
+    recovery.careful_until = window + 1
+    warn(f"{why}: back to the checkpoint of update {step}, from where the update at fault is left out")
     _restart(run, checkpoint)
 
 

@@ -98,6 +98,7 @@ def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any, rec
         total_updates=length.total,
         seed=seed,
     )
+    run.guard.careful_until = recovery.careful_until
     if resumed is not None:
         restore(run, resumed)
         recovery.clear_up(resumed.folder)

@@ -30,10 +30,10 @@ def finish_window(run: Run, window: Window) -> bool:
     stepper.unscale()
     factor, samples = run.weighting.close(window)
     stepper.multiply_gradients(factor)
-    is_done = step_optimizer(run) if factor > 0 and _is_wanted(run) else _skip(run)
+    is_done = step_optimizer(run) if factor > 0 and _is_wanted(run, window) else _skip(run)
     if is_done:
         step_schedule(run, at_epoch_end=False)
-    elif run.accelerator.scaler is not None and not run.guard.judges_before_step:
+    elif run.accelerator.scaler is not None:
         run.guard.forgive(window.samples_before)
     zero_gradients(run)
     _count(run, samples, is_done=is_done)
@@ -63,12 +63,12 @@ def _has_run_out_of_memory(run: Run, window: Window) -> bool:
     return sum_over_processes((float(window.ran_out_of_memory),), run.device)[0] > 0
 
 
-def _is_wanted(run: Run) -> bool:
+def _is_wanted(run: Run, window: Window) -> bool:
     """Return whether the gradients are such that the optimizer may step; a gradient scaler sees to that by itself."""
-    if not run.guard.judges_before_step or run.accelerator.scaler is not None:
+    if run.accelerator.scaler is not None or not run.guard.judges_before_step(window.samples_before):
         return True
     gradients = [parameter.grad for parameter in run.stepper.parameters if parameter.grad is not None]
-    return run.guard.lets_pass(gradients, run.state.global_step + 1)
+    return run.guard.lets_pass(gradients, run.state.global_step + 1, window.samples_before)
 
 
 def _skip(run: Run) -> bool:

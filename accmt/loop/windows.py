@@ -134,7 +134,7 @@ def _train_batch(run: Run, window: Window, round_: Round) -> None:
     for hook in hooks.on_before_backward:
         hook(loss=output.loss)
     factor = run.weighting.loss_factor(window, weight)
-    if run.guard.judges_before_step and not (isinstance(factor, float) and factor == 0.0):
+    if run.guard.judges_before_step(window.samples_before) and not (isinstance(factor, float) and factor == 0.0):
         factor = run.guard.mark_gradients(output.loss, factor)
     _backward(run, output.loss, factor)
     for hook in hooks.on_after_backward:

@@ -85,6 +85,7 @@ def test_the_values_of_training_come_again_bit_for_bit_and_from_every_place(answ
 def test_data_that_are_cut_otherwise_are_predicted_in_their_order(answers: Answers, processes: int):
     otherwise = answers[processes][0]["otherwise"]
     assert otherwise["loader"]["index"] == otherwise["chunked"]["index"] == list(range(9))
+    assert otherwise["chunked"] == otherwise["unchunked"]
     assert otherwise["limited"]["index"] == list(range(min(9, BATCH_SIZE * processes)))
 
 

@@ -120,3 +120,18 @@ def test_where_one_process_fails_all_end_and_a_checkpoint_is_there(
     assert continued.returncode == 0, continued.stdout[-3000:]
     counters = json.loads((tmp_path / "result.json").read_text())[0]["counters"]
     assert (counters["epoch"], counters["global_step"], counters["samples_seen"]) == (3, 6, 66)
+
+
+@pytest.mark.slow
+def test_a_hang_of_one_process_ends_all_and_says_where_it_was(tmp_path: Path) -> None:
+    settings = {"hang_timeout_s": 5.0, "checkpoint_every": "1 step"}
+    part = {"act": "hang", "moment": "on_before_training_step", "number": 5, "process": 1, "settings": settings}
+    ended = start(tmp_path, 2, part)
+    assert ended.returncode != 0
+    assert "in act" in ended.stdout, "the stack of the process that hangs"
+    seconds = time.time() - float((tmp_path / "run" / "acted").read_text())
+    assert seconds < 20 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    continued = start(tmp_path, 2, {"act": "none"})
+    assert continued.returncode == 0, continued.stdout[-3000:]
+    counters = json.loads((tmp_path / "result.json").read_text())[0]["counters"]
+    assert (counters["epoch"], counters["global_step"], counters["samples_seen"]) == (3, 6, 66)

@@ -28,7 +28,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_value_is_that_of_one_process(answers, processes, length):
     expected = answers[1][0]["values"][str(length)]
-    assert len(expected) == 32
+    assert len(expected) == 35
     for answer in answers[processes]:
         assert answer["values"][str(length)] == pytest.approx(expected, rel=1e-9, abs=1e-9, nan_ok=True)
 
@@ -68,3 +68,29 @@ def test_what_is_gathered_goes_to_the_main_process_only(answers, processes):
     main, *others = [answer["gathered"] for answer in answers[processes]]
     assert main == [list(range(3 * process)) for process in range(processes)]
     assert others == [[]] * (processes - 1)
+
+
+@pytest.mark.feature("P36")
+@pytest.mark.parametrize("processes", [1, *SEVERAL])
+def test_every_size_of_chunks_gives_the_same_bits(answers, processes):
+    for answer in answers[processes]:
+        assert [json.dumps(values) for values in answer["chunked"]] == [json.dumps(answer["again"])] * 3
+
+
+@pytest.mark.feature("N07")
+@pytest.mark.parametrize("kind", ["ErrorOfProcess", "ErrorOfBatch"])
+@pytest.mark.parametrize("processes", SEVERAL)
+def test_values_of_uneven_processes_weigh_their_samples(answers, processes, kind):
+    ranks = range(1, processes)
+    mean = sum(rank**3 for rank in ranks) / sum(rank**2 for rank in ranks)
+    expected = {"mean": mean, "sum": sum(ranks), "max": processes - 1, "min": 1}
+    for answer in answers[processes]:
+        for reduction, value in expected.items():
+            assert answer["uneven"][f"{kind}_{reduction}"] == pytest.approx(value, rel=1e-15)
+
+
+@pytest.mark.feature("N07")
+@pytest.mark.parametrize("processes", SEVERAL)
+def test_a_metric_that_fails_on_one_process_fails_on_all(answers, processes):
+    found = [answer["failing_on_one"] for answer in answers[processes]]
+    assert found == [f"computed by process {processes - 1}"] * processes

@@ -247,7 +247,7 @@ def test_losses_are_compared_with_the_hundred_before_them() -> None:
     assert guard.find() == []
     guard.add(torch.tensor(1.19), 1, Place(200, 0, 200, 200))
     guard.add(torch.tensor(1.35), 1, Place(201, 0, 201, 201))
-    ((place, what),) = guard.find()
+    ((place, _, what),) = guard.find()
     assert place.update == 201
     assert what.startswith("loss 1.35, a spike above 1.2")
 
@@ -256,7 +256,7 @@ def test_a_thousand_losses_between_two_looks_are_all_looked_at() -> None:
     guard = LossGuard("stop", None)
     for number in range(1000):
         guard.add(torch.tensor(NO_LOSS if number == 300 else 1.0), 1, Place(number, 0, number, number))
-    assert [place.round for place, _ in guard.find()] == [300]
+    assert [place.round for place, _, _ in guard.find()] == [300]
     assert guard.find() == []
 
 
@@ -276,3 +276,16 @@ def test_wrong_values_are_refused(settings: dict[str, Any], told: str) -> None:
 def test_rollback_without_checkpoints_is_refused(tmp_path: Any) -> None:
     with pytest.raises(ArgumentError, match="checkpoint_every=None"):
         train(make_data({}), tmp_path, on_nonfinite="rollback")
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_weights_that_gradients_made_nan_under_a_finite_loss_are_in_no_checkpoint(
+    is_async: bool, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"shuffle_train": False, "log_every": 4, "checkpoint_every": "1 step", "async_checkpointing": is_async}
+    module = InfiniteGradient()
+    trainer = make_trainer(HPS, str(tmp_path / "model"), on_nonfinite="rollback", **settings)
+    trainer.fit(module, make_data({10: 99.0}))
+    assert trainer.state.finished
+    assert "NaN" in caplog.text
+    assert all(parameter.isfinite().all() for parameter in module.model.parameters())

@@ -225,3 +225,9 @@ def test_hyper_parameters_of_the_caller_are_not_changed():
     before = repr(hps)
     Trainer(hps, "out").config()
     assert repr(hps) == before
+
+
+@pytest.mark.parametrize("name", ["max_steps", "epochs", "batch_size", "optim"])
+def test_a_hyper_parameter_among_the_arguments_is_told_its_place(name):
+    with pytest.raises(UnknownArgumentError, match=f"put {name} into the hyper-parameters"):
+        Trainer({}, "out/x", **{name: 3})

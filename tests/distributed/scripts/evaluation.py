@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from accmt import AcceleratorModule, Accuracy, Metric, Trainer
-from accmt.metrics import gathering
 from accmt.processes import gather_objects, is_main_process, process_index
 
 LENGTHS = (1, 4, 7, 8, 9, 17)
@@ -148,15 +147,11 @@ def predict_otherwise(folder: Path) -> dict[str, Any]:
     """Predict data that are cut or shared otherwise."""
     module, data = Classifier(), Texts(9)
     loader = DataLoader(data, batch_size=2, collate_fn=collate)
-    chunk, gathering._CHUNK_BYTES = gathering._CHUNK_BYTES, 1
-    try:
-        chunked = make_trainer(folder).predict(module, data)
-    finally:
-        gathering._CHUNK_BYTES = chunk
     alone = make_trainer(folder, shard_dataloaders=False).predict(module, Texts(7 + process_index()))
     return {
         "loader": plain(make_trainer(folder).predict(module, loader)),
-        "chunked": plain(chunked),
+        "chunked": plain(make_trainer(folder, gather_chunk_size=1).predict(module, data)),
+        "unchunked": plain(make_trainer(folder, gather_chunk_size=None).predict(module, data)),
         "limited": plain(make_trainer(folder, limit_predict_batches=1).predict(module, data)),
         "alone": plain(alone),
     }

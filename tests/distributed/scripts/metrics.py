@@ -26,12 +26,14 @@ from accmt.metrics import (
     RMSE,
     Accuracy,
     Metric,
+    MetricBatch,
+    MetricParallel,
     Perplexity,
     Precision,
     ValidationCollector,
     build_metrics,
-    gathering,
 )
+from accmt.metrics.gathering import CHUNK_BYTES, gather_on_main_process
 from accmt.processes import gather_objects, num_processes, process_index
 
 LENGTHS = (1, 4, 7, 8, 9, 17)
@@ -75,8 +77,25 @@ class FromSums(torchmetrics.Metric):
         return torch.stack([self.total * self.scale, self.largest])
 
 
+class ErrorOfProcess(MetricParallel):
+    """A mean over samples."""
+
+    def compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        return {self.name: (predictions.double() - references.double()).abs().mean()}
+
+
+class ErrorOfBatch(MetricBatch):
+    """The same, batch by batch."""
+
+    compute = ErrorOfProcess.compute
+
+
 def make_metrics() -> list[Any]:
-    own = [InOrder(f"order_of_{kind}") for kind in ("tensors", "arrays", "dicts", "lists_of_dicts", "strings")]
+    own: list[Any] = [
+        InOrder(f"order_of_{kind}") for kind in ("tensors", "arrays", "dicts", "lists_of_dicts", "strings")
+    ]
+    own += [ErrorOfProcess("error_of_processes"), ErrorOfBatch("error_of_batches")]
+    own += [ErrorOfProcess("largest_of_processes", reduction="max")]
     builtin = [
         Accuracy(),
         F1(num_classes=CLASSES),
@@ -132,6 +151,9 @@ def validate(samples: list[dict[str, Any]]) -> dict[str, Any]:
         "order_of_dicts": ({"index": index, "words": words}, {"index": index}),
         "order_of_lists_of_dicts": ([{"index": sample["index"]} for sample in samples], words),
         "order_of_strings": ([str(sample["index"]) for sample in samples], words),
+        "error_of_processes": (scores, targets),
+        "error_of_batches": (scores, targets),
+        "largest_of_processes": (0 * scores, 0 * targets),
         "accuracy": (logits, labels),
         "f1": (logits, labels),
         "precision": classes,
@@ -159,8 +181,8 @@ def batches_of(length: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
             yield round_.index, round_.batch
 
 
-def evaluate(metrics: tuple[Metric, ...], length: int) -> dict[str, float]:
-    collector = ValidationCollector(metrics)
+def evaluate(metrics: tuple[Metric, ...], length: int, chunk_bytes: int | None = CHUNK_BYTES) -> dict[str, float]:
+    collector = ValidationCollector(metrics, chunk_bytes=chunk_bytes)
     for position, batch in batches_of(length):
         with torch.inference_mode():
             collector.add(validate(batch), len(batch), position)
@@ -195,13 +217,21 @@ def feed(metric: Any, entry: Any) -> dict[str, float]:
     return collector.compute()
 
 
-def gather_uneven() -> list[list[int]]:
-    """Gather more items from one process than from another, one a chunk."""
-    chunk, gathering._CHUNK_BYTES = gathering._CHUNK_BYTES, 1
-    try:
-        return gathering.gather_on_main_process(list(range(3 * process_index())))
-    finally:
-        gathering._CHUNK_BYTES = chunk
+class FailingOnOne(MetricParallel):
+    def compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        if process_index() == num_processes() - 1:
+            raise MetricError(f"computed by process {process_index()}")
+        return {self.name: 1.0}
+
+
+def reduce_uneven(kind: type[MetricParallel], reduction: str) -> float:
+    """Reduce the values of processes with 0, 1, 4, 9 ... samples, of which each has the number of its process."""
+    rank = process_index()
+    metric = kind("uneven", reduction=reduction)
+    collector = ValidationCollector([metric])
+    if rank:
+        collector.add({"uneven": (torch.full((rank**2,), float(rank)), torch.zeros(rank**2))}, 1)
+    return collector.compute()["uneven"]
 
 
 def ask_everything() -> dict[str, Any]:
@@ -213,7 +243,15 @@ def ask_everything() -> dict[str, Any]:
         "failing": message_of(lambda: feed(Failing("failing"), (own, own))),
         "averaged": message_of(lambda: feed(Averaged(), (own, 0 * own))),
         "nothing": message_of(lambda: ValidationCollector(build_metrics("accuracy")).compute()),
-        "gathered": gather_uneven(),
+        "gathered": gather_on_main_process(list(range(3 * process_index())), chunk_bytes=1),
+        "chunked": [evaluate(metrics, LENGTHS[-1], chunk) for chunk in (1, 200, None)],
+        "failing_on_one": message_of(lambda: feed(FailingOnOne("failing"), (own, own))),
+        "uneven": {
+            f"{kind.__name__}_{reduction}": reduce_uneven(kind, reduction)
+            for kind in (ErrorOfProcess, ErrorOfBatch)
+            for reduction in ("mean", "sum", "max", "min")
+            if num_processes() > 1
+        },
     }
 
 

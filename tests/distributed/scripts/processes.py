@@ -24,6 +24,7 @@ from accmt.processes import (
     is_main_process,
     num_processes,
     process_index,
+    run_on_every_process,
     run_on_main_process,
     sum_over_processes,
 )
@@ -38,10 +39,10 @@ class AwkwardError(Exception):
         super().__init__(f"{what} {code}")
 
 
-def error_of(action: Callable[[], Any]) -> str | None:
-    """Return what an action on the main process raises here."""
+def error_of(action: Callable[[], Any], run: Callable[..., Any] = run_on_main_process) -> str | None:
+    """Return what an action, on the main process unless told otherwise, raises here."""
     try:
-        run_on_main_process(action)
+        run(action)
     except Exception as error:  # noqa: BLE001 - which one is the answer
         return f"{type(error).__name__}: {error}"
     return None
@@ -49,6 +50,11 @@ def error_of(action: Callable[[], Any]) -> str | None:
 
 def fail(error: Exception) -> None:
     raise error
+
+
+def fail_on(process: int, error: Exception) -> None:
+    if process_index() == process:
+        raise error
 
 
 def fail_with_something_that_cannot_be_pickled() -> None:
@@ -94,6 +100,9 @@ def answer() -> dict[str, Any]:
         "awkward_error": error_of(lambda: fail(AwkwardError("wrong", 3))),
         "unpicklable_error": error_of(fail_with_something_that_cannot_be_pickled),
         "has_unpicklable_value_error": error_of(lambda: lambda: None) is not None,
+        "on_every": run_on_every_process(lambda: process_index() * 10),
+        "error_of_the_second": error_of(lambda: fail_on(1, ValueError("wrong")), run_on_every_process),
+        "awkward_error_of_the_second": error_of(lambda: fail_on(1, AwkwardError("wrong", 3)), run_on_every_process),
         "in_step_afterwards": gather_objects(process_index()),
         "read": read_with_own_generators(),
         "rows": [gather_on_cpu(make_rows(), chunk=chunk).tolist() for chunk in (None, 1, 2, 4)],

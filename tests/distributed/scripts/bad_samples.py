@@ -1,0 +1,135 @@
+"""Trains and evaluates on data of which some samples cannot be read, on one process or many.
+
+torchrun --nproc-per-node 2 bad_samples.py RESULT.json
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from accmt import Trainer, read_history
+from accmt.processes import gather_objects, is_main_process, num_processes, process_index
+from tests.distributed.scripts.windows import (
+    BATCH_SIZE,
+    LR,
+    GradientRecorder,
+    Regression,
+    Samples,
+    compute_loss,
+    own_samples,
+)
+
+SAMPLES = 29
+BAD = {
+    "here and there": [1, 5, 20, 28],
+    "all of a batch": [1, *range(8, 12), *range(16, 24), 27],  # of one process, and of all
+    "the first": list(range(8)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the grid."""
+
+    bad: str
+    accumulation: int
+    weighted: bool = False
+    data: str = "sized"
+    workers: int = 0
+    epochs: int = 2
+
+    @property
+    def name(self) -> str:
+        return "-".join(f"{key}={value}" for key, value in asdict(self).items())
+
+
+def make_cases() -> list[Case]:
+    """Return the grid."""
+    cases = [Case(bad, a, w) for bad, a, w in itertools.product(BAD, (1, 2, 4), (False, True))]
+    cases += [Case(bad, 2, data=data) for bad, data in itertools.product(BAD, ("loader", "unshared"))]
+    return cases + [Case(bad, 2, workers=2) for bad in BAD]
+
+
+class Unreadable(Samples):
+    """Samples of which some cannot be read."""
+
+    def __init__(self, indices: Sequence[int], bad: str) -> None:
+        super().__init__(indices)
+        self.bad = set(BAD[bad])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if self.indices[index] in self.bad:
+            raise KeyError(f"sample {self.indices[index]}")
+        return super().__getitem__(index)
+
+
+class Evaluated(Regression):
+    """Returns the loss of validation batches too."""
+
+    def validation_step(self, batch: Any) -> torch.Tensor:
+        return compute_loss(self.model, batch, weighted=False)[0]
+
+
+def make_data(case: Case) -> Any:
+    """Return the case's data in the form it asks for."""
+    if case.data == "unshared":
+        own = own_samples(SAMPLES, process_index(), int(os.environ.get("WORLD_SIZE", "1")))
+        return Unreadable(own, case.bad)
+    samples = Unreadable(range(SAMPLES), case.bad)
+    return DataLoader(samples, BATCH_SIZE) if case.data == "loader" else samples
+
+
+def run_case(case: Case, folder: Path) -> dict[str, Any]:
+    """Train one case and return what its updates were made of."""
+    recorder = GradientRecorder()
+    trainer = Trainer(
+        {"epochs": case.epochs, "batch_size": BATCH_SIZE, "optim": {"type": "SGD", "lr": LR}},
+        folder / "model",
+        model_saving=None,
+        checkpoint_every=None,
+        logging_dir=folder,
+        grad_accumulation_steps=case.accumulation,
+        shuffle_train=False,
+        shard_dataloaders=case.data != "unshared",
+        dataloader_num_workers=case.workers,
+        callbacks=recorder,
+        verbose=False,
+        on_bad_sample="skip",
+    )
+    module = Evaluated(weighted=case.weighted)
+    state = trainer.fit(module, make_data(case), None if case.data == "unshared" else make_data(case))
+    weights = torch.cat([p.detach().flatten() for p in module.model.parameters()]).tolist()
+    every = gather_objects((recorder.gradients, state.state_dict(), weights, state.metrics))
+    rows = [row["values"] for row in read_history(trainer.log_dir) if "values" in row] if is_main_process() else []
+    return {
+        "gradients": recorder.gradients,
+        "rows": rows,
+        "state": state.state_dict(),
+        "metrics": state.metrics,
+        "weights": weights,
+        "processes_agree": all(other == every[0] for other in every),
+        "processes": num_processes(),
+    }
+
+
+def main() -> None:
+    """Run the grid and write the results."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = {case.name: run_case(case, Path(folder) / str(i)) for i, case in enumerate(make_cases())}
+    if is_main_process():
+        Path(sys.argv[1]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
