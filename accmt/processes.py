@@ -146,6 +146,26 @@ def run_on_main_process(action: Callable[[], T], *, group: dist.ProcessGroup | N
     return result.unwrap()
 
 
+def run_on_every_process(action: Callable[[], T]) -> list[T]:
+    """Let each process act alone; when one fails, every process raises, so that none waits for the others.
+
+    Processes: collective.
+
+    Args:
+        action: What a process does.
+
+    Returns:
+        What the action returned on each process, in the order of ranks; it has to be picklable.
+
+    Raises:
+        Exception: What the action raised here, else on the first process where it failed, without its traceback.
+    """
+    own = _Result.of(action)
+    every = gather_objects(own.for_others())
+    own.unwrap()
+    return [result.unwrap() for result in every]
+
+
 @dataclass
 class _Result(Generic[T]):
     """The outcome of an action that may have failed.
@@ -173,7 +193,8 @@ class _Result(Generic[T]):
         try:
             pickle.loads(pickle.dumps(self.error))
         except Exception:  # noqa: BLE001 - whatever the error's own pickling does
-            return _Result(error=RuntimeError(f"on the main process: {type(self.error).__name__}: {self.error}"))
+            where = "the main process" if is_main_process() else f"process {process_index()}"
+            return _Result(error=RuntimeError(f"on {where}: {type(self.error).__name__}: {self.error}"))
         return self
 
     def unwrap(self) -> T:

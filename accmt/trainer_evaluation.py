@@ -47,7 +47,7 @@ class TrainerEvaluation(TrainerCheckpoints):
             ckpt_path: Whose weights: None for those that the module has; "best" for `model_path`; "last" for the
                 newest checkpoint, or `<model_path>/last` where there is none; or the path of a model folder or of a
                 checkpoint. The module has its own again afterwards.
-            verbose: Whether the results are said.
+            verbose: Whether the results are said, and a bar is drawn on a terminal.
             results_output: A JSON file in which the main process writes the results.
 
         Returns:
@@ -65,8 +65,8 @@ class TrainerEvaluation(TrainerCheckpoints):
         """
         if val_dataset is None:
             val_dataset = self._val_dataset
-        request = self._request("validate", module, val_dataset, ckpt_path)
-        return self._evaluate(request, results_output, verbose=verbose)
+        request = self._request("validate", module, val_dataset, ckpt_path, verbose=verbose)
+        return self._evaluate(request, results_output)
 
     evaluate = validate
 
@@ -97,7 +97,8 @@ class TrainerEvaluation(TrainerCheckpoints):
         Raises:
             AccmtError: As `validate`.
         """
-        return self._evaluate(self._request("test", module, test_dataset, ckpt_path), results_output, verbose=verbose)
+        request = self._request("test", module, test_dataset, ckpt_path, verbose=verbose)
+        return self._evaluate(request, results_output)
 
     def predict(
         self,
@@ -130,7 +131,8 @@ class TrainerEvaluation(TrainerCheckpoints):
         from accmt.loop.evaluating import predict_alone
 
         with speaking(verbose=self.settings.running.verbose), keeping_generators():
-            predictions = predict_alone(self._request("predict", module, dataset, ckpt_path), keeps=return_predictions)
+            request = self._request("predict", module, dataset, ckpt_path, verbose=True)
+            predictions = predict_alone(request, keeps=return_predictions)
         return predictions[""] if list(predictions) == [""] else predictions
 
     def _request(
@@ -139,6 +141,8 @@ class TrainerEvaluation(TrainerCheckpoints):
         module: AcceleratorModule | None,
         data: Any,
         ckpt_path: str | PathLike[str] | None,
+        *,
+        verbose: bool,
     ) -> Request:
         from accmt.loop.evaluating import Request
 
@@ -155,11 +159,10 @@ class TrainerEvaluation(TrainerCheckpoints):
             data=data,
             ckpt_path=ckpt_path,
             last_run=last if last is not None and last.module is module else None,
+            verbose=verbose,
         )
 
-    def _evaluate(
-        self, request: Request, results_output: str | PathLike[str] | None, *, verbose: bool
-    ) -> dict[str, float]:
+    def _evaluate(self, request: Request, results_output: str | PathLike[str] | None) -> dict[str, float]:
         from accmt.loop.evaluating import evaluate_alone
 
         output = None if results_output is None else Path(results_output)
@@ -167,7 +170,7 @@ class TrainerEvaluation(TrainerCheckpoints):
             if output is not None:
                 require_writable_folder(output.parent, "results_output")
             results = evaluate_alone(request)
-            if verbose:
+            if request.verbose:
                 values = ", ".join(f"{name} {value:.4g}" for name, value in results.items())
                 say(f"{request.function}: {values or 'nothing, for the data are limited to nothing'}")
             if output is not None:

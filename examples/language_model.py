@@ -88,7 +88,7 @@ def main() -> None:
 
     set_seed(SEED)  # the model begins with random weights
     texts = [text for text, _ in train]
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR).train_new_from_iterator(texts, VOCABULARY)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR).train_new_from_iterator(texts, VOCABULARY, show_progress=False)
     trainer = Trainer(
         hps_config=HPS_PATH,
         model_path=options.output,

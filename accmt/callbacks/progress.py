@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from time import perf_counter
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from accmt.callbacks.base import MainProcessCallback
+
+T = TypeVar("T")
 
 SECONDS_BETWEEN_DRAWINGS = 0.1
 SHARE_OF_LAST_RATE = 0.3
@@ -45,8 +47,7 @@ class ProgressBar(MainProcessCallback):
     def on_fit_start(self) -> None:
         """Open the bar at the update that the run goes on from."""
         stream = self._stream or sys.stderr
-        is_enabled = stream.isatty() if self._enable is None else self._enable
-        if not is_enabled:
+        if not _is_drawn(stream, self._enable):
             return
         self._shown.clear()
         self._samples_per_s = None
@@ -121,12 +122,42 @@ class ProgressBar(MainProcessCallback):
         return float(groups[0]["lr"]) if groups else None
 
 
+def draw_rounds(
+    rounds: Iterable[T], *, enable: bool | None, text: str, total: int | None, stream: TextIO | None = None
+) -> Iterator[T]:
+    """Pass on the rounds of an evaluation by hand, and draw how many are done.
+
+    Args:
+        rounds: The rounds.
+        enable: As in `ProgressBar`.
+        text: What stands before the bar.
+        total: How many rounds there are; None if nobody knows.
+        stream: As in `ProgressBar`.
+    """
+    stream = stream or sys.stderr
+    if not _is_drawn(stream, enable):
+        return iter(rounds)
+    interval = SECONDS_BETWEEN_DRAWINGS
+    bar = _bar_class()(
+        rounds, desc=text, total=total, file=stream, unit=" batches", dynamic_ncols=True, mininterval=interval
+    )
+    return iter(bar)
+
+
+def _is_drawn(stream: TextIO, enable: bool | None) -> bool:  # noqa: FBT001 - None is a third answer
+    return stream.isatty() if enable is None else enable
+
+
 def _open_bar(stream: TextIO, total: int | None, initial: int) -> Any:
-    from tqdm.auto import tqdm
+    return _bar_class()(
+        total=total, initial=initial, file=stream, unit=" updates", dynamic_ncols=True, mininterval=0, miniters=0
+    )
+
+
+def _bar_class() -> Any:
+    from tqdm.std import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]
         monitor_interval = 0  # no thread that redraws: we do
 
-    return Bar(
-        total=total, initial=initial, file=stream, unit=" updates", dynamic_ncols=True, mininterval=0, miniters=0
-    )
+    return Bar

@@ -122,6 +122,7 @@ def _check_trainable(module: AcceleratorModule) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         _refuse(module, "no parameter of self.model requires a gradient", "leave at least one unfrozen")
     _check_other_models(module, model)
+    _check_teacher(module, model)
 
 
 def _check_other_models(module: AcceleratorModule, model: nn.Module) -> None:
@@ -133,6 +134,14 @@ def _check_other_models(module: AcceleratorModule, model: nn.Module) -> None:
             got = f"self.{name} has parameters that are not in self.model: they would be neither trained nor saved"
             do = f"self.model = nn.ModuleDict({{..., {name!r}: ...}}), or self.{name}.requires_grad_(False)"
             _refuse(module, got, do)
+
+
+def _check_teacher(module: AcceleratorModule, model: nn.Module) -> None:
+    """Refuse a teacher that is frozen together with weights that are to be trained."""
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if module.teacher is not None and any(id(parameter) in trained for parameter in module.teacher.parameters()):
+        got = "self.teacher has trainable weights of self.model, and a teacher is frozen"
+        _refuse(module, got, "self.teacher = copy.deepcopy(...), or freeze what they share")
 
 
 def _refuse(module: AcceleratorModule, got: str, do: str) -> NoReturn:

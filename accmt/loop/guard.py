@@ -85,17 +85,17 @@ class LossGuard:
     Args:
         reaction: What is done about a wrong one: "stop", "skip", "rollback"; None is a warning.
         spike_guard: Deviations above the mean of the last 100 losses from which a loss is a spike; None is off.
+        careful_until: Windows that begin before so many samples are judged before the optimizer steps, whatever the
+            reaction: a rollback has led back to before them.
 
     Attributes:
         reaction: What is done about a wrong one.
-        careful_until: Windows that begin before so many samples are judged before the optimizer steps, whatever the
-            reaction: a rollback has led back to before them.
         skipped: The updates that were left out since the last look, by the samples seen before their windows.
     """
 
-    def __init__(self, reaction: str | None, spike_guard: float | None) -> None:
+    def __init__(self, reaction: str | None, spike_guard: float | None, *, careful_until: int = 0) -> None:
         self.reaction = reaction
-        self.careful_until = 0
+        self._careful_until = careful_until
         self._spike_guard = spike_guard
         self._losses: list[torch.Tensor] = []
         self._chunks: list[torch.Tensor] = []
@@ -121,7 +121,7 @@ class LossGuard:
 
     def judges_before_step(self, samples_before: int) -> bool:
         """Return whether the optimizer has to wait for a judgement of the window that begins there."""
-        return self.reaction == "skip" or samples_before < self.careful_until
+        return self.reaction == "skip" or samples_before < self._careful_until
 
     def mark_gradients(self, loss: torch.Tensor, factor: Weight) -> Weight:
         """Return the factor of a loss; for a wrong one it is NaN, so that gradients tell all processes of it."""

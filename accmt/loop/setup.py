@@ -62,9 +62,7 @@ def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any, rec
     settings, state = trainer.settings, trainer.state
     accelerator = build_accelerator(settings.running)
     check_module(module)
-    resumed = find_resumed(settings, recovery.take_checkpoint() or trainer.chosen_checkpoint)
-    if resumed is not None:
-        recovery.learn(resumed.others["recovery"])
+    resumed = _find_start(trainer, recovery)
     inputs = check_inputs(trainer, module, train_data, val_data, resumed)
     check_recovery(settings, module, inputs.train_data)
     seed = _choose_seed(settings, resumed)
@@ -80,7 +78,7 @@ def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any, rec
     _check_plateau(prepared.scheduler, val_loaders)
     state.num_processes, state.best = num_processes(), inputs.selection.best
     equip_module(trainer, module, accelerator, prepared)
-    parts = _make_parts(trainer, module, accelerator, prepared)
+    parts = _make_parts(trainer, module, accelerator, prepared, recovery)
     run = Run(
         **parts,
         training_step=logging_step(steps[0], module.logs.of_training),
@@ -93,23 +91,29 @@ def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any, rec
         cadence=cadence,
         saver=saver,
         tracking=inputs.tracking,
-        recovery=recovery,
         is_resumed=resumed is not None,
         total_updates=length.total,
         seed=seed,
     )
-    run.guard.careful_until = recovery.careful_until
     if resumed is not None:
         restore(run, resumed)
         recovery.clear_up(resumed.folder)
     return run
 
 
+def _find_start(trainer: Trainer, recovery: Recovery) -> Resumed | None:
+    resumed = find_resumed(trainer.settings, recovery.take_checkpoint() or trainer.chosen_checkpoint)
+    if resumed is not None:
+        recovery.learn(resumed.others["recovery"])
+    return resumed
+
+
 def _make_parts(
-    trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, prepared: Prepared
+    trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, prepared: Prepared, recovery: Recovery
 ) -> dict[str, Any]:
-    """Return what of a run follows from Trainer, module and model alone."""
+    """Return what of a run follows from Trainer, module, model and earlier failures alone."""
     settings = trainer.settings
+    failures = settings.failures
     saves = settings.checkpoints.every is not None or bool(settings.failures.kinds)
     keeps_boundary = saves or settings.optimization.auto_micro_batch
     return {
@@ -123,7 +127,8 @@ def _make_parts(
         "window": TrainingWindow(accelerator.device, module.logs.of_training),
         "checkpoints": Checkpoints(settings, prepared.model, prepared.stepper.optimizer),
         "boundary": Boundary(prepared.unwrapped_model, is_kept=keeps_boundary),
-        "guard": LossGuard(settings.failures.on_nonfinite, settings.failures.spike_guard),
+        "guard": LossGuard(failures.on_nonfinite, failures.spike_guard, careful_until=recovery.careful_until),
+        "recovery": recovery,
         "clock": Clock(read_max_time(settings.running.max_time)),
         **_make_watch(settings, trainer.state, is_listening=saves),
         "counts_own_samples": defines(module, "get_batch_size"),

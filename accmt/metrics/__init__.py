@@ -6,6 +6,7 @@ from accmt.metrics.builtin import AUROC, F1, MAE, MSE, R2, RMSE, Perplexity, Pre
 from accmt.metrics.collector import ValidationCollector
 from accmt.metrics.metric import Metric
 from accmt.metrics.outputs import OutputCollector, gather_on_cpu
+from accmt.metrics.parallel import MetricBatch, MetricParallel
 from accmt.metrics.streaming import StreamingMetric
 from accmt.metrics.torch_metrics import TorchMetric
 from accmt.metrics.windows import TrainingWindow
@@ -22,6 +23,8 @@ __all__ = [
     "RMSE",
     "Accuracy",
     "Metric",
+    "MetricBatch",
+    "MetricParallel",
     "Perplexity",
     "Precision",
     "Recall",

@@ -42,9 +42,7 @@ class _OfClasses(_OfPairs):
 
     def __init__(self, name: str | None = None, *, num_classes: int = 2, average: str | None = None) -> None:
         name = name or self._default_name
-        if average is None:
-            average = "binary" if num_classes == 2 else "macro"
-        _check_classes(name, num_classes, average)
+        average = _choose_average(name, num_classes, average)
         self._num_classes = num_classes
         super().__init__(_load_of_classes(name, self._torch_name, num_classes, average), name)
 
@@ -117,9 +115,7 @@ class AUROC(_OfPairs):
     """
 
     def __init__(self, name: str = "auroc", *, num_classes: int = 2, average: str | None = None) -> None:
-        if average is None:
-            average = "binary" if num_classes == 2 else "macro"
-        _check_classes(name, num_classes, average, [choice for choice in _AVERAGES if choice != "micro"])
+        average = _choose_average(name, num_classes, average, without="micro")
         self._num_classes = num_classes
         self._is_binary = average == "binary"
         super().__init__(_load_of_classes(name, "AUROC", num_classes, average), name)
@@ -254,15 +250,15 @@ def _require_classes(name: str, num_classes: int, *classes: torch.Tensor) -> Non
         raise MetricError(explain(f"metric {name!r}", f"classes from {lowest} to {highest}", expected, do))
 
 
-def _check_classes(
-    name: str, num_classes: int, average: str, averages: tuple[str, ...] | list[str] = _AVERAGES
-) -> None:
+def _choose_average(name: str, num_classes: int, average: str | None, *, without: str = "") -> str:
     if num_classes < 2:
         raise MetricError(explain(f"metric {name!r}", f"num_classes={num_classes}", "2 or more", "num_classes=2"))
-    choices = [choice for choice in averages if num_classes == 2 or choice != "binary"]
+    choices = [choice for choice in _AVERAGES if choice != without and (num_classes == 2 or choice != "binary")]
+    average = average or choices[0]
     if average not in choices:
         got = f"average={average!r} and num_classes={num_classes}"
         raise MetricError(explain(f"metric {name!r}", got, f"one of {choices}", f"average={choices[0]!r}"))
+    return average
 
 
 def _load_of_classes(name: str, kind: str, num_classes: int, average: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from accmt.errors import MetricError, ModuleContractError, explain
+from accmt.metrics.gathering import CHUNK_BYTES
 from accmt.metrics.logged import LoggedValues, combine
 from accmt.metrics.metric import Metric
 from accmt.metrics.results import describe, find_scalar, is_pair
@@ -23,9 +24,17 @@ class ValidationCollector:
     Args:
         metrics: The metrics to compute; each is begun anew.
         logged: Takes in what is logged while the set is evaluated; None where nothing is.
+        chunk_bytes: How much of each process's predictions travels at a time; None is all.
     """
 
-    def __init__(self, metrics: Sequence[Metric], logged: LoggedValues | None = None) -> None:
+    def __init__(
+        self,
+        metrics: Sequence[Metric],
+        logged: LoggedValues | None = None,
+        *,
+        chunk_bytes: int | None = CHUNK_BYTES,
+    ) -> None:
+        self._chunk_bytes = chunk_bytes
         self._taken = {metric.name: metric.accumulate() for metric in metrics}
         self._scalars = LoggedValues() if logged is None else logged
         self._scalars.take()
@@ -80,7 +89,7 @@ class ValidationCollector:
         self._require_entries(set().union(*(names for _, names in every)))
         results = combine(totals for totals, _ in every)
         for name, taken in self._taken.items():
-            values = taken.compute()
+            values = taken.compute(self._chunk_bytes)
             _require_new(name, values, results)
             results |= values
         return results

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_CHUNK_BYTES = 2**25
+CHUNK_BYTES = 32_000_000
+"""How much of each process travels at a time, unless told otherwise."""
+
+
+Pair = tuple[int, Any, Any]
+"""The place of a batch, its predictions and its references."""
 
 
 class GatheredPairs:
@@ -31,7 +37,7 @@ class GatheredPairs:
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
-        self._pairs: list[tuple[int, Any, Any]] = []
+        self._pairs: list[Pair] = []
 
     def add(self, entry: Any, position: int) -> None:
         """Keep the pair of one batch.
@@ -42,41 +48,44 @@ class GatheredPairs:
         predictions, references = require_pair(self._metric.name, entry)
         self._pairs.append((position, to_cpu(predictions), to_cpu(references)))
 
-    def compute(self) -> dict[str, float]:
+    def compute(self, chunk_bytes: int | None = CHUNK_BYTES) -> dict[str, float]:
         """Compute the metric on the main process, over the samples in the order of the data.
 
         Processes: collective; the predictions go to the main process only.
 
+        Args:
+            chunk_bytes: As in `gather_on_main_process`.
+
         Raises:
             MetricError: Parts cannot be joined, or the metric returned something else than numbers.
         """
-        every = gather_on_main_process(self._pairs)
+        every = gather_on_main_process(self._pairs, chunk_bytes)
         self._pairs = []
         return run_on_main_process(lambda: self._compute(every))
 
-    def _compute(self, every: list[list[tuple[int, Any, Any]]]) -> dict[str, float]:
+    def _compute(self, every: list[list[Pair]]) -> dict[str, float]:
         # Processes share each round in their order, and sorting keeps equal positions as they stand.
-        pairs = sorted(chain(*every), key=lambda pair: pair[0])
-        name = self._metric.name
-        predictions = _join(name, [predictions for _, predictions, _ in pairs])
-        references = _join(name, [references for _, _, references in pairs])
-        return read_result(name, self._metric.main_metric, self._metric.compute(predictions, references))
+        predictions, references = join_pairs(self._metric.name, sorted(chain(*every), key=lambda pair: pair[0]))
+        metric = self._metric
+        return read_result(metric.name, metric.main_metric, metric.compute(predictions, references))
 
 
-def gather_on_main_process(items: list[T]) -> list[list[T]]:
+def gather_on_main_process(items: list[T], chunk_bytes: int | None = CHUNK_BYTES) -> list[list[T]]:
     """Bring what each process holds to the main process, a few megabytes at a time.
 
     Processes: collective.
 
     Args:
         items: Picklable values, any number of them, none too; tensors on the CPU.
+        chunk_bytes: How much of each process travels at a time: the least number of items that make so many bytes. None
+            is all at once.
 
     Returns:
         On the main process the items of each process, in the order of ranks; nothing on the others.
     """
     if num_processes() == 1:
         return [items]
-    chunks = list(_cut(items))
+    chunks = list(_cut(items, math.inf if chunk_bytes is None else chunk_bytes))
     gathered: list[list[T]] = [[] for _ in range(num_processes())] if is_main_process() else []
     for index in range(max(gather_objects(len(chunks)))):
         received: list[Any] | None = [None] * num_processes() if is_main_process() else None
@@ -86,13 +95,13 @@ def gather_on_main_process(items: list[T]) -> list[list[T]]:
     return gathered
 
 
-def _cut(items: list[T]) -> Iterator[list[T]]:
+def _cut(items: list[T], chunk_bytes: float) -> Iterator[list[T]]:
     chunk: list[T] = []
     size = 0
     for item in items:
         chunk.append(item)
         size += _count_bytes(item)
-        if size >= _CHUNK_BYTES:
+        if size >= chunk_bytes:
             yield chunk
             chunk, size = [], 0
     if chunk:
@@ -124,6 +133,20 @@ def to_cpu(value: Any) -> Any:
         items = [to_cpu(item) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
     return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def join_pairs(name: str, pairs: Sequence[Pair]) -> tuple[Any, Any]:
+    """Return the predictions and the references of all batches, each put together.
+
+    Args:
+        name: The metric, for messages.
+        pairs: Those of the batches, in order.
+
+    Raises:
+        MetricError: They cannot be joined.
+    """
+    predictions = _join(name, [predictions for _, predictions, _ in pairs])
+    return predictions, _join(name, [references for _, _, references in pairs])
 
 
 def _join(name: str, parts: list[Any]) -> Any:

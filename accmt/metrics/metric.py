@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from accmt.errors import MetricError, explain
-from accmt.metrics.gathering import GatheredPairs
+from accmt.metrics.gathering import CHUNK_BYTES, GatheredPairs
 
 IsBetter = Callable[[float, float], bool]
 
@@ -32,10 +32,13 @@ class Accumulation(Protocol):
             position: The batch's place among those of this process; equal places of the processes follow one another.
         """
 
-    def compute(self) -> dict[str, float]:
+    def compute(self, chunk_bytes: int | None = CHUNK_BYTES) -> dict[str, float]:
         """Return the values over all samples of all processes.
 
         Processes: collective; every process gets the same values.
+
+        Args:
+            chunk_bytes: How much of each process travels at a time, where anything has to be gathered; None is all.
         """
 
 

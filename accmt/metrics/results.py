@@ -40,7 +40,12 @@ def find_scalar(value: Any) -> torch.Tensor | None:
 
 
 def read_result(name: str, main_metric: str, result: Any) -> dict[str, float]:
-    """Return the values that a metric computed.
+    """Return the values that a metric computed; as `read_scalars`, which does not wait for the device."""
+    return {entry: float(scalar) for entry, scalar in read_scalars(name, main_metric, result).items()}
+
+
+def read_scalars(name: str, main_metric: str, result: Any) -> dict[str, torch.Tensor]:
+    """Return the values that a metric computed, as detached tensors of shape [].
 
     Args:
         name: The metric.
@@ -54,14 +59,14 @@ def read_result(name: str, main_metric: str, result: Any) -> dict[str, float]:
         refuse_result(
             name, describe(result), f"a dict with the entry {main_metric!r}", f'return {{"{main_metric}": value}}'
         )
-    values = {}
+    scalars = {}
     for entry, value in result.items():
         scalar = find_scalar(value)
         if scalar is None:
             do = f'return {{"{entry}": value.item()}}, with one entry for each number'
             refuse_result(name, f"{entry!r}: {describe(value)}", "a number, or a tensor of one element", do)
-        values[str(entry)] = float(scalar)
-    return values
+        scalars[str(entry)] = scalar
+    return scalars
 
 
 def refuse_result(name: str, got: str, expected: str, do: str) -> NoReturn:

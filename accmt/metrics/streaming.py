@@ -89,7 +89,7 @@ class _Sums:
             device = torch.device("cpu")
         return torch.stack([counted.to(device, torch.float64) for counted in self._counted]).sum(0)
 
-    def compute(self) -> dict[str, float]:
+    def compute(self, chunk_bytes: int | None = None) -> dict[str, float]:
         own = self._add_up().flatten().tolist() if self._counted else []
         self._counted = []
         every = [sums for sums in gather_objects(own) if sums]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from accmt.errors import MetricError, MissingPackageError, explain
+from accmt.metrics.gathering import CHUNK_BYTES
 from accmt.metrics.metric import Accumulation, IsBetter, Metric
 from accmt.metrics.results import describe, find_scalar, is_pair, refuse_result
 from accmt.metrics.torch_states import KeptLists, begin_anew, bring_together, has_network, place, put_together
@@ -187,8 +188,8 @@ class _TakenIn:
                 self._refuse(f"{_describe_inputs(arguments, named)}: {error}", error)
             kept.move_new()
 
-    def compute(self) -> dict[str, float]:
-        gathered = [bring_together(member) for member in self._members]
+    def compute(self, chunk_bytes: int | None = CHUNK_BYTES) -> dict[str, float]:
+        gathered = [bring_together(member, chunk_bytes) for member in self._members]
         values = run_on_main_process(lambda: self.compute_here(gathered))
         for member in self._members:
             begin_anew(member)  # so that no samples are kept until the next evaluation

@@ -91,23 +91,27 @@ class KeptLists:
                 self._num_moved[index, name] = len(values)
 
 
-def bring_together(metric: torchmetrics.Metric) -> list[list[tuple[int, State]]]:
+def bring_together(metric: torchmetrics.Metric, chunk_bytes: int | None) -> list[list[tuple[int, State]]]:
     """Bring the states of a metric, and of those that it wraps, to the main process.
 
     Processes: collective.
+
+    Args:
+        metric: The metric.
+        chunk_bytes: As in `gather_on_main_process`.
 
     Returns:
         For each of `every_metric`, on the main process, the number of updates and the state of each process that made
         any; nothing on the others, or where there is one process.
     """
-    return [] if num_processes() == 1 else [_bring_one(each) for each in every_metric(metric)]
+    return [] if num_processes() == 1 else [_bring_one(each, chunk_bytes) for each in every_metric(metric)]
 
 
-def _bring_one(metric: torchmetrics.Metric) -> list[tuple[int, State]]:
+def _bring_one(metric: torchmetrics.Metric, chunk_bytes: int | None) -> list[tuple[int, State]]:
     lists = _list_states(metric)
     tensors = {name: to_cpu(value) for name, value in metric.metric_state.items() if name not in lists}
-    counted = gather_on_main_process([(metric.update_count, tensors)])
-    items = gather_on_main_process([(name, item) for name in lists for item in getattr(metric, name)])
+    counted = gather_on_main_process([(metric.update_count, tensors)], chunk_bytes)
+    items = gather_on_main_process([(name, item) for name in lists for item in getattr(metric, name)], chunk_bytes)
     states = []
     for [(num_updates, state)], of_process in zip(counted, items, strict=True):
         state |= {name: [item for of_list, item in of_process if of_list == name] for name in lists}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accmt.settings.checks import raise_wrong_value, require_flags, require_int
+from accmt.settings.checks import raise_wrong_value, require_flags, require_int, require_mapping
+from accmt.settings.sizes import read_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,15 @@ class EvaluationSettings:
             validation batches, every `log_every` of them.
         metrics: What is computed over all samples of a validation set: `Metric`s, `torchmetrics` metrics, names such as
             "f1", a list of them, a dict of them by name, or a dict of lists by validation set.
+        consolidate_metrics: Results of which the mean is taken, by the name of that mean: a function of a result's
+            name, such as `{"mean_accuracy": lambda name: name.startswith("accuracy")}`, or the names, such as
+            `["accuracy__en", "accuracy__de"]`. Losses are not among them. `best_mean_accuracy` and `patience` can go
+            by it.
+        additional_metric_consolidation: A function that gets the values of each consolidated result in a list by its
+            name, and returns further results by name.
+        report_all_metrics: Whether results that were consolidated are logged too.
+        gather_chunk_size: How much of each process's predictions travels to the main process at a time, where a metric
+            or `predict` needs them there: bytes, or text such as "32MB"; None is all at once.
     """
 
     evaluate_every_n_steps: int | float | None = None
@@ -36,9 +47,16 @@ class EvaluationSettings:
     inference_mode: bool = True
     report_loss_after_eval: bool = True
     metrics: Any = None
+    consolidate_metrics: Mapping[str, Any] | None = None
+    additional_metric_consolidation: Callable[[dict[str, list[float]]], dict[str, float]] | None = None
+    report_all_metrics: bool = False
+    gather_chunk_size: int | str | None = "32MB"
 
     def __post_init__(self) -> None:
         require_flags(self)
+        self._check_consolidation()
+        if self.gather_chunk_size is not None:
+            read_size("gather_chunk_size", self.gather_chunk_size)
         require_int("evaluate_every_n_epochs", self.evaluate_every_n_epochs, at_least=1)
         require_int("num_sanity_val_steps", self.num_sanity_val_steps, at_least=-1)
         steps = self.evaluate_every_n_steps
@@ -52,3 +70,29 @@ class EvaluationSettings:
         if self.evaluate_every_n_epochs != 1:
             expected = "either evaluate_every_n_steps or evaluate_every_n_epochs"
             raise_wrong_value("evaluate_every_n_epochs", self.evaluate_every_n_epochs, expected, "drop one of the two")
+
+    def _check_consolidation(self) -> None:
+        require_mapping("consolidate_metrics", self.consolidate_metrics)
+        for name, choice in (self.consolidate_metrics or {}).items():
+            if not isinstance(name, str) or not name or any(mark in name for mark in ("__", "@", "/")):
+                expected = "a name without '__', '@' and '/', which separate the names of metrics and sets"
+                raise_wrong_value("consolidate_metrics", name, expected, 'consolidate_metrics={"mean_accuracy": ...}')
+            if not (callable(choice) or _are_names(choice)):
+                expected = "a function of a result's name, or a list of names"
+                do = f'{{{name!r}: lambda name: name.startswith("accuracy")}}'
+                raise_wrong_value("consolidate_metrics", choice, expected, do)
+        further = self.additional_metric_consolidation
+        if further is not None and not (callable(further) and self.consolidate_metrics):
+            expected = "a function of the values of consolidate_metrics, beside these"
+            raise_wrong_value("additional_metric_consolidation", further, expected, "consolidate_metrics={...} too")
+
+    @property
+    def chunk_bytes(self) -> int | None:
+        """How much of each process's predictions travels at a time; None is all."""
+        size = self.gather_chunk_size
+        return None if size is None else read_size("gather_chunk_size", size)
+
+
+def _are_names(choice: Any) -> bool:
+    is_list = isinstance(choice, Sequence) and not isinstance(choice, str) and len(choice) > 0
+    return is_list and all(isinstance(name, str) for name in choice)

@@ -10,9 +10,9 @@ from typing import Any
 
 from accmt.settings.checkpoint_every import Every, parse_checkpoint_every
 from accmt.settings.checks import raise_wrong_value, require_flags, require_int
+from accmt.settings.sizes import read_size
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")  # one slash: `Path` makes one of two
-_SIZE = re.compile(r"\s*\d+(\.\d+)?\s*[KMGT]B\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,18 +46,13 @@ class SavingSettings:
 
     def __post_init__(self) -> None:
         require_flags(self)
-        path, size = self.model_path, self.max_shard_size
+        path = self.model_path
         if not isinstance(path, str | PathLike) or not str(path).strip():
             raise_wrong_value("model_path", path, "the path of a folder", 'model_path="out/my_model"')
         if _URL.match(str(path)):
             do = "mount the remote storage, or copy the folder after training"
             raise_wrong_value("model_path", path, "a folder of this machine", do)
-        if isinstance(size, str) and not _SIZE.fullmatch(size):
-            raise_wrong_value(
-                "max_shard_size", size, "bytes, or a number with KB, MB, GB or TB", 'max_shard_size="5GB"'
-            )
-        if not isinstance(size, str):
-            require_int("max_shard_size", size, at_least=1)
+        read_size("max_shard_size", self.max_shard_size)
 
     @property
     def folder(self) -> Path:

@@ -173,7 +173,7 @@ def without_seeds(evaluate: Evaluate) -> Evaluate:
     def evaluate_unseeded() -> Results:
         with (
             mock.patch("accmt.loop.evaluation.seed_generators", seed_nothing),
-            mock.patch("accmt.data.seeding.seed_generators", seed_nothing),
+            mock.patch("accmt.data.fetching.seed_generators", seed_nothing),
         ):
             return evaluate()
 

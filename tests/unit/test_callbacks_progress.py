@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accmt.callbacks.dispatch import find_hooks
-from accmt.callbacks.progress import ProgressBar
+from accmt.callbacks.progress import ProgressBar, draw_rounds
 from accmt.state import TrainingState
 
 
@@ -218,3 +218,31 @@ def test_an_update_that_draws_nothing_costs_under_two_microseconds():
         best = min(best, (perf_counter() - began) / 1000)
     assert best < 2e-6
     bar.on_fit_end()
+
+
+@pytest.mark.feature("L56")
+def test_an_evaluation_by_hand_shows_its_batches_on_a_terminal():
+    stream = Terminal()
+    rounds = draw_rounds(iter(range(12)), enable=None, text="validate en", total=12, stream=stream)
+    assert list(rounds) == list(range(12))
+    last = stream.getvalue().split("\r")[-1]
+    assert last.startswith("validate en: 100%")
+    assert "12/12" in last
+    assert "batches/s" in last
+
+
+@pytest.mark.parametrize(
+    ("enable", "is_terminal", "is_drawn"), [(None, False, False), (False, True, False), (True, False, True)]
+)
+def test_it_is_drawn_where_the_bar_of_training_is(enable, is_terminal, is_drawn):
+    stream = Terminal() if is_terminal else io.StringIO()
+    assert list(draw_rounds(iter([1, 2]), enable=enable, text="test", total=None, stream=stream)) == [1, 2]
+    assert ("2 batches [" in stream.getvalue()) is is_drawn
+
+
+def test_an_evaluation_that_fails_leaves_the_terminal_at_a_new_line():
+    stream = Terminal()
+    rounds = draw_rounds(iter(range(12)), enable=None, text="test", total=12, stream=stream)
+    next(rounds)
+    rounds.close()
+    assert stream.getvalue().endswith("\n")

@@ -151,7 +151,9 @@ def test_all_refused_changes_are_reported_at_once_with_what_to_do():
 
 
 def test_what_may_change_is_allowed():
-    require_allowed(compare(of(), of(epochs=5, batch_size=8, optim=adam(lr=0.1))), "hps/news.yaml")
+    changes = compare(of(), of(epochs=5, batch_size=8, optim=adam(lr=0.1)))
+    require_allowed(changes, "hps/news.yaml")
+    assert {change.key for change in changes} == {"epochs", "batch_size", "optim.lr"}
 
 
 def test_the_optimizers_arguments_are_handed_on_by_their_own_names():

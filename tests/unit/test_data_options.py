@@ -4,7 +4,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 from accmt.data import LoaderOptions, Share
 from accmt.data.options import length_of, require_rounds
-from accmt.data.seeding import WorkerStart
+from accmt.data.workers import WorkerStart
 from accmt.errors import DataError
 
 

@@ -6,34 +6,11 @@ import pytest
 import torch
 
 from accmt.data import derive_seed, draw_seed, keeping_generators, seed_generators, set_seed
-from accmt.data.seeding import BatchIndices, SeededDataset, drawing_under
+from accmt.data.seeding import BatchIndices, drawing_under
 
 
 def draw():
     return torch.rand(1).item(), float(np.random.rand()), random.random()
-
-
-class Noisy:
-    def __getitem__(self, index):
-        return (index, *draw())
-
-    def __len__(self):
-        return 10
-
-
-class Batched:
-    def __init__(self):
-        self.asked = []
-
-    def __getitem__(self, index):
-        raise AssertionError("a batch was to be fetched at once")
-
-    def __getitems__(self, indices):
-        self.asked.append(indices)
-        return [(index, *draw()) for index in indices]
-
-    def __len__(self):
-        return 10
 
 
 def test_seeds_differ_by_seed_purpose_and_each_part_of_the_place():
@@ -129,28 +106,3 @@ def test_indices_keep_their_seed_on_the_way_to_a_worker():
     indices = pickle.loads(pickle.dumps(BatchIndices([3, 1], 77)))
     assert indices == [3, 1]
     assert indices.seed == 77
-
-
-@pytest.mark.feature("L09")
-@pytest.mark.parametrize("kind", [Noisy, Batched])
-def test_a_batch_is_fetched_under_the_seed_that_it_carries(kind):
-    dataset = SeededDataset(kind())
-    first = dataset.__getitems__(BatchIndices([1, 2], 7))
-    other = dataset.__getitems__(BatchIndices([1, 2], 8))
-    assert dataset.__getitems__(BatchIndices([1, 2], 7)) == first
-    assert other != first
-    assert [sample[0] for sample in first] == [1, 2]
-    assert first[0][1:] != first[1][1:]
-
-
-def test_a_dataset_that_fetches_batches_gets_a_plain_list():
-    inner = Batched()
-    SeededDataset(inner).__getitems__(BatchIndices([4, 5], 7))
-    assert inner.asked == [[4, 5]]
-    assert type(inner.asked[0]) is list
-
-
-def test_a_seeded_dataset_is_read_by_index_too():
-    dataset = SeededDataset(Noisy())
-    assert len(dataset) == 10
-    assert dataset[3][0] == 3

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accmt import AcceleratorModule, Callback, read_history
+from accmt.errors import ModuleContractError
 from tests.toys import Linear, Numbers, Recorder, Scripted, logged, make_points, make_trainer
 
 UPDATE = [
@@ -521,6 +522,20 @@ def test_a_teacher_is_frozen_and_in_eval_mode():
     make_trainer().fit(module, make_points())
     assert not module.teacher.training
     assert not any(parameter.requires_grad for parameter in module.teacher.parameters())
+
+
+def test_a_teacher_that_has_weights_of_the_student_is_refused_unless_they_are_frozen():
+    class Tied(AcceleratorModule):
+        def __init__(self, *, is_frozen):
+            self.teacher = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+            self.model = nn.Sequential(self.teacher[0].requires_grad_(not is_frozen), nn.Linear(3, 1))
+
+        def training_step(self, batch):
+            return nn.functional.mse_loss(self.model(batch[0]), self.teacher(batch[0]))
+
+    with pytest.raises(ModuleContractError, match="a teacher is frozen"):
+        make_trainer().fit(Tied(is_frozen=False), make_points())
+    assert make_trainer().fit(Tied(is_frozen=True), make_points()).finished
 
 
 @pytest.mark.feature("D11")

@@ -184,6 +184,8 @@ def test_steps_that_make_no_row_read_no_tensor(monkeypatch):
         values.begin_batch()
         values.add("x", torch.ones(()).as_subclass(Unreadable))
         values.end_batch(torch.ones(()).as_subclass(Unreadable))
+    monkeypatch.undo()  # a row reads them
+    assert values.take() == {"x": (1_000.0, 1_000.0)}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import MappingProxyType
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from accmt.errors import MetricError
-from accmt.metrics.gathering import _CHUNK_BYTES, _count_bytes, _cut, _join, gather_on_main_process, to_cpu
+from accmt.metrics.gathering import CHUNK_BYTES, _count_bytes, _cut, _join, gather_on_main_process, to_cpu
 
 
 def plain(value):
@@ -57,11 +58,13 @@ def test_tensors_lose_their_graph_and_arrays_become_tensors():
 
 
 def test_chunks_are_bounded_in_bytes_and_lose_nothing():
-    items = [(index, torch.zeros(_CHUNK_BYTES // 40), {"text": ["word"]}) for index in range(25)]
-    chunks = list(_cut(items))
+    items = [(index, torch.zeros(CHUNK_BYTES // 40), {"text": ["word"]}) for index in range(25)]
+    chunks = list(_cut(items, CHUNK_BYTES))
     assert [len(chunk) for chunk in chunks] == [10, 10, 5]
     assert [item[0] for chunk in chunks for item in chunk] == list(range(25))
-    assert list(_cut([])) == []
+    assert list(_cut([], CHUNK_BYTES)) == []
+    assert [len(chunk) for chunk in _cut(items, 1)] == [1] * 25
+    assert [len(chunk) for chunk in _cut(items, math.inf)] == [25]
 
 
 def test_bytes_are_counted_inside_everything():

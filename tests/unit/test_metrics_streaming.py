@@ -10,6 +10,7 @@ import torch
 
 from accmt.errors import MetricError, ModuleContractError
 from accmt.metrics import Accuracy, StreamingMetric, ValidationCollector
+from accmt.metrics.streaming import _COMPACT_AT
 
 
 class Distance(StreamingMetric):
@@ -58,9 +59,11 @@ def test_counting_does_not_wait_for_the_device():
         def count(self, predictions, references):
             return torch.stack([predictions.sum(), references.sum()])
 
-    collector = ValidationCollector([Shapes("mae")])
-    for _ in range(3):  # a meta tensor has no value that could be read
-        collector.add({"mae": (torch.empty(2, device="meta"), torch.empty(2, device="meta"))}, 2)
+    sums = Shapes("mae").accumulate()
+    for position in range(2 * _COMPACT_AT):  # a meta tensor has no value that could be read
+        sums.add((torch.empty(2, device="meta"), torch.empty(2, device="meta")), position)
+    assert [(counted.device.type, tuple(counted.shape)) for counted in sums._counted[:1]] == [("meta", (2,))]
+    assert len(sums._counted) < _COMPACT_AT
 
 
 def test_counts_of_another_length_are_refused():

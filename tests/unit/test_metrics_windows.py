@@ -91,6 +91,8 @@ def test_adding_does_not_wait_for_the_device():
     window = WeightedSum()
     for _ in range(2 * _COMPACT_AT):  # a meta tensor has no value that could be read
         window.add(torch.empty((), device="meta"), torch.empty((), device="meta"))
+    assert window._partial.device.type == "meta"
+    assert window._values == []
 
 
 def test_a_number_now_and_a_tensor_of_the_device_then_add_up_on_the_device():

@@ -103,6 +103,16 @@ def test_an_error_that_cannot_travel_is_raised_on_both_all_the_same(answers, nam
     assert of_both(answers, name) == [own, f"RuntimeError: on the main process: {own}"]
 
 
+def test_each_process_acts_and_all_get_every_result(answers):
+    assert of_both(answers, "on_every") == [[0, 10], [0, 10]]
+
+
+def test_an_error_of_one_process_is_raised_on_both(answers):
+    own = "AwkwardError: wrong 3"
+    assert of_both(answers, "error_of_the_second") == ["ValueError: wrong"] * 2
+    assert of_both(answers, "awkward_error_of_the_second") == [f"RuntimeError: on process 1: {own}", own]
+
+
 def test_a_result_that_cannot_travel_is_an_error_on_both(answers):
     assert of_both(answers, "has_unpicklable_value_error") == [True, True]
 

@@ -26,7 +26,7 @@ def test_a_pending_argument_raises_and_names_itself(name):
 
 @pytest.mark.parametrize("name", PENDING)
 def test_a_pending_argument_at_its_default_is_accepted(name):
-    Trainer(HPS, "out", **{name: DEFAULTS[name]})
+    assert name not in Trainer(HPS, "out", **{name: DEFAULTS[name]}).config()
 
 
 def test_every_pending_name_is_an_argument_with_a_default():

@@ -99,6 +99,44 @@ def test_rows_of_an_earlier_run_in_the_same_folder_are_left_alone(history, rewin
     assert (replay.start, replay.first_step, replay.kept_steps) == (15, None, None)
 
 
+@pytest.fixture
+def media_history(tmp_path):
+    """Images and a file at steps 1 and 2 in lines 0 to 3, taken back to step 1 (line 2), and those of step 2 again."""
+    history = History(tmp_path)
+    for step in (1, 2):
+        history.add_media("images", "samples", "media/samples", step)
+        history.add_media("artifact", "note.txt", "media/note.txt", step)
+    history.add_rewind(line=2, step=1, attempt=2)
+    history.add_media("images", "samples", "media/samples", 2)
+    history.add_media("artifact", "note.txt", "media/note.txt", 2)
+    history.close()
+    return history.path
+
+
+@pytest.mark.parametrize(
+    ("rewinding", "account", "expected"),
+    [
+        (KEEPS, account(0), [0, 1, 5, 6]),
+        (KEEPS, account(4), [6]),  # it keeps the images of step 2, and a later file replaces an earlier one
+        (KEEPS, account(2, handed=4), [2, 3, 6]),  # it may have those of lines 2 and 3
+        (WITHDRAWS, account(4), [5, 6]),
+        (WITHDRAWS, account(1, handed=4), [0, 1, 5, 6]),
+        (UNKNOWN, account(4), [5, 6]),
+    ],
+)
+def test_images_and_files_follow_the_rules_of_rows(media_history, rewinding, account, expected):
+    from accmt.files import read_json_lines
+
+    replay = Replay(media_history, account, rewinding)
+    rows = [(line, row) for line, row in enumerate(read_json_lines(media_history)) if "media" in row]
+    assert [line for line, row in rows if line >= replay.start and replay.is_media_wanted(line, row)] == expected
+
+
+def test_images_and_files_count_as_left(media_history):
+    assert count_rows_left(media_history, account(0)) == 4
+    assert count_rows_left(media_history, account(6)) == 1
+
+
 def test_deciding_goes_by_what_was_delivered_at_the_start(history):
     own = account(11)
     replay = Replay(history, own, WITHDRAWS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import logging
 from pathlib import Path
@@ -352,6 +353,7 @@ def test_an_error_in_a_predict_step_is_the_users_own():
 # Whose weights
 
 
+@pytest.mark.feature("L103")
 def test_the_best_and_the_last_weights_are_others_and_the_modules_own_come_back():
     trainer, module = trained(save_last=True)
     own = weights_of(module)
@@ -632,6 +634,7 @@ def test_a_users_accelerator_is_used_and_holds_nothing_afterwards():
     assert accelerator._models == []
 
 
+@pytest.mark.feature("N27")
 def test_results_can_be_written_to_a_file():
     class Lost(Scripted):
         def validation_step(self, batch):
@@ -750,3 +753,61 @@ def test_a_dataset_that_draws_gives_the_same_whatever_the_workers():
 
     values = [make_trainer(dataloader_num_workers=n).predict(Predicting(), Drawing()).tolist() for n in (0, 2)]
     assert values[0] == values[1]
+
+
+# The bar
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def drawn_by(monkeypatch: pytest.MonkeyPatch, function: str, settings: dict[str, Any], **told: Any) -> str:
+    trainer = make_trainer(**settings)
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    data = {"a": make_points(9), "b": make_points(5)}
+    getattr(trainer, function)(Noisy(), data, **told)
+    return stream.getvalue()
+
+
+@pytest.mark.feature("L56")
+@pytest.mark.parametrize("function", ["validate", "test", "predict"])
+def test_evaluations_by_hand_draw_a_bar_for_each_set(monkeypatch: pytest.MonkeyPatch, function: str):
+    drawn = drawn_by(monkeypatch, function, {"verbose": True, "metrics": Accuracy()})
+    assert f"{function} a: 100%" in drawn
+    assert f"{function} b: 100%" in drawn
+    assert "5/5" in drawn
+    assert "3/3" in drawn
+
+
+@pytest.mark.feature("L56")
+@pytest.mark.parametrize(
+    ("settings", "told", "is_drawn"),
+    [
+        ({"verbose": False}, {}, False),
+        ({"verbose": True}, {"verbose": False}, False),
+        ({"verbose": True, "enable_progress_bar": False}, {}, False),
+        ({"verbose": False, "enable_progress_bar": True}, {"verbose": False}, True),
+    ],
+    ids=["a quiet trainer", "a quiet call", "refused", "asked for"],
+)
+def test_the_bar_is_left_out_where_nothing_is_to_be_said(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], told: dict[str, Any], *, is_drawn: bool
+):
+    drawn = drawn_by(monkeypatch, "validate", {**settings, "metrics": Accuracy()}, **told)
+    assert ("validate a: 100%" in drawn) is is_drawn
+
+
+def test_an_evaluation_inside_a_run_leaves_the_terminal_to_the_bar_of_training(monkeypatch: pytest.MonkeyPatch):
+    class Testing(Callback):
+        def on_epoch_end(self) -> None:
+            self.trainer.test(test_dataset=make_points(5))
+
+    trainer = make_trainer(callbacks=Testing(), enable_progress_bar=True)
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    trainer.fit(Linear(), make_points())
+    assert "4/4" in stream.getvalue()
+    assert "test" not in stream.getvalue()

@@ -1,0 +1,181 @@
+"""Interrupts the demo in every way that a day can bring, resumes it each time, and compares its end.
+
+    python tests/faults/demo_faults.py                     # one process, as `make demo`
+    python tests/faults/demo_faults.py --processes 2
+
+The demo is run once without interruption and once with: SIGKILL, SIGTERM, Ctrl-C, a disk that fills up (a small tmpfs,
+where the user may mount one), and with several processes a SIGKILL of one of them. Saved weights, what is printed, and
+the rows of the log have to be those of the first run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from accmt import read_history
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "examples" / "finetune_text_classifier.py"
+TIMEOUT_S = 1200
+SMALL, LARGE = "450m", "4g"  # room for one checkpoint (273 MB) and the model (91 MB), and for all
+
+
+class Demo:
+    """The demo in a folder of its own.
+
+    Args:
+        folder: The folder.
+        processes: How many processes train.
+        limit: Articles of each part; None is all.
+    """
+
+    def __init__(self, folder: Path, processes: int, limit: int | None) -> None:
+        self.folder = folder
+        self.processes = processes
+        self.arguments = [] if limit is None else ["--limit", str(limit)]
+        folder.mkdir()
+
+    def start(self, *, resume: bool) -> subprocess.Popen[bytes]:
+        """Start it, in a session of its own."""
+        launch = ["-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no"]
+        launch += ["--dynamo_backend", "no", "--num_processes", str(self.processes)]
+        threads = max(1, (os.cpu_count() or 1) // self.processes)
+        launch += ["--num_cpu_threads_per_process", str(threads), *(["--cpu"] if self.processes > 1 else [])]
+        command = [sys.executable, *launch, str(DEMO), *self.arguments, *(["--resume"] if resume else [])]
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        with (self.folder / "log").open("ab") as log:
+            return subprocess.Popen(command, cwd=self.folder, env=env, stdout=log, stderr=log, start_new_session=True)
+
+    def finish(self, *, resume: bool) -> None:
+        """Let it come to its end."""
+        assert self.start(resume=resume).wait(TIMEOUT_S) == 0, f"see {self.folder / 'log'}"
+
+    def updates(self) -> int:
+        """Return the updates of the newest complete checkpoint; 0 where there is none."""
+        found = [re.fullmatch(r"step-(\d+)", path.name) for path in self.folder.glob("out/checkpoint-*/step-*")]
+        return max((int(match[1]) for match in found if match), default=0)
+
+    def num_rows(self) -> int:
+        """Return how many lines the log of the run has."""
+        return sum(path.read_bytes().count(b"\n") for path in self.folder.glob("logs/*/*/history.jsonl"))
+
+    def printed(self) -> list[str]:
+        """Return what the last start printed about the saved model."""
+        text = (self.folder / "log").read_text(errors="replace")
+        return text[text.rindex("test accuracy") :].splitlines()[:7]
+
+    def weights(self) -> str:
+        """Return a digest of the saved weights."""
+        return hashlib.sha256((self.folder / "out" / "bbc_news" / "model.safetensors").read_bytes()).hexdigest()
+
+    def rows(self) -> list[tuple[int, dict[str, float]]]:
+        """Return the logged losses."""
+        (run,) = self.folder.glob("logs/*/*/history.jsonl")
+        rows = [row for row in read_history(run.parent) if "values" in row]
+        return [(row["step"], {k: v for k, v in row["values"].items() if "loss" in k}) for row in rows]
+
+
+def interrupt(demo: Demo, sent: signal.Signals, *, whole_group: bool = False, resume: bool = True) -> None:
+    """Start the demo, send a signal in the middle of its work, and wait until no process of it is left.
+
+    SIGKILL waits for a checkpoint, the others for two rows of the log.
+    """
+    measure = demo.updates if sent is signal.SIGKILL else demo.num_rows
+    before, end = measure(), time.monotonic() + TIMEOUT_S
+    process = demo.start(resume=resume)
+    while measure() <= before + 3 * (sent is not signal.SIGKILL) and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.1)
+    time.sleep(1.0)
+    members = trainers(process.pid)
+    for pid in [process.pid, *members] if whole_group else members[-1:]:
+        os.kill(pid, sent)
+    code = process.wait(TIMEOUT_S)
+    time.sleep(1.0)
+    left = trainers(process.pid)
+    print(f"{sent.name}: left with {code} at update {demo.updates()}, {len(left)} processes behind", flush=True)
+    assert code != 0
+    assert not left
+
+
+def trainers(launcher: int) -> list[int]:
+    """Return the processes that run the demo's script, under a launcher or orphaned, the oldest first."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "create_time"]):
+        command = process.info["cmdline"] or []
+        if str(DEMO) in command and "accelerate.commands.launch" not in command and process.pid != launcher:
+            found.append((process.info["create_time"], process.pid))
+    return [pid for _, pid in sorted(found)]
+
+
+def fill_disk(demo: Demo) -> None:
+    """Let the disk be full for a while; the run goes on without new checkpoints, is killed, and gets room again."""
+    before = demo.updates()
+    subprocess.run(["mount", "-o", f"remount,size={SMALL}", str(demo.folder / "out")], check=True)
+    process = demo.start(resume=True)
+    end = time.monotonic() + TIMEOUT_S
+    while b"could not" not in (log := (demo.folder / "log").read_bytes()) and b"No space left" not in log:
+        assert process.poll() is None, "the demo did not go on"
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    time.sleep(2.0)
+    is_training = process.poll() is None
+    for pid in [process.pid, *trainers(process.pid)]:
+        os.kill(pid, signal.SIGKILL)
+    process.wait(TIMEOUT_S)
+    print(
+        f"full disk: still training: {is_training}; newest checkpoint {demo.updates()} (before: {before})", flush=True
+    )
+    assert demo.updates() >= before
+    subprocess.run(["mount", "-o", f"remount,size={LARGE}", str(demo.folder / "out")], check=True)
+
+
+def main(processes: int, limit: int | None) -> None:
+    """Compare a run with every interruption and one without."""
+    base = Path(tempfile.mkdtemp(prefix="accmt-demo-"))
+    unbroken, broken = Demo(base / "unbroken", processes, limit), Demo(base / "broken", processes, limit)
+    unbroken.finish(resume=False)
+    print("\n".join(unbroken.printed()), flush=True)
+    out = broken.folder / "out"
+    out.mkdir()
+    may_mount = os.geteuid() == 0
+    if may_mount:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={LARGE}", "tmpfs", str(out)], check=True)
+    try:
+        interrupt(broken, signal.SIGKILL, whole_group=True, resume=False)
+        if may_mount:
+            fill_disk(broken)
+        interrupt(broken, signal.SIGTERM)
+        if processes > 1:
+            interrupt(broken, signal.SIGKILL)
+        interrupt(broken, signal.SIGINT)
+        broken.finish(resume=True)
+        print("\n".join(broken.printed()), flush=True)
+        same = {
+            "weights": broken.weights() == unbroken.weights(),
+            "printed": broken.printed() == unbroken.printed(),
+            "rows": broken.rows() == unbroken.rows(),
+        }
+        print(f"the same as without interruption: {same}")
+        assert all(same.values())
+    finally:
+        if may_mount:
+            subprocess.run(["umount", "-l", str(out)], check=False)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--limit", type=int)
+    arguments = parser.parse_args()
+    main(arguments.processes, arguments.limit)

@@ -1,0 +1,116 @@
+import logging
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accmt.data import LoaderOptions, Share, build_loader
+from accmt.errors import DataError
+from accmt.messages import speaking
+
+
+class Numbers:
+    """Numbers of which some cannot be read."""
+
+    def __init__(self, length, bad=()):
+        self.length = length
+        self.bad = set(bad)
+
+    def __getitem__(self, index):
+        if index in self.bad:
+            raise ValueError(f"no number {index}")
+        return torch.tensor(index)
+
+    def __len__(self):
+        return self.length
+
+
+def options(**told):
+    return LoaderOptions(**{"purpose": "train", "batch_size": 3, "seed": 3, "skips_bad": True, **told})
+
+
+def read(data, epoch=0, first=0, **told):
+    loader = build_loader(data, options(**told))
+    rounds = list(loader.rounds(epoch, first))
+    loader.end_workers()
+    return rounds
+
+
+def numbers_of(rounds):
+    return [None if round_.batch is None else round_.batch.tolist() for round_ in rounds]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_samples_are_left_out_and_the_others_keep_their_places(workers):
+    rounds = read(Numbers(11, {1, 3, 4, 5, 10}), num_workers=workers)
+    assert numbers_of(rounds) == [[0, 2], None, [6, 7, 8], [9]]
+    assert [round_.own_samples for round_ in rounds] == [2, 0, 3, 1]
+    assert [round_.num_samples for round_ in rounds] == [2, 0, 3, 1]
+    assert [round_.num_bad for round_ in rounds] == [1, 3, 0, 1]
+    assert [[bad.index for bad in round_.bad] for round_ in rounds] == [[1], [3, 4, 5], [], [10]]
+    assert rounds[0].bad[0].error == "ValueError: no number 1"
+    assert [round_.is_partial for round_ in rounds] == [False, True, False, False]
+    assert [round_.is_last for round_ in rounds] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shuffled_epoch_has_the_order_that_it_has_without_bad_samples(workers):
+    whole = read(Numbers(20), shuffle=True, num_workers=workers)
+    left = read(Numbers(20, {2, 11}), shuffle=True, num_workers=workers)
+    for all_of_it, round_ in zip(whole, left, strict=True):
+        assert [n for n in all_of_it.batch.tolist() if n not in {2, 11}] == round_.batch.tolist()
+
+
+def test_an_epoch_goes_on_behind_bad_samples_as_if_it_had_not_been_interrupted():
+    data = Numbers(20, {2, 11, 12})
+    loader = build_loader(data, options(shuffle=True))
+    rounds = list(loader.rounds(1))
+    other = build_loader(data, options(shuffle=True))
+    other.continue_from(1, 3, loader.position(1, 3))
+    assert numbers_of(other.rounds(1, 3)) == numbers_of(rounds[3:])
+
+
+def test_batches_of_a_users_loader_are_counted_without_what_is_left_out():
+    rounds = read(DataLoader(Numbers(10, {4, 9}), batch_size=4))
+    assert numbers_of(rounds) == [[0, 1, 2, 3], [5, 6, 7], [8]]
+    assert [round_.own_samples for round_ in rounds] == [4, 3, 1]
+
+
+def test_samples_are_not_known_beforehand_where_some_may_be_left_out():
+    assert build_loader(Numbers(9), options()).samples_in(0, 2) is None
+    assert build_loader(Numbers(9), options(skips_bad=False)).samples_in(0, 2) == 6
+
+
+def test_in_evaluation_a_process_knows_of_its_own_samples_only():
+    rounds = read(Numbers(10, {0, 1, 2}), purpose="validate", share=Share(0, 2))
+    assert numbers_of(rounds) == [None, [6, 7]]
+    assert [round_.num_samples for round_ in rounds] == [None, None]
+    assert [round_.own_samples for round_ in rounds] == [0, 2]
+
+
+def test_an_epoch_of_which_nothing_can_be_read_is_an_error():
+    with pytest.raises(DataError, match="7 samples in a row that cannot be read; the last is sample 6: ValueError: no"):
+        read(Numbers(7, range(7)))
+
+
+def test_a_hundred_samples_in_a_row_that_cannot_be_read_are_an_error():
+    with pytest.raises(DataError, match="look at the path"):
+        read(Numbers(999, range(300, 999)), first=50)
+    assert len(read(Numbers(999, range(300, 398)))) == 333
+
+
+def test_the_rest_of_an_epoch_may_be_bad():
+    assert numbers_of(read(Numbers(7, {6}), first=2)) == [None]
+
+
+def test_a_stream_says_that_it_cannot_skip(caplog):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(4))
+
+    with caplog.at_level(logging.WARNING), speaking(verbose=False):
+        build_loader(Stream(), options())
+        build_loader(Stream(), options())
+    (record,) = caplog.records
+    assert 'on_bad_sample="skip" has no effect on the training data' in record.message
+    assert "catch errors where they are raised" in record.message

@@ -1,0 +1,99 @@
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from accmt.data import LoaderOptions, build_loader, note_dead_worker
+from accmt.data.workers import leave_signals_to_parent
+
+
+class Numbers:
+    def __init__(self, seconds=0.0, killed_at=None):
+        self.seconds = seconds
+        self.killed_at = killed_at
+
+    def __getitem__(self, index):
+        if index == self.killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(self.seconds)
+        return torch.tensor(index)
+
+    def __len__(self):
+        return 40
+
+
+class Scheduled(Numbers):
+    def set_epoch(self, epoch):
+        pass
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(40))
+
+
+def build(data, workers=2):
+    return build_loader(data, LoaderOptions(purpose="train", batch_size=2, num_workers=workers))
+
+
+def workers_of(rounds):
+    """Return the processes that load the rounds of a generator that is not at its end."""
+    frame = rounds.gi_frame.f_locals
+    batches = frame.get("batches") or frame["self"]._reading
+    return batches._workers
+
+
+@pytest.mark.parametrize("data", [Numbers(), Scheduled(), Stream()], ids=lambda data: type(data).__name__)
+def test_workers_end_with_the_run_even_if_a_traceback_holds_their_iterator(data):
+    loader = build(data)
+    rounds = loader.rounds(0)
+    next(rounds)
+    workers = workers_of(rounds)
+    assert any(worker.is_alive() for worker in workers)
+    loader.end_workers()
+    assert not any(worker.is_alive() for worker in workers)
+    rounds.close()
+    assert len(list(loader.rounds(1))) >= 20
+    loader.end_workers()
+
+
+def wait_for_signals(ready):
+    leave_signals_to_parent()
+    ready.set()
+    time.sleep(60)
+
+
+def test_a_worker_outlives_a_first_request_to_end_and_leaves_at_the_second():
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    worker = context.Process(target=wait_for_signals, args=(ready,))
+    worker.start()
+    assert ready.wait(10)
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+        os.kill(worker.pid, number)
+    worker.join(0.5)
+    assert worker.is_alive()
+    os.kill(worker.pid, signal.SIGTERM)
+    worker.join(10)
+    assert worker.exitcode == -signal.SIGTERM
+
+
+def test_an_error_about_a_killed_worker_says_what_may_have_killed_it():
+    loader = build(Numbers(killed_at=12))
+    with pytest.raises((RuntimeError, ConnectionError, EOFError)) as caught:
+        list(loader.rounds(0))
+    note_dead_worker(caught.value)
+    notes = [note for note in caught.value.__notes__ if note.startswith("a process that loads data")]
+    assert len(notes) == 1
+    assert "gone without a word" in notes[0]
+    loader.end_workers()
+
+
+def test_other_errors_are_left_as_they_are():
+    error = RuntimeError("something else")
+    note_dead_worker(error)
+    assert not hasattr(error, "__notes__")
