@@ -50,7 +50,7 @@ class _BarFriendlyHandler(logging.Handler):
         """Write one record; a terminal that is gone stops nothing."""
         import sys
 
-        from tqdm.auto import tqdm
+        from tqdm.std import tqdm
 
         try:
             tqdm.write(f"[accmt] {self.format(record)}", file=sys.stderr)

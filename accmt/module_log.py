@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from accmt.errors import ModuleContractError, explain
 
 if TYPE_CHECKING:
     from accmt.loop.logging import Logs
+    from accmt.state import TrainingState
+    from accmt.tracking.media import MediaLog
 
 
 class LogsValues:
@@ -19,6 +22,7 @@ class LogsValues:
     """
 
     logs: Logs
+    state: TrainingState
 
     def log(
         self,
@@ -49,8 +53,7 @@ class LogsValues:
             ModuleContractError: The value is not one number, the name is taken, or nothing is running.
             ArgumentError: There is no such reduction, or a `step` without `instant`.
         """
-        if "logs" not in self.__dict__:
-            raise ModuleContractError(explain(f"log({name!r}, ...)", "no run", "a call during a run", "log in a step"))
+        self._require_run(f"log({name!r}, ...)")
         self.logs.log(name, value, step, reduction, instant=instant, prog_bar=prog_bar, logger=logger)
 
     def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
@@ -61,3 +64,91 @@ class LogsValues:
             **options: As for `log`.
         """
         self.log(values, **options)
+
+    def log_images(self, images: Mapping[str, Any], step: int | None = None) -> None:
+        """Log images: they are written into the run folder, and trackers that show images get them from there.
+
+        Shapes: tensors `[images, channels, height, width]`, NumPy arrays `[images, height, width, channels]`, with 1, 3
+        or 4 channels or without that dimension; one image without the first.
+
+        Args:
+            images: By name: a tensor, an array, an image of Pillow, or a list of such images, which may differ in
+                size. Bytes (uint8), or floats from 0 to 1; what is outside is cut off, with a warning.
+            step: The update that they belong to; None is the number of updates.
+
+        Raises:
+            ArgumentError: A shape, a type or a name is wrong.
+            MissingPackageError: Pillow is not installed.
+            ModuleContractError: There was no run yet.
+
+        Processes: main only; the others return at once.
+        """
+        media = self._media("log_images")
+        if media is not None:
+            media.log_images(images, self._step(step))
+
+    def log_table(
+        self, name: str, columns: Sequence[str], data: Iterable[Iterable[Any]], step: int | None = None
+    ) -> None:
+        """Log a table, which goes where images do.
+
+        Args:
+            name: Its name.
+            columns: The names of the columns.
+            data: The rows: texts, numbers, bools or None; other values are logged as text.
+            step: As in `log_images`.
+
+        Raises:
+            ArgumentError: A row does not fit the columns, or a name is wrong.
+            ModuleContractError: There was no run yet.
+
+        Processes: main only; the others return at once.
+        """
+        media = self._media("log_table")
+        if media is not None:
+            media.log_table(name, columns, data, self._step(step))
+
+    def log_artifact(self, path: str | PathLike[str], step: int | None = None) -> None:
+        """Log a copy of a file, which goes where images do.
+
+        Args:
+            path: The file; it may change or go afterwards.
+            step: As in `log_images`.
+
+        Raises:
+            ArgumentError: It is not there, or a folder.
+            ModuleContractError: There was no run yet.
+
+        Processes: main only; the others return at once.
+        """
+        media = self._media("log_artifact")
+        if media is not None:
+            media.log_artifact(path, self._step(step))
+
+    def log_artifacts(self, folder: str | PathLike[str], step: int | None = None) -> None:
+        """Log copies of all files of a folder, under the folder's name.
+
+        Args:
+            folder: The folder.
+            step: As in `log_images`.
+
+        Raises:
+            ArgumentError: It is not there, a file, or one that the run folder lies in.
+            ModuleContractError: There was no run yet.
+
+        Processes: main only; the others return at once.
+        """
+        media = self._media("log_artifacts")
+        if media is not None:
+            media.log_artifacts(folder, self._step(step))
+
+    def _step(self, step: int | None) -> int:
+        return self.state.global_step if step is None else step
+
+    def _media(self, method: str) -> MediaLog | None:
+        self._require_run(method)
+        return self.logs.media(method)
+
+    def _require_run(self, where: str) -> None:
+        if "logs" not in self.__dict__:
+            raise ModuleContractError(explain(where, "no run", "a call during a run", "log in a step"))

@@ -19,6 +19,7 @@ from accelerate.tracking import DVCLiveTracker, MLflowTracker, TensorBoardTracke
 from accmt.errors import explain
 from accmt.files import write_text
 from accmt.messages import warn
+from accmt.tracking.media_adapters import DVCLiveMedia, MLFlowMedia, TensorBoardMedia
 from accmt.tracking.replay import Resume, Row
 from accmt.tracking.spec import NEW_RUN
 from accmt.tracking.values import Scalar
@@ -31,7 +32,7 @@ _HURRY = {
 }
 
 
-class TensorBoardRun(TensorBoardTracker):  # type: ignore[misc]
+class TensorBoardRun(TensorBoardMedia, TensorBoardTracker):  # type: ignore[misc]
     """Accelerate's TensorBoard tracker, which keeps the configuration in the run's own event file."""
 
     def store_init_configuration(self, values: dict[str, Scalar]) -> None:
@@ -54,7 +55,7 @@ class TensorBoardRun(TensorBoardTracker):  # type: ignore[misc]
         self.writer.flush()
 
 
-class DVCLiveRun(DVCLiveTracker):  # type: ignore[misc]
+class DVCLiveRun(DVCLiveMedia, DVCLiveTracker):  # type: ignore[misc]
     """Accelerate's DVCLive tracker, with the run's own steps instead of a count of the calls.
 
     Args:
@@ -85,7 +86,7 @@ class DVCLiveRun(DVCLiveTracker):  # type: ignore[misc]
                 self.live.log_metric(name, value)
 
 
-class MLFlowRun(MLflowTracker):  # type: ignore[misc]
+class MLFlowRun(MLFlowMedia, MLflowTracker):  # type: ignore[misc]
     """Accelerate's MLflow tracker, bound to one store and one run, whatever else the process does with MLflow.
 
     The process's tracking URI is set, and stays set after the run, so that `mlflow.search_runs()` reads the same store;

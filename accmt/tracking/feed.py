@@ -6,13 +6,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from accmt.errors import explain
-from accmt.messages import warn
+from accmt.messages import warn, warn_once
 from accmt.tracking.history import History, HistoryReader
 from accmt.tracking.ledger import Account
+from accmt.tracking.media import Media
 from accmt.tracking.outage import name_error
 from accmt.tracking.replay import Replay, Row
 from accmt.tracking.spec import TrackerSpec
@@ -22,15 +23,22 @@ if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
 BATCH_ROWS = 200
+_PLURALS = {"images": "images", "table": "a table", "artifact": "files"}
 
 
 @dataclass(frozen=True)
 class _Item:
-    """One line that the tracker is to get: a row of numbers, or a configuration."""
+    """One line that the tracker is to get: a row of numbers, or else a configuration, or images and the like."""
 
     line: int
-    row: Row | None
+    row: Row | None = None
     config: dict[str, Any] | None = None
+    media: Media | None = None
+
+    def __str__(self) -> str:
+        if self.media is not None:
+            return f"{self.media.name!r} ({_PLURALS[self.media.kind]}) of step {self.media.step}"
+        return "the configuration" if self.row is None else f"the row of step {self.row.step}"
 
 
 class Feed:
@@ -49,6 +57,7 @@ class Feed:
     ) -> None:
         self._spec = spec
         self._tracker = tracker
+        self._folder = history.path.parent
         self._account = account
         self._replay = replay
         self._names = CleanNames(spec.clean_name, account.names)
@@ -69,15 +78,13 @@ class Feed:
         return not self._items
 
     def hand_over(self, limit: int) -> Iterator[None]:
-        """Hand over the configuration or the up to `limit` rows that come first; yields whenever some were taken.
+        """Hand over what comes first, of rows up to `limit` together; yields whenever some were taken.
 
         Raises:
             Exception: What the tracker raised; what it took before that is off the list.
         """
-        first = self._items[0]
-        if first.config is not None:
-            named = CleanNames(self._spec.clean_name).rename(flatten(first.config))
-            self._tracker.store_init_configuration(named)
+        if self._items[0].row is None:
+            self._hand_over_alone(self._items[0])
             self._take_off(1)
             yield
             return
@@ -91,7 +98,7 @@ class Feed:
             yield
 
     def is_first_at_fault(self) -> bool:
-        """Find out whether the tracker refuses the first row but takes the next.
+        """Find out whether the tracker refuses what comes first but takes the next row.
 
         The first is tried once more after the next one, so that an outage that ends in between costs no row.
         """
@@ -99,14 +106,14 @@ class Feed:
             return True
         if len(self._items) == 1:
             self._read()
-        second = self._items[1].row if len(self._items) > 1 else None
-        if second is None:
-            return False
+        later = next((item for item in list(self._items)[1:] if item.row is not None), None)
+        if later is None or later.row is None:
+            return self._items[0].media is not None
         try:
-            list(self._spec.deliver(self._tracker, [second]))
+            list(self._spec.deliver(self._tracker, [later.row]))
         except Exception:  # noqa: BLE001 - it is the tracker, then
             return False
-        del self._items[1]
+        self._items.remove(later)
         try:
             list(self.hand_over(1))
         except Exception:  # noqa: BLE001 - the very question
@@ -118,8 +125,7 @@ class Feed:
         item = self._items[0]
         self._account.num_refused += 1
         if self._account.num_refused == 1:
-            what = "the configuration" if item.row is None else f"the row of step {item.row.step}"
-            got = f"{what} was refused: {name_error(error)}"
+            got = f"{item} was refused: {name_error(error)}"
             expected = "names and values that it takes; training goes on, and history.jsonl has them"
             do = "log it under another name; further refusals are counted, and told at the end"
             warn(explain(f"the tracker {self._spec.name}", got, expected, do))
@@ -157,11 +163,30 @@ class Feed:
 
     def _item(self, line: int, content: dict[str, Any]) -> _Item | None:
         if "config" in content:
-            return _Item(line, None, content["config"]) if self._replay.is_new(line) else None
+            return _Item(line, config=content["config"]) if self._replay.is_new(line) else None
+        if "media" in content:
+            return self._media_item(line, content) if self._replay.is_media_wanted(line, content) else None
         values = self._replay.wanted(line, content) if "values" in content else {}
         if not values:
             return None
         return _Item(line, Row(content["step"], content["time"], self._names.rename(values)))
+
+    def _media_item(self, line: int, content: dict[str, Any]) -> _Item | None:
+        media = Media.of_line(self._folder, content)
+        if self._spec.takes(self._tracker, media.kind):
+            is_file = media.kind == "artifact"
+            return _Item(line, media=media if is_file else replace(media, name=self._spec.clean_name(media.name)))
+        where, got = f"the tracker {self._spec.name}", f"{_PLURALS[media.kind]}, for which it has no place"
+        do = f"nothing: {media.folder.parent.parent} has them; or add a tracker that takes them"
+        warn_once(explain(where, got, "what it takes", do), about=f"{media.kind} in {self._spec.name}")
+        return None
+
+    def _hand_over_alone(self, item: _Item) -> None:
+        if item.media is not None:
+            self._spec.deliver_media(self._tracker, item.media)
+        else:
+            named = CleanNames(self._spec.clean_name).rename(flatten(item.config or {}))
+            self._tracker.store_init_configuration(named)
 
     def _take_off(self, count: int) -> None:
         for _ in range(count):

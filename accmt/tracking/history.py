@@ -1,7 +1,8 @@
 """`history.jsonl`: every row of a run, one strict JSON object a line; it is also the spool that trackers are fed from.
 
-Four kinds of line: `{"step", "time", "values"}` for a row of logged numbers, `{"time", "config"}` where a run starts or
-goes on, `{"time", "rewind"}` where a resumed run goes back to its checkpoint, `{"time", "status"}` where it ends.
+Five kinds of line: `{"step", "time", "values"}` for a row of logged numbers, `{"step", "time", "media"}` for images, a
+table or files, whose `"media": {"kind", "name", "path"}` says where they lie, `{"time", "config"}` where a run starts
+or goes on, `{"time", "rewind"}` where a resumed run goes back to its checkpoint, `{"time", "status"}` where it ends.
 `time` is in seconds since the epoch. Nothing is ever taken out: `"rewind": {"line", "step", "attempt"}` says that the
 rows from line `line` (counted from 0) on to itself were logged after the checkpoint, and are superseded.
 """
@@ -67,6 +68,10 @@ class History:
     def add_values(self, values: Mapping[str, float], step: int) -> None:
         """Write the numbers logged at update `step`."""
         self._append({"step": step, "time": time.time(), "values": dict(values)})
+
+    def add_media(self, kind: str, name: str, path: str, step: int) -> None:
+        """Write that images, a table or files were logged at update `step`; `path` is theirs in the run folder."""
+        self._append({"step": step, "time": time.time(), "media": {"kind": kind, "name": name, "path": path}})
 
     def add_config(self, config: Mapping[str, Any]) -> None:
         """Write the configuration, nested as it is, at the start of the run."""
@@ -204,7 +209,7 @@ def read_history(folder: Path, *, include_superseded: bool = False) -> list[dict
     if include_superseded:
         return rows
     superseded = Superseded(rows)
-    return [row for line, row in enumerate(rows) if "values" not in row or not superseded.has(line)]
+    return [row for line, row in enumerate(rows) if "step" not in row or not superseded.has(line)]
 
 
 def _measure(path: Path) -> tuple[int, int]:

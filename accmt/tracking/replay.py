@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -72,7 +72,7 @@ class Replay:
         self._account = replace(account)  # as it was: delivery goes on meanwhile
         self._rewinding = rewinding
         self._superseded = Superseded(read_json_lines(history))
-        self._kept: dict[int, set[str]] = defaultdict(set)
+        self._kept: dict[int, set[Hashable]] = defaultdict(set)
         self.start = account.delivered
         self.first_step: int | None = None
         if rewinding is not Rewinding.UNKNOWN and account.handed > account.first:
@@ -86,17 +86,27 @@ class Replay:
     def wanted(self, line: int, row: Mapping[str, Any]) -> dict[str, float]:
         """Return the numbers of a row that the tracker is to get; none where it has them, or they are superseded."""
         values: dict[str, float] = row["values"]
-        if self._superseded.has(line):
-            is_under_way = self._rewinding is Rewinding.KEEPS and line < self._account.handed
-            return values if is_under_way else {}
-        if self.first_step is not None and line < self._account.delivered and row["step"] < self.first_step:
+        if not self._is_wanted(line, row):
             return {}
-        kept = self._kept.get(row["step"])
+        kept = self._kept_beside(line, row)
         return {name: value for name, value in values.items() if name not in kept} if kept else values
+
+    def is_media_wanted(self, line: int, row: Mapping[str, Any]) -> bool:
+        """Return whether the tracker is to get the images, table or artifact of a row."""
+        return self._is_wanted(line, row) and not (_names_of(row) & self._kept_beside(line, row))
+
+    def _is_wanted(self, line: int, row: Mapping[str, Any]) -> bool:
+        if self._superseded.has(line):  # only what is under way, and so may be there already
+            return self._rewinding is Rewinding.KEEPS and line < self._account.handed
+        return self.first_step is None or line >= self._account.delivered or row["step"] >= self.first_step
+
+    def _kept_beside(self, line: int, row: Mapping[str, Any]) -> Set[Hashable]:
+        """Return what the tracker keeps of a killed attempt at the step of a row of a later one."""
+        return frozenset() if self._superseded.has(line) else self._kept.get(row["step"], frozenset())
 
     def _look_back(self, history: Path) -> None:
         for line, row in enumerate(read_json_lines(history)):
-            if "values" not in row or line < self._account.first:
+            if "step" not in row or line < self._account.first:
                 continue
             if self._rewinding is Rewinding.KEEPS:
                 self._keep(line, row)
@@ -107,11 +117,19 @@ class Replay:
 
     def _keep(self, line: int, row: Mapping[str, Any]) -> None:
         if self._superseded.has(line) and line < self._account.handed:
-            self._kept[row["step"]].update(row["values"])
+            self._kept[row["step"]] |= _names_of(row)
+
+
+def _names_of(row: Mapping[str, Any]) -> Set[Hashable]:
+    """Return what a tracker that keeps its points must not get twice at a step; a later artifact replaces another."""
+    if "values" in row:
+        return row["values"].keys()  # type: ignore[no-any-return]
+    media = row["media"]
+    return frozenset() if media["kind"] == "artifact" else frozenset({(media["kind"], media["name"])})
 
 
 def count_rows_left(history: Path, account: Account) -> int:
-    """Return how many rows of numbers, superseded ones aside, a tracker has not got."""
+    """Return how many rows of numbers, images, tables and artifacts, superseded ones aside, a tracker has not got."""
     superseded = Superseded(read_json_lines(history))
     rows = enumerate(read_json_lines(history))
-    return sum("values" in row and line >= account.delivered and not superseded.has(line) for line, row in rows)
+    return sum("step" in row and line >= account.delivered and not superseded.has(line) for line, row in rows)

@@ -79,8 +79,9 @@ class RunPlace:
     @property
     def run_folder(self) -> Path:
         """`<base_folder>/<track_name>/<run_name>`, the names made fit for a file system."""
-        return self.folder or self.base_folder / _folder_name(self.track_name) / _folder_name(self.run_name)
+        return self.folder or self.base_folder / folder_name(self.track_name) / folder_name(self.run_name)
 
 
-def _folder_name(name: str) -> str:
+def folder_name(name: str) -> str:
+    """Return a name as a folder can have it: other characters become `_`."""
     return re.sub(r"[^\w.\- ]", "_", name).strip(" .") or "_"

@@ -19,20 +19,18 @@ from accelerate.tracking import (
     WandBTracker,
 )
 
+from accmt.tracking import media_adapters
 from accmt.tracking.adapters import tags_of
 from accmt.tracking.replay import Resume, Row
 from accmt.tracking.run_folder import RunPlace
 from accmt.tracking.values import Scalar
-
-STEP = "global_step"
-"""The axis of wandb's charts."""
 
 _STATUS = "accmt.status"
 # What a shell shows for each ending; wandb takes 255, which it gives itself after Ctrl-C, for a run that was stopped.
 _WANDB_EXIT_CODES = {"FINISHED": 0, "FAILED": 1, "KILLED": 255, "PREEMPTED": 143}
 
 
-class WandBRun(WandBTracker):  # type: ignore[misc]
+class WandBRun(media_adapters.WandBMedia, WandBTracker):  # type: ignore[misc]
     """A run of Weights & Biases, whose points stand over `global_step`.
 
     wandb's own step only grows: a row of an earlier step, such as one that waited for an outage to end, would be lost.
@@ -71,8 +69,8 @@ class WandBRun(WandBTracker):  # type: ignore[misc]
     def start(self) -> None:
         """Start the run, and put its points over `global_step`."""
         super().start()
-        self.run.define_metric(STEP, hidden=True)
-        self.run.define_metric("*", step_metric=STEP)
+        self.run.define_metric(media_adapters.STEP, hidden=True)
+        self.run.define_metric("*", step_metric=media_adapters.STEP)
         self.run.config.update(tags_of(self._resume), allow_val_change=True)
 
     def store_init_configuration(self, values: dict[str, Scalar]) -> None:
@@ -82,7 +80,7 @@ class WandBRun(WandBTracker):  # type: ignore[misc]
     def log_rows(self, rows: Sequence[Row]) -> None:
         """Log rows with the times when they were logged."""
         for row in rows:
-            self.run.log({**row.values, STEP: row.step, "_timestamp": row.time})
+            self.run.log({**row.values, media_adapters.STEP: row.step, "_timestamp": row.time})
 
     def finish(self, status: str = "FINISHED") -> None:
         """End the run with an exit code, by which wandb tells endings apart, and the true word in the summary."""
@@ -92,7 +90,7 @@ class WandBRun(WandBTracker):  # type: ignore[misc]
         self.run.finish(exit_code=_WANDB_EXIT_CODES[status])
 
 
-class CometMLRun(CometMLTracker):  # type: ignore[misc]
+class CometMLRun(media_adapters.CometMLMedia, CometMLTracker):  # type: ignore[misc]
     """A Comet experiment.
 
     Args:
@@ -141,9 +139,7 @@ class CometMLRun(CometMLTracker):  # type: ignore[misc]
         """Log rows, and wait until a service has them."""
         for row in rows:
             self.writer.log_metrics(dict(row.values), step=row.step)
-        if not self.is_offline and not self.writer.flush():
-            message = "Comet did not take the rows in time"
-            raise TimeoutError(message)
+        self.flush()
 
     def finish(self, status: str = "FINISHED") -> None:
         """End the experiment, with the status among its others: Comet has none of its own."""
@@ -151,7 +147,7 @@ class CometMLRun(CometMLTracker):  # type: ignore[misc]
         self.writer.end()
 
 
-class ClearMLRun(ClearMLTracker):  # type: ignore[misc]
+class ClearMLRun(media_adapters.ClearMLMedia, ClearMLTracker):  # type: ignore[misc]
     """A ClearML task.
 
     Args:
@@ -216,7 +212,7 @@ class ClearMLRun(ClearMLTracker):  # type: ignore[misc]
         self.task.update_parameters({f"General/{name}": value for name, value in values.items()})
 
 
-class AimRun(AimTracker):  # type: ignore[misc]
+class AimRun(media_adapters.AimMedia, AimTracker):  # type: ignore[misc]
     """A run in an Aim repository.
 
     Args:
@@ -258,7 +254,7 @@ class AimRun(AimTracker):  # type: ignore[misc]
         super().finish()
 
 
-class TrackioRun(TrackioTracker):  # type: ignore[misc]
+class TrackioRun(media_adapters.TrackioMedia, TrackioTracker):  # type: ignore[misc]
     """A Trackio run.
 
     Args:
@@ -297,7 +293,7 @@ class TrackioRun(TrackioTracker):  # type: ignore[misc]
         super().finish()
 
 
-class SwanLabRun(SwanLabTracker):  # type: ignore[misc]
+class SwanLabRun(media_adapters.SwanLabMedia, SwanLabTracker):  # type: ignore[misc]
     """A SwanLab run.
 
     Args:

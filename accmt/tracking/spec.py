@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from accmt.tracking.media import Kind, Media
 from accmt.tracking.outage import is_outage
 from accmt.tracking.replay import Resume, Rewinding, Row
 from accmt.tracking.run_folder import RunPlace
@@ -83,6 +84,14 @@ class TrackerSpec:
             tracker.log(dict(row.values), step=row.step)
             yield 1
 
+    def takes(self, tracker: GeneralTracker, kind: Kind) -> bool:
+        """Return whether the tracker has a place for images, tables or artifacts."""
+        return hasattr(tracker, f"add_{kind}")
+
+    def deliver_media(self, tracker: GeneralTracker, media: Media) -> None:
+        """Log images, a table or an artifact."""
+        getattr(tracker, f"add_{media.kind}")(media)
+
     def is_outage(self, error: BaseException | None) -> bool:
         """Return whether an error of the tracker says that its service cannot be reached at the moment."""
         return is_outage(error)
@@ -127,7 +136,8 @@ class GivenTracker(TrackerSpec):
     run folder) that its constructor names, and with the Trainer's further keywords that it takes.
 
     A resumed run is a new start for it: nobody can know whether it goes on with the old one. It gets the rows after the
-    checkpoint, and those before it that it had not got. Its `start`, `log` and `finish` are called from one thread.
+    checkpoint, and those before it that it had not got. Its `start`, `log` and `finish` are called from one thread, and
+    so are those of `log_images`, `log_table`, `log_artifact` and `log_artifacts` that it has, as Accelerate names them.
     """
 
     def __init__(self, given: GeneralTracker | type[GeneralTracker]) -> None:
@@ -151,6 +161,22 @@ class GivenTracker(TrackerSpec):
         offered = {**project, "run_name": place.run_name, "logging_dir": str(place.run_folder)}
         named = inspect.signature(self._given).parameters
         return self._given(**{**{name: value for name, value in offered.items() if name in named}, **kwargs})
+
+    def takes(self, tracker: GeneralTracker, kind: Kind) -> bool:
+        """As `TrackerSpec.takes`."""
+        return hasattr(tracker, f"log_{kind}")
+
+    def deliver_media(self, tracker: GeneralTracker, media: Media) -> None:
+        """As `TrackerSpec.deliver_media`."""
+        if media.kind == "images":
+            tracker.log_images({media.name: list(media.images().values())}, step=media.step)
+        elif media.kind == "table":
+            columns, rows = media.table()
+            tracker.log_table(media.name, columns=columns, data=rows, step=media.step)
+        elif media.path.is_dir() and hasattr(tracker, "log_artifacts"):
+            tracker.log_artifacts(str(media.path), artifact_path=media.name)
+        else:
+            tracker.log_artifact(str(media.path))
 
 
 def parameter_names(function: Any, without: frozenset[str] | set[str] = frozenset()) -> frozenset[str] | None:

@@ -15,6 +15,7 @@ from accmt.tracking.delivery import Delivery, wait_for_the_end
 from accmt.tracking.history import History
 from accmt.tracking.init_kwargs import kwargs_of_each
 from accmt.tracking.ledger import Account, Ledger
+from accmt.tracking.media import MediaLog
 from accmt.tracking.outage import name_error
 from accmt.tracking.replay import Rewinding, count_rows_left
 from accmt.tracking.run_folder import RunPlace
@@ -108,6 +109,11 @@ class Tracking:
         """The id of the run in each service that gives one, such as `{"mlflow": "0adacf..."}`; kept after `finish`."""
         accounts = {} if self._ledger is None else self._ledger.accounts
         return {key: account.run_id for key, account in accounts.items() if account.run_id is not None}
+
+    @property
+    def media(self) -> MediaLog | None:
+        """Takes images, tables and files; None before `start`, after `finish` and off the main process."""
+        return None if self._history is None else MediaLog(self._history, self._notify)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to go on with this one; JSON can hold it.

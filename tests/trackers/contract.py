@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from accelerate.state import PartialState
 
@@ -25,9 +26,29 @@ from tests.trackers.killed import CHECKPOINT_AT, KILLED_AT, make
 END = 25
 SECOND = 100.0  # added to the values of the second attempt
 FLUSH_S = 120.0  # the end of a ClearML task takes up to a minute
+KINDS = {"images": "images", "table": "a table", "artifact": "files"}
 STATUSES = ("FINISHED", "FAILED", "KILLED", "PREEMPTED")
 
 Points = list[tuple[int, float]]
+
+MEDIA = {
+    "images": {"val/samples": 2, "one": 1},
+    "table": [["a", 0.5], ["b", None]],
+    "artifact": {"note.txt", "plots"},
+}
+"""How many images there are of each name, the rows of the table, and the names of files and folders."""
+
+
+def log_media(tracking: Tracking, folder: Path) -> None:
+    """Log what `MEDIA` tells of, at step 3."""
+    log, pixels = tracking.media, np.zeros((2, 4, 5, 3), np.uint8)
+    log.log_images({"val/samples": pixels, "one": pixels[0, :, :, 0]}, 3)
+    log.log_table("predictions", ["text", "p"], [["a", 0.5], ["b", None]], 3)
+    (folder / "note.txt").write_text("a note")
+    (folder / "plots").mkdir()
+    (folder / "plots" / "curve.txt").write_text("a curve")
+    log.log_artifact(folder / "note.txt", 3)
+    log.log_artifacts(folder / "plots", 3)
 
 
 class TrackerContract:
@@ -39,6 +60,7 @@ class TrackerContract:
         statuses: What the tracker shows for each ending.
         has_key_of_its_own: Whether it has a service that wants a key.
         keeps_nan: Whether it has a point for a value that is no number.
+        kinds: What it has a place for besides numbers.
     """
 
     # The packages' own; warnings are errors otherwise.
@@ -53,6 +75,7 @@ class TrackerContract:
     statuses: ClassVar[Mapping[str, Any]] = dict(zip(STATUSES, STATUSES, strict=True))
     has_key_of_its_own: ClassVar[bool] = True
     keeps_nan: ClassVar[bool] = True
+    kinds: ClassVar[tuple[str, ...]] = tuple(KINDS)
 
     def points(self, tracking: Tracking, name: str = "loss") -> Points:
         """Return the points of a curve of the whole run, by step."""
@@ -64,6 +87,10 @@ class TrackerContract:
 
     def status(self, tracking: Tracking) -> Any:
         """Return how the run ended."""
+        raise NotImplementedError
+
+    def media(self, tracking: Tracking, kind: str) -> Any:
+        """Return what the tracker has of a kind: shapes of images by name, rows of a table, names of artifacts."""
         raise NotImplementedError
 
     @pytest.fixture(autouse=True)
@@ -102,6 +129,18 @@ class TrackerContract:
         not_a_number = self.points(tracking, "val/nan")
         assert len(not_a_number) == self.keeps_nan
         assert all(math.isnan(value) for _, value in not_a_number)
+
+    def test_images_tables_and_artifacts_are_kept_where_there_is_a_place_for_them(self, tmp_path, caplog):
+        tracking = make(self.kind, tmp_path)
+        tracking.start({})
+        log_media(tracking, tmp_path)
+        tracking.log({"loss": 1.0}, 3)
+        tracking.finish("FINISHED", flush_s=FLUSH_S)
+        assert "refused" not in caplog.text
+        for kind, plural in KINDS.items():
+            assert (f"{plural}, for which it has no place" in caplog.text) == (kind not in self.kinds)
+        assert {kind: self.media(tracking, kind) for kind in self.kinds} == {kind: MEDIA[kind] for kind in self.kinds}
+        assert self.points(tracking) == [(3, 1.0)]
 
     @pytest.mark.parametrize("status", STATUSES)
     def test_the_run_ends_with_its_true_status(self, tmp_path, status):

@@ -14,10 +14,16 @@ from tests.trackers.contract import TrackerContract
 
 READ = """
 import json, sys
-from aim import Run
+from aim import Repo, Run
 run = Run(run_hash=sys.argv[1], repo=sys.argv[2], read_only=True)
 curves = {metric.name: metric.dataframe()[["step", "value"]].values.tolist() for metric in run.metrics()}
-print(json.dumps({"curves": curves, "hparams": run["hparams"], "status": run["accmt.status"], "name": run.name}))
+images = {
+    images.name: len(steps[3][0]) if isinstance(steps[3][0], list) else 1
+    for of_run in Repo(sys.argv[2]).query_images("", report_mode=0).iter_runs()
+    for images in of_run
+    for steps in [dict(images.data.items())]
+}
+print(json.dumps({"images": images, "curves": curves, "hparams": run["hparams"], "status": run["accmt.status"]}))
 """
 
 
@@ -26,6 +32,7 @@ class TestAim(TrackerContract):
     kind = Aim
     replaces = True
     has_key_of_its_own = False
+    kinds = ("images",)
 
     def read(self, tracking):
         if getattr(tracking, "read_back", None) is None:
@@ -44,6 +51,9 @@ class TestAim(TrackerContract):
 
     def config(self, tracking):
         return self.read(tracking)["hparams"]
+
+    def media(self, tracking, kind):
+        return self.read(tracking)[kind]
 
     def status(self, tracking):
         return self.read(tracking)["status"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,27 @@ class TestClearML(TrackerContract):
     def session(self, tracking):
         return Path(os.environ["CLEARML_CACHE_DIR"]) / "offline" / self.run_id(tracking)
 
-    def points(self, tracking, name="loss"):
+    def events(self, tracking):
         lines = (self.session(tracking) / "metrics.jsonl").read_text().splitlines()
-        title, series = self.title_and_series(name)
-        return sorted(
-            (one["iter"], float(one["value"]))
-            for line in lines
-            for one in json.loads(line)
-            if (one.get("metric"), one.get("variant")) == (title, series)
-        )
+        return [event for line in lines for event in json.loads(line)]
+
+    def points(self, tracking, name="loss"):
+        own = self.title_and_series(name)
+        events = [one for one in self.events(tracking) if (one.get("metric"), one.get("variant")) == own]
+        return sorted((one["iter"], float(one["value"])) for one in events)
+
+    def media(self, tracking, kind):
+        if kind == "artifact":
+            return {one["key"] for one in self.task(tracking)["execution"]["artifacts"]}
+        events = [one for one in self.events(tracking) if one.get("iter") == 3]
+        if kind == "images":
+            return dict(Counter(one["metric"] for one in events if one["type"] == "training_debug_image"))
+        (plot,) = (json.loads(one["plot_str"]) for one in events if one["type"] == "plot")
+        cells = plot["data"][0]["cells"]["values"]
+        return [list(row) for row in zip(*cells, strict=True)]
+
+    def task(self, tracking):
+        return json.loads((self.session(tracking) / "task.json").read_text())
 
     def title_and_series(self, name):
         from accelerate.tracking import ClearMLTracker
@@ -37,8 +50,7 @@ class TestClearML(TrackerContract):
         return ClearMLTracker._get_title_series(name)
 
     def config(self, tracking):
-        task = json.loads((self.session(tracking) / "task.json").read_text())
-        return {name: one["value"] for name, one in task["hyperparams"]["General"].items()}
+        return {name: one["value"] for name, one in self.task(tracking)["hyperparams"]["General"].items()}
 
     def status(self, tracking):
         return self.config(tracking)["accmt.status"]

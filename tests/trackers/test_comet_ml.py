@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+from collections import Counter
 from collections.abc import Iterator
 from zipfile import ZipFile
 
@@ -42,6 +44,20 @@ class TestCometML(TrackerContract):
         others = messages(tracking, "log_other")
         *_, status = (message["value"] for message in others if message["key"] == "accmt.status")
         return status
+
+    def media(self, tracking, kind):
+        uploads = [one for one in messages(tracking, "file_upload")]
+        if kind == "images":
+            names = [one["additional_params"]["figName"] for one in uploads if one["upload_type"] == "visualization"]
+            return dict(Counter("one" if name == "one" else name.rpartition("/")[0] for name in names))
+        assets = {one["additional_params"]["fileName"]: one for one in uploads if one["upload_type"] == "asset"}
+        table = assets.pop("predictions/00000003.csv")
+        if kind == "artifact":
+            return {name.split("/")[0] for name in assets}
+        (archive,) = archives(tracking)
+        header, *rows = csv.reader(archive.read(table["file_path"]).decode().splitlines())
+        assert header == ["text", "p"]
+        return [[text, float(p) if p else None] for text, p in rows]
 
     def test_both_attempts_have_the_same_key(self, tmp_path):
         tracking = self.go_on(tmp_path, self.run_until_killed(tmp_path))

@@ -10,6 +10,7 @@ os.environ["ITERATIVE_DO_NOT_TRACK"] = "true"  # no usage reports
 
 
 from accmt.tracking import DVCLive, Tracking, resolve_trackers
+from tests.trackers.contract import log_media
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +83,17 @@ def test_values_that_are_no_finite_numbers_are_kept(tmp_path):
 def test_keywords_are_those_of_live(tmp_path):
     assert {"save_dvc_exp", "report"} <= DVCLive().accepted_names()
     assert not {"dir", "resume"} & DVCLive().accepted_names()
+
+
+def test_images_have_a_file_for_each_step_and_there_is_no_place_for_the_rest(tmp_path, caplog):
+    tracking = make(tmp_path)
+    tracking.start({})
+    log_media(tracking, tmp_path)
+    tracking.log({"loss": 1.0}, 3)
+    tracking.finish("FINISHED")
+    folder = tmp_path / "track" / "run" / "dvclive" / "plots" / "images"
+    paths = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.png"))
+    assert paths == ["one/3.png", "val/samples/0/3.png", "val/samples/1/3.png"]
+    assert "a table, for which it has no place" in caplog.text
+    assert "files, for which it has no place" in caplog.text
+    assert "refused" not in caplog.text

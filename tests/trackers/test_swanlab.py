@@ -24,11 +24,16 @@ def records(tracking: Tracking) -> Iterator:
 
 class TestSwanLab(TrackerContract):
     kind = SwanLab
+    kinds = ("images",)
     statuses = {"FINISHED": "FINISHED", "FAILED": "CRASHED", "KILLED": "ABORTED", "PREEMPTED": "ABORTED"}
 
     def points(self, tracking, name="loss"):
         scalars = [one.scalar for one in records(tracking) if one.HasField("scalar")]
         return sorted((one.step, one.value.number) for one in scalars if one.key == name)
+
+    def media(self, tracking, kind):
+        media = [one.media for one in records(tracking) if one.HasField("media")]
+        return {one.key: len(one.value.items) for one in media}
 
     def config(self, tracking):
         *_, path = sorted((tracking.run_folder / "swanlab").glob("run-*/files/config.yaml"))

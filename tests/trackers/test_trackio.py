@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from accmt.tracking import Tracking, Trackio
 from tests.trackers.contract import TrackerContract
 
@@ -22,6 +24,18 @@ class TestTrackio(TrackerContract):
 
     def points(self, tracking, name="loss"):
         return sorted((row["step"], float(row[name])) for row in self.rows(tracking) if name in row)
+
+    def media(self, tracking, kind):
+        from trackio.sqlite_storage import SQLiteStorage
+
+        if kind == "artifact":
+            artifacts = SQLiteStorage.get_run_artifacts(project_of(tracking), tracking.run_name, self.run_id(tracking))
+            return {one["name"] for one in artifacts["output"]}
+        values = {name: one for row in self.rows(tracking) for name, one in row.items() if isinstance(one, dict)}
+        if kind == "table":
+            return [list(row.values()) for row in values["predictions"]["_value"]]
+        names = [name for name, one in values.items() if one["_type"] == "trackio.image"]
+        return dict(Counter("one" if name == "one" else name.rpartition("/")[0] for name in names))
 
     def config(self, tracking):
         from trackio.sqlite_storage import SQLiteStorage

@@ -49,6 +49,19 @@ class TestWandB(TrackerContract):
         rows = [values_of(one.history.item) for one in records(tracking) if one.HasField("history")]
         return sorted((row["global_step"], float(row[name])) for row in rows if name in row)
 
+    def media(self, tracking, kind):
+        if kind == "artifact":
+            names = {one.artifact.name for one in records(tracking) if one.HasField("artifact")}
+            return names - {f"run-{self.run_id(tracking)}-predictions"}  # in which wandb keeps the table
+        values = {}
+        for one in records(tracking):
+            if one.HasField("history"):
+                values |= values_of(one.history.item)
+        files = next(tracking.run_folder.glob("wandb/offline-run-*/files"))
+        if kind == "table":
+            return json.loads((files / values["predictions/path"]).read_text())["data"]
+        return {name.removesuffix("/count"): count for name, count in values.items() if name.endswith("/count")}
+
     def config(self, tracking):
         config = {}
         for one in records(tracking):

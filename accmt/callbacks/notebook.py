@@ -1,0 +1,198 @@
+"""The losses as a live curve in a notebook, with the progress bar above it: one output of the cell, without widgets."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from importlib import import_module
+from statistics import fmean
+from time import perf_counter
+from typing import Any, TypeAlias
+
+from accmt.callbacks.base import MainProcessCallback
+
+SECONDS_BETWEEN_DRAWINGS = 1.0
+MOST_POINTS = 200
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 240, 60, 24, 24
+_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
+
+Point: TypeAlias = tuple[float, float]
+
+
+def is_notebook() -> bool:
+    """Return whether this process serves a notebook; IPython is asked only where it is loaded already."""
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(get_shell()).__mro__)
+
+
+class Curve:
+    """Values over updates, of which neighbours are averaged once there are more than can be seen."""
+
+    def __init__(self) -> None:
+        self.newest = math.nan
+        self._points: list[Point] = []
+        self._waiting: list[Point] = []
+        self._values_per_point = 1
+
+    @property
+    def points(self) -> list[Point]:
+        """Updates and values, fewer than `2 * MOST_POINTS`."""
+        return [*self._points, _average(self._waiting)] if self._waiting else list(self._points)
+
+    def add(self, step: int, value: float) -> None:
+        """Add a value; one that is not finite leaves a gap."""
+        self.newest = value
+        if not math.isfinite(value):
+            return
+        self._waiting.append((step, value))
+        if len(self._waiting) == self._values_per_point:
+            self._points.append(_average(self._waiting))
+            self._waiting.clear()
+        if len(self._points) >= 2 * MOST_POINTS:
+            pairs = zip(self._points[::2], self._points[1::2], strict=True)
+            self._points = [_average(pair) for pair in pairs]
+            self._values_per_point *= 2
+
+
+class NotebookView(MainProcessCallback):
+    """Draws training and validation losses while they come, at most once a second.
+
+    Args:
+        loss_name: The training loss in the rows that are logged.
+        val_loss_name: The validation loss among the results of an evaluation.
+
+    Attributes:
+        terminal: Where the progress bar is to be drawn.
+
+    Processes: main only.
+    """
+
+    def __init__(self, loss_name: str = "train_loss", val_loss_name: str = "val_loss") -> None:
+        self.terminal = _Terminal(self._draw_if_due)
+        self._loss_name = loss_name
+        self._val_loss_name = val_loss_name
+        self._curves: dict[str, Curve] = {}
+        self._output: Any = None
+        self._next_drawing = math.inf
+
+    def on_fit_start(self) -> None:
+        """Open the output."""
+        self._curves.clear()
+        self._output = import_module("IPython.display").display(self._picture(), raw=True, display_id=True)
+        self._next_drawing = 0.0
+
+    def on_log(self, values: Mapping[str, float], step: int) -> None:
+        """Take the training loss out of a row of logged values."""
+        if self._loss_name in values:
+            self._add(self._loss_name, step, values[self._loss_name])
+        self._draw_if_due()
+
+    def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
+        """Take the losses out of the results."""
+        for name, value in metrics.items():
+            if name.split("__")[0] == self._val_loss_name:
+                self._add(name, self.state.global_step, value)
+        self._draw_if_due()
+
+    def on_fit_end(self) -> None:
+        """Draw the last state and leave it in the notebook."""
+        self._draw()
+        self._output, self._next_drawing = None, math.inf
+
+    def _add(self, name: str, step: int, value: float) -> None:
+        self._curves.setdefault(name, Curve()).add(step, value)
+
+    def _draw_if_due(self) -> None:
+        if perf_counter() >= self._next_drawing:
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._output is None:
+            return
+        self._next_drawing = perf_counter() + SECONDS_BETWEEN_DRAWINGS
+        try:
+            self._output.update(self._picture(), raw=True)
+        except Exception:  # noqa: BLE001 - whoever looks may be gone; the run is not ended by that
+            self._output, self._next_drawing = None, math.inf
+
+    def _picture(self) -> dict[str, str]:
+        bar = f'<pre style="margin: 0; white-space: pre-wrap">{escape(self.terminal.line)}</pre>'
+        newest = ", ".join(f"{name} {curve.newest:.4g}" for name, curve in self._curves.items())
+        return {"text/html": bar + draw(self._curves), "text/plain": f"{self.terminal.line}\n{newest}".strip()}
+
+
+def draw(curves: Mapping[str, Curve]) -> str:
+    """Return curves over the updates as SVG; the value at a point is seen where the mouse is over it."""
+    drawn = {name: curve.points for name, curve in curves.items() if curve.points}
+    if not drawn:
+        return ""
+    everything = [point for points in drawn.values() for point in points]
+    first, last = min(step for step, _ in everything), max(step for step, _ in everything)
+    lowest, highest = min(value for _, value in everything), max(value for _, value in everything)
+
+    def place(point: Point) -> Point:
+        x = _LEFT + (_WIDTH - _LEFT - 10) * _share(point[0], first, last)
+        return x, _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * _share(point[1], lowest, highest)
+
+    marks = [
+        _write(_LEFT - 6, place((first, highest))[1] + 4, f"{highest:.4g}", anchor="end"),
+        _write(_LEFT - 6, place((first, lowest))[1] + 4, f"{lowest:.4g}", anchor="end"),
+        _write(_LEFT, _HEIGHT - 6, f"update {first:.0f}"),
+        _write(_WIDTH - 10, _HEIGHT - 6, f"{last:.0f}", anchor="end"),
+    ]
+    for number, (name, points) in enumerate(drawn.items()):
+        colour, label = _COLOURS[number % len(_COLOURS)], f"{name} {curves[name].newest:.4g}"
+        marks += [_write(_LEFT + 190 * number, 14, label, colour), *_draw_curve(name, points, place, colour)]
+    size = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="max-width: 100%">{"".join(marks)}</svg>'
+
+
+def _draw_curve(name: str, points: Sequence[Point], place: Callable[[Point], Point], colour: str) -> list[str]:
+    places = [place(point) for point in points]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    name = escape(name)
+    dots = [
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2"><title>{name} {value:.4g} at update {step:.0f}</title></circle>'
+        for (x, y), (step, value) in zip(places, points, strict=True)
+    ]
+    curve = f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+    return [curve, f'<g fill="{colour}">{"".join(dots)}</g>']
+
+
+def _write(x: float, y: float, text: str, colour: str = "currentColor", *, anchor: str = "start") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" font-size="12" text-anchor="{anchor}"'
+    return f'<text {place} font-family="sans-serif" fill="{colour}">{escape(text)}</text>'
+
+
+def _share(value: float, lowest: float, highest: float) -> float:
+    return (value - lowest) / (highest - lowest) if highest > lowest else 0.5
+
+
+def _average(points: Sequence[Point]) -> Point:
+    return fmean(step for step, _ in points), fmean(value for _, value in points)
+
+
+class _Terminal(io.StringIO):
+    """Looks like a terminal to a progress bar, and keeps its last line.
+
+    Args:
+        on_change: Called when there is another one.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        super().__init__()
+        self.line = ""
+        self._on_change = on_change
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.line = text.rsplit("\r", maxsplit=1)[-1].strip() or self.line
+        self._on_change()
+        return len(text)

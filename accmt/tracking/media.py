@@ -1,0 +1,211 @@
+"""Images, tables and files that a run logs: they lie in the run folder first, and trackers get them from there."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from accmt.errors import ArgumentError, DataError, explain
+from accmt.files import dumps, loads, staging_folder
+from accmt.messages import warn_once
+from accmt.tracking.history import History
+from accmt.tracking.run_folder import folder_name
+from accmt.tracking.values import to_plain
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MEDIA_FOLDER = "media"
+_TABLE_FILE = "table.json"
+
+Kind: TypeAlias = Literal["images", "table", "artifact"]
+
+
+@dataclass(frozen=True)
+class Media:
+    """Something logged that is no number, as it lies in the run folder.
+
+    Args:
+        kind: What it is; an artifact is a file or a folder of files.
+        name: Its name; that of an artifact is the file's or the folder's.
+        step: The update that it belongs to.
+        time: When it was logged, in seconds since the epoch.
+        folder: Where its files are; nothing else has this folder.
+    """
+
+    kind: Kind
+    name: str
+    step: int
+    time: float
+    folder: Path
+
+    @classmethod
+    def of_line(cls, run_folder: Path, line: Mapping[str, Any]) -> Media:
+        """Return what a line of `history.jsonl` tells of."""
+        told = line["media"]
+        return cls(told["kind"], told["name"], line["step"], line["time"], run_folder / told["path"])
+
+    @property
+    def path(self) -> Path:
+        """The file or folder of an artifact."""
+        return self.folder / self.name
+
+    def images(self) -> dict[str, Image]:
+        """Return the images by name: `samples`, or `samples/0`, `samples/1` and so on where there are several.
+
+        Raises:
+            DataError: A file is gone or damaged.
+            MissingPackageError: Pillow is not installed.
+        """
+        from accmt.tracking.images import read_image
+
+        paths = sorted(self.folder.glob("*.png"), key=lambda path: int(path.stem))
+        names = [self.name] if len(paths) == 1 else [f"{self.name}/{path.stem}" for path in paths]
+        return dict(zip(names, map(read_image, paths), strict=True))
+
+    def table(self) -> tuple[list[str], list[list[Any]]]:
+        """Return the columns and the rows of a table.
+
+        Raises:
+            DataError: The file is gone or damaged.
+        """
+        path, problem = self.folder / _TABLE_FILE, ""
+        try:
+            content = loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        if problem:  # out of reach of the OSError, which would look like a server that is down
+            raise DataError(explain(str(path), problem, "the table as it was logged", "nothing: it is lost"))
+        return content["columns"], content["data"]
+
+
+class MediaLog:
+    """Takes images, tables and files of a run; all is with the operating system before a call returns.
+
+    On a full disk there is one warning, and what was to be logged is lost.
+
+    Args:
+        history: Gets a line for each.
+        notify: Tells the trackers that there is one.
+
+    Processes: main only.
+    """
+
+    def __init__(self, history: History, notify: Callable[[], None]) -> None:
+        self._history = history
+        self._notify = notify
+        self._run_folder = history.path.parent
+
+    def log_images(self, images: Any, step: int) -> None:
+        """Log images, as `AcceleratorModule.log_images` says.
+
+        Raises:
+            ArgumentError: A name, a shape, a type or the step is wrong.
+            MissingPackageError: Pillow is not installed.
+        """
+        from accmt.tracking.images import to_images, write_images
+
+        if not isinstance(images, Mapping):
+            got, do = f"{type(images).__name__}", 'log_images({"samples": images})'
+            raise ArgumentError(explain("log_images", got, "images by name", do))
+        _check("log_images", step, *images)
+        for name, made in [(name, to_images(name, given)) for name, given in images.items()]:
+            self._add("images", name, step, partial(write_images, made))
+
+    def log_table(self, name: str, columns: Sequence[str], data: Iterable[Iterable[Any]], step: int) -> None:
+        """Log a table, as `AcceleratorModule.log_table` says.
+
+        Raises:
+            ArgumentError: A name or the step is wrong, or a row does not fit the columns.
+        """
+        _check("log_table", step, name)
+        content = dumps(_check_table(name, columns, data))
+        self._add("table", name, step, lambda target: (target / _TABLE_FILE).write_text(content, encoding="utf-8"))
+
+    def log_artifact(self, path: str | PathLike[str], step: int) -> None:
+        """Log a copy of a file.
+
+        Raises:
+            ArgumentError: It is not there, or a folder.
+        """
+        source = Path(path)
+        _check("log_artifact", step)
+        if not source.is_file():
+            got, do = ("a folder", "log_artifacts(folder)") if source.is_dir() else ("no such file", "look at the path")
+            raise ArgumentError(explain(f"log_artifact({str(path)!r})", got, "a file", do))
+        self._add("artifact", source.name, step, lambda target: shutil.copy2(source, target / source.name))
+
+    def log_artifacts(self, folder: str | PathLike[str], step: int) -> None:
+        """Log copies of all files of a folder.
+
+        Raises:
+            ArgumentError: It is not there, a file, or one that the run folder lies in.
+        """
+        source = Path(folder).absolute()
+        _check("log_artifacts", step)
+        where = f"log_artifacts({str(folder)!r})"
+        if not source.is_dir():
+            got, do = ("a file", "log_artifact(path)") if source.is_file() else ("no such folder", "look at the path")
+            raise ArgumentError(explain(where, got, "a folder", do))
+        if self._run_folder.resolve().is_relative_to(source.resolve()):
+            got = "a folder that the run folder lies in, which would be copied into itself"
+            raise ArgumentError(explain(where, got, "a folder of its own", "name the files' own folder"))
+        name = source.resolve().name
+        self._add("artifact", name, step, lambda target: shutil.copytree(source, target / name))
+
+    def _add(self, kind: Kind, name: str, step: int, write: Callable[[Path], Any]) -> None:
+        try:
+            folder = self._write(name, step, write)
+        except OSError as error:
+            expected = "room and rights for what is logged; training goes on without it"
+            do = f"make room in {self._run_folder}"
+            warn_once(explain(f"logging {name!r} at step {step}", str(error), expected, do), about="media not written")
+            return
+        self._history.add_media(kind, name, folder.relative_to(self._run_folder).as_posix(), step)
+        self._notify()
+
+    def _write(self, name: str, step: int, write: Callable[[Path], Any]) -> Path:
+        """Make `media/<name>/<step>`, or with `-2` and so on behind it, complete or not at all."""
+        parent = self._run_folder / MEDIA_FOLDER / folder_name(name)
+        parent.mkdir(parents=True, exist_ok=True)
+        numbered = (f"{step:08d}" if number == 1 else f"{step:08d}-{number}" for number in itertools.count(1))
+        folder = next(parent / name for name in numbered if not (parent / name).exists())
+        with staging_folder(parent, "media") as staged:
+            content = staged / "content"
+            content.mkdir()
+            write(content)
+            content.rename(folder)
+        return folder
+
+
+def _check(where: str, step: Any, *names: Any) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ArgumentError(explain(where, f"step={step!r}", "the number of an update, from 0", "leave step out"))
+    for name in names:
+        if not isinstance(name, str) or not name.strip():
+            raise ArgumentError(explain(where, f"the name {name!r}", "text", f'{where}("samples", ...)'))
+
+
+def _check_table(name: str, columns: Sequence[str], data: Iterable[Iterable[Any]]) -> dict[str, Any]:
+    where = f"log_table({name!r}, ...)"
+    titles = [columns] if isinstance(columns, str) else list(columns)
+    if not titles or len(set(titles)) < len(titles) or not all(isinstance(title, str) for title in titles):
+        got, do = f"columns={columns!r:.200}", 'columns=["text", "label"]'
+        raise ArgumentError(explain(where, got, "names of columns, each once", do))
+    rows = [[_to_cell(cell) for cell in row] for row in data]
+    for number, row in enumerate(rows):
+        if len(row) != len(titles):
+            got = f"{len(row)} cells in row {number}, for {len(titles)} columns"
+            raise ArgumentError(explain(where, got, "a cell for each column", "data=[[text, label], ...]"))
+    return {"columns": titles, "data": rows}
+
+
+def _to_cell(value: Any) -> Any:
+    plain = to_plain(value)
+    return dumps(plain) if isinstance(plain, dict | list) else plain
