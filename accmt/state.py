@@ -55,6 +55,7 @@ class Counters:
         global_step: Updates (optimizer steps) finished since the start.
         skipped_updates: Windows that ended without an update: the scaler met inf, or all weights were 0.
         samples_seen: Training samples of all processes, each counted as often as it was trained on.
+        bad_samples: Training samples that could not be read and were left out, each as often as it was.
         val_step: Batches finished in the evaluation in work, or in the last one.
         eval_global_step: Batches of all evaluations.
         evaluations_done: Finished evaluations; the sanity evaluation does not count.
@@ -68,6 +69,7 @@ class Counters:
     global_step: int = 0
     skipped_updates: int = 0
     samples_seen: int = 0
+    bad_samples: int = 0
     val_step: int = 0
     eval_global_step: int = 0
     evaluations_done: int = 0
@@ -164,6 +166,10 @@ class TrainingState(Counters):
     def count_samples(self, num_samples: int) -> None:
         """Count the samples, over all processes, that finished batches had."""
         self.samples_seen += num_samples
+
+    def count_bad_samples(self, num_samples: int) -> None:
+        """Count the samples, over all processes, that could not be read."""
+        self.bad_samples += num_samples
 
     def count_update(self, *, is_skipped: bool = False) -> None:
         """Count one finished window: an update, or one that was skipped."""

@@ -2,13 +2,16 @@
 
 from accmt.data.batches import Round, find_batch_size
 from accmt.data.collate import DataCollatorForLongestSequence, build_collate
+from accmt.data.fetching import BadSample
 from accmt.data.loaders import build_loader
 from accmt.data.options import Loader, LoaderOptions
 from accmt.data.seeding import derive_seed, draw_seed, keeping_generators, seed_generators, set_seed
 from accmt.data.sharding import Share
 from accmt.data.unshared import UnsharedLoader
+from accmt.data.workers import note_dead_worker
 
 __all__ = [
+    "BadSample",
     "DataCollatorForLongestSequence",
     "Loader",
     "LoaderOptions",
@@ -21,6 +24,7 @@ __all__ = [
     "draw_seed",
     "find_batch_size",
     "keeping_generators",
+    "note_dead_worker",
     "seed_generators",
     "set_seed",
 ]

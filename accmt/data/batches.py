@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from accmt.data.fetching import BadSample
+
 _Array = torch.Tensor | np.ndarray
 
 
@@ -24,6 +26,8 @@ class Round:
         is_last: Whether the epoch ends with this round.
         is_partial: Whether some process has no part in it; every process knows.
         position: Where the data are after it, noted at once where reading goes on; None where it can be computed.
+        bad: Samples of this process that were left out of the batch, because they could not be read.
+        num_bad: Those of all processes, in training.
     """
 
     index: int
@@ -33,6 +37,8 @@ class Round:
     is_last: bool = False
     is_partial: bool = False
     position: dict[str, Any] | None = None
+    bad: tuple[BadSample, ...] = ()
+    num_bad: int = 0
 
 
 def find_batch_size(batch: Any) -> int | None:

@@ -7,13 +7,10 @@ Prefetching, workers and evaluations in between therefore change nothing.
 from __future__ import annotations
 
 import random
-import signal
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +18,6 @@ import xxhash
 
 _TORCH_DEFAULT = 67280421310721  # what torch begins with until it is given a seed
 _MAX_SEED = 2**63
-_LEAVE_S = 30.0
 
 
 def derive_seed(seed: int, purpose: str, *place: int) -> int:
@@ -112,61 +108,3 @@ class BatchIndices(list[int]):
 
     def __reduce__(self) -> tuple[type[BatchIndices], tuple[list[int], int]]:
         return type(self), (list(self), self.seed)
-
-
-class SeededDataset(torch.utils.data.Dataset[Any]):
-    """A map-style dataset whose every batch is fetched under the seed that its indices carry.
-
-    Args:
-        dataset: Anything with `__getitem__`, and `__getitems__` where it fetches whole batches.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-        self._fetch_many = getattr(dataset, "__getitems__", None)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
-
-    def __getitems__(self, indices: BatchIndices) -> list[Any]:
-        """Fetch one batch; torch's loader calls this where it exists."""
-        seed_generators(indices.seed)
-        if self._fetch_many is not None:
-            fetched: list[Any] = self._fetch_many(list(indices))
-            return fetched
-        dataset = self.dataset
-        return [dataset[index] for index in indices]
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-
-def leave_signals_to_parent() -> None:
-    """Let a worker go on when a signal asks the whole job to end: its parent still finishes the update in work.
-
-    A worker that its parent has to end by SIGTERM goes too, but half a minute later.
-    """
-    signal.set_wakeup_fd(-1)  # inherited; what a worker hears is not for its parent
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda _number, _frame: signal.setitimer(signal.ITIMER_REAL, _LEAVE_S))
-
-
-@dataclass(frozen=True)
-class WorkerStart:
-    """Starts a loader's worker so that `get_worker_info().dataset` is the user's dataset, not our wrapper.
-
-    Attributes:
-        own: The user's `worker_init_fn`.
-    """
-
-    own: Callable[[int], Any] | None = None
-
-    def __call__(self, worker_id: int) -> None:
-        """Run in the worker, before its first fetch."""
-        leave_signals_to_parent()
-        info = torch.utils.data.get_worker_info()
-        if info is not None and isinstance(info.dataset, SeededDataset):
-            object.__setattr__(info, "dataset", info.dataset.dataset)  # WorkerInfo refuses ordinary assignment
-        if self.own is not None:
-            self.own(worker_id)

@@ -38,7 +38,8 @@ class DataSettings:
         overfit_batches: Trains and validates on so many (or this fraction of the) training batches, unshuffled; 0 is
             off.
         batch_device_placement: Whether batches are moved to the device before a step sees them.
-        on_bad_sample: "raise" or "skip" when reading a sample fails.
+        on_bad_sample: "raise" ends the run where a sample cannot be read, with an error that names it; "skip" leaves it
+            out of its batch, counts it (`bad_samples`) and warns. Has no effect on streams.
     """
 
     shuffle_train: bool = True

@@ -110,16 +110,17 @@ def write_files(page: Path, folder: Path) -> None:
             (folder / block.file_name).write_text(block.text, encoding="utf-8")
 
 
-def run_python_blocks(page: Path) -> dict[str, Any]:
+def run_python_blocks(page: Path) -> int:
     """Run the Python blocks of a page in the current folder.
 
     Returns:
-        The namespace that they leave.
+        How many were run.
 
     Raises:
         AssertionError: A block did not raise the error it announces, or its message is not the one shown.
     """
     namespace: dict[str, Any] = {"__name__": "__main__"}
+    num_run = 0
     for block, successor in with_successors(read_blocks(page)):
         if block.language != "python" or not block.is_run:
             continue
@@ -130,7 +131,8 @@ def run_python_blocks(page: Path) -> dict[str, Any]:
             exec(code, namespace)
         else:
             _require_error(block, code, namespace, successor)
-    return namespace
+        num_run += 1
+    return num_run
 
 
 def _require_error(block: Block, code: Any, namespace: dict[str, Any], shown: Block | None) -> None:

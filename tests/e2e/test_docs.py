@@ -53,7 +53,7 @@ def named(pages: list[Path]) -> list[Any]:
 def test_the_python_of_a_page_runs(page, tmp_path):
     shutil.copytree(ROOT / "hps", tmp_path / "hps")
     write_files(page, tmp_path)
-    run_python_blocks(page)
+    assert run_python_blocks(page) == len([block for block in read_blocks(page, "python") if block.is_run])
 
 
 @pytest.mark.parametrize("page", named(PAGES))
@@ -61,7 +61,8 @@ def test_the_hyper_parameters_on_a_page_are_right(page):
     for block, successor in with_successors(read_blocks(page)):
         shows_faults = successor is not None and successor.text.partition("\n")[0].split(" in ")[0].endswith("faults")
         if block.language == "yaml" and "hps" in (yaml.safe_load(block.text) or {}) and not shows_faults:
-            HyperParameters.from_config(yaml.safe_load(block.text))
+            config = yaml.safe_load(block.text)
+            assert HyperParameters.from_config(config).to_dict()["hps"].keys() >= config["hps"].keys() - {"optimizer"}
 
 
 @pytest.mark.parametrize("page", named(PAGES))

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from accmt.data import LoaderOptions, build_loader
-from accmt.data.fetching import BadSample, CollateFetched, Fetched, SeededDataset
+from accmt.data.fetching import BadSample, CollateFetched, Fetched, Kept, SeededDataset
 from accmt.data.seeding import BatchIndices
 from accmt.errors import DataError
 
@@ -243,3 +244,10 @@ def test_an_error_of_a_stream_says_after_what_it_came():
     assert where == "the training data, epoch 1, after 4 samples"
     assert got == "  got: OSError: a torn shard"
     assert "catch it where it is raised" in do
+
+
+@pytest.mark.parametrize("bad", [(), (BadSample(3, "x"),)])
+def test_what_is_left_of_a_batch_can_be_pinned(bad):
+    batch, found = pin_memory(Kept({"name": "without a tensor, which would need a device"}, bad))
+    assert batch == {"name": "without a tensor, which would need a device"}
+    assert tuple(found) == bad

@@ -1,0 +1,187 @@
+"""Fetches the samples of a batch and puts them together; a sample that cannot be read is named, or left out.
+
+What goes wrong keeps its type and its traceback, so that a user can catch it: where it happened is added as a note,
+which the traceback shows, also where a worker read the sample.
+
+Source: `ExceptionWrapper` in torch/_utils.py, which hands on an error of a worker as its type and printed traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from accmt.data.seeding import BatchIndices, seed_generators
+from accmt.errors import AccmtError, explain
+
+_MAX_NAMED = 16
+_MAX_TEXT = 200
+_LEAVE_OUT = 'Trainer(on_bad_sample="skip") leaves out what cannot be read'
+
+
+@dataclass(frozen=True, slots=True)
+class BadSample:
+    """A sample that could not be read.
+
+    Attributes:
+        index: Its index in the dataset.
+        error: What reading it raised.
+    """
+
+    index: int
+    error: str
+
+
+class Kept(NamedTuple):
+    """What is left of a batch when its bad samples are left out; it travels from workers as a tuple does.
+
+    Attributes:
+        batch: The batch; None if nothing is left of it.
+        bad: What was left out.
+    """
+
+    batch: Any
+    bad: tuple[BadSample, ...]
+
+
+@dataclass(slots=True)
+class Fetched:
+    """The samples of one batch, not yet put together.
+
+    Attributes:
+        samples: Those that could be read, in order.
+        indices: The indices that were asked for.
+        bad: Those that could not be read.
+    """
+
+    samples: list[Any]
+    indices: Sequence[int]
+    bad: tuple[BadSample, ...] = ()
+
+
+class SeededDataset(torch.utils.data.Dataset[Any]):
+    """A map-style dataset whose every batch is fetched under the seed that its indices carry.
+
+    Args:
+        dataset: Anything with `__getitem__`, and `__getitems__` where it fetches whole batches.
+        skips_bad: Whether samples that cannot be read are left out, rather than ending the run.
+    """
+
+    def __init__(self, dataset: Any, *, skips_bad: bool = False) -> None:
+        self.dataset = dataset
+        self._skips_bad = skips_bad
+        self._fetch_many = getattr(dataset, "__getitems__", None)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, indices: BatchIndices) -> Fetched:
+        """Fetch one batch; torch's loader calls this where it exists.
+
+        Raises:
+            Exception: What reading a sample raised, with a note that names it.
+        """
+        seed_generators(indices.seed)
+        if self._fetch_many is None:
+            return self._fetch_each(indices, self.dataset.__getitem__)
+        try:
+            return Fetched(self._fetch_many(list(indices)), indices)
+        except Exception as error:
+            if is_of_machine(error):
+                raise
+            found = self._find_bad(indices)
+            if self._skips_bad:
+                return found
+            self._note(error, [bad.index for bad in found.bad] or indices)
+            raise
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def _fetch_each(self, indices: Sequence[int], fetch: Callable[[int], Any]) -> Fetched:
+        samples: list[Any] = []
+        bad: list[BadSample] = []
+        for index in indices:
+            try:
+                samples.append(fetch(index))
+            except Exception as error:
+                if is_of_machine(error):
+                    raise
+                if not self._skips_bad:
+                    self._note(error, [index])
+                    raise
+                bad.append(BadSample(index, _say(error)))
+        return Fetched(samples, indices, tuple(bad))
+
+    def _find_bad(self, indices: BatchIndices) -> Fetched:
+        """Read the samples of a batch one by one, which is how it turns out whose fault its failure was."""
+        fetch_many: Callable[[list[int]], list[Any]] = self.dataset.__getitems__
+        alone = SeededDataset(self.dataset, skips_bad=True)
+        seed_generators(indices.seed)
+        return alone._fetch_each(indices, lambda index: fetch_many([index])[0])
+
+    def _note(self, error: Exception, indices: Sequence[int]) -> None:
+        where = f"reading {_name(indices)} of {type(self.dataset).__name__}"
+        expected = f"something for every index below {len(self.dataset)}"
+        error.add_note(explain(where, _say(error), expected, f"mend or remove it; {_LEAVE_OUT}"))
+
+
+@dataclass(frozen=True)
+class CollateFetched:
+    """Puts the samples of a batch together.
+
+    Attributes:
+        collate: The user's function, or torch's.
+        skips_bad: Whether the batch is accompanied by what was left out of it.
+    """
+
+    collate: Callable[[Any], Any]
+    skips_bad: bool = False
+
+    def __call__(self, fetched: Fetched) -> Any:
+        """Make the batch: alone, or as `Kept`.
+
+        Raises:
+            Exception: What `collate` raised, with a note that names the samples.
+        """
+        if not self.skips_bad:
+            return self._collate(fetched)
+        return Kept(self._collate(fetched) if fetched.samples else None, fetched.bad)
+
+    def _collate(self, fetched: Fetched) -> Any:
+        try:
+            return self.collate(fetched.samples)
+        except Exception as error:
+            if not is_of_machine(error):
+                left_out = {bad.index for bad in fetched.bad}
+                self._note(error, [index for index in fetched.indices if index not in left_out])
+            raise
+
+    def _note(self, error: Exception, indices: Sequence[int]) -> None:
+        where = f"making a batch of {_name(indices)}"
+        if isinstance(error, AccmtError):  # it says the rest
+            error.add_note(where)
+            return
+        name = getattr(self.collate, "__qualname__", type(self.collate).__name__)
+        expected = f"samples that {name} can put together"
+        error.add_note(explain(where, _say(error), expected, "look at these samples, or pass another collate_fn"))
+
+
+def is_of_machine(error: Exception) -> bool:
+    """Return whether memory ran out, which is no fault of a sample."""
+    is_of_device = isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+    return isinstance(error, MemoryError) or is_of_device
+
+
+def _say(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:_MAX_TEXT]
+
+
+def _name(indices: Sequence[int]) -> str:
+    if len(indices) == 1:
+        return f"sample {indices[0]}"
+    more = ", ..." if len(indices) > _MAX_NAMED else ""
+    return f"the samples [{', '.join(map(str, indices[:_MAX_NAMED]))}{more}]"
