@@ -2,7 +2,8 @@
 
 Five kinds of line: `{"step", "time", "values"}` for a row of logged numbers, `{"step", "time", "media"}` for images, a
 table or files, whose `"media": {"kind", "name", "path"}` says where they lie, `{"time", "config"}` where a run starts
-or goes on, `{"time", "rewind"}` where a resumed run goes back to its checkpoint, `{"time", "status"}` where it ends.
+or goes on, `{"time", "rewind"}` where a resumed run goes back to its checkpoint, or to its beginning where there was
+none, `{"time", "status"}` where it ends.
 `time` is in seconds since the epoch. Nothing is ever taken out: `"rewind": {"line", "step", "attempt"}` says that the
 rows from line `line` (counted from 0) on to itself were logged after the checkpoint, and are superseded.
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 from accmt.errors import ArgumentError, TrackerError, explain
-from accmt.files import require_writable_folder
+from accmt.files import read_json_lines, require_writable_folder
 from accmt.messages import say, warn
 from accmt.tracking.credentials import tell_of_missing_key, without_secrets
 from accmt.tracking.delivery import Delivery, wait_for_the_end
@@ -267,7 +267,12 @@ class Tracking:
     def _open_ledger(self, history: History) -> Ledger:
         """Open an account for each tracker: the one that an earlier attempt at this run left, or a new one."""
         ledger = Ledger(self.run_folder, self._place.track_name, self._place.run_name)
-        before, lines = Ledger.read(self.run_folder), history.num_lines
+        before = Ledger.read(self.run_folder)
+        if before is not None and self._resumed is None:
+            _warn_of_rows_left_behind(history.path, before)
+            if not _came_to_its_end(history.path):
+                history.add_rewind(0, None, ledger.attempt)  # it begins anew, for it left nothing to continue from
+        lines = history.num_lines
         if self._resumed is not None:
             ledger.attempt = 1 + max(self._resumed["attempt"], before.attempt if before else 0)
             history.add_rewind(self._resumed["line"], self._resumed["step"], ledger.attempt)
@@ -275,8 +280,6 @@ class Tracking:
             account = self._find_account(key, spec, before, lines)
             account.server, account.kwargs = spec.server(self._place), to_plain(without_secrets(kwargs))
             ledger.accounts[key] = account
-        if before is not None and self._resumed is None:
-            _warn_of_rows_left_behind(history.path, before)
         return ledger
 
     def _find_account(self, key: str, spec: TrackerSpec, before: Ledger | None, lines: int) -> Account:
@@ -333,6 +336,11 @@ def _warn_of_rows_left_behind(history: Path, before: Ledger) -> None:
             got = f"{left} rows of an earlier run in {history.parent} that it never got, and will not get any more"
             do = "resume a run, or `accmt sync` it, before another of the same run_name"
             warn(explain(f"the tracker {key}", got, "a folder for each run", do))
+
+
+def _came_to_its_end(history: Path) -> bool:
+    ends = [row.get("status") for row in read_json_lines(history) if row.keys() & {"status", "config"}]
+    return bool(ends) and ends[-1] == "FINISHED"
 
 
 def _stand_in() -> GeneralTracker:

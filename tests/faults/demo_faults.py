@@ -28,6 +28,7 @@ from accmt import read_history
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "finetune_text_classifier.py"
 TIMEOUT_S = 1200
+GOES_ON_S = 15.0
 SMALL, LARGE = "450m", "4g"  # room for one checkpoint (273 MB) and the model (91 MB), and for all
 
 
@@ -66,9 +67,9 @@ class Demo:
         found = [re.fullmatch(r"step-(\d+)", path.name) for path in self.folder.glob("out/checkpoint-*/step-*")]
         return max((int(match[1]) for match in found if match), default=0)
 
-    def num_rows(self) -> int:
-        """Return how many lines the log of the run has."""
-        return sum(path.read_bytes().count(b"\n") for path in self.folder.glob("logs/*/*/history.jsonl"))
+    def starts(self) -> int:
+        """Return how often it went on from a checkpoint."""
+        return (self.folder / "log").read_bytes().count(b"continuing from")
 
     def printed(self) -> list[str]:
         """Return what the last start printed about the saved model."""
@@ -89,14 +90,15 @@ class Demo:
 def interrupt(demo: Demo, sent: signal.Signals, *, whole_group: bool = False, resume: bool = True) -> None:
     """Start the demo, send a signal in the middle of its work, and wait until no process of it is left.
 
-    SIGKILL waits for a checkpoint, the others for two rows of the log.
+    SIGKILL waits for a checkpoint, the others until training has gone on for a while.
     """
-    measure = demo.updates if sent is signal.SIGKILL else demo.num_rows
+    is_kill = sent is signal.SIGKILL
+    measure, moment_s = (demo.updates, 1.0) if is_kill else (demo.starts, GOES_ON_S)
     before, end = measure(), time.monotonic() + TIMEOUT_S
     process = demo.start(resume=resume)
-    while measure() <= before + 3 * (sent is not signal.SIGKILL) and process.poll() is None and time.monotonic() < end:
+    while measure() == before and process.poll() is None and time.monotonic() < end:
         time.sleep(0.1)
-    time.sleep(1.0)
+    time.sleep(moment_s)
     members = trainers(process.pid)
     for pid in [process.pid, *members] if whole_group else members[-1:]:
         os.kill(pid, sent)

@@ -340,13 +340,19 @@ def test_trackers_are_found_by_name_and_unwrapped(tmp_path):
     tracking.finish("FINISHED")
 
 
-def test_a_continued_run_goes_on_in_its_folder(tmp_path):
-    for step in (1, 2):
+@pytest.mark.parametrize(("status", "kept"), [("FINISHED", [1, 2]), ("FAILED", [2]), ("KILLED", [2]), (None, [2])])
+def test_a_run_that_begins_anew_where_one_of_its_name_did_not_come_to_its_end_has_one_curve(tmp_path, status, kept):
+    for step, ending in ((1, status), (2, "FINISHED")):
         tracking = make(None, tmp_path)
         tracking.start({})
         tracking.log({"loss": 1.0}, step)
-        tracking.finish("FINISHED")
-    assert [row["step"] for row in read_history(tracking.run_folder) if "step" in row] == [1, 2]
+        if ending is not None:
+            tracking.finish(ending)
+        elif tracking._history is not None:
+            tracking._history.close()  # as when it is killed
+    every = read_history(tracking.run_folder, include_superseded=True)
+    assert [row["step"] for row in read_history(tracking.run_folder) if "step" in row] == kept
+    assert [row["step"] for row in every if "step" in row] == [1, 2]
 
 
 def test_the_first_tracker_with_a_dashboard_gives_the_command(tmp_path):
