@@ -22,7 +22,7 @@ from accmt.messages import speaking
 from accmt.module import AcceleratorModule
 from accmt.settings import Settings
 from accmt.state import TrainingState
-from accmt.trainer_evaluation import TrainerEvaluation
+from accmt.trainer_tuning import TrainerTuning
 
 if TYPE_CHECKING:
     from accmt.loop.recovery import Recovery
@@ -38,7 +38,7 @@ ALIASES = {
 MISSPELT = ("model_saving_aboce",)
 
 
-class Trainer(TrainerEvaluation):
+class Trainer(TrainerTuning):
     """Trains an `AcceleratorModule`.
 
     The constructor only takes and checks settings: no process group, no file, no network before `fit`. Every argument

@@ -155,6 +155,10 @@ class HyperParameters:
         """Samples that go through the model at once: the largest even part of a batch within `max_micro_batch_size`."""
         return self.micro_batch_size_within(self.max_micro_batch_size)
 
+    def set_train_batch_size(self, size: int) -> None:
+        """Let training have batches of another size; those of validation and test stay as they are."""
+        self.batch_size = (size, self.val_batch_size, self.test_batch_size)
+
     def micro_batch_size_within(self, limit: int | None) -> int:
         """Return the largest even part of a batch within a limit and `max_micro_batch_size`."""
         size = self.train_batch_size

@@ -178,11 +178,13 @@ class ClearMLRun(media_adapters.ClearMLMedia, ClearMLTracker):  # type: ignore[m
     def start(self) -> None:
         """Start the task."""
         from clearml import Task
+        from clearml.config import config
 
         if self._is_offline:
             Task.set_offline(offline_mode=True)
-        # Else it parses every file of the repository, a .venv in it included, and its end waits minutes for that.
-        Task.force_requirements_env_freeze(force=True)
+        # A process of its own for reports, forked while git is asked for the state of the repository, keeps git's pipes
+        # open: the end of the task then waits five minutes for git, which is long done.
+        Task._report_subprocess_enabled = config.get("development.report_use_subprocess", False)
         super().start()
         self.task.set_initial_iteration(0)  # a continued task adds its last iteration to each step otherwise
         self._set_parameters(tags_of(self._resume))
