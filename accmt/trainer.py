@@ -15,12 +15,11 @@ from accmt.callbacks import build_callbacks
 from accmt.config import HyperParameters
 from accmt.config.hyperparameters import FIELDS as HYPER_PARAMETERS
 from accmt.config.numbers import read_numbers
-from accmt.data import keeping_generators
 from accmt.errors import ArgumentError, UnknownArgumentError, explain
 from accmt.loop.inputs import RegisteredSaving, check_metrics
-from accmt.messages import speaking
 from accmt.module import AcceleratorModule
 from accmt.settings import Settings
+from accmt.settings.trial import apply_trials
 from accmt.state import TrainingState
 from accmt.trainer_tuning import TrainerTuning
 
@@ -157,7 +156,7 @@ class Trainer(TrainerTuning):
         arguments = {name: value for name, value in given.items() if name not in ("self", "__class__")}
         arguments = _resolve_aliases(arguments, tracker_kwargs)
         _check_tracker_kwargs(tracker_kwargs, list(arguments), has_tracker=bool(log_with))
-        self.settings = Settings.from_arguments(arguments | {"tracker_kwargs": tracker_kwargs})
+        self.settings = apply_trials(Settings.from_arguments(arguments | {"tracker_kwargs": tracker_kwargs}))
         build_callbacks(self.settings.running.callbacks)
         check_metrics(self.settings)
         self.registered_savings: list[RegisteredSaving] = []
@@ -192,11 +191,12 @@ class Trainer(TrainerTuning):
             CheckpointError: The checkpoint is damaged, or that of another model or optimizer.
             ArgumentError: Settings that contradict each other, or keywords that nobody reads.
         """
+        from accmt.loop.flags import working
         from accmt.loop.recovery import Recovery
 
         module, recovery = _as_module(module, kwargs), Recovery()
         self._val_dataset = val_dataset
-        with speaking(verbose=self.settings.running.verbose), keeping_generators():
+        with working(self.settings.running):
             self._fit_once(module, train_dataset, val_dataset, recovery)
             while recovery.checkpoint is not None:
                 self._fit_once(module, train_dataset, val_dataset, recovery)

@@ -6,10 +6,9 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from accmt.data import keeping_generators
 from accmt.errors import ArgumentError, explain
 from accmt.files import dumps, require_writable_folder, write_text
-from accmt.messages import say, speaking
+from accmt.messages import say
 from accmt.processes import run_on_main_process
 from accmt.trainer_checkpoints import TrainerCheckpoints
 
@@ -129,8 +128,9 @@ class TrainerEvaluation(TrainerCheckpoints):
             AccmtError: As `validate`; ModuleContractError also where a step returns no prediction for each sample.
         """
         from accmt.loop.evaluating import predict_alone
+        from accmt.loop.flags import working
 
-        with speaking(verbose=self.settings.running.verbose), keeping_generators():
+        with working(self.settings.running):
             request = self._request("predict", module, dataset, ckpt_path, verbose=True)
             predictions = predict_alone(request, keeps=return_predictions)
         return predictions[""] if list(predictions) == [""] else predictions
@@ -164,9 +164,10 @@ class TrainerEvaluation(TrainerCheckpoints):
 
     def _evaluate(self, request: Request, results_output: str | PathLike[str] | None) -> dict[str, float]:
         from accmt.loop.evaluating import evaluate_alone
+        from accmt.loop.flags import working
 
         output = None if results_output is None else Path(results_output)
-        with speaking(verbose=self.settings.running.verbose), keeping_generators():
+        with working(self.settings.running):
             if output is not None:
                 require_writable_folder(output.parent, "results_output")
             results = evaluate_alone(request)

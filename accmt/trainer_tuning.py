@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from accmt.data import keeping_generators
 from accmt.errors import ArgumentError, explain
-from accmt.messages import say, speaking, warn
+from accmt.messages import say, warn
 from accmt.trainer_evaluation import TrainerEvaluation
 
 if TYPE_CHECKING:
@@ -48,18 +47,21 @@ class TrainerTuning(TrainerEvaluation):
             lr_updates: Updates in between.
 
         Returns:
-            What was found; the hyper-parameters have it too.
+            What was found; the hyper-parameters have it too. With `fast_dev_run` nothing is looked for.
 
         Raises:
             ArgumentError: A single sample does not fit in memory, or `batch_size` is something else.
             DataError: There are no training data.
         """
+        from accmt.loop.flags import working
         from accmt.loop.sources import find_train_data
         from accmt.loop.tuning import Tuning, suggest_rate, sweep_rates
 
+        if self.settings.running.fast_dev_run:
+            return Tuning()
         trainer, hps, data = cast("Trainer", self), self.settings.hps, find_train_data(module, train_dataset)
         size, rate, curve = None, None, []
-        with speaking(verbose=self.settings.running.verbose), keeping_generators():
+        with working(self.settings.running):
             if batch_size is not None:
                 size = _find_batch_size(trainer, module, data, batch_size)
                 hps.set_train_batch_size(size)

@@ -36,7 +36,7 @@ def builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelSaver)
     first, last = build_monitor(logged.monitored, loss_name, is_main_process=is_main_process())
     summaries: list[Callback] = [ModelSummary()] if told.enable_model_summary else []
     rows = RowLogger(tracking, bar, logged.monitored)
-    ending: list[Callback] = [EndSummary(loss_name)] if told.verbose else []
+    ending: list[Callback] = [EndSummary(loss_name)] if told.verbose and not told.fast_dev_run else []
     return [
         *first,
         *summaries,

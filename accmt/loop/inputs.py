@@ -73,14 +73,17 @@ def check_inputs(
         AccmtError: A fault in module, data or settings.
     """
     settings = trainer.settings
+    train = find_train_data(module, train_data)
     val_sets = find_validation_data(module, val_data, settings.data)
+    if settings.data.overfit_batches and val_sets:
+        val_sets = {"": train}
     if val_sets:
         check_validation(module)
     if settings.saving.model_saving is not None or trainer.registered_savings:
         require_writable_folder(settings.saving.folder, "model_path")
     metrics = metrics_of_sets(settings.evaluation.metrics, list(val_sets) or [""])
     return Inputs(
-        train_data=find_train_data(module, train_data),
+        train_data=train,
         val_data=val_sets,
         metrics=metrics,
         selection=_build_selection(settings, metrics, list(val_sets), trainer.registered_savings),
@@ -203,7 +206,7 @@ def _build_tracking(settings: Settings, resumed: Resumed | None) -> Tracking:
         run_name=broadcast_object(name),
         logging_dir=told.logging_dir,
         tracker_kwargs=told.tracker_kwargs,
-        is_main_process=is_main_process(),
+        is_main_process=is_main_process() and not settings.running.fast_dev_run,  # elsewhere nothing is written
         verbose=settings.running.verbose,
         offline=told.tracker_offline,
     )

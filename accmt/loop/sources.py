@@ -163,11 +163,11 @@ def build_evaluation_loader(
     Raises:
         DataError: The data are empty or of no known kind.
     """
-    told, hps = settings.data, settings.hps
+    told = settings.data
     is_validation = purpose == "validate"
     options = LoaderOptions(
         purpose=purpose,
-        batch_size=hps.val_batch_size if is_validation else hps.test_batch_size,
+        batch_size=_evaluation_batch_size(settings, purpose),
         share=_share(told),
         seed=seed,
         limit=getattr(told, _DATA[purpose].limit),
@@ -179,6 +179,13 @@ def build_evaluation_loader(
         skips_bad=told.on_bad_sample == "skip",
     )
     return _end_together(build_loader(data, options), told, device)
+
+
+def _evaluation_batch_size(settings: Settings, purpose: Evaluation) -> int:
+    hps = settings.hps
+    if purpose != "validate":
+        return hps.test_batch_size
+    return hps.train_batch_size if settings.data.overfit_batches else hps.val_batch_size  # as many of the same samples
 
 
 def end_workers(loaders: Iterable[Loader]) -> None:

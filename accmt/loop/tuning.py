@@ -16,6 +16,7 @@ from accmt.callbacks import Callback
 from accmt.errors import ArgumentError, explain
 from accmt.failures import is_out_of_memory
 from accmt.processes import broadcast_object, num_processes
+from accmt.settings.trial import without_traces
 
 if TYPE_CHECKING:
     from accmt.module import AcceleratorModule
@@ -175,24 +176,14 @@ def _try(trainer: Trainer, module: AcceleratorModule, data: Any, *, callbacks: A
 
 
 def _quiet(settings: Settings, folder: Path, callbacks: Any, groups: dict[str, Any]) -> Settings:
-    base = {"tracking": settings.tracking, "optimization": settings.optimization, "hps": settings.hps, **groups}
+    quiet = without_traces(replace(settings, **groups))
     return replace(
-        settings,
-        hps=base["hps"],
-        optimization=base["optimization"],
-        tracking=replace(base["tracking"], log_with=None, logging_dir=str(folder / "logs"), run_name="tuning"),
-        saving=replace(
-            settings.saving, model_path=str(folder / "model"), model_saving=None, patience=None, save_last=False
-        ),
-        checkpoints=replace(
-            settings.checkpoints, checkpoint=None, resume=False, checkpoint_every=None, checkpointer=None
-        ),
-        evaluation=replace(settings.evaluation, eval_when_start=False),
-        data=replace(settings.data, limit_val_batches=0),
-        running=replace(
-            settings.running, callbacks=callbacks, verbose=False, max_time=None, enable_model_summary=False
-        ),
-        failures=replace(settings.failures, handlers=None, on_nonfinite=None, spike_guard=None),
+        quiet,
+        tracking=replace(quiet.tracking, logging_dir=str(folder / "logs"), run_name="tuning"),
+        saving=replace(quiet.saving, model_path=str(folder / "model")),
+        data=replace(quiet.data, limit_val_batches=0),
+        running=replace(quiet.running, callbacks=callbacks, verbose=False, max_time=None, enable_model_summary=False),
+        failures=replace(quiet.failures, on_nonfinite=None, spike_guard=None),
     )
 
 

@@ -67,6 +67,7 @@ class DataSettings:
         require_flags(self)
         require_int("dataloader_num_workers", self.dataloader_num_workers, at_least=0)
         require_choice("on_bad_sample", self.on_bad_sample, ("raise", "skip"))
+        _require_limit("overfit_batches", self.overfit_batches, at_least=0)
         for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"):
             _require_limit(name, getattr(self, name), at_least=1 if name == "limit_train_batches" else 0)
         if self.sampler is not None and self.batch_sampler is not None:

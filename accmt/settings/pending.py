@@ -11,13 +11,8 @@ from typing import Any
 
 PENDING: dict[str, str] = {
     "profiler": "the profiler",
-    "overfit_batches": "overfitting on a few batches",
-    "fast_dev_run": "trial runs",
     "reload_dataloaders_every_n_epochs": "reloading of loaders",
     "sync_batchnorm": "batch norm over processes",
-    "deterministic": "deterministic algorithms",
-    "benchmark": "cuDNN benchmarking",
-    "detect_anomaly": "anomaly detection",
 }
 
 

@@ -35,7 +35,8 @@ class RunningSettings:
         gradient_checkpointing: Whether a transformers model recomputes activations to save memory; a dict gives
             arguments.
         sync_batchnorm: Whether batch norm uses statistics of all GPU processes.
-        fast_dev_run: Runs so many batches (True: 1) of each kind and writes nothing, to try a script.
+        fast_dev_run: Runs so many batches (True: 1) of each kind, with one evaluation at the end, and writes nothing,
+            to try a script.
         profiler: "simple" for a table of times.
         min_epochs: Epochs before which training does not end early.
         min_steps: Updates before which training does not end early.
@@ -75,6 +76,9 @@ class RunningSettings:
         require_choice("mixed_precision", self.mixed_precision, (None, "no", "fp16", "bf16"))
         if self.seed is not None:
             require_int("seed", self.seed, at_least=0)
+        if not isinstance(self.fast_dev_run, int) or self.fast_dev_run < 0:
+            raise_wrong_value("fast_dev_run", self.fast_dev_run, "True, or a number of batches", "fast_dev_run=True")
+        require_choice("deterministic", self.deterministic, (False, True, "warn"))
         read_max_time(self.max_time)
         require_mapping("compile_kwargs", self.compile_kwargs)
         require_mapping("ddp_kwargs", self.ddp_kwargs)

@@ -182,9 +182,11 @@ class ClearMLRun(media_adapters.ClearMLMedia, ClearMLTracker):  # type: ignore[m
 
         if self._is_offline:
             Task.set_offline(offline_mode=True)
-        # A process of its own for reports, forked while git is asked for the state of the repository, keeps git's pipes
-        # open: the end of the task then waits five minutes for git, which is long done.
-        Task._report_subprocess_enabled = config.get("development.report_use_subprocess", False)
+        # ClearML asks git about the repository in one thread while another forks a process for its reports, or a loader
+        # its workers: these keep git's pipes open, and the end of the task waits five minutes for git, long done.
+        development = config.get("development")
+        development.put("vcs_repo_detect_async", value=False)
+        development.put("report_use_subprocess", development.get("report_use_subprocess", False))
         super().start()
         self.task.set_initial_iteration(0)  # a continued task adds its last iteration to each step otherwise
         self._set_parameters(tags_of(self._resume))

@@ -157,7 +157,9 @@ class ClearML(_Service):
     Nothing is patched (`auto_connect_frameworks`, `auto_connect_arg_parser`), unless keywords ask for it. Without a key
     (`CLEARML_API_ACCESS_KEY`, `clearml-init`) the task is an offline session in ClearML's cache folder
     (`CLEARML_CACHE_DIR`, by default `~/.clearml/cache`), as with `CLEARML_OFFLINE_MODE=1`. A resumed run goes on with
-    the same task; offline, where ClearML cannot, it is a new session that gets all rows.
+    the same task; offline, where ClearML cannot, it is a new session that gets all rows. Reports come from a thread of
+    the run, unless `report_use_subprocess` in `clearml.conf` asks for a process, and the repository is looked at when
+    the run starts.
     """
 
     name = "clearml"
@@ -178,13 +180,18 @@ class ClearML(_Service):
         """As `_Service.has_key`."""
         del kwargs
         keys = import_module("clearml.backend_api.session.defs")
-        of_file = import_module("clearml.config").config.get("api.credentials.access_key", None)
+        of_file = import_module("clearml.config").config_obj.get("api.credentials.access_key", None)
         return bool(keys.ENV_ACCESS_KEY.get() or keys.ENV_AUTH_TOKEN.get() or of_file)
 
     def upload_command(self, place: RunPlace) -> str:
         """As `TrackerSpec.upload_command`."""
         del place
         return "clearml-task --import-offline-session <the zip that the end of the run names>"
+
+    def settles_in_s(self, tracker: GeneralTracker) -> float:
+        """As `TrackerSpec.settles_in_s`; ClearML's thread sends every five seconds."""
+        del tracker
+        return 10.0
 
 
 class Aim(_RunSpec):

@@ -15,4 +15,4 @@ if [[ $(cat "$venv/.installed" 2>/dev/null || true) != "$package" ]]; then
 	echo "$package" >"$venv/.installed"
 fi
 case $name in comet-ml) name=comet_ml ;; esac
-OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -p no:cacheprovider -q "tests/trackers/test_$name.py"
+OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -n 0 -p no:cacheprovider -q "tests/trackers/test_$name.py"

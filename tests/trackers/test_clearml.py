@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 from accmt.tracking import ClearML
+from tests.toys import Linear, make_points, make_trainer
 from tests.trackers.contract import TrackerContract
+from tests.trackers.killed import make
+
+CONFIGURATION = """
+api {
+    api_server: http://localhost:8008
+    credentials { access_key: "a key", secret_key: "a secret" }
+}
+"""
 
 
 class TestClearML(TrackerContract):
@@ -54,3 +67,27 @@ class TestClearML(TrackerContract):
 
     def status(self, tracking):
         return self.config(tracking)["accmt.status"]
+
+    def test_no_process_is_forked_and_the_repository_is_looked_at_before_training(self, tmp_path):
+        tracking = make(self.kind, tmp_path)
+        children = psutil.Process().children()
+        tracking.start({})
+        assert psutil.Process().children() == children
+        assert not [thread for thread in threading.enumerate() if "_update_repository" in thread.name]
+        tracking.finish("FINISHED")
+
+    def test_a_run_with_workers_reaches_its_end(self, tmp_path):
+        trainer = make_trainer(
+            model_path=str(tmp_path / "model"), log_with=self.kind, logging_dir=tmp_path, dataloader_num_workers=2
+        )
+        trainer.fit(Linear(), make_points(8), make_points(4))
+        assert self.status(trainer.run.tracking) == "FINISHED"
+
+    def test_a_key_in_clearmls_own_file_is_found(self, tmp_path):
+        (tmp_path / "clearml.conf").write_text(CONFIGURATION)
+        script = "import sys; from accmt.tracking import ClearML; sys.exit(not ClearML().has_key({}))"
+        root = Path(__file__).parents[2]
+        for file, found in (("clearml.conf", True), ("no.conf", False)):
+            environment = {**os.environ, "CLEARML_CONFIG_FILE": str(tmp_path / file)}
+            run = subprocess.run([sys.executable, "-c", script], cwd=root, env=environment, timeout=60, check=False)
+            assert (run.returncode == 0) is found

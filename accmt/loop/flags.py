@@ -1,0 +1,50 @@
+"""What is set for the time that a Trainer works, and set back afterwards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from accmt.data import keeping_generators
+from accmt.messages import speaking
+from accmt.settings import RunningSettings
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@contextmanager
+def working(told: RunningSettings) -> Iterator[None]:
+    """Let a method of the Trainer do its work: as talkative as told, with torch's flags, without moving generators."""
+    with speaking(verbose=told.verbose), keeping_generators(), torch_flags(told):
+        yield
+
+
+@contextmanager
+def torch_flags(told: RunningSettings) -> Iterator[None]:
+    """Let torch be deterministic, choose convolutions by trying, or look for what made a NaN, as the settings say.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/randomness.html, also for the variable that cuBLAS needs.
+    """
+    cudnn, autograd = torch.backends.cudnn, torch.autograd
+    algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    choices, anomaly = (cudnn.deterministic, cudnn.benchmark), torch.is_anomaly_enabled()
+    has_variable = _CUBLAS in os.environ
+    if told.deterministic:
+        torch.use_deterministic_algorithms(mode=True, warn_only=told.deterministic == "warn")
+        cudnn.deterministic, cudnn.benchmark = True, False
+        os.environ.setdefault(_CUBLAS, ":4096:8")
+    if told.benchmark is not None:
+        cudnn.benchmark = told.benchmark
+    if told.detect_anomaly:
+        autograd.set_detect_anomaly(mode=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode=algorithms[0], warn_only=algorithms[1])
+        cudnn.deterministic, cudnn.benchmark = choices
+        autograd.set_detect_anomaly(mode=anomaly)
+        if not has_variable:
+            os.environ.pop(_CUBLAS, None)
