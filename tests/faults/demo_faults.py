@@ -144,6 +144,7 @@ def fill_disk(demo: Demo) -> None:
 
 def main(processes: int, limit: int | None) -> None:
     """Compare a run with every interruption and one without."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts by `&` ignore it
     base = Path(tempfile.mkdtemp(prefix="accmt-demo-"))
     unbroken, broken = Demo(base / "unbroken", processes, limit), Demo(base / "broken", processes, limit)
     unbroken.finish(resume=False)
