@@ -9,6 +9,7 @@ from pathlib import Path
 
 from accmt.files import write_text
 from accmt.report.charts import COLOURS, Chart, draw_charts
+from accmt.report.images import write_images
 from accmt.report.records import RunRecord
 
 SECTIONS = ("Losses", "Values", "System", "Time")
@@ -23,7 +24,7 @@ def write_report(runs: Sequence[RunRecord], path: Path) -> None:
         path: The HTML file; an older one is replaced at once.
 
     Raises:
-        MissingPackageError: plotly is not installed.
+        MissingPackageError: plotly is not installed; or Pillow is not, and a run has images.
         OSError: The file cannot be written.
     """
     write_text(path, build_page(runs))
@@ -33,7 +34,7 @@ def build_page(runs: Sequence[RunRecord]) -> str:
     """Return the page as HTML.
 
     Raises:
-        MissingPackageError: plotly is not installed.
+        MissingPackageError: plotly is not installed; or Pillow is not, and a run has images.
     """
     charts = draw_charts(runs)
     from plotly.offline import get_plotlyjs
@@ -45,6 +46,7 @@ def build_page(runs: Sequence[RunRecord]) -> str:
         "FIGURES": f"[{figures}]",
         "RUNS": _list_runs(runs),
         "SECTIONS": "\n".join(_write_section(name, charts) for name in SECTIONS),
+        "IMAGES": write_images(runs),
         "EVALUATIONS": "\n".join(_write_evaluations(run) for run in runs if run.evaluations),
         "CONFIG": _write_config(runs),
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 from accmt.errors import ArgumentError, explain
 from accmt.tracking.history import HISTORY_FILE, read_history
+from accmt.tracking.media import Media
 from accmt.tracking.values import flatten
 
 CHECKPOINT = "checkpoint"
@@ -57,6 +58,7 @@ class RunRecord:
         curves: What was logged, by name.
         evaluations: The results of each evaluation, with their step.
         events: What happened, in order.
+        images: The images that were logged, by name, in order.
     """
 
     name: str
@@ -65,6 +67,7 @@ class RunRecord:
     curves: dict[str, Curve]
     evaluations: list[tuple[int, dict[str, float]]]
     events: list[Event]
+    images: dict[str, list[Media]] = field(default_factory=dict)
 
     @property
     def status(self) -> str:
@@ -114,6 +117,7 @@ def read_run(folder: Path) -> RunRecord:
         curves=_read_curves(logged, start),
         evaluations=_read_evaluations(logged),
         events=_read_events(read_history(folder, include_superseded=True), start),
+        images=_read_images(folder, rows),
     )
 
 
@@ -146,6 +150,14 @@ def _read_evaluations(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, dict
 
 def _is_evaluated(name: str) -> bool:
     return name.startswith("val")
+
+
+def _read_images(folder: Path, rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Media]]:
+    images: dict[str, list[Media]] = {}
+    for media in (Media.of_line(folder, row) for row in rows if "media" in row):
+        if media.kind == "images":
+            images.setdefault(media.name, []).append(media)
+    return images
 
 
 def _read_events(rows: list[dict[str, Any]], start: float) -> list[Event]:

@@ -46,7 +46,8 @@ class WandBRun(media_adapters.WandBMedia, WandBTracker):  # type: ignore[misc]
     def __init__(
         self, place: RunPlace, resume: Resume, kwargs: Mapping[str, Any], *, is_offline: bool, is_quiet: bool
     ) -> None:
-        settings = {"x_transaction_log_flush_interval": 1.0, "silent": is_quiet}  # else a kill takes 15 seconds
+        # Else a kill takes 15 seconds, and the process's exit waits 90 for a server that is not there.
+        settings = {"x_transaction_log_flush_interval": 1.0, "init_timeout": 30.0, "silent": is_quiet}
         given = kwargs.get("settings") or {}
         options = {
             "name": place.run_name,

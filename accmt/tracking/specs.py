@@ -150,7 +150,10 @@ class MLFlow(TrackerSpec):
     def dashboard_command(self, place: RunPlace) -> list[str]:
         """As `TrackerSpec.dashboard_command`; a server shows its own pages."""
         uri = self.tracking_uri(place)
-        return [] if uri.startswith(("http", "databricks")) else ["mlflow", "ui", "--backend-store-uri", uri]
+        if uri.startswith(("http", "databricks")):
+            return []
+        is_ours = uri == self._local_uri(place)
+        return ["mlflow", "ui", "--backend-store-uri", f"sqlite:///{place.base_folder}/mlflow.db" if is_ours else uri]
 
     def tracking_uri(self, place: RunPlace) -> str:
         """Return the store or server of the run."""

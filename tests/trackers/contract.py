@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,10 +23,11 @@ from accmt.tracking import Tracking, read_history, resolve_trackers, sync_run
 from accmt.tracking.ledger import Ledger
 from tests.toys import Linear, make_points, make_trainer
 from tests.trackers.killed import CHECKPOINT_AT, KILLED_AT, make
+from tests.trackers.unreachable import FLUSH_S as FLUSH_OF_UNREACHABLE_S
 
 END = 25
 SECOND = 100.0  # added to the values of the second attempt
-FLUSH_S = 120.0  # the end of a ClearML task takes up to a minute
+FLUSH_S = 120.0  # on a busy machine
 KINDS = {"images": "images", "table": "a table", "artifact": "files"}
 STATUSES = ("FINISHED", "FAILED", "KILLED", "PREEMPTED")
 
@@ -51,6 +53,43 @@ def log_media(tracking: Tracking, folder: Path) -> None:
     log.log_artifacts(folder / "plots", 3)
 
 
+def run_on_a_terminal(module: str, *arguments: str, timeout_s: float) -> tuple[int, str]:
+    """Run a module on a terminal, on which it may ask questions and gets no answer.
+
+    Returns:
+        The exit status, and what it wrote.
+    """
+    # wandb's own process serves the children of a process too, and would outlive the kill.
+    environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    ours, its = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        stdin=its,
+        stdout=its,
+        stderr=its,
+    )
+    os.close(its)
+    written: list[bytes] = []
+    reader = threading.Thread(target=_read_to_the_end, args=(ours, written), daemon=True)
+    reader.start()
+    try:
+        status = process.wait(timeout_s)
+    finally:
+        process.kill()
+        reader.join(1.0)  # processes that it left behind may hold the terminal
+    return status, b"".join(written)[-20_000:].decode(errors="replace")
+
+
+def _read_to_the_end(terminal: int, written: list[bytes]) -> None:
+    try:
+        while part := os.read(terminal, 4096):
+            written.append(part)
+    except OSError:  # how Linux says that nobody has the other side any more
+        pass
+
+
 class TrackerContract:
     """Tests that hold for each tracker.
 
@@ -61,6 +100,8 @@ class TrackerContract:
         has_key_of_its_own: Whether it has a service that wants a key.
         keeps_nan: Whether it has a point for a value that is no number.
         kinds: What it has a place for besides numbers.
+        switch: A variable and its value, or a keyword and its value, by which a user has it leave its service alone.
+        leaves: Variables that it may leave behind in the environment.
     """
 
     # The packages' own; warnings are errors otherwise.
@@ -76,6 +117,8 @@ class TrackerContract:
     has_key_of_its_own: ClassVar[bool] = True
     keeps_nan: ClassVar[bool] = True
     kinds: ClassVar[tuple[str, ...]] = tuple(KINDS)
+    switch: ClassVar[Mapping[str, Any]] = {}
+    leaves: ClassVar[frozenset[str]] = frozenset()
 
     def points(self, tracking: Tracking, name: str = "loss") -> Points:
         """Return the points of a curve of the whole run, by step."""
@@ -191,17 +234,63 @@ class TrackerContract:
         tracking.finish("FINISHED", flush_s=FLUSH_S)
         (line,) = [message for message in caplog.messages if "has no key" in message]
         assert f"the tracker {self.kind.name} has no key" in line
-        assert "upload them by `" in line
+        command = line.partition("upload them by `")[2].rstrip("`")
+        left = command.split(maxsplit=2)[-1]
+        pattern = Path(self.left_for_upload(tracking, left))
+        assert list(pattern.parent.glob(pattern.name))
+
+    def test_its_own_switch_is_obeyed_and_no_key_is_missed(self, tmp_path, caplog, monkeypatch):
+        self.require_a_service()
+        caplog.set_level("INFO", logger="accmt")
+        variables = {name: value for name, value in self.switch.items() if name.isupper()}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        keywords = {name: value for name, value in self.switch.items() if name not in variables}
+        tracking = make(self.kind(**keywords), tmp_path)
+        tracking.start({})
+        tracking.log({"loss": 1.0}, 1)
+        tracking.finish("FINISHED", flush_s=FLUSH_S)
+        assert self.points(tracking) == [(1, 1.0)]
+        assert "has no key" not in caplog.text
+
+    def test_with_a_key_and_no_network_nothing_is_held_up_for_long_nor_lost(self, tmp_path):
+        self.require_a_service()
+        status, written = run_on_a_terminal("tests.trackers.unreachable", self.kind.name, str(tmp_path), timeout_s=90)
+        assert status == 0, written
+        to_start, to_log, to_finish = json.loads((tmp_path / "seconds.json").read_text())
+        assert to_start < 40  # ten of them for the server; imports take the rest, on a busy machine
+        assert to_log < 1
+        assert to_finish < FLUSH_OF_UNREACHABLE_S + 2
+        (folder,) = tmp_path.glob("*/run")
+        assert [row["step"] for row in read_history(folder) if "step" in row] == list(range(5))
+        in_one_line = "".join(written.split())  # some trackers break the lines of others
+        assert "5rowsleft,andarunthatisnotended" in in_one_line
+        assert f"accmtsync{folder}" in in_one_line
+
+    def test_the_environment_is_as_before(self, tmp_path):
+        before = dict(os.environ)
+        tracking = make(self.kind, tmp_path)
+        tracking.start({})
+        tracking.finish("FINISHED", flush_s=FLUSH_S)
+        changed = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
+        assert changed - {"PYTEST_CURRENT_TEST"} <= self.leaves
 
     def test_without_a_key_a_run_that_must_be_online_does_not_start(self, tmp_path):
-        if not self.has_key_of_its_own:
-            return
+        self.require_a_service()
         with pytest.raises(TrackerError, match=f"the tracker {self.kind.name}\\s+got: no key"):
             make(self.kind, tmp_path, offline=False).start({})
 
     def doubled_by_a_kill(self) -> int:
         """Return how many rows the tracker may have twice after a kill: nobody knows whether it had them."""
         return 0
+
+    def require_a_service(self) -> None:
+        if not self.has_key_of_its_own:
+            pytest.skip("it has no service that wants a key")
+
+    def left_for_upload(self, tracking: Tracking, named: str) -> str:
+        """Return the pattern of the files that the upload takes; `named` is what the command says."""
+        return named
 
     def run_id(self, tracking: Tracking) -> str:
         """Return the id by which the tracker knows the run."""
@@ -210,14 +299,8 @@ class TrackerContract:
         return run_id
 
     def run_until_killed(self, folder: Path) -> dict[str, Any]:
-        # wandb's own process serves the children of a process too, and would outlive the kill.
-        environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
-        script = [sys.executable, "-m", "tests.trackers.killed", self.kind.name, str(folder)]
-        root = Path(__file__).parents[2]
-        run = subprocess.run(
-            script, cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert run.returncode == -signal.SIGKILL, run.stdout[-2000:] + run.stderr[-2000:]
+        status, written = run_on_a_terminal("tests.trackers.killed", self.kind.name, str(folder), timeout_s=120)
+        assert status == -signal.SIGKILL, written
         state: dict[str, Any] = json.loads((folder / "state.json").read_text())
         return state
 

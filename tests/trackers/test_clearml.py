@@ -15,6 +15,7 @@ import pytest
 
 from accmt.tracking import ClearML
 from tests.toys import Linear, make_points, make_trainer
+from tests.trackers.conftest import LEFT_BY_CLEARML
 from tests.trackers.contract import TrackerContract
 from tests.trackers.killed import make
 
@@ -30,10 +31,16 @@ class TestClearML(TrackerContract):
     pytestmark = pytest.mark.feature("A22")
     kind = ClearML
     keeps_nan = False
+    switch = {"CLEARML_OFFLINE_MODE": "1"}
+    leaves = frozenset({"CLEARML_OFFLINE_MODE", *LEFT_BY_CLEARML})
     replaces = True  # for the second session has no points of the first
 
     def session(self, tracking):
         return Path(os.environ["CLEARML_CACHE_DIR"]) / "offline" / self.run_id(tracking)
+
+    def left_for_upload(self, tracking, named):
+        assert named == "<the zip that the end of the run names>"
+        return f"{self.session(tracking)}.zip"
 
     def events(self, tracking):
         lines = (self.session(tracking) / "metrics.jsonl").read_text().splitlines()
@@ -46,10 +53,14 @@ class TestClearML(TrackerContract):
 
     def media(self, tracking, kind):
         if kind == "artifact":
-            return {one["key"] for one in self.task(tracking)["execution"]["artifacts"]}
+            artifacts = {one["key"]: Path(one["uri"]) for one in self.task(tracking)["execution"]["artifacts"]}
+            assert artifacts["plots"].suffix == ".zip"
+            return set(artifacts)
         events = [one for one in self.events(tracking) if one.get("iter") == 3]
         if kind == "images":
-            return dict(Counter(one["metric"] for one in events if one["type"] == "training_debug_image"))
+            images = [one for one in events if one["type"] == "training_debug_image"]
+            assert {Path(one["url"]).suffix for one in images} == {".jpeg"}
+            return dict(Counter(one["metric"] for one in images))
         (plot,) = (json.loads(one["plot_str"]) for one in events if one["type"] == "plot")
         cells = plot["data"][0]["cells"]["values"]
         return [list(row) for row in zip(*cells, strict=True)]

@@ -31,6 +31,7 @@ def messages(tracking: Tracking, kind: str) -> Iterator[dict]:
 class TestCometML(TrackerContract):
     pytestmark = pytest.mark.feature("A20")
     kind = CometML
+    switch = {"online": False}
 
     def points(self, tracking, name="loss"):
         metrics = [message["metric"] for message in messages(tracking, "metric_msg")]

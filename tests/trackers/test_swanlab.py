@@ -25,6 +25,7 @@ def records(tracking: Tracking) -> Iterator:
 class TestSwanLab(TrackerContract):
     kind = SwanLab
     kinds = ("images",)
+    switch = {"SWANLAB_MODE": "offline"}
     statuses = {"FINISHED": "FINISHED", "FAILED": "CRASHED", "KILLED": "ABORTED", "PREEMPTED": "ABORTED"}
 
     def points(self, tracking, name="loss"):

@@ -10,6 +10,7 @@ import pytest
 
 from accmt.tracking import Tracking, WandB
 from tests.trackers.contract import TrackerContract
+from tests.trackers.killed import make
 
 BLOCK, HEADER = 32768, 7
 
@@ -44,6 +45,7 @@ class TestWandB(TrackerContract):
         "KILLED": (255, "KILLED"),
         "PREEMPTED": (143, "PREEMPTED"),
     }
+    switch = {"WANDB_MODE": "offline"}
 
     def points(self, tracking, name="loss"):
         rows = [values_of(one.history.item) for one in records(tracking) if one.HasField("history")]
@@ -84,3 +86,10 @@ class TestWandB(TrackerContract):
         ids = {one.run.run_id for one in records(tracking) if one.HasField("run")}
         assert ids == {tracking.run_ids["wandb"]} == set(state["run_ids"].values())
         assert self.config(tracking)["accmt.attempt"] == "2"
+
+    def test_a_run_that_was_preempted_is_marked_so(self, tmp_path):
+        for status, is_marked in (("PREEMPTED", True), ("KILLED", False)):
+            tracking = make(self.kind, tmp_path, run_name=status)
+            tracking.start({})
+            tracking.finish(status)
+            assert any(one.HasField("preempting") for one in records(tracking)) is is_marked

@@ -177,4 +177,5 @@ def test_dashboards_are_started_on_the_folder_of_all_runs(tmp_path):
     assert TensorBoard().dashboard_command(place) == ["tensorboard", "--logdir", str(tmp_path)]
     expected = ["mlflow", "ui", "--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db"]
     assert MLFlow().dashboard_command(place) == expected
+    assert MLFlow().dashboard_command(RunPlace("logs", "t", "r"))[-1] == "sqlite:///logs/mlflow.db"
     assert MLFlow().dashboard_command(RunPlace("http://host", "t", "r")) == []
