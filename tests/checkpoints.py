@@ -10,6 +10,7 @@ from typing import Any
 import xxhash
 
 from accmt.checkpoint.store import CheckpointStore
+from accmt.failures.starts import FILE_NAME
 from accmt.files import dumps
 
 
@@ -43,7 +44,8 @@ def newest_content(folder: Path) -> str | None:
 
 
 def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """Return what is in a folder of checkpoints, without the note of the run's starts."""
+    return sorted(path.name for path in folder.iterdir() if path.name != FILE_NAME)
 
 
 def truncate(path: Path) -> None:

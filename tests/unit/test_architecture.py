@@ -16,7 +16,7 @@ LAYERS = [
     {"data", "optimization", "checkpoint", "saving", "metrics", "tracking", "failures", "callbacks"},
     {"module", "module_log", "huggingface"},
     {"loop"},
-    {"trainer", "trainer_view", "trainer_checkpoints", "trainer_evaluation", "resume_check"},
+    {"trainer", "trainer_view", "trainer_checkpoints", "trainer_evaluation", "trainer_tuning", "resume_check"},
     {"report"},
     {"cli"},
 ]
