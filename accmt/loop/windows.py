@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 
@@ -18,6 +19,8 @@ from accmt.loop.update import finish_window, pass_over
 from accmt.loop.weighting import Window
 from accmt.metrics.weighted_sum import Weight
 from accmt.processes import num_processes, process_index
+
+_Way: TypeAlias = Callable[[Run, Window, Round], None]
 
 
 class Windows:
@@ -49,22 +52,21 @@ class Windows:
         window = self._window = self._window or self._open_window(round_)
         window.rounds_done += 1
         ends_window = round_.is_last or window.rounds_done == window.num_rounds
-        if window.is_passed_over:
-            _count_own_batch(run, window, round_)
-        elif self._may_halve:
-            self._try_own_batch(window, round_)
-        elif round_.is_partial:
-            _train_apart(run, window, round_)
-        elif ends_window or num_processes() == 1:
-            _train_own_batch(run, window, round_)
-        else:
-            with run.accelerator.no_sync(run.model):
-                _train_own_batch(run, window, round_)
+        self._way_to_train(window, round_, ends_window=ends_window)(run, window, round_)
         run.state.count_batch()
         if not ends_window:
             return False
         self._window = None
         return pass_over(run, window) if window.is_passed_over else finish_window(run, window)
+
+    def _way_to_train(self, window: Window, round_: Round, *, ends_window: bool) -> _Way:
+        if window.is_passed_over:
+            return _count_own_batch
+        if self._may_halve:
+            return self._try_own_batch
+        if round_.is_partial:
+            return _train_apart
+        return _train_own_batch if ends_window or num_processes() == 1 else _train_unreduced
 
     def _open_window(self, first: Round) -> Window:
         run = self._run
@@ -72,18 +74,18 @@ class Windows:
             broadcast_buffers(run.unwrapped_model)  # as the wrapper does before a window's first batch
         return _open_window(run, first)
 
-    def _try_own_batch(self, window: Window, round_: Round) -> None:
+    def _try_own_batch(self, run: Run, window: Window, round_: Round) -> None:
         """Train on a batch that memory may not suffice for; then the window is only gone through to its end."""
         train = _train_apart if self._reduces_by_hand else _train_own_batch
         try:
             if not window.ran_out_of_memory:
-                train(self._run, window, round_)
+                train(run, window, round_)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             window.ran_out_of_memory = True
-        if window.ran_out_of_memory and self._run.weighting.is_explicit is None:
-            self._run.weighting.decide(None, is_explicit=False)  # the others do, at their first batch
+        if window.ran_out_of_memory and run.weighting.is_explicit is None:
+            run.weighting.decide(None, is_explicit=False)  # the others do, at their first batch
 
 
 def _open_window(run: Run, first: Round) -> Window:
@@ -105,6 +107,12 @@ def _open_window(run: Run, first: Round) -> Window:
 def _count_own_batch(run: Run, window: Window, round_: Round) -> None:
     if round_.batch is not None:
         window.add(0.0, run.count_samples(round_, round_.batch))
+
+
+def _train_unreduced(run: Run, window: Window, round_: Round) -> None:
+    """Train on this process's batch, and leave the reduction to the last round of the window."""
+    with run.accelerator.no_sync(run.model):
+        _train_own_batch(run, window, round_)
 
 
 def _train_apart(run: Run, window: Window, round_: Round) -> None:
