@@ -38,10 +38,11 @@ lint: $(INSTALLED)  ## check style, format and types
 	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/mypy
 
-bench: $(INSTALLED)  ## time the loop, checkpoints and evaluation beside hand-written Accelerate and others
+bench: $(INSTALLED)  ## time the loop, checkpoints, evaluation and trackers beside Accelerate by hand and others
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_loop.py
 	$(BIN)/python tests/benchmarks/bench_checkpoint.py
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_evaluation.py
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/benchmarks/bench_tracking.py
 
 trackers: $(TRACKER_TESTS)  ## test each tracker beside TensorBoard and MLflow in an environment of its own
 
