@@ -48,6 +48,7 @@ def test_the_continued_run_ends_with_the_same_bits(unbroken, stop):
         },
         {"checkpoint_every": "2 steps", "hps": {"scheduler": {"type": "ReduceLROnPlateau", "patience": 0}}},
         {"checkpoint_every": "2 steps", "hps": {"scheduler": {"type": "MultiStepLR", "milestones": [3, 9]}}},
+        {"checkpoint_every": "2 steps", "hps": {"scheduler": {"type": "CosineWithWarmup", "num_warmup_steps": 3}}},
         {"checkpoint_every": "2 steps", "hps": {"epochs": None, "max_steps": 10}},
         {"checkpoint_every": "2 steps", "model_saving": "best_train_loss", "evaluate_every_n_steps": 3},
     ],

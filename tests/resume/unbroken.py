@@ -18,7 +18,7 @@ HPS: dict[str, Any] = {
     "epochs": 3,
     "batch_size": 4,
     "optim": {"type": "AdamW", "lr": 0.01},
-    "scheduler": {"type": "CosineWithWarmup", "num_warmup_steps": 3},
+    "scheduler": {"type": "CosineAnnealingLR"},
 }
 SAMPLES = 22
 

@@ -75,7 +75,7 @@ def train(folder: str, batch_size: int, accumulation: int, stop: int | None) -> 
             "epochs": EPOCHS,
             "batch_size": batch_size,
             "optim": {"type": "AdamW", "lr": 1e-3},
-            "scheduler": {"type": "LinearWithWarmup", "num_warmup_steps": 2},
+            "scheduler": {"type": "CosineAnnealingLR"},
         },
         f"{folder}/model",
         resume="auto",

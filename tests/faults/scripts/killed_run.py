@@ -24,7 +24,7 @@ HPS = {
     "epochs": 2,
     "batch_size": 2,
     "optim": {"type": "AdamW", "lr": 1e-3},
-    "scheduler": {"type": "LinearWithWarmup", "warmup_ratio": 0.1},
+    "scheduler": {"type": "CosineAnnealingLR"},
 }
 
 

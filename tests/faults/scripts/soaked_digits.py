@@ -33,7 +33,7 @@ from examples.digits import DigitClassifier, build_datasets
 HPS = {
     "epochs": 3,
     "optim": {"type": "AdamW", "lr": 2e-3},
-    "scheduler": {"type": "CosineWithWarmup", "warmup_ratio": 0.1},
+    "scheduler": {"type": "CosineAnnealingLR"},
 }
 GLOBAL_BATCH = 64
 ROOM_BYTES = 20_000  # too little for any checkpoint
