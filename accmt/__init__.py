@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from accmt.callbacks import MainProcessCallback as MainProcessCallback
     from accmt.config import HyperParameters as HyperParameters
     from accmt.data import set_seed as set_seed
+    from accmt.decorators import on_last_process as on_last_process
+    from accmt.decorators import on_local_main_process as on_local_main_process
+    from accmt.decorators import on_main_process as on_main_process
     from accmt.loop.checkpoints import Checkpointer as Checkpointer
     from accmt.metrics import Accuracy as Accuracy
     from accmt.metrics import Metric as Metric
@@ -67,6 +70,9 @@ _HOMES = {
     "WandB": "accmt.tracking",
     "allow_tf32": "accmt.precision",
     "gather_on_cpu": "accmt.metrics",
+    "on_last_process": "accmt.decorators",
+    "on_local_main_process": "accmt.decorators",
+    "on_main_process": "accmt.decorators",
     "read_history": "accmt.tracking",
     "set_seed": "accmt.data",
 }

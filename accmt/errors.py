@@ -8,6 +8,7 @@ Each is also the built-in that a reader would expect, so `except ValueError` wor
     │   └── HyperParameterTypeError (TypeError)          `hps_config` is neither a path, a dict nor `HyperParameters`
     ├── ArgumentError (ValueError)            a Trainer argument with a value that cannot be
     │   └── UnknownArgumentError (TypeError)  a Trainer argument that does not exist
+    ├── CallbackNotFoundError (KeyError)      a callback that was asked for and is not there
     ├── ModuleContractError (TypeError)       a user's module, callback or step does not keep the contract
     ├── MetricError (ValueError)              a metric's name, direction or result is wrong
     ├── DataError (ValueError)                data that cannot be trained on: empty, unsized where a length is needed
@@ -50,6 +51,12 @@ class ArgumentError(AccmtError, ValueError):
 
 class UnknownArgumentError(ArgumentError, TypeError):
     """A Trainer argument that does not exist, or a keyword that nobody would read."""
+
+
+class CallbackNotFoundError(AccmtError, KeyError):
+    """A callback that was asked for is not among those of the Trainer."""
+
+    __str__ = Exception.__str__  # that of a KeyError is on one line, in quotes
 
 
 class ModuleContractError(AccmtError, TypeError):

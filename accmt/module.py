@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accmt.errors import ModuleContractError, explain
 from accmt.module_log import LogsValues
 
 if TYPE_CHECKING:
@@ -233,9 +232,35 @@ class AcceleratorModule(LogsValues):
             ModuleContractError: `type` is no transformers class; the message names the nearest.
         """
         from accmt.huggingface import load_pretrained
+        from accmt.module_kinds import HuggingFaceModule
 
         processor = kwargs.pop("processor", None)
         return HuggingFaceModule(load_pretrained(path, type, **kwargs), processor)
+
+    @classmethod
+    def from_functions(
+        cls,
+        model: nn.Module,
+        train_step: Callable[[Any, Trainer], Any],
+        eval_step: Callable[[Any, Trainer], Any] | None = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> AcceleratorModule:
+        """Make a module of functions of a batch and the Trainer, in which `trainer.model` is the model to call.
+
+        Args:
+            model: The model.
+            train_step: Returns what `training_step` does.
+            eval_step: Returns what `validation_step` does; None takes `train_step` there, too.
+            optim: An optimizer of the model's parameters; None takes the hyper-parameters'.
+
+        Example:
+            >>> def train_step(batch, trainer):
+            ...     return {"loss": trainer.model(batch).mean()}
+            >>> module = AcceleratorModule.from_functions(nn.Linear(3, 1), train_step)
+        """
+        from accmt.module_kinds import FunctionModule
+
+        return FunctionModule(model, train_step, eval_step, optim)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the module without its run, so that loader processes and copies do not drag a run along."""
@@ -302,49 +327,3 @@ class ExtendedAcceleratorModule(AcceleratorModule):
     def zero_grad(self) -> None:
         """Drop the gradients."""
         self.manual_steps.zero_grad()
-
-
-class HuggingFaceModule(AcceleratorModule):
-    """A transformers model that computes its own loss.
-
-    Args:
-        model: The model.
-        processor: Tokenizer or other processor that is saved beside it.
-    """
-
-    def __init__(self, model: nn.Module, processor: Any = None) -> None:
-        self.model = model
-        self.processor = processor
-
-    def step(self, batch: Any) -> Any:
-        """Return the loss that the model computes of a batch with labels.
-
-        Raises:
-            ModuleContractError: The model computes none: it has no head for a task, or the batch has no labels.
-        """
-        loss = getattr(self.model(**batch), "loss", None)
-        if loss is None:
-            where = f"the transformers model {type(self.unwrapped_model).__name__}"
-            got = f"no loss from a batch with {sorted(batch)}"
-            do = 'fit((path, "AutoModelForSequenceClassification"), ...), with "labels" in each batch'
-            raise ModuleContractError(explain(where, got, "a model with a head that computes its loss", do))
-        weight = _count_targets(self.unwrapped_model, batch.get("labels"))
-        return loss if weight is None else {"loss": loss, "weight": weight}
-
-    def predict_step(self, batch: Any) -> Any:
-        """Return the logits, or by name what else the model computes; a batch may have labels."""
-        outputs = self.model(**{name: value for name, value in batch.items() if name != "labels"})
-        named = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
-        return named.get("logits", named)
-
-
-def _count_targets(model: Any, labels: Any) -> torch.Tensor | None:
-    """Return the target tokens of a batch, which its mean loss is over; None where the loss is a mean over samples."""
-    is_tokens = getattr(labels, "ndim", 0) == 2 and not (labels.is_floating_point() or labels.is_complex())
-    if not is_tokens or getattr(model.config, "problem_type", None) == "multi_label_classification":
-        return None
-    # A causal model predicts each token from those before it: the first one is no target. None means causal, too:
-    # transformers takes that loss where the name of a class (such as GPT2LMHeadModel) tells none.
-    is_causal = getattr(model, "loss_type", None) in (None, "ForCausalLM") and not model.config.is_encoder_decoder
-    count: torch.Tensor = ((labels[:, 1:] if is_causal else labels) != -100).sum()
-    return count

@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 
 _is_alone = False
+_index_when_left = 0
 
 
 @contextmanager
@@ -37,12 +38,22 @@ def num_processes() -> int:
 
 def process_index() -> int:
     """Return this process's rank over all machines, counted from 0."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else _index_when_left
 
 
 def is_main_process() -> bool:
     """Return whether this is the process that writes files and talks to people."""
     return process_index() == 0
+
+
+def leave_process_group() -> None:
+    """End the process group. Afterwards each process is alone, but keeps its index: the main one stays the only one.
+
+    Processes: all.
+    """
+    global _index_when_left  # noqa: PLW0603 - nobody else remembers it
+    _index_when_left = process_index()
+    dist.destroy_process_group()
 
 
 def sum_over_processes(values: Sequence[float], device: torch.device) -> list[float]:

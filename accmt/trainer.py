@@ -16,6 +16,7 @@ from accmt.config import HyperParameters
 from accmt.config.hyperparameters import FIELDS as HYPER_PARAMETERS
 from accmt.config.numbers import read_numbers
 from accmt.errors import ArgumentError, UnknownArgumentError, explain
+from accmt.loop.given import GivenData
 from accmt.loop.inputs import RegisteredSaving, check_metrics
 from accmt.module import AcceleratorModule
 from accmt.settings import Settings
@@ -52,7 +53,6 @@ class Trainer(TrainerTuning):
         HyperParameterError: Faults in the hyper-parameters, all at once.
         ArgumentError: An argument with a value that cannot be.
         UnknownArgumentError: An argument that does not exist; the message names the nearest.
-        NotImplementedError: An argument whose behaviour is not built yet.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Trainer(TrainerTuning):
         tracker_flush_s: float = 30,
         profiler: Any = None,
         enable_progress_bar: bool | None = None,
-        enable_model_summary: bool = False,
+        enable_model_summary: bool | int = False,
         accelerator: Any = None,
         mixed_precision: str | None = None,
         ddp_kwargs: Mapping[str, Any] | None = None,
@@ -167,6 +167,8 @@ class Trainer(TrainerTuning):
         module: AcceleratorModule | str | tuple[Any, ...],
         train_dataset: Any = None,
         val_dataset: Any = None,
+        *,
+        datamodule: Any = None,
         **kwargs: Any,
     ) -> TrainingState:
         """Train a module. May be called again, for another run.
@@ -178,6 +180,8 @@ class Trainer(TrainerTuning):
             train_dataset: A dataset, an iterable dataset, a `datasets` dataset or a DataLoader; None where the module
                 has `get_train_dataloader`.
             val_dataset: The same for validation; None trains without.
+            datamodule: Makes both instead: an object as Lightning's `LightningDataModule`, or of another class with
+                `train_dataloader()`. `prepare_data()`, `setup(stage)` and `teardown(stage)` are called if there.
             **kwargs: For `from_pretrained`, where `module` is a path.
 
         Returns:
@@ -195,20 +199,20 @@ class Trainer(TrainerTuning):
         from accmt.loop.recovery import Recovery
 
         module, recovery = _as_module(module, kwargs), Recovery()
-        self._val_dataset = val_dataset
-        with working(self.settings.running):
-            self._fit_once(module, train_dataset, val_dataset, recovery)
+        self._given = given = GivenData("fit", {"train": train_dataset, "validate": val_dataset}, datamodule)
+        with working(self.settings.running), given.ending("fit"):
+            self._fit_once(module, given, recovery)
             while recovery.checkpoint is not None:
-                self._fit_once(module, train_dataset, val_dataset, recovery)
+                self._fit_once(module, given, recovery)
         return self.state
 
-    def _fit_once(self, module: Any, train_dataset: Any, val_dataset: Any, recovery: Recovery) -> None:
+    def _fit_once(self, module: Any, given: GivenData, recovery: Recovery) -> None:
         from accmt.loop.fit import fit
         from accmt.loop.setup import build_run
 
         self.state = TrainingState()
         self._run = None  # what an earlier run holds is free before the next is built
-        self._run = build_run(self, module, train_dataset, val_dataset, recovery)
+        self._run = build_run(self, module, given, recovery)
         self.chosen_checkpoint = None
         fit(self._run)
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accmt.errors import CheckpointError, explain
-from accmt.trainer_view import TrainerView
+from accmt.trainer_control import TrainerControl
 
 if TYPE_CHECKING:
     from accmt.checkpoint.manifest import Checkpoint
     from accmt.module import AcceleratorModule
 
 
-class TrainerCheckpoints(TrainerView):
+class TrainerCheckpoints(TrainerControl):
     """Saves and chooses checkpoints, and adds to what is in one.
 
     Attributes:

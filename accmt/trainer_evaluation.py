@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from accmt.errors import ArgumentError, explain
 from accmt.files import dumps, require_writable_folder, write_text
+from accmt.loop.given import GivenData
 from accmt.messages import say
 from accmt.processes import run_on_main_process
 from accmt.trainer_checkpoints import TrainerCheckpoints
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class TrainerEvaluation(TrainerCheckpoints):
     """Validates, tests and predicts: after `fit`, before it, without it, or inside it."""
 
-    _val_dataset: Any = None
+    _given: GivenData | None = None
 
     def validate(
         self,
@@ -31,6 +32,8 @@ class TrainerEvaluation(TrainerCheckpoints):
         ckpt_path: str | PathLike[str] | None = None,
         verbose: bool = True,  # noqa: FBT001, FBT002 - the documented signature is positional
         results_output: str | PathLike[str] | None = None,
+        *,
+        datamodule: Any = None,
     ) -> dict[str, float]:
         """Evaluate validation data, each sample once, as `fit` does: after it, the same values bit for bit.
 
@@ -41,19 +44,20 @@ class TrainerEvaluation(TrainerCheckpoints):
 
         Args:
             module: The module; None is that of the last `fit`.
-            val_dataset: As for `fit`: one set, or several in a list or dict; None is that of the last `fit`, or what
-                the module's `get_validation_dataloader` makes.
+            val_dataset: As for `fit`: one set, or several in a list or dict; None is that of the last `fit` or of its
+                datamodule, or what the module's `get_validation_dataloader` makes.
             ckpt_path: Whose weights: None for those that the module has; "best" for `model_path`; "last" for the
                 newest checkpoint, or `<model_path>/last` where there is none; or the path of a model folder or of a
                 checkpoint. The module has its own again afterwards.
             verbose: Whether the results are said, and a bar is drawn on a terminal.
             results_output: A JSON file in which the main process writes the results.
+            datamodule: Makes the data instead, as for `fit`.
 
         Returns:
             Losses and metrics by name; of several sets `<name>__<set>`. The same on every process.
 
         Raises:
-            ArgumentError: There is neither a module nor a last `fit`.
+            ArgumentError: There is neither a module nor a last `fit`, or there are both data and a datamodule.
             ModuleContractError: The module has no validation step, or a step does not keep the contract.
             DataError: There are no data, or they are empty.
             MetricError: A metric got nothing, or computed something else than numbers.
@@ -62,9 +66,8 @@ class TrainerEvaluation(TrainerCheckpoints):
             CheckpointError: The checkpoint is damaged, or another model's.
             SavingError: The folder of `results_output` cannot be written.
         """
-        if val_dataset is None:
-            val_dataset = self._val_dataset
-        request = self._request("validate", module, val_dataset, ckpt_path, verbose=verbose)
+        given = GivenData("validate", {"validate": val_dataset}, datamodule)
+        request = self._request("validate", module, given, ckpt_path, verbose=verbose)
         return self._evaluate(request, results_output)
 
     evaluate = validate
@@ -76,6 +79,8 @@ class TrainerEvaluation(TrainerCheckpoints):
         ckpt_path: str | PathLike[str] | None = None,
         verbose: bool = True,  # noqa: FBT001, FBT002 - the documented signature is positional
         results_output: str | PathLike[str] | None = None,
+        *,
+        datamodule: Any = None,
     ) -> dict[str, float]:
         """Evaluate test data by the module's `test_step`, or by its validation step where it has none.
 
@@ -89,6 +94,7 @@ class TrainerEvaluation(TrainerCheckpoints):
             ckpt_path: As in `validate`.
             verbose: As in `validate`.
             results_output: As in `validate`.
+            datamodule: As in `validate`; that of the last `fit` serves here too.
 
         Returns:
             As `validate`.
@@ -96,7 +102,8 @@ class TrainerEvaluation(TrainerCheckpoints):
         Raises:
             AccmtError: As `validate`.
         """
-        request = self._request("test", module, test_dataset, ckpt_path, verbose=verbose)
+        given = GivenData("test", {"test": test_dataset}, datamodule)
+        request = self._request("test", module, given, ckpt_path, verbose=verbose)
         return self._evaluate(request, results_output)
 
     def predict(
@@ -105,6 +112,8 @@ class TrainerEvaluation(TrainerCheckpoints):
         dataset: Any = None,
         ckpt_path: str | PathLike[str] | None = None,
         return_predictions: bool = True,  # noqa: FBT001, FBT002 - the documented signature is positional
+        *,
+        datamodule: Any = None,
     ) -> Any:
         """Predict each sample of a dataset once, by the module's `predict_step`.
 
@@ -118,6 +127,7 @@ class TrainerEvaluation(TrainerCheckpoints):
                 `get_predict_dataloader`.
             ckpt_path: As in `validate`.
             return_predictions: False keeps nothing, for a `predict_step` that stores its results itself.
+            datamodule: As in `test`.
 
         Returns:
             On the main process the predictions in the order of the data, on the CPU; None on the others, and where
@@ -131,7 +141,8 @@ class TrainerEvaluation(TrainerCheckpoints):
         from accmt.loop.flags import working
 
         with working(self.settings.running):
-            request = self._request("predict", module, dataset, ckpt_path, verbose=True)
+            given = GivenData("predict", {"predict": dataset}, datamodule)
+            request = self._request("predict", module, given, ckpt_path, verbose=True)
             predictions = predict_alone(request, keeps=return_predictions)
         return predictions[""] if list(predictions) == [""] else predictions
 
@@ -139,7 +150,7 @@ class TrainerEvaluation(TrainerCheckpoints):
         self,
         function: Evaluation,
         module: AcceleratorModule | None,
-        data: Any,
+        given: GivenData,
         ckpt_path: str | PathLike[str] | None,
         *,
         verbose: bool,
@@ -152,11 +163,12 @@ class TrainerEvaluation(TrainerCheckpoints):
         if module is None:
             do = f"trainer.{function}(module, ...), or fit first"
             raise ArgumentError(explain(function, "no module, and no run that had one", "a module", do))
+        self._evaluated = module
         return Request(
             trainer=cast("Trainer", self),
             function=function,
             module=module,
-            data=data,
+            given=given if given.has_any or self._given is None else self._given,
             ckpt_path=ckpt_path,
             last_run=last if last is not None and last.module is module else None,
             verbose=verbose,

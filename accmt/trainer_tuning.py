@@ -59,7 +59,9 @@ class TrainerTuning(TrainerEvaluation):
 
         if self.settings.running.fast_dev_run:
             return Tuning()
-        trainer, hps, data = cast("Trainer", self), self.settings.hps, find_train_data(module, train_dataset)
+        trainer, hps = cast("Trainer", self), self.settings.hps
+        module.trainer, module.state = trainer, self.state  # which its own loaders may go by
+        data = find_train_data(module, train_dataset)
         size, rate, curve = None, None, []
         with working(self.settings.running):
             if batch_size is not None:

@@ -7,16 +7,21 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accmt.processes import is_main_process, num_processes
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
+    from accmt.callbacks.phase_times import PhaseTimes
     from accmt.config import HyperParameters
     from accmt.loop.run import Run
+    from accmt.module import AcceleratorModule
     from accmt.settings import Settings
     from accmt.state import TrainingState
 
@@ -27,11 +32,15 @@ class TrainerView:
     Attributes:
         settings: What the Trainer was told.
         state: The counters of the current or last run.
+        profile: What each phase of the last run with `profiler="simple"` took, on the main process; live while it runs.
     """
 
     settings: Settings
     state: TrainingState
+    profile: PhaseTimes | None = None
     _run: Run | None = None
+    _dataloaders: Mapping[str, list[Any]] = MappingProxyType({})
+    _evaluated: AcceleratorModule | None = None
 
     @property
     def hps(self) -> HyperParameters:
@@ -60,6 +69,13 @@ class TrainerView:
         if self._run is None:
             raise RuntimeError("there is no run yet: call fit first")
         return self._run
+
+    @property
+    def model(self) -> nn.Module:
+        """The model in work, to be called in steps: in training it reduces gradients. After the run it is yours."""
+        if self._evaluated is not None and self.state.fn not in (None, "fit"):
+            return self._evaluated.model
+        return self.run.module.model
 
     @property
     def device(self) -> torch.device:
@@ -114,6 +130,16 @@ class TrainerView:
         return [loader.dataloader for loader in self.run.val_loaders.values()]
 
     @property
+    def test_dataloaders(self) -> list[Any]:
+        """The torch DataLoaders of the data that are tested, or were tested last; empty before."""
+        return list(self._dataloaders.get("test", ()))
+
+    @property
+    def predict_dataloaders(self) -> list[Any]:
+        """The torch DataLoaders of the data that are predicted, or were predicted last; empty before."""
+        return list(self._dataloaders.get("predict", ()))
+
+    @property
     def train_step_batch_size(self) -> int:
         """Samples that a training step gets at a time: `batch_size`, or a divisor within `max_micro_batch_size`."""
         from accmt.loop.recovery import current_micro_batch_size
@@ -145,6 +171,11 @@ class TrainerView:
     def progress_bar_metrics(self) -> dict[str, float]:
         """The values that the module logged with `prog_bar=True`, as the newest rows have them."""
         return dict(self.run.module.logs.shown)
+
+    @property
+    def callback_metrics(self) -> dict[str, float]:
+        """The newest value of each name: of rows, of the progress bar, and of the last evaluation."""
+        return {**self.state.metrics, **self.progress_bar_metrics, **self.logged_metrics}
 
     @property
     def log_dir(self) -> Path:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from accmt import Trainer
 from accmt.settings import Settings
-from accmt.settings.pending import PENDING
 from accmt.trainer import ALIASES
 
 PAGE = Path(__file__).with_name("arguments.md")
@@ -21,9 +20,6 @@ HEAD = """\
 
 Only `hps_config` and `model_path` are required. The arguments from `{first}` to `{last}` may be given by position, all
 others by name only. A value that cannot be is an error when the Trainer is made; a name that does not exist too.
-
-**Not built yet** marks arguments whose behaviour is still missing. They may be left out, or given their default;
-any other value raises `NotImplementedError`.
 
 Other spellings that are understood:
 
@@ -59,8 +55,7 @@ def write_group(group: type) -> str:
 def write_row(field: Field[object], meaning: str) -> str:
     """Return the table row of one argument."""
     default = "required" if field.default is MISSING else f"`{field.default!r}`".replace("'", '"')
-    mark = "**Not built yet.** " if field.name in PENDING else ""
-    return f"| `{field.name}` | {default} | {mark}{escape(meaning)} |"
+    return f"| `{field.name}` | {default} | {escape(meaning)} |"
 
 
 def escape(text: str) -> str:

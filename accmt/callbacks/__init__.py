@@ -2,7 +2,7 @@
 
 from accmt.callbacks.averaging import EMA
 from accmt.callbacks.base import Callback, LambdaCallback, MainProcessCallback
-from accmt.callbacks.dispatch import Hooks, build_callbacks, find_hooks
+from accmt.callbacks.dispatch import Hooks, build_callbacks, describe_hooks, find_hooks
 from accmt.callbacks.hooks import ALIASES, HOOKS
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "LambdaCallback",
     "MainProcessCallback",
     "build_callbacks",
+    "describe_hooks",
     "find_hooks",
 ]

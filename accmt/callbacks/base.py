@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from accmt.callbacks.hooks import ALIASES, HOOKS, refuse_unknown_hook
@@ -54,13 +56,13 @@ class LambdaCallback(Callback):
 
     Args:
         order: As `Callback.order`.
-        **functions: Hook names with functions, each called with the keywords that it names.
+        **functions: Hook names with functions, each called with the keywords that it names, and `trainer` if it does.
 
     Raises:
         ModuleContractError: A name is no hook, or what it is given is no function.
 
     Example:
-        >>> callback = LambdaCallback(on_epoch_end=lambda: None)
+        >>> callback = LambdaCallback(on_log=lambda values, trainer: print(trainer.global_step, values))
     """
 
     def __init__(self, *, order: float = 0, **functions: Any) -> None:
@@ -71,4 +73,16 @@ class LambdaCallback(Callback):
             if not callable(function):
                 got, do = f"{function!r} ({type(function).__name__})", f"{name}=lambda: ..."
                 raise ModuleContractError(explain(f"LambdaCallback({name}=...)", got, "a function", do))
-            setattr(self, name, function)
+            setattr(self, name, self._give_trainer(function))
+
+    def _give_trainer(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+        if "trainer" not in signature.parameters:
+            return function
+
+        def hook(**data: Any) -> None:
+            function(trainer=self.trainer, **data)
+
+        others = [parameter for name, parameter in signature.parameters.items() if name != "trainer"]
+        hook.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return hook

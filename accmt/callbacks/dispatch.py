@@ -19,6 +19,7 @@ class Hooks:
     """The hooks of a run: each is a tuple of functions, called in order with the keywords of the table.
 
     An attribute for each name of `HOOKS`; the loop runs through it in place: `for hook in hooks.on_epoch_end: hook()`.
+    `callbacks` are those that act here, in their order.
 
     Args:
         callbacks: The callbacks, and the user's module, in the order they were given.
@@ -61,7 +62,8 @@ class Hooks:
     def __init__(self, callbacks: Sequence[object], *, is_main_process: bool = True) -> None:
         acting = [c for c in callbacks if is_main_process or not isinstance(c, MainProcessCallback)]
         found: dict[str, list[Hook]] = {name: [] for name in HOOKS}
-        for callback in sorted(acting, key=_order_of):
+        self.callbacks = tuple(sorted(acting, key=_order_of))
+        for callback in self.callbacks:
             for name, methods in find_hooks(callback).items():
                 found[name] += methods
         for name, methods in found.items():
@@ -90,6 +92,20 @@ def find_hooks(callback: object) -> dict[str, list[Hook]]:
         elif name not in HOOKS and inspect.isroutine(method):  # not a layer or a value of that name
             refuse_unknown_hook(callback, attribute)
     return hooks
+
+
+def describe_hooks(callbacks: Sequence[object]) -> str:
+    """Return a Markdown table of all hooks, each with those that act at it, in the order of `callbacks`.
+
+    Raises:
+        ModuleContractError: As `find_hooks`.
+    """
+    acting: dict[str, list[str]] = {name: [] for name in HOOKS}
+    for callback in callbacks:
+        for name, methods in find_hooks(callback).items():
+            acting[name] += [f"| {name} | {type(callback).__name__} | {_order_of(callback):g} |"] * len(methods)
+    rows = (row for name, own in acting.items() for row in own or [f"| {name} | (none) | |"])
+    return "\n".join(["| hook | callback | order |", "|---|---|---|", *rows])
 
 
 def _with_wanted_keywords(callback: object, attribute: str, method: Hook, given: tuple[str, ...]) -> Hook:

@@ -3,18 +3,59 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from functools import partial
 from time import perf_counter
+from typing import NamedTuple
 
 from accmt.callbacks.base import MainProcessCallback
 
 PURPOSES = ("data", "compute", "evaluation", "saving", "other")
 
 
+class Moment(NamedTuple):
+    """What a hook tells of the time around it.
+
+    Attributes:
+        before: What the time before it was spent on, where nothing else is known to be in work.
+        after: What is in work after it; None where the next hook tells.
+        callbacks: What the callbacks at this hook take time for.
+        is_certain: Whether `before` holds whatever was in work.
+        interrupts: Whether what was in work goes on after it.
+    """
+
+    before: str
+    after: str | None = None
+    callbacks: str = "other"
+    is_certain: bool = False
+    interrupts: bool = False
+
+
+MOMENTS: dict[str, Moment] = {
+    "on_fit_start": Moment("other"),
+    "on_epoch_start": Moment("other"),
+    "on_before_training_step": Moment("data"),
+    "on_after_training_step": Moment("compute"),
+    "on_update_end": Moment("compute"),
+    "on_log": Moment("compute", interrupts=True),  # reading a row waits for the device
+    "on_evaluation_start": Moment("other", after="evaluation"),
+    "on_evaluation_end": Moment("evaluation"),
+    "on_save_model": Moment("saving", is_certain=True, interrupts=True),
+    "on_save_checkpoint": Moment("saving", is_certain=True, interrupts=True),
+    "on_epoch_end": Moment("other"),
+}
+"""A checkpoint is written while training goes on; "saving" is what taking it costs."""
+
+
 class Stopwatch(MainProcessCallback):
     """Adds up seconds by purpose: what lies between two hooks belongs to one.
 
-    Waiting for the next batch is "data"; what callbacks take is "other". A device that works on while the host goes
-    ahead is waited for where a row is read, which is "compute".
+    A `StopwatchOfCallbacks` beside it tells what the callbacks between the two take. Where the device works on while
+    the host goes ahead, it is waited for where a row is read.
+
+    Args:
+        moments: The hooks at which it looks at the clock.
+        purposes: All purposes that these name.
 
     Attributes:
         seconds: Since the start of the run, by purpose.
@@ -22,67 +63,41 @@ class Stopwatch(MainProcessCallback):
 
     order = -math.inf
 
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PURPOSES, 0.0)
-        self._last = perf_counter()
-        self._is_evaluating = False
+    def __init__(self, moments: Mapping[str, Moment] = MOMENTS, purposes: Sequence[str] = PURPOSES) -> None:
+        self.seconds = dict.fromkeys(purposes, 0.0)
+        self.moments = moments
+        self._last: float | None = None
+        self._in_work: str | None = None
+        self._interrupted: list[str | None] = []
+        for hook in moments:
+            setattr(self, hook, partial(self.arrive, hook))
 
-    def lap(self, purpose: str) -> None:
-        """Give the time since the last lap a purpose."""
+    def lap(self, purpose: str) -> float:
+        """Give the time since the last lap a purpose, and return it in seconds; the first lap begins."""
         now = perf_counter()
-        self.seconds[purpose] += now - self._last
+        passed = 0.0 if self._last is None else now - self._last
+        self.seconds[purpose] += passed
         self._last = now
+        return passed
+
+    def arrive(self, hook: str) -> None:
+        """End what came before a hook; its callbacks follow."""
+        moment = self.moments[hook]
+        self.lap(moment.before if moment.is_certain or self._in_work is None else self._in_work)
+        self._interrupted.append(self._in_work)
+        self._in_work = moment.callbacks
+
+    def leave(self, hook: str) -> None:
+        """End the callbacks of a hook."""
+        moment = self.moments[hook]
+        self.lap(moment.callbacks)
+        interrupted = self._interrupted.pop()
+        self._in_work = interrupted if moment.interrupts else moment.after
 
     @property
     def training_s(self) -> float:
         """Seconds in which the run trained: neither evaluated nor saved."""
         return self.seconds["data"] + self.seconds["compute"] + self.seconds["other"]
-
-    def on_fit_start(self) -> None:
-        """Begin."""
-        self._last = perf_counter()
-
-    def on_epoch_start(self) -> None:
-        """End what lies between epochs."""
-        self.lap("other")
-
-    def on_before_training_step(self) -> None:
-        """End the wait for a batch."""
-        self.lap("data")
-
-    def on_after_training_step(self) -> None:
-        """End forward and backward."""
-        self.lap("compute")
-
-    def on_update_end(self) -> None:
-        """End the update."""
-        self.lap("compute")
-
-    def on_log(self) -> None:
-        """End the reading of a row, which waits for the device."""
-        self.lap("evaluation" if self._is_evaluating else "compute")
-
-    def on_evaluation_start(self) -> None:
-        """Begin an evaluation."""
-        self.lap("other")
-        self._is_evaluating = True
-
-    def on_evaluation_end(self) -> None:
-        """End an evaluation."""
-        self.lap("evaluation")
-        self._is_evaluating = False
-
-    def on_save_model(self) -> None:
-        """End the saving of a model."""
-        self.lap("saving")
-
-    def on_save_checkpoint(self) -> None:
-        """End the taking of a checkpoint; it is written while training goes on."""
-        self.lap("saving")
-
-    def on_epoch_end(self) -> None:
-        """End what lies between epochs."""
-        self.lap("other")
 
 
 class StopwatchOfCallbacks(MainProcessCallback):
@@ -95,18 +110,5 @@ class StopwatchOfCallbacks(MainProcessCallback):
     order = math.inf
 
     def __init__(self, stopwatch: Stopwatch) -> None:
-        self._stopwatch = stopwatch
-
-    def _lap(self) -> None:
-        self._stopwatch.lap("other")
-
-    on_fit_start = _lap
-    on_epoch_start = _lap
-    on_after_training_step = _lap
-    on_update_end = _lap
-    on_log = _lap
-    on_evaluation_start = _lap
-    on_evaluation_end = _lap
-    on_save_model = _lap
-    on_save_checkpoint = _lap
-    on_epoch_end = _lap
+        for hook in stopwatch.moments:
+            setattr(self, hook, partial(stopwatch.leave, hook))

@@ -11,20 +11,34 @@ from accmt.messages import say
 class ModelSummary(MainProcessCallback):
     """Says at the start what the model consists of.
 
+    Args:
+        max_depth: As in `summarize`.
+
     Processes: main only.
     """
 
+    def __init__(self, max_depth: int = 1) -> None:
+        self.max_depth = max_depth
+
     def on_fit_start(self) -> None:
         """Say the table."""
-        say(summarize(self.module.unwrapped_model))
+        say(summarize(self.module.unwrapped_model, self.max_depth))
 
 
-def summarize(model: nn.Module) -> str:
-    """Return a table of the model's direct parts: class, parameters, and those that are trained; then the sums.
+def summarize(model: nn.Module, max_depth: int = 1) -> str:
+    """Return a table of the model's parts: class, parameters, and those that are trained; then the sums.
 
     A parameter that parts share counts once in the sums.
+
+    Args:
+        model: The model.
+        max_depth: 1 shows the direct parts, 2 their parts, too, and so on; -1 shows all.
     """
-    parts = [(name, type(part).__name__, *_count(part)) for name, part in model.named_children()]
+    parts = [
+        (name, type(part).__name__, *_count(part))
+        for name, part in model.named_modules()
+        if name and (max_depth == -1 or name.count(".") < max_depth)
+    ]
     rows = [*parts, ("", type(model).__name__, *_count(model))]
     table = [("part", "class", "parameters", "trained")]
     table += [(name, kind, f"{size:,}", f"{trained:,}") for name, kind, size, trained in rows]

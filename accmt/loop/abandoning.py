@@ -23,16 +23,14 @@ class Abandonable:
     Args:
         own: The loader.
         trainer: The Trainer of the run.
-        interruption: What asks the run to end.
     """
 
-    def __init__(self, own: Loader, trainer: Trainer, interruption: Interruption) -> None:
+    def __init__(self, own: Loader, trainer: Trainer) -> None:
         self.dataloader = own.dataloader
         self.micro_batches = own.micro_batches
         self._own = own
         self.num_rounds = own.num_rounds
         self._trainer = trainer
-        self._interruption = interruption
 
     def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
         """Yield the rounds of an epoch; processes that stop early leave the run at the end of them.
@@ -52,6 +50,10 @@ class Abandonable:
             agreed = next((one for one in gather_objects(reason) if one is not None), None)
             if agreed is not None:
                 leave(self._trainer.run, agreed)
+
+    @property
+    def _interruption(self) -> Interruption:
+        return self._trainer.run.interruption
 
     def _may_stop(self) -> bool:
         """Return whether processes need not keep in step, and there is something to continue from."""

@@ -6,6 +6,7 @@ from accmt.callbacks import Callback
 from accmt.callbacks.ending import EndSummary
 from accmt.callbacks.monitor import build_monitor
 from accmt.callbacks.notebook import NotebookView, is_notebook
+from accmt.callbacks.profiler import build_profiler
 from accmt.callbacks.progress import ProgressBar
 from accmt.callbacks.report import EvaluationReport
 from accmt.callbacks.summary import ModelSummary
@@ -34,10 +35,12 @@ def builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelSaver)
         stream=None if view is None else view.terminal,
     )
     first, last = build_monitor(logged.monitored, loss_name, is_main_process=is_main_process())
-    summaries: list[Callback] = [ModelSummary()] if told.enable_model_summary else []
+    profiled_first, profiled_last = build_profiler(told.profiler, is_main_process=is_main_process())
+    summaries = [ModelSummary(int(told.enable_model_summary))] if told.enable_model_summary else []
     rows = RowLogger(tracking, bar, logged.monitored)
     ending: list[Callback] = [EndSummary(loss_name)] if told.verbose and not told.fast_dev_run else []
     return [
+        *profiled_first,
         *first,
         *summaries,
         bar,
@@ -47,4 +50,5 @@ def builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelSaver)
         saver,
         *ending,
         *last,
+        *profiled_last,
     ]

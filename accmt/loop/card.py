@@ -1,4 +1,4 @@
-"""What the card in a model folder says about the run that made the model."""
+"""What a model folder says about the run that made the model, and the Trainer that it was."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from accmt import huggingface
 from accmt.data.options import length_of
 from accmt.loop.run import Run
 from accmt.saving import write_command, write_model_card
+from accmt.settings import Settings
+from accmt.tracking.specs import resolve_trackers, tracker_names
 from accmt.version import __version__
 
 
@@ -33,6 +35,16 @@ def write_card(run: Run, folder: Path) -> None:
             "Command": write_command(sys.argv),
         },
     )
+
+
+def describe_trainer(settings: Settings) -> dict[str, Any]:
+    """Return the arguments of the Trainer, with trackers by name; without them where one is the user's own."""
+    arguments, told = settings.to_arguments(), settings.tracking
+    trackers = resolve_trackers(arguments.pop("log_with", None))
+    if all(tracker.name in tracker_names() for tracker in trackers):
+        own = {tracker.name: tracker.init_kwargs for tracker in trackers if tracker.init_kwargs}
+        return arguments | own | ({"log_with": [tracker.name for tracker in trackers]} if trackers else {})
+    return {name: value for name, value in arguments.items() if name not in told.tracker_kwargs}
 
 
 def _count_samples(run: Run) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from accmt.errors import ArgumentError, explain
 from accmt.loop.chosen_weights import CheckpointPath, using_average, using_weights
 from accmt.loop.contract import adapt_validation_step, check_untrained_module, check_validation, defines
 from accmt.loop.evaluation import evaluate, reported
+from accmt.loop.given import GivenData
 from accmt.loop.inputs import metrics_of_sets
 from accmt.loop.launch import build_accelerator
 from accmt.loop.prediction import predict
@@ -44,7 +45,7 @@ class Request:
         trainer: The Trainer.
         function: Its method.
         module: The module.
-        data: What the method was given, or what is remembered of `fit`.
+        given: What the method was given, or what is remembered of `fit`.
         ckpt_path: As in `using_weights`.
         last_run: The Trainer's run of the same module, in work or done; None where there was none.
         verbose: Whether people are told about it.
@@ -53,7 +54,7 @@ class Request:
     trainer: Trainer
     function: Evaluation
     module: AcceleratorModule
-    data: Any
+    given: GivenData
     ckpt_path: CheckpointPath | None
     last_run: Run | None
     verbose: bool
@@ -114,14 +115,16 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
     _refuse_stranger(request)
     if function != "predict":
         check_validation(module, _STEPS[function])
-    sets = find_data(module, request.data, function, settings.data)
     with (
         _working(request.trainer.state, function),
         _lending_model(request) as (accelerator, model),
+        _taking_data(request, accelerator) as sets,
         using_weights(module, settings, request.ckpt_path, function),
         using_average(() if last is None or request.ckpt_path is not None else last.callbacks),
     ):
         run = _build(request, sets, accelerator, model)
+        dataloaders = [loader.dataloader for loader in run.val_loaders.values()]
+        request.trainer._dataloaders = {**request.trainer._dataloaders, function: dataloaders}
         try:
             yield run
         finally:
@@ -166,6 +169,15 @@ def _lending_model(request: Request) -> Iterator[tuple[Accelerator, nn.Module]]:
         yield accelerator, model
     finally:
         give_back(module, model, accelerator)
+
+
+@contextmanager
+def _taking_data(request: Request, accelerator: Accelerator) -> Iterator[dict[str, Any]]:
+    """Find the sets, which a datamodule prepares before and clears up afterwards."""
+    given, function, trainer = request.given, request.function, request.trainer
+    with given.ending(function):
+        given.begin(function, trainer, accelerator)
+        yield find_data(request.module, given.load(function), function, trainer.settings.data)
 
 
 def _build(request: Request, sets: Mapping[str, Any], accelerator: Accelerator, model: nn.Module) -> EvaluationRun:

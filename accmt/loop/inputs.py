@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from accmt.errors import ArgumentError, explain
 from accmt.files import require_writable_folder
 from accmt.loop.contract import check_validation
+from accmt.loop.given import GivenData
 from accmt.loop.resume import Resumed
-from accmt.loop.sources import find_train_data, find_validation_data
+from accmt.loop.sources import find_sets
 from accmt.messages import say_once
 from accmt.metrics import Metric, build_metrics
 from accmt.metrics.consolidation import directions_of
@@ -62,9 +63,7 @@ class Inputs:
     tracking: Tracking
 
 
-def check_inputs(
-    trainer: Trainer, module: AcceleratorModule, train_data: Any, val_data: Any, resumed: Resumed | None
-) -> Inputs:
+def check_inputs(trainer: Trainer, module: AcceleratorModule, given: GivenData, resumed: Resumed | None) -> Inputs:
     """Find and check all that can be checked before anything is built.
 
     Processes: collective.
@@ -73,10 +72,7 @@ def check_inputs(
         AccmtError: A fault in module, data or settings.
     """
     settings = trainer.settings
-    train = find_train_data(module, train_data)
-    val_sets = find_validation_data(module, val_data, settings.data)
-    if settings.data.overfit_batches and val_sets:
-        val_sets = {"": train}
+    train, val_sets = find_sets(module, given, settings)
     if val_sets:
         check_validation(module)
     if settings.saving.model_saving is not None or trainer.registered_savings:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from accmt.errors import ArgumentError, explain
+from accmt.processes import leave_process_group
 from accmt.settings import RunningSettings
 
 if TYPE_CHECKING:
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 
 _ENGINES_NOT_BUILT_YET = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 _current: weakref.ref[Accelerator] | None = None
+_group: dist.ProcessGroup | None = None
+_is_group_closed = False
 
 
 def build_accelerator(settings: RunningSettings) -> Accelerator:
@@ -26,18 +31,21 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
     process alone, each believing to be the only one.
 
     Raises:
-        ArgumentError: A user's Accelerator contradicts another argument, or fp16 is asked for on a CPU.
+        ArgumentError: A user's Accelerator contradicts another argument, fp16 is asked for on a CPU, or a Trainer has
+            closed the process group.
         NotImplementedError: The launch asks for an engine that is not supported yet.
     """
     global _current  # noqa: PLW0603 - for `accmt.accelerator`
     from accelerate import Accelerator
 
+    _refuse_closed_group()
     given = settings.accelerator
     if isinstance(given, Accelerator):
         accelerator = given
         _check_given(accelerator, settings)
     else:
-        accelerator = Accelerator(**_arguments(given, settings))
+        with _noting_group():
+            accelerator = Accelerator(**_arguments(given, settings))
         accelerator.gradient_accumulation_steps = 1  # the environment may say otherwise; accumulation is the loop's
     _check_loader_config(accelerator)
     _check_engine(accelerator)
@@ -48,6 +56,43 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
 def current_accelerator() -> Accelerator | None:
     """Return the Accelerator of the run that began last in this process, while it exists."""
     return None if _current is None else _current()
+
+
+def close_group() -> None:
+    """Leave the process group that the Accelerator of a run began; one that the program made itself stays.
+
+    Processes: all.
+    """
+    global _group, _is_group_closed  # noqa: PLW0603 - as there is one group in a process
+    if _group is not None and _default_group() is _group:
+        leave_process_group()
+        _is_group_closed = True
+    _group = None
+
+
+@contextmanager
+def _noting_group() -> Iterator[None]:
+    """Remember a process group that begins here."""
+    global _group  # noqa: PLW0603 - as there is one group in a process
+    before = _default_group()
+    yield
+    if before is None:
+        _group = _default_group()
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_available() else None
+
+
+def _refuse_closed_group() -> None:
+    """Refuse to begin a second group: the addresses of the first are still there where processes find one another.
+
+    Source: https://docs.pytorch.org/docs/stable/distributed.html#reinitialization
+    """
+    if _is_group_closed and _default_group() is None:
+        got = "a launched program that has left its process group: a Trainer was closed"
+        do = "close the last Trainer only: trainer.close(), or `with` around it"
+        raise ArgumentError(explain("a run after closing", got, "one close, after all work is done", do))
 
 
 def _arguments(given: Any, settings: RunningSettings) -> dict[str, Any]:

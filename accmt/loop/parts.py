@@ -56,6 +56,7 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
         "hps": run.settings.hps.to_dict()["hps"],
         "schedule_length": run.schedule_length,
         "schedule_class": _name_of(run.scheduler),
+        "plan": run.length.plan(),
         **own,
         "data": run.train_loader.position(*place) if own["data"] is None else own["data"],
         "parts": parts,

@@ -14,6 +14,7 @@ from accmt.loop.cadence import Cadence
 from accmt.loop.logging import Logs
 from accmt.loop.reduction import broadcast_weights, require_equal_weights, settle_buckets
 from accmt.loop.schedule import RunLength, make_schedule
+from accmt.loop.sync_batchnorm import give_own_batch_norm_back, synchronize_if_told
 from accmt.module import AcceleratorModule
 from accmt.optimization import build_optimizer
 from accmt.optimization.stepper import Stepper
@@ -52,6 +53,7 @@ def prepare(
     Raises:
         ModuleContractError: The optimizer trains something else than `self.model`, or processes begin with different
             weights.
+        ArgumentError: Batch norm cannot be synchronized here.
     """
     told = settings.running
     refuse_injected_adapters(module.model)
@@ -60,6 +62,7 @@ def prepare(
         enable_gradient_checkpointing(module.model, kwargs)
     if accelerator.device_placement:
         module.model.to(accelerator.device)
+    synchronize_if_told(module.model, settings, accelerator.device)
     compile_if_told(module.model, told)
     optimizer = module.get_optimizer() or build_optimizer(settings.hps, module.model.parameters())
     _require_own_parameters(module, optimizer)
@@ -99,6 +102,7 @@ def give_back(module: AcceleratorModule, model: nn.Module, accelerator: Accelera
     """Give the module its own model back, without the wrappers of the run, and let the Accelerator forget it."""
     own = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
     own.__dict__.pop("_is_accelerate_prepared", None)
+    give_own_batch_norm_back(own)
     module.model = own
     if model in accelerator._models:
         accelerator._models.remove(model)

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from accmt.loop.boundary import Boundary
     from accmt.loop.checkpoints import Checkpoints
     from accmt.loop.guard import LossGuard
+    from accmt.loop.loaders import Loaders
     from accmt.loop.recovery import Recovery
     from accmt.loop.saver import ModelSaver
+    from accmt.loop.schedule import RunLength
 
 _NOTHING = nullcontext()
 
@@ -158,7 +160,7 @@ class Run(EvaluationRun):
 
     Attributes:
         training_step: The user's step as a function of the batch.
-        train_loader: Training batches.
+        loaders: Makes the loaders, those of the validation sets too.
         stepper: Backward, clipping and optimizer.
         scheduler: The schedule, or None.
         actions: What a Trainer's subclass may replace.
@@ -177,11 +179,11 @@ class Run(EvaluationRun):
         interruption: What asks the run to end before its time.
         watch: Listens to signals and to other processes; None where a process is alone.
         is_resumed: Whether the run continues from a checkpoint.
-        total_updates: Updates of the whole run; None if nothing bounds it.
+        length: The updates of the run, as planned.
     """
 
     training_step: Callable[[Any], Any]
-    train_loader: Loader
+    loaders: Loaders
     stepper: Stepper
     scheduler: Any
     actions: Actions
@@ -199,8 +201,18 @@ class Run(EvaluationRun):
     interruption: Interruption
     watch: Watch | None
     is_resumed: bool
-    total_updates: int | None
+    length: RunLength
     bad_samples: BadSamples = field(default_factory=BadSamples)
+
+    @property
+    def train_loader(self) -> Loader:
+        """The training batches."""
+        return self.loaders.train
+
+    @property
+    def total_updates(self) -> int | None:
+        """Updates of the whole run, as planned; None if nothing bounds it."""
+        return self.length.total
 
     @property
     def has_unfinished_update(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from accmt import huggingface
 from accmt.callbacks import Callback
-from accmt.loop.card import write_card
+from accmt.loop.card import describe_trainer, write_card
 from accmt.loop.reduction import broadcast_buffers
 from accmt.loop.run import Run
 from accmt.messages import warn
@@ -22,6 +22,7 @@ from accmt.saving import (
     name_by_rules,
     write_hps,
     write_status,
+    write_trainer_config,
 )
 
 
@@ -121,4 +122,5 @@ def _write_model(run: Run, folder: Path, state_dict: dict[str, Any]) -> None:
     }
     write_status(folder, status | state.state_dict())
     write_hps(folder, run.settings.hps.to_dict())
+    write_trainer_config(folder, describe_trainer(run.settings))
     write_card(run, folder)

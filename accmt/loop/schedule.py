@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from accmt.loop.cadence import Cadence
 from accmt.loop.contract import defines
 from accmt.module import AcceleratorModule
 from accmt.optimization import build_scheduler
+from accmt.processes import num_processes
 from accmt.settings import Settings
 from accmt.state import Counters
 
@@ -24,11 +26,24 @@ class RunLength:
         total: Of the whole run, those before an interruption included; None if nothing bounds it.
         per_epoch: Of a whole epoch; None if unknown.
         done: Before the run continued; windows without an update count here, for they were planned too.
+        basis: What was planned with: epochs, `max_steps`, and the samples of an update.
     """
 
     total: int | None
     per_epoch: int | None
     done: int = 0
+    basis: list[int | None] = field(default_factory=list)
+
+    def plan(self) -> dict[str, Any]:
+        """Return what a run that continues has to know of it; JSON can hold it."""
+        return {"total": self.total, "per_epoch": self.per_epoch, "basis": self.basis}
+
+    def keep(self, plan: Mapping[str, Any] | None) -> RunLength:
+        """Return the length that was planned before the run was interrupted, unless settings plan another now.
+
+        Where loaders are reloaded, epochs may differ in length: what was planned with the first of them stands.
+        """
+        return self if plan is None or plan["basis"] != self.basis else replace(self, **plan)
 
 
 def measure_run(
@@ -48,15 +63,17 @@ def measure_run(
         return -(-rounds // (settings.optimization.accumulation_at(epoch) * loader.micro_batches))
 
     done = counters.global_step + counters.skipped_updates
+    samples = settings.hps.train_batch_size * settings.optimization.accumulation_at(0) * num_processes()
+    basis = [cadence.epochs, cadence.max_steps, samples]
     if rounds_per_epoch is None or loader.num_rounds is None:
-        return RunLength(cadence.max_steps, None, done)
+        return RunLength(cadence.max_steps, None, done, basis)
     per_epoch = updates(0, rounds_per_epoch)
     if cadence.epochs is None:
-        return RunLength(cadence.max_steps, per_epoch, done)
+        return RunLength(cadence.max_steps, per_epoch, done, basis)
     left = [rounds_per_epoch] * (cadence.epochs - counters.epoch)
     left[:1] = [loader.num_rounds - counters.train_step] if left else []
     total = done + sum(updates(epoch, rounds) for epoch, rounds in enumerate(left, counters.epoch))
-    return RunLength(total if cadence.max_steps is None else min(total, cadence.max_steps), per_epoch, done)
+    return RunLength(total if cadence.max_steps is None else min(total, cadence.max_steps), per_epoch, done, basis)
 
 
 def make_schedule(

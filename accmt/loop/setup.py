@@ -5,31 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.callbacks import Callback, Hooks, build_callbacks
 from accmt.data import Loader, draw_seed
 from accmt.errors import ArgumentError, explain
 from accmt.failures import Board, Clock, Interruption, Watch
-from accmt.loop.abandoning import Abandonable
 from accmt.loop.boundary import Boundary
 from accmt.loop.builtin import builtin_callbacks
 from accmt.loop.cadence import Cadence
 from accmt.loop.checkpoints import Checkpoints
 from accmt.loop.contract import adapt_training_step, adapt_validation_step, check_module, defines
+from accmt.loop.given import GivenData
 from accmt.loop.guard import LossGuard
 from accmt.loop.inputs import Inputs, check_inputs
 from accmt.loop.launch import build_accelerator
+from accmt.loop.loaders import Loaders, as_when_built, check_reloading
 from accmt.loop.logging import logging_step
 from accmt.loop.parts import restore
 from accmt.loop.prepare import Prepared, equip_module, prepare
-from accmt.loop.recovery import Recovery, check_recovery
+from accmt.loop.recovery import Recovery
 from accmt.loop.resume import Resumed, find_resumed
 from accmt.loop.run import Actions, Run
 from accmt.loop.saver import ModelSaver
 from accmt.loop.schedule import RunLength, measure_run
-from accmt.loop.sources import build_evaluation_loader, build_train_loader
 from accmt.loop.weighting import Weighting
 from accmt.metrics import TrainingWindow
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from accmt.trainer import Trainer
 
 
-def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any, recovery: Recovery) -> Run:
+def build_run(trainer: Trainer, module: Any, given: GivenData, recovery: Recovery) -> Run:
     """Build everything that a run needs, and check all that can be known before the first batch.
 
     Processes: collective.
@@ -52,8 +51,7 @@ def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any, rec
     Args:
         trainer: The Trainer, whose settings and overridable steps are used.
         module: The user's module.
-        train_data: What `fit` was given to train on.
-        val_data: What `fit` was given to validate on.
+        given: What `fit` was given to train and validate on.
         recovery: What the run before this one has learned, which it is to go on from.
 
     Raises:
@@ -62,20 +60,20 @@ def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any, rec
     settings, state = trainer.settings, trainer.state
     accelerator = build_accelerator(settings.running)
     check_module(module)
-    resumed = _find_start(trainer, recovery)
-    inputs = check_inputs(trainer, module, train_data, val_data, resumed)
-    check_recovery(settings, module, inputs.train_data)
+    check_reloading(settings.data, module, given)
+    resumed = _find_start(trainer, module, recovery)
+    inputs = _find_inputs(trainer, module, given, accelerator, resumed)
     seed = _choose_seed(settings, resumed)
     steps = adapt_training_step(module, state), adapt_validation_step(module, "validation_step")
-    train_loader, val_loaders = _build_loaders(module, inputs, settings, seed, accelerator.device, recovery)
+    loaders = Loaders(trainer, module, given, recovery, seed=seed, device=accelerator.device)
+    loaders.build(inputs.train_data, inputs.val_data)
     saver = ModelSaver(inputs.selection, inputs.patience)
     callbacks = gather_callbacks(trainer, module)
     hooks = connect_hooks(trainer, module, [*callbacks, *builtin_callbacks(settings, inputs.tracking, saver)])
     cadence = Cadence.of(settings)
-    _check_fraction(cadence, train_loader)
-    length = _place(trainer, module, train_loader, cadence, resumed)
+    length = _place(trainer, module, loaders.train, cadence, resumed)
     prepared = prepare(module, accelerator, settings, cadence, length)
-    _check_plateau(prepared.scheduler, val_loaders)
+    _check_plateau(prepared.scheduler, loaders.validation)
     state.num_processes, state.best = num_processes(), inputs.selection.best
     equip_module(trainer, module, accelerator, prepared)
     parts = _make_parts(trainer, module, accelerator, prepared, recovery)
@@ -83,8 +81,8 @@ def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any, rec
         **parts,
         training_step=logging_step(steps[0], module.logs.of_training),
         validation_step=steps[1],
-        train_loader=train_loader,
-        val_loaders={name: Abandonable(loader, trainer, parts["interruption"]) for name, loader in val_loaders.items()},
+        loaders=loaders,
+        val_loaders=loaders.validation,
         metrics=inputs.metrics,
         callbacks=tuple(callbacks),
         hooks=hooks,
@@ -92,7 +90,7 @@ def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any, rec
         saver=saver,
         tracking=inputs.tracking,
         is_resumed=resumed is not None,
-        total_updates=length.total,
+        length=length,
         seed=seed,
     )
     if resumed is not None:
@@ -101,11 +99,22 @@ def build_run(trainer: Trainer, module: Any, train_data: Any, val_data: Any, rec
     return run
 
 
-def _find_start(trainer: Trainer, recovery: Recovery) -> Resumed | None:
+def _find_start(trainer: Trainer, module: AcceleratorModule, recovery: Recovery) -> Resumed | None:
+    """Return what the run continues from, and let the module know where that is before it is asked for data."""
     resumed = find_resumed(trainer.settings, recovery.take_checkpoint() or trainer.chosen_checkpoint)
     if resumed is not None:
         recovery.learn(resumed.others["recovery"])
+        trainer.state.load_state_dict(resumed.counters)
+    module.trainer, module.state = trainer, trainer.state
     return resumed
+
+
+def _find_inputs(
+    trainer: Trainer, module: AcceleratorModule, given: GivenData, accelerator: Accelerator, resumed: Resumed | None
+) -> Inputs:
+    given.begin("fit", trainer, accelerator)
+    with as_when_built(trainer.state, trainer.settings.data):
+        return check_inputs(trainer, module, given, resumed)
 
 
 def _make_parts(
@@ -155,10 +164,11 @@ def _place(
     """Bring counters and data to where the run begins, and return how long it is."""
     state, rounds_per_epoch = trainer.state, loader.num_rounds
     if resumed is not None:
-        state.load_state_dict(resumed.counters)
         loader.continue_from(state.epoch, state.train_step, resumed.others["data"])
     done = Counters() if isinstance(module, ExtendedAcceleratorModule) else state  # its updates follow no plan
-    return measure_run(trainer.settings, cadence, loader, rounds_per_epoch, done)
+    length = measure_run(trainer.settings, cadence, loader, rounds_per_epoch, done)
+    reloads = trainer.settings.data.reload_dataloaders_every_n_epochs > 0
+    return length.keep(resumed.others.get("plan")) if resumed is not None and reloads else length
 
 
 def _choose_seed(settings: Settings, resumed: Resumed | None) -> int:
@@ -168,38 +178,12 @@ def _choose_seed(settings: Settings, resumed: Resumed | None) -> int:
     return broadcast_object(draw_seed() if settings.running.seed is None else settings.running.seed)
 
 
-def _build_loaders(
-    module: AcceleratorModule,
-    inputs: Inputs,
-    settings: Settings,
-    seed: int,
-    device: torch.device,
-    recovery: Recovery,
-) -> tuple[Loader, dict[str, Loader]]:
-    limit = recovery.max_micro_batch_size if settings.optimization.auto_micro_batch else None
-    train = build_train_loader(
-        module, inputs.train_data, settings, seed=seed, device=device, max_micro_batch_size=limit
-    )
-    return train, {
-        name: build_evaluation_loader(module, data, settings, "validate", seed=seed, device=device)
-        for name, data in inputs.val_data.items()
-    }
-
-
 def _check_plateau(scheduler: Any, val_loaders: dict[str, Loader]) -> None:
     if isinstance(scheduler, ReduceLROnPlateau) and not val_loaders:
         got = "ReduceLROnPlateau, which steps by the validation loss, and no validation data"
         raise ArgumentError(
             explain("scheduler", got, "validation data", "pass them to fit, or choose another schedule")
         )
-
-
-def _check_fraction(cadence: Cadence, loader: Loader) -> None:
-    every = cadence.evaluate_every
-    if isinstance(every, float) and loader.num_rounds is None:
-        got = f"{every}, a fraction of an epoch whose length is unknown"
-        do = "evaluate_every_n_steps=100, say"
-        raise ArgumentError(explain("Trainer(evaluate_every_n_steps=...)", got, "a whole number of updates", do))
 
 
 def gather_callbacks(trainer: Trainer, module: AcceleratorModule) -> list[Callback]:

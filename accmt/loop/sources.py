@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -15,6 +15,9 @@ from accmt.messages import warn
 from accmt.module import AcceleratorModule
 from accmt.processes import num_processes, process_index
 from accmt.settings import DataSettings, Settings
+
+if TYPE_CHECKING:
+    from accmt.loop.given import GivenData
 
 Evaluation = Literal["validate", "test", "predict"]
 
@@ -43,6 +46,17 @@ def find_train_data(module: AcceleratorModule, given: Any) -> Any:
         do = "trainer.fit(module, train_dataset), or def get_train_dataloader(self) in the module"
         raise DataError(explain("fit", "no training data", "a dataset or a DataLoader", do))
     return data
+
+
+def find_sets(module: AcceleratorModule, given: GivenData, settings: Settings) -> tuple[Any, dict[str, Any]]:
+    """Return the training data and the validation sets of a run, by name.
+
+    Raises:
+        DataError: There are no training data, or a set has a name that results cannot carry.
+    """
+    train = find_train_data(module, given.load("train"))
+    sets = find_validation_data(module, given.load("validate"), settings.data)
+    return train, {"": train} if settings.data.overfit_batches and sets else sets
 
 
 def find_data(module: AcceleratorModule, given: Any, purpose: Evaluation, settings: DataSettings) -> dict[str, Any]:

@@ -23,6 +23,7 @@ def train_epoch(run: Run) -> bool:
         Whether the epoch's data are used up.
     """
     state = run.state
+    run.loaders.reload_if_due()
     state.grad_accum_steps = run.accumulation_at(state.epoch)
     state.now.stage = "train"
     state.now.is_last_epoch = run.cadence.is_last_epoch(state, run.updates_per_epoch(state.epoch))

@@ -29,6 +29,7 @@ _STEPS = 3  # the third has the optimizer's memory, and what the allocator keeps
 _MAX_SIZE = 2**20
 _DIVERGED = 4.0
 _SMOOTHING = 0.9
+_QUIET: dict[str, Any] = {"verbose": False, "max_time": None, "enable_model_summary": False, "profiler": None}
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def _quiet(settings: Settings, folder: Path, callbacks: Any, groups: dict[str, A
         tracking=replace(quiet.tracking, logging_dir=str(folder / "logs"), run_name="tuning"),
         saving=replace(quiet.saving, model_path=str(folder / "model")),
         data=replace(quiet.data, limit_val_batches=0),
-        running=replace(quiet.running, callbacks=callbacks, verbose=False, max_time=None, enable_model_summary=False),
+        running=replace(quiet.running, **_QUIET, callbacks=callbacks),
         failures=replace(quiet.failures, on_nonfinite=None, spike_guard=None),
     )
 

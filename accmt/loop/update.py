@@ -94,9 +94,13 @@ def step_optimizer(run: Run) -> bool:
 
 
 def step_schedule(run: Run, *, at_epoch_end: bool) -> None:
-    """Advance the schedule if its turn is now: after an update, or after an epoch where the hyper-parameters say so."""
+    """Advance the schedule if its turn is now: after an update, or after an epoch where the hyper-parameters say so.
+
+    At its end it stays: with loaders that are reloaded a run may have more updates than it was planned for.
+    """
     is_turn = run.settings.hps.step_scheduler_per_epoch == at_epoch_end
-    if run.scheduler is not None and is_turn and not isinstance(run.scheduler, ReduceLROnPlateau):
+    is_at_end = not at_epoch_end and run.total_updates is not None and run.state.global_step >= run.total_updates
+    if run.scheduler is not None and is_turn and not is_at_end and not isinstance(run.scheduler, ReduceLROnPlateau):
         advance_schedule(run)
 
 

@@ -15,6 +15,7 @@ from accmt.loop.outputs import TrainingOutput, read_training_output
 from accmt.loop.recovery import current_micro_batch_size
 from accmt.loop.reduction import broadcast_buffers
 from accmt.loop.run import Run
+from accmt.loop.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.loop.update import finish_window, pass_over
 from accmt.loop.weighting import Window
 from accmt.metrics.weighted_sum import Weight
@@ -35,6 +36,7 @@ class Windows:
         self._window: Window | None = None
         self._may_halve = run.settings.optimization.auto_micro_batch and current_micro_batch_size(run) > 1
         self._reduces_by_hand = self._may_halve and num_processes() > 1
+        self._synchronized = synchronized_layers(run.unwrapped_model)
 
     def train(self, round_: Round) -> bool:
         """Run forward and backward of one batch on every process, and the update if it ends a window.
@@ -65,7 +67,7 @@ class Windows:
         if self._may_halve:
             return self._try_own_batch
         if round_.is_partial:
-            return _train_apart
+            return self._train_apart
         return _train_own_batch if ends_window or num_processes() == 1 else _train_unreduced
 
     def _open_window(self, first: Round) -> Window:
@@ -76,7 +78,7 @@ class Windows:
 
     def _try_own_batch(self, run: Run, window: Window, round_: Round) -> None:
         """Train on a batch that memory may not suffice for; then the window is only gone through to its end."""
-        train = _train_apart if self._reduces_by_hand else _train_own_batch
+        train = self._train_apart if self._reduces_by_hand else _train_own_batch
         try:
             if not window.ran_out_of_memory:
                 train(run, window, round_)
@@ -86,6 +88,12 @@ class Windows:
             window.ran_out_of_memory = True
         if window.ran_out_of_memory and run.weighting.is_explicit is None:
             run.weighting.decide(None, is_explicit=False)  # the others do, at their first batch
+
+    def _train_apart(self, run: Run, window: Window, round_: Round) -> None:
+        """Train on this process's batch without communication, so that it need not keep in step with the others."""
+        window.is_unreduced = True
+        with run.using_unwrapped_model(), without_synchronization(self._synchronized):
+            _train_own_batch(run, window, round_)
 
 
 def _open_window(run: Run, first: Round) -> Window:
@@ -112,13 +120,6 @@ def _count_own_batch(run: Run, window: Window, round_: Round) -> None:
 def _train_unreduced(run: Run, window: Window, round_: Round) -> None:
     """Train on this process's batch, and leave the reduction to the last round of the window."""
     with run.accelerator.no_sync(run.model):
-        _train_own_batch(run, window, round_)
-
-
-def _train_apart(run: Run, window: Window, round_: Round) -> None:
-    """Train on this process's batch without communication, so that it need not keep in step with the others."""
-    window.is_unreduced = True
-    with run.using_unwrapped_model():
         _train_own_batch(run, window, round_)
 
 

@@ -1,6 +1,6 @@
 """What lies in a model folder: weights and the status of the run that wrote them; and which weights are kept."""
 
-from accmt.saving.card import write_command, write_hps, write_model_card
+from accmt.saving.card import write_command, write_hps, write_model_card, write_trainer_config
 from accmt.saving.patience import Patience, may_stop
 from accmt.saving.reading import load_weights
 from accmt.saving.rules import TRAIN_LOSS, VALID_LOSS, name_by_rules, without_validation
@@ -26,4 +26,5 @@ __all__ = [
     "write_hps",
     "write_model_card",
     "write_status",
+    "write_trainer_config",
 ]

@@ -1,23 +1,29 @@
-"""`README.md` and `hps.yaml` in a model folder: what the model is, how good, and how it was made."""
+"""What lies beside the weights in a model folder: what the model is, how good, and how it was made."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from accmt.files import write_text
+from accmt.files import dumps, loads, write_text
+from accmt.settings.monitor import Monitor
 
 CARD_NAME = "README.md"
 HPS_NAME = "hps.yaml"
+TRAINER_NAME = "trainer_config.json"
 CARD_MARK = "<!-- accmt writes this file anew at each save; without this line it is yours and stays as it is. -->"
 HPS_MARK = "# accmt writes this file anew at each save; without this line it is yours and stays as it is."
+TRAINER_MARK = '"hps_config":'
 
 _SECRET = re.compile(r"(?i)(key|token|secret|passw)")
+_PASSWORD_IN_URL = re.compile(r"://[^/]*@")
 
 
 def write_model_card(folder: Path, *, head: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any] | str]) -> bool:
@@ -59,6 +65,54 @@ def write_hps(folder: Path, hps: Mapping[str, Any]) -> bool:
         Main only.
     """
     return _replace_own(folder / HPS_NAME, HPS_MARK, f"{HPS_MARK}\n{yaml.safe_dump(dict(hps), sort_keys=False)}")
+
+
+def write_trainer_config(folder: Path, arguments: Mapping[str, Any]) -> bool:
+    """Write `trainer_config.json`, of which `Trainer.from_config` makes the Trainer again; unless another's is there.
+
+    What no file can hold, such as callbacks and functions, is left out; so are keys, tokens and passwords of trackers.
+
+    Args:
+        folder: The model folder; must exist.
+        arguments: The Trainer's, as `Trainer.config` returns them.
+
+    Returns:
+        Whether it was written.
+
+    Raises:
+        OSError: The disk is full or the folder cannot be written; the old file stands.
+
+    Processes:
+        Main only.
+    """
+    hps = {"hps_config": arguments["hps_config"]}
+    others = {name: _to_plain(value) for name, value in arguments.items() if not _is_secret(name, value)}
+    held = {name: value for name, value in others.items() if _can_be_written(value)}
+    return _replace_own(folder / TRAINER_NAME, TRAINER_MARK, dumps({**held, **hps}, indent=2) + "\n")
+
+
+def _to_plain(value: Any) -> Any:
+    """Return an argument in the form in which a file can give it."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, timedelta):
+        return {"seconds": value.total_seconds()}
+    if isinstance(value, Monitor):
+        return vars(value)
+    if isinstance(value, Mapping):
+        return {name: _to_plain(item) for name, item in value.items() if not _is_secret(str(name), item)}
+    return [_to_plain(item) for item in value] if isinstance(value, list | tuple | set) else value
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    return bool(_SECRET.search(name) or isinstance(value, str) and _PASSWORD_IN_URL.search(value))
+
+
+def _can_be_written(value: Any) -> bool:
+    try:
+        return bool(loads(dumps(value)) == value)  # a number as a key would come back as text
+    except TypeError:
+        return False
 
 
 def write_command(arguments: Sequence[str]) -> str:

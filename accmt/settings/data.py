@@ -29,7 +29,8 @@ class DataSettings:
         dataloader_drop_last: Whether a last training batch that is not full is left out. Validation data are never
             dropped.
         shard_dataloaders: Whether the processes share the data. False: every process sees all of it.
-        reload_dataloaders_every_n_epochs: Builds the loaders anew every so many epochs; 0 never.
+        reload_dataloaders_every_n_epochs: Asks the module (`get_train_dataloader`, `get_validation_dataloader`) or the
+            datamodule for data anew at the beginning of every so many epochs; 0 asks once.
         limit_train_batches: Batches of an epoch: a whole number, or a fraction of them as a float (1.0 is all, 1 is
             one).
         limit_val_batches: The same for each validation set; 0 turns validation off.
@@ -66,6 +67,7 @@ class DataSettings:
     def __post_init__(self) -> None:
         require_flags(self)
         require_int("dataloader_num_workers", self.dataloader_num_workers, at_least=0)
+        require_int("reload_dataloaders_every_n_epochs", self.reload_dataloaders_every_n_epochs, at_least=0)
         require_choice("on_bad_sample", self.on_bad_sample, ("raise", "skip"))
         _require_limit("overfit_batches", self.overfit_batches, at_least=0)
         for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"):

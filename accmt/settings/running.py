@@ -16,6 +16,7 @@ from accmt.settings.checks import (
 )
 from accmt.settings.durations import read_max_time
 from accmt.settings.handlers import Handler, read_handlers
+from accmt.settings.profiler import require_profiler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +35,13 @@ class RunningSettings:
         detect_anomaly: Whether autograd looks for the operation that made a NaN; slow.
         gradient_checkpointing: Whether a transformers model recomputes activations to save memory; a dict gives
             arguments.
-        sync_batchnorm: Whether batch norm uses statistics of all GPU processes.
+        sync_batchnorm: Whether batch norm uses the statistics of all processes, while the model is trained; on GPUs
+            only. With one process it changes nothing.
         fast_dev_run: Runs so many batches (True: 1) of each kind, with one evaluation at the end, and writes nothing,
             to try a script.
-        profiler: "simple" for a table of times.
+        profiler: Finds what takes the time of `fit`: "simple" by phase, "advanced" by function, "pytorch" by operation,
+            in a few updates; or an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile` that says more. What
+            is found is kept in the run folder.
         min_epochs: Epochs before which training does not end early.
         min_steps: Updates before which training does not end early.
         max_time: Longest time, after which training ends at an update: "DD:HH:MM:SS", a timedelta, or a dict of its
@@ -46,7 +50,8 @@ class RunningSettings:
         preflight: Whether the room on the disk is compared with what checkpoints and model will need.
         verbose: False silences messages and progress bars.
         enable_progress_bar: True shows a bar even where stderr is no terminal, False shows none, None decides by it.
-        enable_model_summary: Whether a table of the model's parts is printed at the start.
+        enable_model_summary: Whether a table of the model's parts is printed at the start; a number is the depth to
+            which parts of parts are shown: True is 1, -1 shows all.
     """
 
     accelerator: Any = None
@@ -69,7 +74,7 @@ class RunningSettings:
     preflight: bool = True
     verbose: bool = True
     enable_progress_bar: bool | None = None
-    enable_model_summary: bool = False
+    enable_model_summary: bool | int = False
 
     def __post_init__(self) -> None:
         require_flags(self)
@@ -78,7 +83,11 @@ class RunningSettings:
             require_int("seed", self.seed, at_least=0)
         if not isinstance(self.fast_dev_run, int) or self.fast_dev_run < 0:
             raise_wrong_value("fast_dev_run", self.fast_dev_run, "True, or a number of batches", "fast_dev_run=True")
+        if not isinstance(self.enable_model_summary, int) or self.enable_model_summary < -1:
+            expected = "True or False, or a depth from 1; -1 shows all"
+            raise_wrong_value("enable_model_summary", self.enable_model_summary, expected, "enable_model_summary=True")
         require_choice("deterministic", self.deterministic, (False, True, "warn"))
+        require_profiler(self.profiler)
         read_max_time(self.max_time)
         require_mapping("compile_kwargs", self.compile_kwargs)
         require_mapping("ddp_kwargs", self.ddp_kwargs)

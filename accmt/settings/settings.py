@@ -12,7 +12,6 @@ from accmt.config import HyperParameters
 from accmt.settings.data import DataSettings
 from accmt.settings.evaluation import EvaluationSettings
 from accmt.settings.optimization import OptimizationSettings
-from accmt.settings.pending import refuse_pending
 from accmt.settings.running import FailureSettings, RunningSettings
 from accmt.settings.saving import CheckpointSettings, SavingSettings
 from accmt.settings.tracking import TrackingSettings
@@ -65,9 +64,7 @@ class Settings:
         Raises:
             ArgumentError: A value that cannot be.
             HyperParameterError: A fault in the hyper-parameters.
-            NotImplementedError: An argument whose behaviour is not built yet.
         """
-        refuse_pending(arguments, cls.defaults())
         given = {name: fspath(value) if isinstance(value, PathLike) else value for name, value in arguments.items()}
         groups: dict[str, Any] = {
             name: group(**{field.name: given[field.name] for field in fields(group) if field.name in given})

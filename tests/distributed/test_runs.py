@@ -96,3 +96,13 @@ def test_initial_weights_that_differ_are_named(outcome) -> None:
     assert len(results["beginnings"]) == processes
     for message in results["beginnings"]:
         assert expected in message
+
+
+@pytest.mark.feature("P34", "N22", "N39")
+def test_after_closing_each_process_is_alone_keeps_its_place_and_trains_no_more(outcome) -> None:
+    processes, _, folder = outcome
+    for index in range(processes):
+        seen = json.loads((folder / f"parted-{index}.json").read_text())
+        assert (seen["group"], seen["is_main"], seen["acted"]) == (False, index == 0, 2 if index == 0 else 0)
+        assert seen["updates"] == 6 // processes  # after all the runs before it, in the same group
+        assert "left its process group" in seen["again"]  # torchrun makes a group of one process, too

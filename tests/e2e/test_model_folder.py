@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.tracking import GeneralTracker
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from accmt import AcceleratorModule, Trainer
+from accmt import AcceleratorModule, Callback, Handler, Monitor, TensorBoard, Trainer
 from accmt.huggingface import load_model_weights, save_model
+from accmt.saving import write_trainer_config
 from tests.toys import Linear, make_points, make_trainer
 
 
@@ -71,10 +75,62 @@ def test_the_hyper_parameters_in_the_folder_train_the_same_model_again():
 
 def test_cards_and_hyper_parameters_of_the_user_stay():
     Path("out/model").mkdir(parents=True)
-    for name in ("README.md", "hps.yaml"):
+    for name in (names := ("README.md", "hps.yaml", "trainer_config.json")):
         Path("out/model", name).write_text("mine")
     make_trainer(model_saving="always").fit(Linear(), make_points())
-    assert {Path("out/model", name).read_text() for name in ("README.md", "hps.yaml")} == {"mine"}
+    assert {Path("out/model", name).read_text() for name in names} == {"mine"}
+
+
+@pytest.mark.feature("T08")
+def test_the_arguments_in_the_folder_make_the_same_trainer_again():
+    first, second = Linear(), Linear()
+    trainer = make_trainer(
+        {"optim": {"type": "Adam", "lr": 0.1}},
+        model_saving=["always", "best_train_loss"],
+        limit_train_batches=1,
+        log_with=TensorBoard(flush_secs=5),
+        handlers=[Handler.KEYBOARD, "any"],
+        monitor=Monitor(learning_rate=True),
+        max_time=timedelta(hours=1),
+        additional_tracker_config={"note": "x"},
+    )
+    trainer.fit(first, make_points())
+    again = Trainer.from_config("out/model/always/trainer_config.json", verbose=False)
+    again.fit(second, make_points())
+    assert torch.equal(first.model.weight, second.model.weight)
+    config = json.loads(Path("out/model/always/trainer_config.json").read_text())
+    assert again.config() == config
+    told, kept = trainer.config(), ("handlers", "monitor", "max_time", "log_with")
+    assert {name: config[name] for name in told if name not in kept} == {n: told[n] for n in told if n not in kept}
+    assert again.settings.failures.kinds == trainer.settings.failures.kinds
+    assert again.settings.tracking.monitored == trainer.settings.tracking.monitored
+    assert (config["log_with"], config["tensorboard"]) == (["tensorboard"], {"flush_secs": 5})
+
+
+@pytest.mark.feature("T08")
+def test_the_arguments_in_the_folder_hold_neither_objects_nor_secrets():
+    class Own(GeneralTracker):
+        name, requires_logging_directory, main_process_only = "own", False, True
+
+        def __init__(self, **kwargs):
+            super().__init__()
+
+        tracker = None
+
+        def store_init_configuration(self, values):
+            pass
+
+        def log(self, values, step, **kwargs):
+            pass
+
+    told = {"callbacks": [Callback()], "collate_fn_val": list, "grad_accumulation_steps": {0: 2}}
+    told |= {"log_with": [Own(), "tensorboard"], "flush_secs": 5}
+    make_trainer(model_saving="always", **told).fit(Linear(), make_points())
+    names = set(json.loads(Path("out/model/trainer_config.json").read_text()))
+    assert names == {"hps_config", "model_path", "model_saving", "checkpoint_every", "verbose", "seed"}
+    secrets = {"tensorboard": {"api_key": "abc"}, "logging_dir": "https://me:abc@server", "wandb_token": "abc"}
+    write_trainer_config(Path("out"), {"hps_config": {}, **secrets})
+    assert json.loads(Path("out/trainer_config.json").read_text()) == {"hps_config": {}, "tensorboard": {}}
 
 
 def test_a_run_with_another_kind_of_model_leaves_nothing_of_the_one_before():
@@ -91,7 +147,7 @@ def test_a_run_with_another_kind_of_model_leaves_nothing_of_the_one_before():
     assert Path("out/model/generation_config.json").exists()
     make_trainer(model_saving="always").fit(Linear(), make_points())
     assert {path.name for path in Path("out/model").iterdir()} == {
-        *("model.safetensors", "status.json", "README.md", "hps.yaml")
+        *("model.safetensors", "status.json", "README.md", "hps.yaml", "trainer_config.json")
     }
 
 

@@ -72,6 +72,7 @@ def test_the_best_model_is_a_folder_with_the_adapter_alone(base: Path):
         "README.md",
         "hps.yaml",
         "status.json",
+        "trainer_config.json",
     }
     saved = safetensors.torch.load_file(folder / "adapter_model.safetensors")
     assert {name.split(".")[-2] for name in saved} == {"lora_A", "lora_B", "classifier"}

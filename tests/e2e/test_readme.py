@@ -9,17 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accmt.settings.pending import PENDING
 from tests.e2e.markdown import ROOT, read_blocks, write_files
 from tests.launching import python
 
 README = ROOT / "README.md"
-
-
-def test_arguments_that_are_not_built_yet_are_listed():
-    section = README.read_text(encoding="utf-8").split("## Not built yet")[1]
-    listed = re.findall(r"`(\w+)`", section.split("\n\n")[2])
-    assert listed == list(PENDING)
 
 
 def test_the_yaml_is_the_file_of_the_repository():

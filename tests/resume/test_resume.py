@@ -200,7 +200,7 @@ class TestWhatItHolds:
         _, module = train("out/m", module=Counting(), callbacks=second, resume=True)
         assert (module.steps, second[0].total, second[1].total) == (18, 18, 18)
 
-    @pytest.mark.feature("P18")
+    @pytest.mark.feature("P18", "P29")
     def test_a_trainer_of_ones_own_adds_its_state(self):
         from accmt import Trainer
 
@@ -261,7 +261,7 @@ class TestWhatItHolds:
 
 
 class TestSavingByHand:
-    @pytest.mark.feature("P15")
+    @pytest.mark.feature("P15", "N37")
     def test_a_callback_may_ask_for_one(self):
         class At3(Callback):
             def on_update_end(self):

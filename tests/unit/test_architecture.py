@@ -11,12 +11,21 @@ PACKAGE = Path(__file__).parents[2] / "accmt"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
-    {"errors", "files", "processes", "state", "messages", "version", "precision"},
+    {"errors", "files", "processes", "decorators", "state", "messages", "version", "precision"},
     {"config", "settings"},
     {"data", "optimization", "checkpoint", "saving", "metrics", "tracking", "failures", "callbacks"},
-    {"module", "module_log", "huggingface"},
+    {"module", "module_log", "module_kinds", "huggingface"},
     {"loop"},
-    {"trainer", "trainer_view", "trainer_checkpoints", "trainer_evaluation", "trainer_tuning", "resume_check"},
+    {
+        "trainer",
+        "trainer_view",
+        "trainer_callbacks",
+        "trainer_control",
+        "trainer_checkpoints",
+        "trainer_evaluation",
+        "trainer_tuning",
+        "resume_check",
+    },
     {"report"},
     {"cli"},
 ]

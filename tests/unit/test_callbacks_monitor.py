@@ -211,7 +211,9 @@ def test_saving_counts_as_saving(clock):
     stopwatch = Stopwatch()
     others = StopwatchOfCallbacks(stopwatch)
     stopwatch.on_fit_start()
+    others.on_fit_start()
     stopwatch.on_evaluation_start()
+    others.on_evaluation_start()
     clock.now += 3
     stopwatch.on_evaluation_end()
     clock.now += 5

@@ -7,6 +7,7 @@ from torch import nn
 
 from accmt.callbacks.ending import MAX_LINES, _write_time
 from accmt.callbacks.summary import summarize
+from accmt.errors import ArgumentError
 from tests.toys import Linear, make_points, make_trainer
 
 
@@ -19,6 +20,31 @@ def test_the_table_counts_parameters_shared_ones_once():
     assert ["0", "Linear", "15", "12"] in lines
     assert ["1", "ReLU", "0", "0"] in lines
     assert ["Sequential", "24", "21"] in lines
+
+
+@pytest.mark.feature("L75")
+def test_parts_of_parts_are_shown_to_the_depth_that_is_asked_for(caplog):
+    class Deep(Linear):
+        def __init__(self):
+            self.model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(3, 1))), nn.ReLU())
+
+        def step(self, batch):
+            return (self.model[0](batch[0]) - batch[1]).square().mean()
+
+    shown = {1: ["0", "1"], 2: ["0", "0.0", "1"], -1: ["0", "0.0", "0.0.0", "1"]}
+    shown[True] = shown[1]
+    for depth, names in shown.items():
+        caplog.clear()
+        make_trainer(enable_model_summary=depth, verbose=True).fit(Deep(), make_points(2))
+        table = next(message for message in caplog.messages if "trained" in message)
+        assert [line.split()[0] for line in table.splitlines()[2:-2]] == names
+        assert "4" in table.splitlines()[-2].split()
+
+
+@pytest.mark.parametrize("depth", [-2, "2", 1.0, None])
+def test_what_is_no_depth_is_refused(depth):
+    with pytest.raises(ArgumentError, match="enable_model_summary(.|\n)*a depth from 1; -1 shows all"):
+        make_trainer(enable_model_summary=depth)
 
 
 @pytest.mark.feature("L74")

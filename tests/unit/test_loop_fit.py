@@ -157,7 +157,7 @@ def test_fit_can_be_called_again_and_gives_the_model_back():
     assert first.global_step == second.global_step == 4
 
 
-@pytest.mark.feature("L09", "A28")
+@pytest.mark.feature("L09", "A28", "N50")
 def test_equal_seeds_give_equal_bits_and_other_seeds_others():
     class Dropout(Linear):
         def __init__(self):

@@ -52,7 +52,7 @@ def test_the_manual_loop_gives_the_bits_of_the_automatic_one():
     assert outcomes[0] == outcomes[1]
 
 
-@pytest.mark.feature("N29")
+@pytest.mark.feature("N29", "L106")
 def test_several_steps_of_one_batch_count_as_one_update():
     class Twice(Manual):
         def training_step(self, batch):

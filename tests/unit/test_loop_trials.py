@@ -117,7 +117,7 @@ OFF = {
 }
 
 
-@pytest.mark.feature("L19", "L20")
+@pytest.mark.feature("L19", "L20", "T37")
 @pytest.mark.parametrize(
     ("settings", "changed"),
     [

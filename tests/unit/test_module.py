@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accmt import AcceleratorModule, TrainingState
-from accmt.module import HuggingFaceModule
+from accmt.module_kinds import HuggingFaceModule
 
 
 class Classifier(AcceleratorModule):

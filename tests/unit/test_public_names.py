@@ -43,7 +43,7 @@ def test_star_import_gives_the_public_names():
     assert set(accmt.__all__) <= set(names)
 
 
-@pytest.mark.feature("L09")
+@pytest.mark.feature("L09", "N50")
 def test_seed_everything_is_set_seed():
     assert accmt.seed_everything is accmt.set_seed
 

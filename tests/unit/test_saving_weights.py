@@ -98,7 +98,7 @@ def outputs(model):
         return model.eval()(torch.linspace(-1, 1, 24).reshape(4, 6).to(dtype))
 
 
-@pytest.mark.feature("A36", "A37", "A38", "D22")
+@pytest.mark.feature("A36", "A37", "A38", "D22", "T37")
 @pytest.mark.parametrize("shards", ["one file", "three shards"])
 @pytest.mark.parametrize("safe", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)

@@ -116,7 +116,7 @@ def test_validate_gives_the_bits_that_were_logged_in_training(settings: dict[str
     assert trainer.validate(val_dataset=data) == values
 
 
-@pytest.mark.feature("N27")
+@pytest.mark.feature("N27", "P04", "T37")
 def test_evaluate_is_another_name_of_validate():
     trainer = make_trainer()
     module = Linear()
@@ -307,7 +307,7 @@ def test_a_predict_step_may_ask_for_key_and_batch_index():
 def test_a_transformers_model_predicts_its_logits_without_labels():
     from transformers import BertConfig, BertForSequenceClassification, BertModel
 
-    from accmt.module import HuggingFaceModule
+    from accmt.module_kinds import HuggingFaceModule
 
     config = BertConfig(vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
     rows = [{"input_ids": torch.tensor([1, 2, n]), "labels": torch.tensor(n % 2)} for n in range(3)]

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from accmt import AcceleratorModule, Accuracy, Callback, MainProcessCallback, Trainer, read_history
+from accmt import AcceleratorModule, Accuracy, Callback, MainProcessCallback, Trainer, on_main_process, read_history
 from accmt.loop.reduction import require_equal_weights
 from accmt.processes import gather_objects, is_main_process, process_index
 
@@ -202,6 +203,25 @@ def fail_on_main(folder: Path) -> list[str]:
     return gather_objects("nothing")
 
 
+def part(folder: Path) -> dict[str, Any]:
+    """Train in a `with` block, and return what a process is after it, and what it raises when it trains once more."""
+    acted: list[str] = []
+    act = on_main_process(lambda: acted.append("main"))
+    hps = {"epochs": 1, "batch_size": 4, "optim": "SGD"}
+    trainer = Trainer(hps, folder / "p", model_saving=None, checkpoint_every=None, logging_dir=folder, verbose=False)
+    with trainer:
+        updates = trainer.fit(Classifier(), make_points(24)).global_step
+        act()
+    act()
+    seen = {"updates": updates, "group": dist.is_initialized(), "is_main": trainer.is_main, "acted": len(acted)}
+    trainer.close()
+    try:
+        trainer.fit(Classifier(), make_points(24))
+    except ValueError as error:
+        return {**seen, "again": str(error)}
+    return {**seen, "again": "trained"}
+
+
 def main() -> None:
     """Run everything and write the results."""
     folder = Path(sys.argv[2])
@@ -213,6 +233,8 @@ def main() -> None:
         "evasion": evade_reduction(folder),
         "failure": fail_on_main(folder),
     }
+    index = process_index()
+    (folder / f"parted-{index}.json").write_text(json.dumps(part(folder)))
     if is_main_process():
         Path(sys.argv[1]).write_text(json.dumps(results))
 

@@ -1,0 +1,106 @@
+"""Batch norm over the batches of all processes: torch's `SyncBatchNorm`, while a run works with the model.
+
+A layer becomes a `SyncBatchNorm`, and its own kind again, by its class alone, as torch's `fully_shard` does it. So it
+stays the object that it is: names of weights, hooks, and whatever else of the user's refers to it hold.
+`SyncBatchNorm.convert_sync_batchnorm` would put other layers in the place of the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from accmt.errors import ArgumentError, explain
+from accmt.messages import warn
+from accmt.processes import num_processes
+from accmt.settings import Settings
+
+_OWN_KIND = "_accmt_own_kind"
+_ARGUMENT = "Trainer(sync_batchnorm=True)"
+
+
+def synchronize_if_told(model: nn.Module, settings: Settings, device: torch.device) -> None:
+    """Let batch norm use the statistics of all processes, where it was asked for and there are several.
+
+    Raises:
+        ArgumentError: The processes have no GPUs, a layer computes more than torch's batch norm does, or
+            `auto_micro_batch` stands beside layers that wait for the other processes.
+    """
+    if num_processes() == 1:
+        return
+    if settings.running.sync_batchnorm:
+        _require_gpu(device)
+        synchronize(model)
+    if settings.optimization.auto_micro_batch and synchronized_layers(model):
+        got = "synchronized batch norm, in which a process out of memory would keep the others waiting"
+        expected = "a model that each process can train alone for a batch"
+        do = "max_micro_batch_size in the hyper-parameters, or batch norm that is not synchronized"
+        raise ArgumentError(explain("Trainer(auto_micro_batch=True)", got, expected, do))
+
+
+def synchronize(model: nn.Module) -> None:
+    """Make the batch norm of a model `SyncBatchNorm`; what is already, is left as it is.
+
+    Raises:
+        ArgumentError: A layer computes more than torch's batch norm does.
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+    own = {name: layer for name, layer in layers.items() if not isinstance(layer, nn.SyncBatchNorm)}
+    for name, layer in own.items():
+        _require_plain(name, layer)
+    for layer in own.values():
+        vars(layer).update({_OWN_KIND: type(layer), "process_group": None})
+        layer.__class__ = nn.SyncBatchNorm
+    if not layers:
+        warn("sync_batchnorm=True has no effect: the model has no batch norm")
+
+
+def give_own_batch_norm_back(model: nn.Module) -> None:
+    """Undo `synchronize`; a user's own `SyncBatchNorm` stays."""
+    for layer in model.modules():
+        if _OWN_KIND in vars(layer):
+            layer.__class__ = vars(layer).pop(_OWN_KIND)
+            del vars(layer)["process_group"]
+
+
+def synchronized_layers(model: nn.Module) -> tuple[nn.SyncBatchNorm, ...]:
+    """Return the layers that wait for the other processes, the user's own too."""
+    return tuple(layer for layer in model.modules() if type(layer) is nn.SyncBatchNorm)
+
+
+@contextmanager
+def without_synchronization(layers: Sequence[nn.SyncBatchNorm]) -> Iterator[None]:
+    """Let each process normalize its own batch by itself: for a round in which some process has none."""
+    for layer in layers:
+        layer.__class__ = _Alone
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = nn.SyncBatchNorm
+
+
+class _Alone(nn.SyncBatchNorm):
+    """Batch norm of this process's batch."""
+
+    forward = _BatchNorm.forward
+
+
+def _require_gpu(device: torch.device) -> None:
+    if device.type == "cpu":
+        got, expected = "processes on CPUs, where torch has no SyncBatchNorm", "one GPU for each process"
+        do = "leave sync_batchnorm out on CPUs, or train with one process"
+        raise ArgumentError(explain(_ARGUMENT, got, expected, do))
+
+
+def _require_plain(name: str, layer: nn.Module) -> None:
+    """Refuse a layer with a forward of its own, of which `SyncBatchNorm` would leave out all but the normalization."""
+    if type(layer).forward is not _BatchNorm.forward:
+        got = f"{name or 'the model'}, a {type(layer).__name__} with a forward of its own, which would be lost"
+        expected = "torch's BatchNorm1d, BatchNorm2d and BatchNorm3d"
+        do = "put a synchronized layer of its library there before fit, and leave sync_batchnorm out"
+        raise ArgumentError(explain(_ARGUMENT, got, expected, do))

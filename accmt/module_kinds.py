@@ -1,0 +1,98 @@
+"""Modules that need no class of the user's: of a transformers model, and of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accmt.errors import ModuleContractError, explain
+from accmt.module import AcceleratorModule
+
+if TYPE_CHECKING:
+    from accmt.trainer import Trainer
+
+Step = Callable[[Any, "Trainer"], Any]
+
+
+class FunctionModule(AcceleratorModule):
+    """A model with functions of a batch and the Trainer in the place of steps.
+
+    Args:
+        model: The model.
+        train_step: Returns what `training_step` does.
+        eval_step: Returns what `validation_step` does; None takes `train_step` there, too.
+        optim: An optimizer of the model's parameters; None takes the hyper-parameters'.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_step: Step,
+        eval_step: Step | None = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self.model = model
+        self._train_step = train_step
+        self._eval_step = train_step if eval_step is None else eval_step
+        self._optim = optim
+
+    def training_step(self, batch: Any) -> Any:
+        """Return what the function for training makes of the batch."""
+        return self._train_step(batch, self.trainer)
+
+    def validation_step(self, batch: Any) -> Any:
+        """Return what the function for evaluation makes of the batch."""
+        return self._eval_step(batch, self.trainer)
+
+    def get_optimizer(self) -> torch.optim.Optimizer | None:
+        """Return the optimizer that was given."""
+        return self._optim
+
+
+class HuggingFaceModule(AcceleratorModule):
+    """A transformers model that computes its own loss.
+
+    Args:
+        model: The model.
+        processor: Tokenizer or other processor that is saved beside it.
+    """
+
+    def __init__(self, model: nn.Module, processor: Any = None) -> None:
+        self.model = model
+        self.processor = processor
+
+    def step(self, batch: Any) -> Any:
+        """Return the loss that the model computes of a batch with labels.
+
+        Raises:
+            ModuleContractError: The model computes none: it has no head for a task, or the batch has no labels.
+        """
+        loss = getattr(self.model(**batch), "loss", None)
+        if loss is None:
+            where = f"the transformers model {type(self.unwrapped_model).__name__}"
+            got = f"no loss from a batch with {sorted(batch)}"
+            do = 'fit((path, "AutoModelForSequenceClassification"), ...), with "labels" in each batch'
+            raise ModuleContractError(explain(where, got, "a model with a head that computes its loss", do))
+        weight = _count_targets(self.unwrapped_model, batch.get("labels"))
+        return loss if weight is None else {"loss": loss, "weight": weight}
+
+    def predict_step(self, batch: Any) -> Any:
+        """Return the logits, or by name what else the model computes; a batch may have labels."""
+        outputs = self.model(**{name: value for name, value in batch.items() if name != "labels"})
+        named = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
+        return named.get("logits", named)
+
+
+def _count_targets(model: Any, labels: Any) -> torch.Tensor | None:
+    """Return the target tokens of a batch, which its mean loss is over; None where the loss is a mean over samples."""
+    is_tokens = getattr(labels, "ndim", 0) == 2 and not (labels.is_floating_point() or labels.is_complex())
+    if not is_tokens or getattr(model.config, "problem_type", None) == "multi_label_classification":
+        return None
+    # A causal model predicts each token from those before it: the first one is no target. None means causal, too:
+    # transformers takes that loss where the name of a class (such as GPT2LMHeadModel) tells none.
+    is_causal = getattr(model, "loss_type", None) in (None, "ForCausalLM") and not model.config.is_encoder_decoder
+    count: torch.Tensor = ((labels[:, 1:] if is_causal else labels) != -100).sum()
+    return count

@@ -1,0 +1,47 @@
+"""Functions that act on one process only, before a process group is there. With one: tests/unit/test_processes.py."""
+
+from __future__ import annotations
+
+import pytest
+
+import accmt
+
+
+@pytest.mark.feature("N39")
+@pytest.mark.parametrize(
+    ("place", "names"),
+    [
+        ({}, ["on_main_process", "on_local_main_process", "on_last_process"]),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, ["on_main_process", "on_local_main_process"]),
+        ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}, []),
+        ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, ["on_local_main_process"]),
+        ({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}, ["on_last_process"]),
+    ],
+    ids=str,
+)
+def test_a_function_acts_on_its_process_only(monkeypatch, place, names):
+    acted = []
+    decorated = {
+        name: getattr(accmt, name)(lambda name=name: acted.append(name))
+        for name in ("on_main_process", "on_local_main_process", "on_last_process")
+    }
+    with monkeypatch.context() as launched:
+        for variable, value in place.items():
+            launched.setenv(variable, value)  # after decorating: where a function acts is decided at the call
+        for function in decorated.values():
+            function()
+    assert acted == names
+
+
+@pytest.mark.feature("N39")
+def test_arguments_go_in_and_the_result_comes_out_or_none(monkeypatch):
+    @accmt.on_main_process
+    def add(a: int, *, b: int) -> int:
+        """Add."""
+        return a + b
+
+    assert add(1, b=2) == 3
+    assert add.__doc__ == "Add."
+    with monkeypatch.context() as launched:
+        launched.setenv("RANK", "1")
+        assert add(1, b=2) is None

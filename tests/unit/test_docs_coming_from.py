@@ -1,0 +1,168 @@
+"""The page for those who come from another trainer names nothing that is not there."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+
+import accmt
+from accmt import AcceleratorModule, Trainer, TrainingState
+from accmt.callbacks import ALIASES, HOOKS
+from accmt.cli.main import COMMANDS
+from accmt.config.hyperparameters import FIELDS
+from accmt.trainer import ALIASES as ARGUMENTS
+from tests.e2e.markdown import ROOT, read_table
+
+PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+HPS = SimpleNamespace(**dict.fromkeys(FIELDS))
+ROOTS = {"trainer": Trainer, "module": AcceleratorModule, "state": TrainingState, "hps": HPS}
+OTHER_WORDS = {"hps_config", "model_path", "batch_idx", "warmup_ratio", "num_warmup_steps", "with", "fit", "backward"}
+OTHER_WORDS |= {
+    "ord",
+    "trainer",
+    "python train.py",
+    "trainer_config.json",
+    "model.double()",
+    "torch.cuda.empty_cache()",
+}
+TABLES = [table for table in re.findall(r"^\|(?:.*\n\|)*.*$", PAGE, re.MULTILINE) if "---" in table]
+CELLS = [(*row[:1], row[-1]) for table in TABLES for row in read_table(f"\n{table}")]
+SPANS = [span for _, here in CELLS for span in re.findall(r"`([^`]+)`", here)]
+
+
+def fields_of(kind: type) -> set[str]:
+    """Return the attributes that objects of a class have beside those of the class."""
+    return {name for base in kind.__mro__ for name in vars(base).get("__annotations__", {})}
+
+
+def resolve(node: ast.expr) -> Any:
+    """Return what a dotted name of the page stands for.
+
+    Raises:
+        AttributeError: It stands for nothing.
+    """
+    if isinstance(node, ast.Name) and node.id in ROOTS:
+        return ROOTS[node.id]
+    if isinstance(node, ast.Name):
+        return accmt if node.id == "accmt" else getattr(accmt if node.id in dir(accmt) else AcceleratorModule, node.id)
+    assert isinstance(node, ast.Attribute)
+    owner = resolve(node.value)
+    is_field = isinstance(owner, type) and node.attr in fields_of(owner)
+    return None if is_field else getattr(owner, node.attr)
+
+
+def check_call(call: ast.Call) -> None:
+    """Require that what is called takes these arguments.
+
+    Raises:
+        TypeError: It does not.
+    """
+    called = resolve(call.func)
+    names = [keyword.arg for keyword in call.keywords]
+    if called is Trainer:
+        known = {*inspect.signature(Trainer).parameters, *ARGUMENTS}
+        if set(names) - known:
+            raise TypeError(f"no arguments of Trainer: {set(names) - known}")
+        return
+    is_method = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) in ROOTS
+    given = [None] * (len(call.args) + is_method)
+    inspect.signature(called).bind(*given, **dict.fromkeys(map(str, names)))
+
+
+def check_command(words: list[str]) -> None:
+    """Require that a line of the shell names a command and options that there are.
+
+    Raises:
+        LookupError: It does not.
+    """
+    program, command, *options = words
+    known = {option for action in launch_command_parser()._actions for option in action.option_strings}
+    commands = {"accelerate": {"launch", "config"}, "accmt": set(COMMANDS)}[program]
+    if command not in commands or {option for option in options if option.startswith("--")} - known:
+        raise LookupError(" ".join(words))
+
+
+def check(span: str) -> None:
+    """Require that what a span names is there.
+
+    Raises:
+        Exception: It is not.
+    """
+    if span in OTHER_WORDS or span in HOOKS or span in ALIASES:
+        return
+    if re.match(r"(accelerate|accmt) \w", span):
+        check_command(span.split())
+        return
+    tree = ast.parse(span, mode="eval").body
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        check_call(call)
+    resolve(tree.func if isinstance(tree, ast.Call) else tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("accmt."):
+            resolve(node)
+
+
+@pytest.mark.parametrize("span", sorted(set(SPANS)))
+def test_what_the_page_tells_to_write_is_there(span):
+    check(span)
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        "Trainer(log_evry=1)",
+        "trainer.fitt",
+        "trainer.validate(ckpt=1)",
+        "hps.lr",
+        "module.loggs",
+        "accmt.WandBee",
+        "Trainer(log_with=accmt.Nope)",
+        "on_epoch_ends",
+        "accelerate launch --num_procs 2 train.py",
+        "accmt launch train.py",
+    ],
+)
+def test_the_check_sees_what_is_not_there(span):
+    with pytest.raises((AttributeError, TypeError, LookupError)):
+        check(span)
+
+
+def test_every_table_of_the_page_is_read():
+    assert len(TABLES) == len(re.findall(r"^\|---", PAGE, re.MULTILINE)) == 8
+    assert len(SPANS) > 200
+
+
+@pytest.mark.feature("L12", "L43", "L106")
+@pytest.mark.parametrize(
+    ("what", "instead"),
+    [
+        ("devices", "--num_processes"),
+        ("num_nodes", "--num_machines 2 --machine_rank 0 --main_process_ip"),
+        ("truncated back-propagation", "ExtendedAcceleratorModule"),
+        ("several optimizers", "ExtendedAcceleratorModule"),
+        ("strategy", "DDP"),
+        ("plugins", "kwargs_handlers"),
+        ("Apex", "mixed_precision"),
+        ("fault-tolerant", 'resume="auto"'),
+    ],
+)
+def test_what_is_not_here_is_named_with_what_to_do_instead(what, instead):
+    rows = read_table(PAGE.partition("## Not here\n")[2])
+    assert any(what in there and instead in here for there, here in rows)
+
+
+@pytest.mark.feature("A01")
+def test_every_argument_that_was_added_is_told_to_somebody_or_is_our_own():
+    told = set(re.findall(r"(\w+)=", " ".join(SPANS)))
+    added = list(inspect.signature(Trainer).parameters)[33:-1]
+    ours = {"collate_fn_train", "collate_fn_val", "sampler_val", "on_bad_sample", "batch_device_placement"}
+    ours |= {"async_checkpointing", "consolidate_metrics", "additional_metric_consolidation", "report_all_metrics"}
+    ours |= {"tracker_offline", "tracker_flush_s", "on_nonfinite", "spike_guard", "hang_timeout_s", "preempt_exit_code"}
+    ours |= {"preflight", "callbacks"}
+    assert [name for name in added if name not in told | ours] == []

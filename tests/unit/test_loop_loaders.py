@@ -1,0 +1,258 @@
+"""Loaders that are made anew between epochs: who is asked when, what the run makes of it, and that nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+from accmt import Callback
+from accmt.errors import ArgumentError, DataError
+from tests.resume.unbroken import Augmented, Fragile, assert_same, state_of, train
+from tests.toys import Linear, Numbers, Scripted, logged, make_points, make_trainer
+
+EVERY_TWO = {"reload_dataloaders_every_n_epochs": 2, "num_sanity_val_steps": 0}
+
+
+class Growing(Scripted):
+    """Has two more numbers for training, and one for validation, each time it is asked; notes the epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, int]] = []
+
+    def get_train_dataloader(self) -> Any:
+        self.asked.append(("train", self.state.epoch))
+        return Numbers(2 + self.state.epoch)
+
+    def get_validation_dataloader(self) -> Any:
+        self.asked.append(("validation", self.trainer.current_epoch))
+        return Numbers([100 + self.state.epoch])
+
+
+@pytest.mark.feature("L57")
+def test_the_module_is_asked_anew_every_so_many_epochs():
+    module = Growing()
+    trainer = make_trainer({"epochs": 4}, **EVERY_TWO)
+    state = trainer.fit(module)
+    assert module.asked == [("train", 0), ("validation", 0), ("train", 2), ("validation", 2)]
+    assert [len(batch) for batch in module.seen] == [2, 2, 2, 2, 2, 2]
+    assert sorted(sum(module.seen[2:4], [])) == [0, 1, 2, 3]
+    assert module.validated == [[100], [100], [102], [102]]
+    assert (state.global_step, state.samples_seen) == (6, 12)
+    assert len(trainer.train_dataloader.dataset) == 4
+
+
+def test_without_it_the_module_is_asked_once():
+    module = Growing()
+    make_trainer({"epochs": 3}, num_sanity_val_steps=0).fit(module)
+    assert module.asked == [("train", 0), ("validation", 0)]
+
+
+@pytest.mark.feature("L57")
+def test_hooks_of_an_epoch_see_its_loaders_and_its_length():
+    class Looking(Callback):
+        seen: list[tuple[int, Any, int]] = []  # noqa: RUF012 - one run
+
+        def on_epoch_start(self):
+            trainer = self.trainer
+            lengths = len(trainer.train_dataloader.dataset), trainer.estimated_global_steps_per_epoch
+            self.seen.append((trainer.current_epoch, *lengths))
+
+    class Halves(Growing):
+        def get_train_dataloader(self):
+            return Numbers(4 if self.state.epoch == 0 else 8)
+
+    module = Halves()
+    make_trainer(
+        {"epochs": 2}, callbacks=Looking(), reload_dataloaders_every_n_epochs=1, evaluate_every_n_steps=0.5
+    ).fit(module)
+    assert Looking.seen == [(0, 4, 2), (1, 8, 4)]
+    assert [values[0] for values in module.validated if values[0] >= 100] == [100, 100, 100, 101, 101]
+
+
+@pytest.mark.feature("L57")
+def test_a_sampler_that_is_a_function_is_called_with_the_new_data():
+    lengths = []
+
+    def make_sampler(dataset: Any) -> Any:
+        lengths.append(len(dataset))
+        return SequentialSampler(dataset)
+
+    make_trainer({"epochs": 3}, sampler=make_sampler, reload_dataloaders_every_n_epochs=1).fit(Growing())
+    assert lengths == [2, 3, 4]
+
+
+class Varying(Fragile):
+    """Trains on other data of another length in each epoch."""
+
+    def get_train_dataloader(self, dataset: Any) -> Any:
+        points = Augmented(14 + 8 * self.state.epoch)
+        points.points = points.points + 0.1 * self.state.epoch
+        return points
+
+    def get_validation_dataloader(self) -> Any:
+        return Augmented(5 + self.state.epoch)
+
+
+@pytest.mark.feature("L57")
+@pytest.mark.parametrize(("every", "stop"), [(1, 9), (2, 5), (2, 17)])
+def test_a_run_interrupted_inside_any_epoch_goes_on_bit_for_bit(tmp_path, every, stop):
+    settings: dict[str, Any] = {"hps": {"epochs": 4}, "reload_dataloaders_every_n_epochs": every}
+    settings["checkpoint_every"] = "1 steps"
+    unbroken = state_of(*train(str(tmp_path / "unbroken"), module=Varying(), **settings))
+    train(str(tmp_path / "broken"), module=Varying(), stop=stop, **settings)
+    again = train(str(tmp_path / "broken"), module=Varying(), resume=True, **settings)
+    assert_same(unbroken, state_of(*again))
+    assert again[0].run.is_resumed
+
+
+@pytest.mark.feature("L57")
+def test_a_run_interrupted_between_epochs_asks_once_for_the_next(tmp_path):
+    settings: dict[str, Any] = {"checkpoint_every": "epoch", "model_path": str(tmp_path / "model"), **EVERY_TWO}
+    make_trainer({"epochs": 2}, **settings).fit(Growing())
+    module = Growing()
+    make_trainer({"epochs": 4}, resume=True, **settings).fit(module)
+    assert module.asked == [("train", 2), ("validation", 2)]
+
+
+@pytest.mark.feature("L57")
+def test_the_schedule_is_the_one_planned_with_the_first_loaders_and_stays_at_its_end():
+    schedule = {"type": "OneCycleLR", "max_lr": 0.1}  # which raises when it is stepped beyond its length
+    rates: list[float] = []
+
+    class Rates(Callback):
+        def on_update_end(self):
+            rates.append(self.module.optimizer.param_groups[0]["lr"])
+
+    class Doubling(Linear):
+        def get_train_dataloader(self):
+            return make_points(4 if self.state.epoch == 0 else 8)
+
+    trainer = make_trainer({"epochs": 2, "scheduler": schedule}, callbacks=Rates(), reload_dataloaders_every_n_epochs=1)
+    assert trainer.fit(Doubling()).global_step == 6
+    assert trainer.estimated_stepping_batches == 4
+    assert len(set(rates[:4])) == 4
+    assert set(rates[3:]) == {rates[3]}
+
+
+@pytest.mark.feature("L57")
+def test_nothing_grows_with_the_epochs():
+    alive: list[weakref.ref[Any]] = []
+    counts = []
+
+    class Counting(Callback):
+        def on_after_training_step(self):
+            gc.collect()
+            loaders = sum(loader() is not None for loader in alive)
+            counts.append((len(multiprocessing.active_children()), threading.active_count(), loaders))
+
+    class Own(Linear):
+        def get_train_dataloader(self):
+            loader = DataLoader(make_points(2), batch_size=2, num_workers=1, persistent_workers=True)
+            alive.append(weakref.ref(loader.dataset))
+            return loader
+
+    trainer = make_trainer({"epochs": 6}, callbacks=Counting(), reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Own())
+    assert len(alive) == len(counts) == 6
+    assert set(counts) == {(1, counts[0][1], 1)}
+    assert multiprocessing.active_children() == []
+    assert trainer.run.accelerator._dataloaders == []
+
+
+@pytest.mark.feature("L57")
+def test_workers_end_with_their_epochs_even_where_somebody_holds_the_loader():
+    held, workers = [], []
+
+    class Holding(Callback):
+        def on_epoch_end(self):
+            held.append(self.trainer.train_dataloader)
+            workers.append(len(multiprocessing.active_children()))
+
+    class Own(Linear):
+        def get_train_dataloader(self):
+            return DataLoader(make_points(2), batch_size=2, num_workers=1, persistent_workers=True)
+
+    make_trainer({"epochs": 3}, callbacks=Holding(), reload_dataloaders_every_n_epochs=1).fit(Own())
+    assert len(set(map(id, held))) == 3
+    assert workers == [1, 1, 1]
+
+
+@pytest.mark.feature("L57")
+def test_data_that_cannot_be_asked_for_again_are_refused():
+    trainer = make_trainer(reload_dataloaders_every_n_epochs=1)
+    with pytest.raises(ArgumentError, match=r"(?s)reload_dataloaders_every_n_epochs=1\).*def get_train_dataloader"):
+        trainer.fit(Linear(), make_points(), make_points())
+
+
+@pytest.mark.feature("L57")
+@pytest.mark.parametrize("value", [-1, 1.5, True, "2"])
+def test_only_a_number_of_epochs_is_taken(value):
+    with pytest.raises(ArgumentError, match="(?s)reload_dataloaders_every_n_epochs.*a whole number from 0"):
+        make_trainer(reload_dataloaders_every_n_epochs=value)
+
+
+def test_validation_sets_keep_their_names():
+    class Renaming(Linear):
+        def get_validation_dataloader(self):
+            return {f"set{self.state.epoch}": make_points(2)}
+
+    trainer = make_trainer({"epochs": 2}, reload_dataloaders_every_n_epochs=1)
+    with pytest.raises(DataError, match=r"(?s)reloaded validation data.*\['set1'\].*\['set0'\]"):
+        trainer.fit(Renaming(), make_points(2))
+
+
+def test_new_data_have_to_go_with_the_settings_too():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(make_points(4))
+
+    class Turning(Linear):
+        def get_train_dataloader(self):
+            return Stream() if self.state.epoch else make_points(4)
+
+    trainer = make_trainer({"epochs": 2}, reload_dataloaders_every_n_epochs=1, evaluate_every_n_steps=0.5)
+    with pytest.raises(ArgumentError, match="a fraction of an epoch whose length is unknown"):
+        trainer.fit(Turning(), None, make_points(2))
+
+
+def test_a_changed_number_of_epochs_is_planned_anew_at_resume(tmp_path):
+    class Alike(Linear):
+        def get_train_dataloader(self):
+            return make_points(4)
+
+    settings: dict[str, Any] = {"checkpoint_every": "epoch", "model_path": str(tmp_path / "model")}
+    settings["reload_dataloaders_every_n_epochs"] = 1
+    make_trainer({"epochs": 1}, **settings).fit(Alike())
+    again = make_trainer({"epochs": 3}, resume=True, **settings)
+    again.fit(Alike())
+    assert again.estimated_stepping_batches == 6
+
+
+@pytest.mark.feature("L57")
+def test_rows_of_the_log_go_on_over_a_reload():
+    trainer = make_trainer({"epochs": 4}, **EVERY_TWO)
+    trainer.fit(Growing())
+    assert [step for step, _ in logged(trainer, "train_loss")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.feature("L99")
+def test_the_loader_of_training_is_a_dataloader_in_hooks():
+    class Looking(Callback):
+        kinds: list[type] = []  # noqa: RUF012 - one run
+
+        def on_fit_start(self):
+            self.kinds.append(type(self.trainer.train_dataloader))
+
+        def on_after_training_step(self):
+            self.kinds.append(type(self.trainer.train_dataloader))
+
+    make_trainer(callbacks=Looking()).fit(Linear(), make_points(2))
+    assert Looking.kinds == [torch.utils.data.DataLoader] * 2

@@ -1,0 +1,69 @@
+"""Modules made of functions: a toy of functions is the toy of a class."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accmt import AcceleratorModule
+from accmt.errors import ModuleContractError
+from tests.toys import Linear, make_points, make_trainer
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(3, 1)
+
+
+def train_step(batch, trainer):
+    inputs, targets = batch
+    return {"loss": nn.functional.mse_loss(trainer.model(inputs), targets)}
+
+
+def twice_the_loss(batch, trainer):
+    assert not torch.is_grad_enabled()
+    return {"loss": 2 * train_step(batch, trainer)["loss"]}
+
+
+def fit(module, **settings):
+    trainer = make_trainer({"epochs": 2}, **settings)
+    trainer.fit(module, make_points(), make_points(4))
+    return trainer
+
+
+@pytest.mark.feature("T01")
+@pytest.mark.parametrize("step", [train_step, lambda *both: train_step(*both)["loss"]], ids=["a dict", "a loss"])
+def test_functions_train_as_a_class_of_the_same_steps_does(step):
+    of_class, of_functions = Linear(), AcceleratorModule.from_functions(make_model(), step)
+    results = fit(of_class).state.metrics, fit(of_functions).state.metrics
+    assert torch.equal(of_functions.model.weight, of_class.model.weight)
+    assert results[0] == results[1] != {}
+
+
+@pytest.mark.feature("T01")
+def test_a_function_for_evaluation_is_used_there_and_without_training_too():
+    module = AcceleratorModule.from_functions(make_model(), train_step, twice_the_loss)
+    plain = make_trainer().validate(Linear(), make_points(4))["val_loss"]
+    assert make_trainer().validate(module, make_points(4))["val_loss"] == pytest.approx(2 * plain)
+    trainer = fit(module)
+    assert trainer.validate()["val_loss"] == trainer.state.metrics["val_loss"]
+
+
+@pytest.mark.feature("T01", "T04")
+def test_a_given_optimizer_is_used():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    before = model.weight.detach().clone()
+    module = AcceleratorModule.from_functions(model, train_step, optim=optimizer)
+    fit(module)
+    assert module.optimizer is optimizer
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.feature("T01")
+def test_a_function_that_takes_something_else_is_refused_by_its_own_error():
+    with pytest.raises(TypeError, match="positional argument"):
+        fit(AcceleratorModule.from_functions(make_model(), lambda batch: None))
+    with pytest.raises(ModuleContractError, match="validation_step\n  got: None"):
+        fit(AcceleratorModule.from_functions(make_model(), lambda batch, trainer: None))

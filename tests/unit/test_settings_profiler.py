@@ -1,0 +1,35 @@
+"""What the Trainer's `profiler` may be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate.utils import ProfileKwargs
+
+from accmt import Trainer
+from accmt.errors import ArgumentError
+from tests.toys import make_trainer
+
+
+@pytest.mark.feature("L53")
+@pytest.mark.parametrize("given", [None, "simple", "advanced", "pytorch"])
+def test_names_come_back_from_the_configuration(given):
+    config = make_trainer(profiler=given).config()
+    assert Trainer.from_config(config).settings.running.profiler == given
+    assert ("profiler" in config) == (given is not None)
+
+
+@pytest.mark.feature("L55")
+def test_objects_of_accelerate_and_torch_are_kept():
+    for given in (ProfileKwargs(with_stack=True), torch.profiler.profile()):
+        assert make_trainer(profiler=given).settings.running.profiler is given
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [("Simple", "simple"), ("pytorchh", "pytorch"), (True, ""), (ProfileKwargs, ""), (["simple"], "simple")],
+)
+def test_anything_else_is_refused_with_the_choices(given, nearest):
+    with pytest.raises(ArgumentError, match=r'"simple", "advanced", "pytorch", an accelerate.utils.ProfileKwargs') as e:
+        make_trainer(profiler=given)
+    assert f'profiler="{nearest}' in str(e.value)

@@ -1,0 +1,225 @@
+"""What can be read off a Trainer, and what people of other trainers look for there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import DistributedDataParallelKwargs
+from torch.utils.data import SequentialSampler, SubsetRandomSampler
+
+from accmt import Callback, LambdaCallback, OutputCollector
+from tests.toys import Linear, Numbers, Scripted, logged, make_points, make_trainer
+
+
+@pytest.mark.feature("L81")
+def test_callback_metrics_are_the_newest_values_of_each_name():
+    seen = []
+
+    class Logging(Linear):
+        def training_step(self, batch):
+            self.log("a_val", 2)
+            self.log("hidden", 3, logger=False, prog_bar=True)
+            return self.step(batch)
+
+        def on_evaluation_end(self, metrics):
+            seen.append(self.trainer.callback_metrics)
+
+    trainer = make_trainer()
+    trainer.fit(Logging(), make_points(), make_points(4))
+    values = trainer.callback_metrics
+    assert (values["a_val"], values["hidden"]) == (2.0, 3.0)
+    assert values["train_loss"] == logged(trainer, "train_loss")[-1][1]
+    assert values["val_loss"] == trainer.state.metrics["val_loss"]
+    assert seen == [values]
+
+
+@pytest.mark.feature("P20", "P26", "T07")
+def test_without_a_launcher_one_process_works_on_the_device_that_is_asked_for():
+    module = Linear()
+    trainer = make_trainer(accelerator=Accelerator(cpu=True))
+    trainer.fit(module, make_points())
+    assert trainer.device == module.device == trainer.run.accelerator.device == torch.device("cpu")
+    assert (trainer.state.num_processes, trainer.is_distributed, trainer.is_main) == (1, False, True)
+
+
+def test_the_model_is_the_one_in_work():
+    seen = []
+
+    class Looking(Linear):
+        def step(self, batch):
+            seen.append(self.trainer.model is self.model)
+            return super().step(batch)
+
+    trainer, first, second = make_trainer(), Looking(), Looking()
+    trainer.validate(first, make_points(2))
+    trainer.fit(first, make_points(2), make_points(2))
+    trainer.validate(second, make_points(2))
+    assert seen == [True] * 5
+    assert trainer.model is first.model
+
+
+class Stop(Callback):
+    """Asks for the end at once."""
+
+    def on_fit_start(self):
+        self.trainer.should_stop = True
+
+
+@pytest.mark.feature("L98")
+@pytest.mark.parametrize(
+    ("minimum", "updates"),
+    [
+        ({}, 1),
+        ({"min_epochs": 2}, 8),
+        ({"min_steps": 5}, 5),
+        ({"min_epochs": 2, "min_steps": 5}, 8),
+        ({"min_epochs": 1, "min_steps": 5}, 5),
+    ],
+    ids=str,
+)
+def test_should_stop_waits_for_every_minimum_that_is_given(minimum, updates):
+    trainer = make_trainer({"epochs": 10}, callbacks=Stop(), **minimum)
+    assert trainer.fit(Linear(), make_points()).global_step == updates
+    assert trainer.state.finished
+
+
+@pytest.mark.feature("P03")
+def test_train_is_another_name_of_fit():
+    one, other = Linear(), Linear()
+    make_trainer().fit(one, make_points(), make_points(2))
+    assert make_trainer().train(other, make_points(), val_dataset=make_points(2)).finished
+    assert torch.equal(one.model.weight, other.model.weight)
+
+
+@pytest.mark.feature("L46", "P33", "L63")
+def test_handlers_of_accelerate_reach_the_accelerator():
+    handler = InitProcessGroupKwargs(timeout=timedelta(seconds=77))
+    trainer = make_trainer(accelerator={"kwargs_handlers": [handler]}, ddp_kwargs={"static_graph": True})
+    trainer.fit(Linear(), make_points())
+    accelerator = trainer.run.accelerator
+    assert accelerator.init_handler.timeout == timedelta(seconds=77)
+    assert isinstance(accelerator.ddp_handler, DistributedDataParallelKwargs)
+    assert accelerator.ddp_handler.static_graph
+
+
+@pytest.mark.feature("L11", "L63", "P10")
+def test_an_accelerator_of_ones_own_class_is_the_one_that_works():
+    class Own(Accelerator):
+        prepared = 0
+
+        def prepare(self, *args, **kwargs):
+            self.prepared += 1
+            return super().prepare(*args, **kwargs)
+
+    accelerator, module = Own(cpu=True), Linear()
+    trainer = make_trainer(accelerator=accelerator)
+    trainer.fit(module, make_points())
+    assert trainer.run.accelerator is module.accelerator is accelerator
+    assert accelerator.prepared == 1
+
+
+@pytest.mark.feature("N19")
+@pytest.mark.parametrize("is_placed", [True, False])
+def test_batches_reach_the_device_unless_told_otherwise(is_placed):
+    trainer = make_trainer(batch_device_placement=is_placed)
+    trainer.fit(Linear(), make_points())
+    elsewhere = replace(trainer.run, accelerator=SimpleNamespace(device=torch.device("meta")))
+    batch = {"inputs": [torch.ones(2)]}
+    assert elsewhere.place(batch)["inputs"][0].device.type == ("meta" if is_placed else "cpu")
+
+
+@pytest.mark.feature("L36")
+def test_rows_are_updates_whatever_the_batches_of_an_update():
+    trainer = make_trainer(log_every=2, grad_accumulation_steps=2)
+    trainer.fit(Linear(), make_points(16))
+    assert [step for step, _ in logged(trainer, "train_loss")] == [2, 4]
+
+
+@pytest.mark.feature("P38")
+def test_samplers_for_training_and_validation():
+    module = Scripted()
+    train, val = Numbers(6), Numbers(4)
+    samplers = {"sampler": SubsetRandomSampler([1, 3, 5]), "sampler_val": SequentialSampler(val)}
+    make_trainer({"batch_size": 1}, num_sanity_val_steps=0, **samplers).fit(module, train, val)
+    assert sorted(module.seen) == [[1.0], [3.0], [5.0]]
+    assert module.validated == [[0.0], [1.0], [2.0], [3.0]]
+
+
+@pytest.mark.feature("P40")
+def test_epochs_and_evaluations_have_a_cap_of_batches():
+    module = Scripted()
+    trainer = make_trainer({"epochs": 2}, limit_train_batches=3, limit_val_batches=1, num_sanity_val_steps=0)
+    trainer.fit(module, Numbers(20), Numbers(20))
+    assert (len(module.seen), len(module.validated)) == (6, 2)
+
+
+@pytest.mark.feature("T21")
+def test_hooks_get_the_batch_the_loss_and_what_the_step_returned():
+    returned, seen = [], []
+
+    class Returning(Linear):
+        def training_step(self, batch):
+            returned.append({"loss": self.step(batch), "batch": batch[0].sum()})
+            return returned[-1]
+
+    class Watch(Callback):
+        def on_before_backward(self, loss):
+            assert loss is returned[-1]["loss"]
+
+        def on_after_training_step(self, batch, outputs):
+            assert outputs is returned[-1]
+            seen.append(batch[0].sum())
+
+    make_trainer(callbacks=Watch()).fit(Returning(), make_points())
+    assert seen == [one["batch"] for one in returned]
+    assert len(seen) == 4
+
+
+@pytest.mark.feature("T10")
+def test_a_function_that_names_the_trainer_gets_it():
+    seen = []
+    callback = LambdaCallback(
+        after_step=lambda trainer: seen.append(trainer.global_step),
+        after_epoch=lambda trainer: seen.append(trainer),
+        on_log=lambda trainer, step: seen.append((trainer.current_epoch, step)),
+    )
+    trainer = make_trainer(callbacks=callback, log_every=4)
+    trainer.fit(Linear(), make_points())
+    assert seen == [0, 1, 2, 3, (0, 4), trainer]
+
+
+@pytest.mark.feature("P39")
+def test_callbacks_of_a_pymarlin_module_are_called_and_can_gather_what_its_steps_made():
+    class OfPyMarlin(Linear):
+        def on_begin_train_epoch(self):
+            self.calls = []
+            self.collector = OutputCollector()
+
+        def training_step(self, batch):
+            self.collector.collect(self.model(batch[0]))
+            return self.step(batch)
+
+        def on_end_backward(self, loss):
+            self.calls.append("backward")
+
+        def on_end_train_step(self):
+            self.calls.append(self.trainer.global_step)
+
+        def on_end_train_epoch(self):
+            self.calls.append(len(self.collector.all_outputs[0]))
+
+        def on_end_val_epoch(self, key, outputs):
+            self.calls.append((key, list(outputs)))
+
+        def on_end_train(self):
+            self.calls.append("end")
+
+    module = OfPyMarlin()
+    make_trainer({"batch_size": 4}).fit(module, make_points(7), make_points(3))
+    updates = ["backward", 1, "backward", 2]
+    assert module.calls == [*updates, ("", ["val_loss"]), 7, "end"]
