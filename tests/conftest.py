@@ -16,6 +16,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 os.environ["DO_NOT_TRACK"] = "true"
 
+import transformers.optimization  # noqa: E402, F401
+
+import tests.many_runs  # noqa: E402, F401
+
 _LIBRARIES_OWN = (
     "_MLFLOW",
     "MLFLOW_",

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-SCRIPTS = Path(__file__).parent / "distributed" / "scripts"
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "tests" / "distributed" / "scripts"
 ABORTED = 134
 LAST_LINES = 50
 
@@ -47,7 +48,7 @@ def launch(
         f"--nproc-per-node={processes}",
         str(script),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", **(env or {})}
+    environment = {**_environment(), "PYTHONWARNINGS": "default", **(env or {})}
     try:
         run = subprocess.run(
             [*command, *arguments], env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -66,15 +67,18 @@ def python(
     *command: Sequence[str] | str, timeout_s: float = 120, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with arguments in a process of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     return subprocess.run(
         [sys.executable, *map(str, command)],
-        env=environment,
+        env={**_environment(), **(env or {})},
         capture_output=True,
         text=True,
         timeout=timeout_s,
         check=False,
     )
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def _tail(text: str) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Accuracy, Metric, Trainer
 from accmt.processes import gather_objects, is_main_process, process_index
 

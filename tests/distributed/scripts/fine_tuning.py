@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Trainer
 from accmt.processes import gather_objects, is_main_process
 

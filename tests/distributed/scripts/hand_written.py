@@ -1,6 +1,6 @@
 """The grid of windows.py on a loop written by hand with Accelerate, as its documentation shows it.
 
-    torchrun --nproc-per-node 2 hand_written.py RESULT.json
+    PYTHONPATH=. torchrun --nproc-per-node 2 hand_written.py RESULT.json
 
 `accelerator.prepare` for everything, `accelerator.accumulate`, clipping at `sync_gradients`, the schedule stepped with
 the optimizer and its length taken before `prepare`; the loss is the mean that the step returns, since that loop has no

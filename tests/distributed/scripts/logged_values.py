@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Trainer, read_history
 from accmt.processes import gather_objects, is_main_process, num_processes, process_index
 

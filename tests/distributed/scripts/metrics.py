@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torchmetrics
 from torchmetrics import classification, regression, retrieval, text, wrappers
 
+import tests.many_runs  # noqa: F401
 from accmt.data import LoaderOptions, Share, build_loader
 from accmt.errors import MetricError
 from accmt.metrics import (

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Trainer
 from accmt.errors import NonFiniteError
 

@@ -38,6 +38,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Trainer
 from accmt.huggingface import save_model
 from accmt.loop.saver import save_model as save_run

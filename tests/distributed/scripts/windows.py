@@ -1,6 +1,6 @@
 """Trains a small network on a grid of cases and writes what each update was made of, on one process or many.
 
-    torchrun --nproc-per-node 2 windows.py RESULT.json
+    PYTHONPATH=. torchrun --nproc-per-node 2 windows.py RESULT.json
 
 Each sample has 1 to 5 tokens. Without weights the loss is the mean over samples; with weights it is the mean over
 tokens, weighted by their number.
@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.optimization  # noqa: F401
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Callback, Trainer, read_history
 from accmt.processes import gather_objects, is_main_process, num_processes, process_index
 
