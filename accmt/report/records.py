@@ -164,13 +164,16 @@ def _read_events(rows: list[dict[str, Any]], start: float) -> list[Event]:
     events: list[Event] = [Event("started", 0, 0.0)]
     step = 0
     for row in rows:
-        step = row.get("step", step)
-        time_s = row["time"] - start
-        if "rewind" in row:
-            step = row["rewind"]["step"] or 0
-            events.append(Event("resumed", step, time_s))
-        elif "status" in row:
-            events.append(Event(row["status"].lower(), step, time_s))
-        elif CHECKPOINT in row.get("values", {}):
-            events.append(Event("checkpoint", step, time_s))
+        step = (row["rewind"]["step"] or 0) if "rewind" in row else row.get("step", step)
+        name = _name_event(row)
+        if name is not None:
+            events.append(Event(name, step, row["time"] - start))
     return events
+
+
+def _name_event(row: Mapping[str, Any]) -> str | None:
+    if "rewind" in row:
+        return "resumed"
+    if "status" in row:
+        return str(row["status"]).lower()
+    return "checkpoint" if CHECKPOINT in row.get("values", {}) else None

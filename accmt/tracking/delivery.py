@@ -205,20 +205,24 @@ class Delivery:
 
     def _feed(self, feed: Feed) -> None:
         try:
-            while True:
-                is_ending = self._is_ending.is_set()
-                self._has_rows.clear()
-                if feed.fetch():
-                    self._ledger.save()  # what is under way, and then what has arrived
-                    self._hand_over(feed)
-                    feed.settle()
-                    self._ledger.save()
-                elif is_ending:
-                    return
-                else:
-                    self._wait_for_rows(feed)
+            while self._deliver_or_wait(feed):
+                pass
         finally:
             feed.close()
+
+    def _deliver_or_wait(self, feed: Feed) -> bool:
+        """Deliver the rows that are there, or wait for some; return whether more may come."""
+        is_ending = self._is_ending.is_set()
+        self._has_rows.clear()
+        if feed.fetch():
+            self._ledger.save()  # what is under way, and then what has arrived
+            self._hand_over(feed)
+            feed.settle()
+            self._ledger.save()
+            return True
+        if not is_ending:
+            self._wait_for_rows(feed)
+        return not is_ending
 
     def _wait_for_rows(self, feed: Feed) -> None:
         if not self._has_rows.wait(feed.settle()):
