@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from accmt.callbacks import LambdaCallback as LambdaCallback
     from accmt.callbacks import MainProcessCallback as MainProcessCallback
     from accmt.config import HyperParameters as HyperParameters
+    from accmt.data import RangeCurriculum as RangeCurriculum
+    from accmt.data import RatioCurriculum as RatioCurriculum
+    from accmt.data import StepsCurriculum as StepsCurriculum
+    from accmt.data import TemperatureSampler as TemperatureSampler
     from accmt.data import set_seed as set_seed
     from accmt.decorators import on_last_process as on_last_process
     from accmt.decorators import on_local_main_process as on_local_main_process
@@ -62,7 +66,11 @@ _HOMES = {
     "Metric": "accmt.metrics",
     "Monitor": "accmt.settings.monitor",
     "OutputCollector": "accmt.metrics",
+    "RangeCurriculum": "accmt.data",
+    "RatioCurriculum": "accmt.data",
+    "StepsCurriculum": "accmt.data",
     "SwanLab": "accmt.tracking",
+    "TemperatureSampler": "accmt.data",
     "TensorBoard": "accmt.tracking",
     "Trackio": "accmt.tracking",
     "Trainer": "accmt.trainer",

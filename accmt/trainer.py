@@ -14,14 +14,14 @@ import torch
 from accmt.callbacks import build_callbacks
 from accmt.config import HyperParameters
 from accmt.config.hyperparameters import FIELDS as HYPER_PARAMETERS
-from accmt.config.numbers import read_numbers
-from accmt.errors import ArgumentError, UnknownArgumentError, explain
+from accmt.errors import UnknownArgumentError, explain
 from accmt.loop.given import GivenData
 from accmt.loop.inputs import RegisteredSaving, check_metrics
 from accmt.module import AcceleratorModule
 from accmt.settings import Settings
 from accmt.settings.trial import apply_trials
 from accmt.state import TrainingState
+from accmt.trainer_arguments import TrainerArguments
 from accmt.trainer_tuning import TrainerTuning
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ ALIASES = {
 MISSPELT = ("model_saving_aboce",)
 
 
-class Trainer(TrainerTuning):
+class Trainer(TrainerTuning, TrainerArguments):
     """Trains an `AcceleratorModule`.
 
     The constructor only takes and checks settings: no process group, no file, no network before `fit`. Every argument
@@ -268,38 +268,6 @@ class Trainer(TrainerTuning):
     def do_zero_grad(self) -> None:
         """Begin the next window without gradients; a subclass may replace it."""
         self.run.stepper.zero_grad()
-
-    def config(self) -> dict[str, Any]:
-        """Return the arguments that make an equal Trainer, those at their default left out."""
-        return self.settings.to_arguments()
-
-    @classmethod
-    def from_config(cls, config: str | PathLike[str] | Mapping[str, Any], **kwargs: Any) -> Trainer:
-        """Make a Trainer of a YAML or JSON file, or a dict, of its arguments.
-
-        Args:
-            config: The arguments; `hps_config` may be a path or the hyper-parameters themselves.
-            **kwargs: Arguments that no file can hold, such as `log_with`, `sampler` and `collate_fn`; they win.
-
-        Raises:
-            ArgumentError: The file holds no mapping.
-            FileNotFoundError: There is no such file.
-        """
-        arguments = config
-        if not isinstance(config, Mapping):
-            import yaml
-
-            arguments = read_numbers(yaml.safe_load(Path(config).read_text(encoding="utf-8")))
-        if not isinstance(arguments, Mapping):
-            raise ArgumentError(
-                explain(
-                    f"Trainer.from_config({config!r})",
-                    type(arguments).__name__,
-                    "arguments by name",
-                    "model_path: out/x",
-                )
-            )
-        return cls(**{**arguments, **kwargs})
 
 
 def _resolve_aliases(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

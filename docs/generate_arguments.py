@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import re
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
 from accmt import Trainer
 from accmt.settings import Settings
+from accmt.settings.meanings import read_meanings
 from accmt.trainer import ALIASES
 
 PAGE = Path(__file__).with_name("arguments.md")
@@ -35,17 +35,10 @@ HYPER_PARAMETERS = """\
 """
 
 
-def read_arguments(documented: type) -> dict[str, str]:
-    """Return what the `Args:` section of a class says of each argument, in one line each."""
-    section = inspect.cleandoc(documented.__doc__ or "").partition("Args:\n")[2].split("\n\n")[0]
-    entries = re.findall(r"^    (\w+|\*\*\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
-
-
 def write_group(group: type) -> str:
     """Return the section of one settings class."""
     title = (group.__doc__ or "").partition("\n")[0].rstrip(".")
-    meanings = read_arguments(group)
+    meanings = read_meanings(group)
     rows = [write_row(field, meanings[field.name]) for field in fields(group) if field.name != "tracker_kwargs"]
     if "tracker_kwargs" in meanings:
         rows.append(f"| any other | | {meanings['tracker_kwargs']} |")
@@ -69,7 +62,7 @@ def write_page() -> str:
     parameters = list(inspect.signature(Trainer.__init__).parameters.values())[1:]
     positional = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     aliases = "\n".join(f"- `{alias}` for `{name}`" for alias, name in ALIASES.items())
-    meaning = read_arguments(Trainer)["hps_config"]
+    meaning = read_meanings(Trainer)["hps_config"]
     return "\n".join(
         [
             HEAD.format(first=positional[0], last=positional[-1], aliases=aliases),

@@ -176,6 +176,29 @@ def read_others(folder: Path) -> dict[str, Any]:
     return others
 
 
+def read_model(folder: Path) -> tuple[dict[str, Tensor], int]:
+    """Read the model's part of what any number of processes saved, without the model.
+
+    Args:
+        folder: A folder that `write_state` filled, verified.
+
+    Returns:
+        Whole weights and buffers on the CPU by plain name, tied ones as one tensor; and how many frozen weights were
+        left out.
+
+    Raises:
+        CheckpointCorruptError: The checkpoint is incomplete.
+        OSError: A file cannot be read.
+    """
+    saved = _read_rest(folder)
+    reader = HuggingFaceStorageReader(str(folder))
+    stored = _read_metadata(reader, saved, folder)
+    targets = {name: _empty(stored[name], None) for name in referred_tensors(saved["model"])}
+    _read_tensors(targets, reader, folder)
+    model = join_tensors(targets, saved["model"])
+    return {name: value for name, value in model.items() if isinstance(value, Tensor)}, len(saved["frozen"])
+
+
 def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder: Path) -> dict[str, Any]:
     """Load what any number of processes saved; each process reads the parts that it needs.
 

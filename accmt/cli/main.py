@@ -12,7 +12,11 @@ from accmt.version import __version__
 
 COMMANDS = {
     "check": "verify checkpoints and say what is in them",
+    "example": "print or write a script to begin with",
+    "get": "write the weights in a checkpoint as a model folder",
+    "launch": "start a training script on one process or several",
     "report": "write one HTML page about a run or several",
+    "strats": "list what `accmt launch --strat` takes",
     "sync": "deliver to the trackers of a run what they have not got",
 }
 """What each command does. Its module `accmt.cli.<command>` has `add_arguments(parser)` and `run(options) -> int`."""
@@ -32,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _build_parser().parse_args(arguments)
     try:
         exit_code: int = options.run(options)
-    except AccmtError as error:
+    except (AccmtError, OSError) as error:
         print(error, file=sys.stderr)
         return WRONG_USE
     return exit_code

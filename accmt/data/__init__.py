@@ -2,21 +2,28 @@
 
 from accmt.data.batches import Round, find_batch_size
 from accmt.data.collate import DataCollatorForLongestSequence, build_collate
+from accmt.data.curriculum import Curriculum, RangeCurriculum, RatioCurriculum, StepsCurriculum
 from accmt.data.fetching import BadSample
 from accmt.data.loaders import build_loader
 from accmt.data.options import Loader, LoaderOptions
 from accmt.data.seeding import derive_seed, draw_seed, keeping_generators, seed_generators, set_seed
 from accmt.data.sharding import Share
+from accmt.data.temperature import TemperatureSampler
 from accmt.data.unshared import UnsharedLoader
 from accmt.data.workers import note_dead_worker
 
 __all__ = [
     "BadSample",
+    "Curriculum",
     "DataCollatorForLongestSequence",
     "Loader",
     "LoaderOptions",
+    "RangeCurriculum",
+    "RatioCurriculum",
     "Round",
     "Share",
+    "StepsCurriculum",
+    "TemperatureSampler",
     "UnsharedLoader",
     "build_collate",
     "build_loader",

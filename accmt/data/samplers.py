@@ -82,8 +82,19 @@ class DrawnByUser(Generic[T]):
         return self._drawn[1]
 
 
+class DrawnAtOnce(Sampler[int]):
+    """A sampler that draws an epoch's indices as one tensor: a list of millions would cost seconds."""
+
+    def draw(self) -> torch.Tensor:
+        """Draw the indices of an epoch, from torch's generator."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.draw().tolist())
+
+
 def _read_indices(sampler: Iterable[int]) -> torch.Tensor:
-    return torch.tensor(list(sampler), dtype=torch.long)
+    return sampler.draw() if isinstance(sampler, DrawnAtOnce) else torch.tensor(list(sampler), dtype=torch.long)
 
 
 class Batches:

@@ -15,6 +15,7 @@ from accmt.data.options import LoaderOptions, length_of, require_rounds
 from accmt.data.position import BEGINNING, plan_epoch, read_start, require_same_number, require_same_order
 from accmt.data.samplers import BatchShare, GlobalBatchSampler, Order, tell_epoch
 from accmt.data.sharding import Plan
+from accmt.data.temperature import check_labels
 from accmt.data.workers import WorkerStart, end_workers, note_dead_worker
 
 
@@ -164,7 +165,8 @@ class SizedLoader(_PlannedLoader):
         options: Sizes, order and sharing.
 
     Raises:
-        DataError: The dataset, or what sampler and `drop_last` leave of it, is empty.
+        DataError: The dataset, or what sampler and `drop_last` leave of it, is empty; or labels of a sampler are those
+            of other data.
     """
 
     _kind = "dataset with a length"
@@ -175,6 +177,7 @@ class SizedLoader(_PlannedLoader):
         sampler = options.sampler
         if callable(sampler) and not isinstance(sampler, Sampler):
             sampler = sampler(dataset)
+        check_labels(sampler, dataset)
         options = options.without_second_sharing(sampler)
         self._order = Order(len(dataset), options.seed, shuffle=options.shuffle, sampler=sampler)
         whole_batch = options.batch_size * options.share.count * options.micro_batches
@@ -205,13 +208,14 @@ class BatchLoader(_PlannedLoader):
         options: Sharing, seed and limit.
 
     Raises:
-        DataError: There are no batches.
+        DataError: There are no batches, or labels of a sampler are those of other data.
     """
 
     _kind = "DataLoader with a length"
     _unit = "batches"
 
     def __init__(self, given: DataLoader[Any], options: LoaderOptions) -> None:
+        check_labels(given.sampler, given.dataset)
         self._sizes: list[int] | None = None
         self._batches = BatchShare(given.batch_sampler, seed=options.seed, purpose=options.purpose)  # type: ignore[arg-type]
         options = replace(options, batch_size=1, micro_batches=1)  # the plan counts batches as they are

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accmt.data import Loader, LoaderOptions, Share, UnsharedLoader, build_collate, build_loader
 from accmt.errors import ArgumentError, DataError, explain
+from accmt.loop.stages import find_sampler
 from accmt.messages import warn
 from accmt.module import AcceleratorModule
 from accmt.processes import num_processes, process_index
@@ -140,22 +141,23 @@ def build_train_loader(
         max_micro_batch_size: What was found to fit in memory, beside the limit of the hyper-parameters.
 
     Raises:
-        ArgumentError: A sampler stands beside a DataLoader, which has its own.
-        DataError: The data are empty or of no known kind.
+        ArgumentError: A sampler stands beside a DataLoader, which has its own, or something beside a curriculum.
+        DataError: The data are empty, of no known kind, or end before the run.
     """
     told = settings.data
     _refuse_sampler_beside_loader(data, told)
     _refuse_iterator(data, settings)
     micro_batches = _count_micro_batches(data, settings, max_micro_batch_size)
+    share = _share(told)
     options = LoaderOptions(
         purpose="train",
         batch_size=settings.hps.train_batch_size // micro_batches,
         micro_batches=micro_batches,
-        share=_share(told),
+        share=share,
         seed=seed,
         limit=told.limit_train_batches,
         shuffle=told.shuffle_train,
-        sampler=told.sampler,
+        sampler=find_sampler(module, data, settings, num_shares=share.count),
         batch_sampler=told.batch_sampler,
         drop_last=told.dataloader_drop_last,
         collate=_collate(module, told, "collate_fn_train"),

@@ -9,14 +9,17 @@ from typing import Any
 
 from accmt.settings.checks import raise_wrong_value
 
-_WRITTEN = re.compile(r"(\d+):(\d\d?):(\d\d?):(\d\d?)")
+_WRITTEN = (
+    re.compile(r"(\d+):(\d\d?):(\d\d?):(\d\d?)"),
+    re.compile(r"(?:(\d+)d)? ?(?:(\d+)h)? ?(?:(\d+)m)? ?(?:(\d+)s)?"),
+)
 
 
 def read_max_time(value: Any) -> float | None:
     """Return the seconds of `Trainer(max_time=...)`; None is no limit.
 
     Args:
-        value: "DD:HH:MM:SS", a timedelta, a dict of its arguments, or None.
+        value: "DD:HH:MM:SS" or "1h30m", a timedelta, a dict of its arguments, or None.
 
     Raises:
         ArgumentError: Something else, or no time at all.
@@ -25,7 +28,7 @@ def read_max_time(value: Any) -> float | None:
         return None
     seconds = _read(value)
     if seconds is None or seconds <= 0:
-        expected = '"DD:HH:MM:SS", a timedelta, or a dict of its arguments, above 0'
+        expected = '"DD:HH:MM:SS" or "1h30m", a timedelta, or a dict of its arguments, above 0'
         raise_wrong_value("max_time", value, expected, 'max_time="00:12:00:00"')
     return seconds
 
@@ -38,8 +41,9 @@ def _read(value: Any) -> float | None:
             return timedelta(**value).total_seconds()
         except TypeError:
             return None
-    written = _WRITTEN.fullmatch(value) if isinstance(value, str) else None
+    forms = [form.fullmatch(value) for form in _WRITTEN] if isinstance(value, str) else []
+    written = next((form for form in forms if form), None)
     if written is None:
         return None
-    days, hours, minutes, seconds = map(int, written.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in written.groups())
     return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()

@@ -44,8 +44,8 @@ class RunningSettings:
             is found is kept in the run folder.
         min_epochs: Epochs before which training does not end early.
         min_steps: Updates before which training does not end early.
-        max_time: Longest time, after which training ends at an update: "DD:HH:MM:SS", a timedelta, or a dict of its
-            arguments. Interruptions do not count, `min_epochs` and `min_steps` come first.
+        max_time: Longest time, after which training ends at an update: "DD:HH:MM:SS" or "1h30m", a timedelta, or
+            a dict of its arguments. Interruptions do not count, `min_epochs` and `min_steps` come first.
         callbacks: A `Callback` or a list of them.
         preflight: Whether the room on the disk is compared with what checkpoints and model will need.
         verbose: False silences messages and progress bars.

@@ -18,6 +18,7 @@ LAYERS = [
     {"loop"},
     {
         "trainer",
+        "trainer_arguments",
         "trainer_view",
         "trainer_callbacks",
         "trainer_control",

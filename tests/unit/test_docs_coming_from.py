@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from argparse import ArgumentParser
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +77,13 @@ def check_call(call: ast.Call) -> None:
     inspect.signature(called).bind(*given, **dict.fromkeys(map(str, names)))
 
 
+def parser_of(command: str) -> ArgumentParser:
+    """Return the parser of a command of `accmt`."""
+    parser = ArgumentParser()
+    import_module(f"accmt.cli.{command}").add_arguments(parser)
+    return parser
+
+
 def check_command(words: list[str]) -> None:
     """Require that a line of the shell names a command and options that there are.
 
@@ -82,9 +91,12 @@ def check_command(words: list[str]) -> None:
         LookupError: It does not.
     """
     program, command, *options = words
-    known = {option for action in launch_command_parser()._actions for option in action.option_strings}
     commands = {"accelerate": {"launch", "config"}, "accmt": set(COMMANDS)}[program]
-    if command not in commands or {option for option in options if option.startswith("--")} - known:
+    if command not in commands:
+        raise LookupError(" ".join(words))
+    parser = launch_command_parser() if program == "accelerate" else parser_of(command)
+    known = {option for action in parser._actions for option in action.option_strings}
+    if {option for option in options if option.startswith("-")} - known:
         raise LookupError(" ".join(words))
 
 
@@ -125,7 +137,8 @@ def test_what_the_page_tells_to_write_is_there(span):
         "Trainer(log_with=accmt.Nope)",
         "on_epoch_ends",
         "accelerate launch --num_procs 2 train.py",
-        "accmt launch train.py",
+        "accmt start train.py",
+        "accmt launch --processes 2 train.py",
     ],
 )
 def test_the_check_sees_what_is_not_there(span):

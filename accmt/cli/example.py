@@ -1,0 +1,43 @@
+"""Print a training script and its hyper-parameters, to begin with; or write them into a folder.
+
+The script learns to read handwritten digits, in seconds, and needs scikit-learn for them. No file is overwritten.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from accmt.errors import ArgumentError, explain
+
+FILES = Path(__file__).with_name("example_files")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be told to the command."""
+    parser.add_argument("folder", type=Path, nargs="?", help="where to write them; printed by default")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print or write the files.
+
+    Returns:
+        0.
+
+    Raises:
+        ArgumentError: A file of the name is there.
+        OSError: The folder cannot be written.
+    """
+    texts = {path.name.removesuffix(".txt"): path.read_text(encoding="utf-8") for path in sorted(FILES.iterdir())}
+    if options.folder is None:
+        print("\n".join(texts.values()), end="")
+        return 0
+    there = [name for name in texts if (options.folder / name).exists()]
+    if there:
+        got, do = f"{', '.join(there)} there", "choose another folder"
+        raise ArgumentError(explain(f"accmt example {options.folder}", got, "a folder without these files", do))
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (options.folder / name).write_text(text, encoding="utf-8")
+    print(f"written: {', '.join(str(options.folder / name) for name in texts)}")
+    return 0

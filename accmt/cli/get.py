@@ -1,0 +1,114 @@
+"""Write the weights in a checkpoint as a model folder, for `load_weights`, `from_pretrained` and other programs.
+
+Every file of the checkpoint is verified first. Of a folder of checkpoints the newest is taken. Where the model is one
+of transformers, its configuration comes from the model folder beside `checkpoint-<name>`, or from --config.
+Exit code: 0 written, 2 not.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accmt.errors import ArgumentError, WeightsError, explain
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from accmt.checkpoint.manifest import Checkpoint
+
+_CONFIG = "config.json"
+_PREFIX = "checkpoint-"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be told to the command."""
+    parser.add_argument("checkpoint", type=Path, help="the folder of a checkpoint, or one with checkpoints in it")
+    parser.add_argument("output", type=Path, help="the folder to write; made if it is missing")
+    parser.add_argument("--config", type=Path, metavar="FOLDER", help="a folder with the config.json of the model")
+    parser.add_argument("--bare", action="store_true", help="write the weights alone, as the module names them")
+    size = "largest file, in bytes or as 500MB (default 10GB)"
+    parser.add_argument("--max-shard-size", type=_read_size, default="10GB", metavar="SIZE", help=size)
+    parser.add_argument("--overwrite", action="store_true", help="replace the weights in a folder that is not empty")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Verify, write, and say what was written.
+
+    Returns:
+        0.
+
+    Raises:
+        NoCheckpointError: There is no checkpoint.
+        CheckpointCorruptError: The checkpoint, or the newest of the folder, is damaged.
+        WeightsError: It holds no whole model, or another one than the configuration says.
+        ArgumentError: The output folder holds files, or is part of the checkpoint.
+        OSError: The output folder cannot be written.
+    """
+    checkpoint = _find(options.checkpoint)
+    _require_free(options.output, checkpoint.folder, may_overwrite=options.overwrite)
+    weights = _read(checkpoint)
+    config = None if options.bare else options.config or _find_config(checkpoint.folder)
+    files = _write(weights, config, options.output, options.max_shard_size)
+    of_config = f", with {_CONFIG} of {config}" if config else ""
+    print(f"{options.output}: {', '.join(files)} of step {checkpoint.step:,}{of_config}")
+    return 0
+
+
+def _read_size(text: str) -> int:
+    from accmt.settings.sizes import read_size
+
+    try:
+        return read_size("max_shard_size", int(text) if text.isdecimal() else text)
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(f"expected bytes, or a number with KB, MB, GB or TB, got {text!r}") from error
+
+
+def _find(path: Path) -> Checkpoint:
+    from accmt.checkpoint.inspection import inspect
+    from accmt.checkpoint.manifest import read_checkpoint
+
+    return read_checkpoint(inspect(path)[-1].folder)
+
+
+def _require_free(output: Path, checkpoint: Path, *, may_overwrite: bool) -> None:
+    where = f"accmt get ... {output}"
+    if checkpoint.resolve() in (output.resolve(), *output.resolve().parents):
+        got = "a folder of the checkpoint, which would be damaged by it"
+        raise ArgumentError(explain(where, got, "another folder", "out/weights"))
+    if output.exists() and not output.is_dir():
+        raise ArgumentError(explain(where, "a file", "a folder", "choose another name"))
+    if not may_overwrite and output.is_dir() and any(output.iterdir()):
+        do = "choose another, or add --overwrite: its weights are replaced, other files stay"
+        raise ArgumentError(explain(where, "a folder with files in it", "a new or empty folder", do))
+
+
+def _read(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    from accmt.checkpoint.engine import read_model
+
+    weights, num_left_out = read_model(checkpoint.folder)
+    if num_left_out:
+        got = f"an adapter: {num_left_out} frozen weights are not in the checkpoint"
+        do = "take the model folder, which PEFT loads, or `Trainer.validate(module, data, ckpt_path=...)`"
+        raise WeightsError(explain(f"checkpoint {checkpoint.folder}", got, "all weights of a model", do))
+    return weights
+
+
+def _find_config(checkpoint: Path) -> Path | None:
+    """Return the model folder that belongs to a checkpoint by the names of both, if it holds a configuration."""
+    run = checkpoint.resolve().parent
+    if not run.name.startswith(_PREFIX):
+        return None
+    model = run.with_name(run.name.removeprefix(_PREFIX))
+    return model if (model / _CONFIG).is_file() else None
+
+
+def _write(weights: Mapping[str, Tensor], config: Path | None, output: Path, max_shard_size: int) -> tuple[str, ...]:
+    from accmt.huggingface.configured import save_by_config
+    from accmt.saving import save_weights
+
+    if config is None:
+        return save_weights(weights, output, max_shard_size=max_shard_size).files
+    return save_by_config(weights, config, output, max_shard_size=max_shard_size).files

@@ -1,0 +1,133 @@
+"""Start a training script on one process or several, on this machine.
+
+One process becomes the script itself. Several are started and watched by torchrun. Exit code: that of the script (of
+the process that failed first), 128 and the number of the signal that ended it, 2 for wrong use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from accmt.cli.strats import STRATEGIES
+from accmt.errors import ArgumentError, explain
+
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be told to the command."""
+    parser.add_argument("-N", dest="num_processes", type=int, metavar="NUMBER", help="processes; default: one a GPU")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--gpus", type=_read_gpus, metavar="0,1", help="the GPUs to use, by their numbers; default: all")
+    where.add_argument("--cpu", action="store_true", help="use no GPU; default number of processes: one")
+    parser.add_argument("--strat", choices=STRATEGIES, help="default: single for one process, ddp for several")
+    parser.add_argument("--dry-run", action="store_true", help="print the command, and do nothing")
+    parser.add_argument("script", help="the script to run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the script.
+
+    Returns:
+        Its exit code; one process does not return, but becomes the script.
+
+    Raises:
+        ArgumentError: The numbers of processes and GPUs do not fit, or there is no such script.
+    """
+    command, environment = build_command(options), _environment(options)
+    if options.dry_run:
+        print(shlex.join([*(f"{name}={value}" for name, value in environment.items()), *command]))
+        return 0
+    _require_gpus(options.gpus)
+    os.environ.update(environment)
+    if _strategy(options) == "single":
+        sys.stdout.flush()
+        os.execv(command[0], command)  # signals and exit code are then the script's own
+    return _run_group(command[3:])
+
+
+def build_command(options: argparse.Namespace) -> list[str]:
+    """Return the command that runs the script, as a list of arguments that no shell reads.
+
+    Raises:
+        ArgumentError: The numbers of processes and GPUs do not fit, or there is no such script.
+    """
+    number = _count_processes(options)
+    if not os.path.isfile(options.script):  # noqa: PTH113 - no Path: the script is handed on as it was typed
+        expected, do = "a Python file", "accmt launch train.py"
+        raise ArgumentError(explain(f"accmt launch {options.script}", "no such file", expected, do))
+    script = [options.script, *options.arguments]
+    if _strategy(options) == "single":
+        return [sys.executable, *script]
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+    return [sys.executable, "-m", *torchrun, f"--signals-to-handle={_SIGNALS}", *script]
+
+
+def _count_processes(options: argparse.Namespace) -> int:
+    """Return how many processes are wanted, and check that this can be.
+
+    Raises:
+        ArgumentError: It cannot.
+    """
+    number = options.num_processes
+    num_gpus = 0 if options.cpu else len(options.gpus) if options.gpus else _num_gpus()
+    if number is None:
+        number = 1 if options.strat == "single" else max(num_gpus, 1)
+    if number < 1:
+        raise ArgumentError(explain("accmt launch -N", str(number), "a number from 1", "-N 2"))
+    if options.strat == "single" and number > 1:
+        raise ArgumentError(explain("accmt launch --strat single", f"-N {number}", "one process", "--strat ddp"))
+    if num_gpus and number > num_gpus:
+        do = f"-N {num_gpus}, or --cpu"
+        raise ArgumentError(explain("accmt launch -N", f"{number} for {num_gpus} GPUs", "a GPU for each process", do))
+    return int(number)
+
+
+def _strategy(options: argparse.Namespace) -> str:
+    return options.strat or ("single" if _count_processes(options) == 1 else "ddp")
+
+
+def _environment(options: argparse.Namespace) -> dict[str, str]:
+    if options.cpu:
+        return {"ACCELERATE_USE_CPU": "true"}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(options.gpus)} if options.gpus else {}
+
+
+def _read_gpus(text: str) -> list[str]:
+    numbers = text.split(",")
+    if not all(number.isdecimal() for number in numbers) or len(set(numbers)) < len(numbers):
+        raise argparse.ArgumentTypeError(f"expected different numbers such as 0,1, got {text!r}")
+    return numbers
+
+
+def _require_gpus(gpus: Sequence[str] | None) -> None:
+    if gpus and len(gpus) > _num_gpus():  # a script would quietly train on the CPU
+        got, do = f"{len(gpus)} of the {_num_gpus()} there are", "name fewer, or --cpu"
+        raise ArgumentError(explain("accmt launch --gpus", got, "GPUs of this machine", do))
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.accelerator.device_count()
+
+
+def _run_group(arguments: Sequence[str]) -> int:
+    """Run torchrun in this process, so that it can be told with which code a process ended."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        torchrun.main(list(arguments))
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0

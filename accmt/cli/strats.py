@@ -1,0 +1,26 @@
+"""List what `accmt launch --strat` takes."""
+
+from __future__ import annotations
+
+import argparse
+
+STRATEGIES = {
+    "single": "one process, started without a launcher",
+    "ddp": "DistributedDataParallel: each process has the whole model, and gradients are averaged",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be told to the command: nothing."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the strategies.
+
+    Returns:
+        0.
+    """
+    width = max(map(len, STRATEGIES))
+    print("\n".join(f"{name:<{width}}  {purpose}" for name, purpose in STRATEGIES.items()))
+    print("\nFSDP, DeepSpeed, Megatron-LM and XLA are not built yet: a run that is launched with them is refused.")
+    return 0

@@ -1,0 +1,188 @@
+"""Training data that change with the updates: one dataset after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch.utils.data import ConcatDataset, IterableDataset
+
+from accmt.data.samplers import DrawnAtOnce
+from accmt.errors import DataError, explain
+
+_REST = -1
+
+
+class Curriculum(ConcatDataset[Any]):
+    """The datasets of all stages, and how long each is trained on; what follows says in which unit.
+
+    Args:
+        stages: Pairs of a length and a dataset.
+
+    Raises:
+        DataError: There is no stage, a length that cannot be, or a dataset that cannot be fetched from by index.
+    """
+
+    def __init__(self, stages: Sequence[tuple[Any, Any]]) -> None:
+        self._where = type(self).__name__
+        for number, stage in enumerate(stages, 1):
+            self._check_stage(number, stage)
+        if not stages:
+            raise self._wrong("no stages", "one pair of a length and a dataset at least", f"{self._where}([...])")
+        self._lengths = [length for length, _ in stages]
+        self._check_lengths()
+        super().__init__([dataset for _, dataset in stages])
+
+    def updates(self, max_steps: int) -> list[int]:
+        """Return how many updates of a run each stage has; they sum to `max_steps`.
+
+        Raises:
+            DataError: The stages end before the run.
+        """
+        ends = self._ends(max_steps)
+        if ends[-1] < max_steps:
+            got, do = f"stages of {ends[-1]} updates in all", "a longer last stage, or fewer max_steps"
+            raise self._wrong(got, f"{max_steps} updates, as max_steps says", do)
+        return [min(end, max_steps) - min(begin, max_steps) for begin, end in pairwise([0, *ends])]
+
+    def order(self, max_steps: int, *, samples_per_update: int, shuffle: bool) -> StageOrder:
+        """Return the order of all samples of a run, its stages one after the other."""
+        sizes = [len(dataset) for dataset in self.datasets]  # type: ignore[arg-type]
+        return StageOrder(sizes, [count * samples_per_update for count in self.updates(max_steps)], shuffle=shuffle)
+
+    def _check_lengths(self) -> None:
+        """Check the lengths of all stages."""
+        raise NotImplementedError
+
+    def _ends(self, max_steps: int) -> list[int]:
+        """Return the update up to without which each stage lasts."""
+        raise NotImplementedError
+
+    def _check_stage(self, number: int, stage: Any) -> None:
+        if not isinstance(stage, tuple | list) or len(stage) != 2:
+            expected, do = "a pair of a length and a dataset", f"{self._where}([(length, dataset), ...])"
+            raise self._wrong(f"stage {number} is a {type(stage).__name__}", expected, do)
+        dataset = stage[1]
+        is_stream = isinstance(dataset, IterableDataset)
+        is_indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_stream
+        if not is_indexed or len(dataset) == 0:
+            got = f"stage {number} has {'an empty' if is_indexed else 'a'} {type(dataset).__name__}"
+            raise self._wrong(got, "a dataset with __len__ and __getitem__, and samples", "give the dataset itself")
+
+    def _wrong(self, got: str, expected: str, do: str) -> DataError:
+        return DataError(explain(self._where, got, expected, do))
+
+
+class StepsCurriculum(Curriculum):
+    """Trains on one dataset after the other, each for a number of updates: `[(300, easy), (-1, hard)]`.
+
+    Args:
+        stages: Pairs of updates and dataset; -1 updates of the last one are the rest of the run.
+
+    Raises:
+        DataError: As any curriculum.
+    """
+
+    def _check_lengths(self) -> None:
+        for number, length in enumerate(self._lengths, 1):
+            is_rest = length == _REST and number == len(self._lengths)
+            if type(length) is not int or (length < 1 and not is_rest):
+                expected = "a whole number of updates from 1, or -1 in the last stage: the rest"
+                raise self._wrong(
+                    f"stage {number} has {length!r} updates", expected, "StepsCurriculum([(300, easy), (-1, hard)])"
+                )
+
+    def _ends(self, max_steps: int) -> list[int]:
+        *first, last = self._lengths
+        return list(accumulate([*first, max(0, max_steps - sum(first)) if last == _REST else last]))
+
+
+class RatioCurriculum(Curriculum):
+    """Trains on one dataset after the other, each for a part of the updates: `[(0.3, easy), (0.7, hard)]`.
+
+    Stages end at the nearest whole update.
+
+    Args:
+        stages: Pairs of ratio and dataset; the ratios sum to 1, and -1 for the last one is the rest.
+
+    Raises:
+        DataError: As any curriculum.
+    """
+
+    def _check_lengths(self) -> None:
+        *first, last = self._lengths
+        for number, ratio in enumerate(first if last == _REST else self._lengths, 1):
+            if type(ratio) not in (int, float) or not 0 < ratio <= 1:
+                raise self._wrong(f"stage {number} has the ratio {ratio!r}", "a number above 0, up to 1", "(0.3, easy)")
+        total = sum(first) + (max(0, 1 - sum(first)) if last == _REST else last)
+        if abs(total - 1) > 1e-6:
+            do = "RatioCurriculum([(0.3, easy), (-1, hard)]): the last has what is left"
+            raise self._wrong(f"ratios that sum to {total:g}", "a sum of 1", do)
+
+    def _ends(self, max_steps: int) -> list[int]:
+        return [*(round(end * max_steps) for end in accumulate(self._lengths[:-1])), max_steps]
+
+
+class RangeCurriculum(Curriculum):
+    """Trains on one dataset after the other, each in a range of updates.
+
+    As `[(range(0, 300), easy), (range(300, 900), hard)]`.
+
+    Args:
+        stages: Pairs of range and dataset; each range begins where the one before it ends, the first at 0.
+
+    Raises:
+        DataError: As any curriculum.
+    """
+
+    def _check_lengths(self) -> None:
+        begin = 0
+        for number, length in enumerate(self._lengths, 1):
+            if not isinstance(length, range) or length.step != 1 or length.start != begin or not length:
+                expected = f"a range of updates that begins at {begin}"
+                raise self._wrong(f"stage {number} has {length!r}", expected, f"range({begin}, {begin + 300})")
+            begin = length.stop
+
+    def _ends(self, max_steps: int) -> list[int]:
+        return [length.stop for length in self._lengths]
+
+
+class StageOrder(DrawnAtOnce):
+    """The samples of a run in the order of its stages, each in as many passes over its data as it takes.
+
+    A run whose updates were not all made in the first epoch, for some were left out, makes up for them with data of the
+    last stage.
+
+    Args:
+        sizes: Samples of the dataset of each stage.
+        counts: Samples that each stage trains on.
+        shuffle: Whether each pass has an order of its own.
+    """
+
+    def __init__(self, sizes: Sequence[int], counts: Sequence[int], *, shuffle: bool) -> None:
+        self._sizes = sizes
+        self._counts = counts
+        self._shuffle = shuffle
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return sum(self._counts)
+
+    def draw(self) -> torch.Tensor:
+        """Draw the indices of an epoch, from torch's generator where they are shuffled."""
+        starts = accumulate([0, *self._sizes[:-1]])
+        counts = self._counts if self._epoch == 0 else [*(0 for _ in self._sizes[1:]), len(self)]
+        stages = zip(starts, self._sizes, counts, strict=True)
+        return torch.cat([start + self._draw_passes(size, count) for start, size, count in stages])
+
+    def _draw_passes(self, size: int, count: int) -> torch.Tensor:
+        if not self._shuffle:
+            return torch.arange(count) % size
+        passes = [torch.randperm(size) for _ in range(0, count, size)]
+        return torch.cat([torch.empty(0, dtype=torch.long), *passes])[:count]

@@ -1,0 +1,71 @@
+"""`accmt launch` on two processes: they train together, and how they end is how the command ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from accmt.cli.main import main
+from tests.launching import ROOT
+
+ACCMT = [sys.executable, "-c", "import sys; from accmt.cli.main import main; sys.exit(main())"]
+
+TRAIN = """
+import os
+from tests.toys import Linear, make_points, make_trainer
+
+trainer = make_trainer(model_path="out/model", checkpoint_every="epoch")
+state = trainer.fit(Linear(), make_points(8))
+trainer.save_model("saved")
+if trainer.is_main:
+    with open("trained", "w") as file:
+        file.write(f"{state.num_processes} {trainer.device.type} {state.global_step}")
+trainer.close()
+os._exit(3 if trainer.is_main else 0)
+"""
+
+WAIT = """
+import os, signal, time
+def leave(*_):
+    open("told-" + os.environ["RANK"], "w").close()
+    os._exit(143)
+signal.signal(signal.SIGTERM, leave)
+open("ready-" + os.environ["RANK"], "w").close()
+time.sleep(60)
+"""
+
+
+def start(script, tmp_path):
+    (tmp_path / "train.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [*ACCMT, "launch", "--cpu", "-N", "2", "train.py"]
+    return subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.feature("N42", "L26")
+def test_processes_train_together_their_checkpoint_is_had_and_the_exit_code_is_that_of_the_one_that_failed(tmp_path):
+    run = start(TRAIN, tmp_path)
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode == 3, errors[-2000:]
+    assert (tmp_path / "trained").read_text() == "2 cpu 2"
+    assert main(["get", str(tmp_path / "out" / "checkpoint-model"), str(tmp_path / "got")]) == 0
+    saved, got = (tmp_path / folder / "model.safetensors" for folder in ("saved", "got"))
+    assert got.read_bytes() == saved.read_bytes()
+
+
+@pytest.mark.feature("N42")
+def test_a_signal_reaches_every_process(tmp_path):
+    run = start(WAIT, tmp_path)
+    ready = [tmp_path / f"ready-{rank}" for rank in range(2)]
+    until = time.monotonic() + 60
+    while not all(path.exists() for path in ready) and time.monotonic() < until:
+        time.sleep(0.05)
+    run.send_signal(signal.SIGTERM)
+    run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM
+    assert all((tmp_path / f"told-{rank}").exists() for rank in range(2))

@@ -1,0 +1,165 @@
+"""`accmt launch`, `strats` and `example`: the commands that begin a training."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from accmt import HyperParameters
+from accmt.cli.main import main
+from accmt.cli.strats import STRATEGIES
+
+ROOT = Path(__file__).parents[2]
+ENGINES = ["FSDP", "DeepSpeed", "Megatron-LM", "XLA"]
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import os, sys\nprint(sys.argv[1:], os.environ.get('ACCELERATE_USE_CPU'))\n")
+    return tmp_path / "train.py"
+
+
+@pytest.fixture
+def four_gpus(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+
+
+def dry_run(capsys, *arguments):
+    """Return the words of the command that would run."""
+    assert main(["launch", "--dry-run", *arguments]) == 0
+    return shlex.split(capsys.readouterr().out)
+
+
+def processes_of(words):
+    return next((int(word.partition("=")[2]) for word in words if word.startswith("--nproc-per-node=")), "single")
+
+
+@pytest.mark.feature("L26", "L62")
+@pytest.mark.usefixtures("four_gpus", "script")
+@pytest.mark.parametrize(
+    ("typed", "processes", "environment"),
+    [
+        ("", 4, []),
+        ("-N 2", 2, []),
+        ("-N 1", "single", []),
+        ("--gpus 0,2", 2, ["CUDA_VISIBLE_DEVICES=0,2"]),
+        ("--gpus 3", "single", ["CUDA_VISIBLE_DEVICES=3"]),
+        ("--cpu", "single", ["ACCELERATE_USE_CPU=true"]),
+        ("--cpu -N 8", 8, ["ACCELERATE_USE_CPU=true"]),
+        ("--strat single", "single", []),
+        ("--strat ddp", 4, []),
+        ("--strat ddp -N 1", 1, []),
+    ],
+)
+def test_a_dry_run_prints_the_command(typed, processes, environment, capsys):
+    words = dry_run(capsys, *typed.split(), "train.py", "--lr", "1e-3", "a b", "-N", "5")
+    assert processes_of(words) == processes
+    assert words[: len(environment)] == environment
+    assert words[len(environment)] == sys.executable
+    assert words[-6:] == ["train.py", "--lr", "1e-3", "a b", "-N", "5"]
+    assert ("torch.distributed.run" in words) == (processes != "single")
+
+
+@pytest.mark.usefixtures("no_gpu", "script")
+def test_without_a_gpu_it_is_one_process_unless_told_otherwise(capsys):
+    assert processes_of(dry_run(capsys, "train.py")) == "single"
+    assert processes_of(dry_run(capsys, "-N", "2", "train.py")) == 2
+
+
+@pytest.mark.usefixtures("four_gpus", "script")
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("-N 5 train.py", "5 for 4 GPUs"),
+        ("--gpus 0,1 -N 3 train.py", "3 for 2 GPUs"),
+        ("-N 0 train.py", "a number from 1"),
+        ("--strat single -N 2 train.py", "--strat ddp"),
+        ("--gpus 0,1,2,3,4 train.py", "5 of the 4 there are"),
+        ("nowhere.py", "no such file"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(typed, message, capsys):
+    assert main(["launch", *typed.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.feature("L62")
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("--strat fsdp train.py", "choose from"),
+        ("--gpus 0,0 train.py", "different numbers"),
+        ("--gpus one train.py", "different numbers"),
+        ("--gpus 0 --cpu train.py", "not allowed with"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error_of_the_command_line(typed, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["launch", *typed.split()])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.feature("N42")
+def test_one_process_is_the_script_itself(script):
+    script.write_text(script.read_text() + "sys.exit(3)\n")
+    program = "import sys; from accmt.cli.main import main; sys.exit(main())"
+    run = [sys.executable, "-c", program, "launch", "--cpu", str(script), "--lr", "1e-3"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (3, "['--lr', '1e-3'] true\n")
+
+
+@pytest.mark.feature("N42", "L62")
+def test_strats_lists_what_there_is_and_what_there_is_not(capsys):
+    assert main(["strats"]) == 0
+    said = capsys.readouterr().out
+    assert re.findall(r"^(\w+)  ", said, re.MULTILINE) == list(STRATEGIES)
+    assert all(engine in said for engine in ENGINES)
+
+
+def test_the_engines_that_are_not_there_are_those_that_a_run_refuses():
+    from accmt.loop.launch import _ENGINES_NOT_BUILT_YET
+
+    refused = {name.replace("_", "-").lower() for name in _ENGINES_NOT_BUILT_YET}
+    assert refused == {engine.lower() for engine in ENGINES}
+
+
+@pytest.mark.feature("N42")
+def test_example_writes_the_files_of_the_quickstart_once(tmp_path, capsys):
+    assert main(["example", str(tmp_path / "new")]) == 0
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    files = {path.name: path.read_text() for path in (tmp_path / "new").iterdir()}
+    assert files.keys() == {"train.py", "hps.yaml"}
+    assert all(f"\n{text}```" in page for text in files.values())
+    compile(files["train.py"], "train.py", "exec")
+    assert HyperParameters.from_config(tmp_path / "new" / "hps.yaml").epochs == 10
+    (tmp_path / "new" / "train.py").write_text("mine")
+    (tmp_path / "new" / "hps.yaml").unlink()
+    capsys.readouterr()
+    assert main(["example", str(tmp_path / "new")]) == 2
+    assert "train.py there" in capsys.readouterr().err
+    assert [path.read_text() for path in (tmp_path / "new").iterdir()] == ["mine"]
+
+
+def test_example_prints_what_it_would_write(tmp_path, capsys):
+    main(["example"])
+    printed = capsys.readouterr().out
+    main(["example", str(tmp_path)])
+    assert all(path.read_text() in printed for path in tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_told_without_a_traceback(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["example", str(tmp_path / "file" / "new")]) == 2
+    assert str(tmp_path / "file" / "new") in capsys.readouterr().err

@@ -1,0 +1,161 @@
+"""Datasets one after the other: their order, as a function of the position in the run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accmt import RangeCurriculum, RatioCurriculum, StepsCurriculum
+from accmt.data import LoaderOptions, Share, build_loader
+from accmt.data.samplers import Order
+from accmt.errors import DataError
+from tests.toys import Numbers
+
+EASY, HARD, HARDEST = Numbers(range(5)), Numbers(range(100, 107)), Numbers(range(200, 203))
+
+
+def draw(curriculum, max_steps, samples_per_update=2, *, shuffle=False, epoch=0, seed=1):
+    """Return the values of the samples of an epoch, in order."""
+    order = curriculum.order(max_steps, samples_per_update=samples_per_update, shuffle=shuffle)
+    return [int(curriculum[index]) for index in Order(len(curriculum), seed, sampler=order).at(epoch).tolist()]
+
+
+@pytest.mark.feature("N31")
+@pytest.mark.parametrize(
+    ("curriculum", "max_steps", "updates"),
+    [
+        (StepsCurriculum([(3, EASY), (-1, HARD)]), 10, [3, 7]),
+        (StepsCurriculum([(3, EASY), (7, HARD)]), 10, [3, 7]),
+        (StepsCurriculum([(-1, HARD)]), 4, [4]),
+        (RatioCurriculum([(0.3, EASY), (0.7, HARD)]), 10, [3, 7]),
+        (RatioCurriculum([(0.25, EASY), (-1, HARD)]), 8, [2, 6]),
+        (RatioCurriculum([(1, HARD)]), 8, [8]),
+        (RangeCurriculum([(range(3), EASY), (range(3, 10), HARD)]), 10, [3, 7]),
+        # The end of the run comes first.
+        (StepsCurriculum([(3, EASY), (4, HARD), (5, HARDEST)]), 5, [3, 2, 0]),
+        (StepsCurriculum([(3, EASY), (-1, HARD)]), 2, [2, 0]),
+        (RangeCurriculum([(range(3), EASY), (range(3, 10), HARD)]), 4, [3, 1]),
+    ],
+)
+def test_each_stage_has_its_updates(curriculum, max_steps, updates):
+    assert curriculum.updates(max_steps) == updates
+
+
+@pytest.mark.feature("N31")
+@pytest.mark.parametrize("max_steps", [1, 2, 3, 7, 10, 99, 1000, 12_345])
+def test_ratios_become_whole_updates_that_sum_to_those_of_the_run(max_steps):
+    ratios = [1 / 3, 1 / 7, 0.2, 1 - 1 / 3 - 1 / 7 - 0.2]
+    updates = RatioCurriculum([(ratio, EASY) for ratio in ratios]).updates(max_steps)
+    assert sum(updates) == max_steps
+    assert all(abs(found - ratio * max_steps) <= 1 for found, ratio in zip(updates, ratios, strict=True))
+
+
+@pytest.mark.feature("N31")
+def test_the_stages_follow_one_another_in_as_many_passes_as_they_take():
+    read = draw(StepsCurriculum([(4, EASY), (-1, HARD)]), 6)
+    assert read == [0, 1, 2, 3, 4, 0, 1, 2, 100, 101, 102, 103]
+    shuffled = draw(StepsCurriculum([(5, EASY), (7, HARD)]), 12, shuffle=True)
+    passes = [shuffled[:5], shuffled[5:10], shuffled[10:17], shuffled[17:]]
+    assert [sorted(one) for one in passes] == [[*range(5)]] * 2 + [[*range(100, 107)]] * 2
+    assert passes[0] != passes[1]
+    assert passes[2] != passes[3]
+
+
+@pytest.mark.feature("N31")
+def test_the_order_follows_from_the_seed_alone():
+    def read(seed):
+        torch.rand(seed)
+        return draw(StepsCurriculum([(5, EASY), (-1, HARD)]), 12, shuffle=True, seed=seed)
+
+    assert read(1) == read(1) != read(2)
+
+
+@pytest.mark.feature("N31")
+def test_further_epochs_make_up_for_what_was_left_out_with_the_last_stage():
+    curriculum = StepsCurriculum([(2, EASY), (1, HARD)])
+    assert draw(curriculum, 3) == [0, 1, 2, 3, 100, 101]
+    assert draw(curriculum, 3, epoch=1) == [100, 101, 102, 103, 104, 105]
+
+
+@pytest.mark.feature("N31")
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_all_processes_change_over_at_the_same_update(count):
+    curriculum = StepsCurriculum([(3, EASY), (-1, HARD)])
+    order = curriculum.order(5, samples_per_update=6, shuffle=True)  # batches of 6, 3 or 2
+    loaders = [
+        build_loader(
+            curriculum,
+            LoaderOptions(purpose="train", batch_size=6 // count, share=Share(i, count), seed=4, sampler=order),
+        )
+        for i in range(count)
+    ]
+    rounds = [
+        [value for part in parts for value in part.batch.tolist()]
+        for parts in zip(*(loader.rounds(0) for loader in loaders), strict=True)
+    ]
+    assert rounds == [draw(curriculum, 5, 6, shuffle=True, seed=4)[begin : begin + 6] for begin in range(0, 30, 6)]
+    assert [all(value >= 100 for value in one) for one in rounds] == [False] * 3 + [True] * 2
+    assert all(value < 100 for one in rounds[:3] for value in one)
+
+
+class Stream(IterableDataset):
+    """A stream that claims a length."""
+
+    def __iter__(self):
+        return iter([1])
+
+    def __len__(self):
+        return 1
+
+
+@pytest.mark.parametrize("kind", [StepsCurriculum, RatioCurriculum, RangeCurriculum])
+@pytest.mark.parametrize(
+    ("stages", "got"),
+    [
+        ([], "no stages"),
+        ([EASY], "stage 1 is a Numbers"),
+        ([(1, EASY, {})], "stage 1 is a tuple"),
+        ([(1, Stream())], "stage 1 has a Stream"),
+        ([(1, DataLoader(EASY))], "stage 1 has a DataLoader"),
+        ([(1, EASY), (1, None)], "stage 2 has a NoneType"),
+        ([(1, Numbers(0))], "stage 1 has an empty Numbers"),
+    ],
+)
+def test_what_is_no_stage_is_refused(kind, stages, got):
+    with pytest.raises(DataError, match=rf"{kind.__name__}\n  got: {got}"):
+        kind(stages)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths", "got"),
+    [
+        (StepsCurriculum, [0], "stage 1 has 0 updates"),
+        (StepsCurriculum, [3, -2], "stage 2 has -2 updates"),
+        (StepsCurriculum, [-1, 3], "stage 1 has -1 updates"),
+        (StepsCurriculum, [0.5], "stage 1 has 0.5 updates"),
+        (StepsCurriculum, [True], "stage 1 has True updates"),
+        (RatioCurriculum, [0.5, 0.4], "ratios that sum to 0.9"),
+        (RatioCurriculum, [0.7, 0.4], "ratios that sum to 1.1"),
+        (RatioCurriculum, [0.7, 0.4, -1], "ratios that sum to 1.1"),
+        (RatioCurriculum, [30, 70], "stage 1 has the ratio 30"),
+        (RatioCurriculum, [-1, 0.5], "stage 1 has the ratio -1"),
+        (RatioCurriculum, [0.0, 1.0], "stage 1 has the ratio 0.0"),
+        (RangeCurriculum, [range(1, 3)], r"stage 1 has range\(1, 3\)"),
+        (RangeCurriculum, [range(3), range(4, 5)], r"stage 2 has range\(4, 5\)"),
+        (RangeCurriculum, [range(3), range(3, 3)], r"stage 2 has range\(3, 3\)"),
+        (RangeCurriculum, [range(0, 6, 2)], r"stage 1 has range\(0, 6, 2\)"),
+        (RangeCurriculum, [(0, 3)], r"stage 1 has \(0, 3\)"),
+    ],
+)
+def test_lengths_that_cannot_be_are_refused(kind, lengths, got):
+    with pytest.raises(DataError, match=rf"{kind.__name__}\n  got: {got}"):
+        kind([(length, EASY) for length in lengths])
+
+
+@pytest.mark.parametrize(
+    "curriculum", [StepsCurriculum([(3, EASY), (4, HARD)]), RangeCurriculum([(range(3), EASY), (range(3, 7), HARD)])]
+)
+def test_stages_that_end_before_the_run_are_refused(curriculum):
+    with pytest.raises(DataError, match=r"stages of 7 updates in all\n  expected: 10 updates, as max_steps says"):
+        curriculum.updates(10)
