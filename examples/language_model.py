@@ -73,7 +73,8 @@ def tokenize(articles: list[tuple[str, str]], tokenizer: Any) -> list[dict[str, 
 def write_sentence(topic: str, tokenizer: Any, model: Any) -> str:
     """Let the model go on after a topic."""
     prompt = tokenizer(f"{topic}:", add_special_tokens=False, return_tensors="pt")["input_ids"]
-    output = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=True, top_k=20, max_new_tokens=24)
+    mask, lengths = torch.ones_like(prompt), {"min_new_tokens": 8, "max_new_tokens": 24}
+    output = model.generate(prompt, attention_mask=mask, do_sample=True, top_k=20, **lengths)
     return tokenizer.decode(output[0], skip_special_tokens=True)
 
 
