@@ -62,7 +62,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "make: $(PYTHON) has no venv module; install it (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --no-compile -c constraints.txt hatchling editables
-	$(PIP) install --no-compile -c constraints.txt --no-build-isolation -e '.[dev]'
-	$(PIP) install --no-compile -c constraints.txt --no-deps $(DEMO_PACKAGES)
+	$(PIP) install -c constraints.txt hatchling editables
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) install -c constraints.txt --no-deps $(DEMO_PACKAGES)
 	@touch $@

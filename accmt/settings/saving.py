@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -37,8 +38,8 @@ class SavingSettings:
 
     model_path: str | PathLike[str]
     model_saving: Any = "best_valid_loss"
-    model_saving_below: float | None = None
-    model_saving_above: float | None = None
+    model_saving_below: float | Mapping[str, float] | None = None
+    model_saving_above: float | Mapping[str, float] | None = None
     max_shard_size: int | str = "10GB"
     safe_serialization: bool = True
     save_last: bool = False
