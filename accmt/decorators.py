@@ -1,4 +1,4 @@
-"""Functions that act on one process only, decided at each call: also before a run has begun, under any launcher."""
+"""Functions that act on one process only, decided at each call: also before a run has begun."""
 
 from __future__ import annotations
 

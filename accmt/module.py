@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from accmt.trainer import Trainer
 
 
+_OF_RUN = ("trainer", "state", "accelerator", "optimizer", "scheduler", "tracker", "logs", "manual_steps")
+"""What a run lends a module."""
+
+
 class AcceleratorModule(LogsValues):
     """A model and how it is trained. Derive from it, set `self.model`, and define `training_step`.
 
@@ -264,8 +268,12 @@ class AcceleratorModule(LogsValues):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the module without its run, so that loader processes and copies do not drag a run along."""
-        of_run = ("trainer", "state", "accelerator", "optimizer", "scheduler", "tracker", "logs", "manual_steps")
-        return {name: value for name, value in self.__dict__.items() if name not in of_run}
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_RUN}
+
+    def forget_run(self) -> None:
+        """Let go of what the last run has lent the module: its Trainer, optimizer, schedule and the like."""
+        for name in _OF_RUN:
+            self.__dict__.pop(name, None)
 
     def __repr__(self) -> str:
         size = f"{len(self):,} parameters" if isinstance(getattr(self, "model", None), nn.Module) else "no model"

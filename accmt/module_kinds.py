@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,8 @@ class FunctionModule(AcceleratorModule):
         model: The model.
         train_step: Returns what `training_step` does.
         eval_step: Returns what `validation_step` does; None takes `train_step` there, too.
-        optim: An optimizer of the model's parameters; None takes the hyper-parameters'.
+        optim: An optimizer of the model's parameters, with which every run begins as it was given; None takes the
+            hyper-parameters'.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class FunctionModule(AcceleratorModule):
         self._train_step = train_step
         self._eval_step = train_step if eval_step is None else eval_step
         self._optim = optim
+        self._optim_as_given = None if optim is None else deepcopy(optim.state_dict())
 
     def training_step(self, batch: Any) -> Any:
         """Return what the function for training makes of the batch."""
@@ -48,7 +51,9 @@ class FunctionModule(AcceleratorModule):
         return self._eval_step(batch, self.trainer)
 
     def get_optimizer(self) -> torch.optim.Optimizer | None:
-        """Return the optimizer that was given."""
+        """Return the optimizer that was given, without what earlier runs and `tune` have left in it."""
+        if self._optim is not None and self._optim_as_given is not None:
+            self._optim.load_state_dict(self._optim_as_given)
         return self._optim
 
 

@@ -88,9 +88,9 @@ class TrainerArguments:
             ArgumentError: `hps_config` or `model_path` is given nowhere, or a value cannot be.
             FileNotFoundError: There is no such file.
         """
-        from accmt.settings import Settings
+        from accmt.settings.command_line import list_flags
 
-        names = {*_REQUIRED, *Settings.defaults()}
+        names = {flag.name for flag in list_flags()}
         typed = {name: value for name, value in vars(args).items() if name in names}
         given = {**({} if config is None else _read_config(config)), **typed, **kwargs}
         missing = [f"--{name}" for name in _REQUIRED if name not in given]

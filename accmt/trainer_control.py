@@ -58,4 +58,7 @@ class TrainerControl(TrainerCallbacks):
             self._forget_run()
 
     def _forget_run(self) -> None:
-        self._run = self._evaluated = None
+        if self._run is not None and self._run.module.trainer is self:
+            self._run.module.forget_run()
+        self._run = self._evaluated = self._given = None
+        self._dataloaders = {}

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 class TrainerEvaluation(TrainerCheckpoints):
     """Validates, tests and predicts: after `fit`, before it, without it, or inside it."""
 
-    _given: GivenData | None = None
-
     def validate(
         self,
         module: AcceleratorModule | None = None,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from accmt.callbacks.phase_times import PhaseTimes
     from accmt.config import HyperParameters
+    from accmt.loop.given import GivenData
     from accmt.loop.run import Run
     from accmt.module import AcceleratorModule
     from accmt.settings import Settings
@@ -41,6 +42,7 @@ class TrainerView:
     _run: Run | None = None
     _dataloaders: Mapping[str, list[Any]] = MappingProxyType({})
     _evaluated: AcceleratorModule | None = None
+    _given: GivenData | None = None
 
     @property
     def hps(self) -> HyperParameters:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from accmt.cli.strats import STRATEGIES
 from accmt.errors import ArgumentError, explain
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
@@ -95,7 +96,11 @@ def _strategy(options: argparse.Namespace) -> str:
 def _environment(options: argparse.Namespace) -> dict[str, str]:
     if options.cpu:
         return {"ACCELERATE_USE_CPU": "true"}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(options.gpus)} if options.gpus else {}
+    if not options.gpus:
+        return {}
+    visible = [name for name in os.environ.get(_VISIBLE, "").split(",") if name]  # of which numbers count, if it is set
+    own = dict(zip(map(str, range(len(visible))), visible, strict=True))
+    return {_VISIBLE: ",".join(own.get(number, number) for number in options.gpus)}
 
 
 def _read_gpus(text: str) -> list[str]:
@@ -106,8 +111,8 @@ def _read_gpus(text: str) -> list[str]:
 
 
 def _require_gpus(gpus: Sequence[str] | None) -> None:
-    if gpus and len(gpus) > _num_gpus():  # a script would quietly train on the CPU
-        got, do = f"{len(gpus)} of the {_num_gpus()} there are", "name fewer, or --cpu"
+    if gpus and max(map(int, gpus)) >= _num_gpus():  # a script would quietly train on the CPU
+        got, do = f"{','.join(gpus)} of the {_num_gpus()} there are", "numbers from 0, each that of a GPU; or --cpu"
         raise ArgumentError(explain("accmt launch --gpus", got, "GPUs of this machine", do))
 
 

@@ -26,7 +26,7 @@ class Curriculum(ConcatDataset[Any]):
     """
 
     def __init__(self, stages: Sequence[tuple[Any, Any]]) -> None:
-        self._where = type(self).__name__
+        self._where, stages = type(self).__name__, list(stages)
         for number, stage in enumerate(stages, 1):
             self._check_stage(number, stage)
         if not stages:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -80,14 +80,19 @@ def check_labels(sampler: Any, dataset: Any) -> None:
 
 def _count_from_zero(labels: Iterable[Any]) -> torch.Tensor:
     """Return the classes of labels as numbers from 0, in the order in which they first occur."""
-    values = labels.tolist() if hasattr(labels, "tolist") else list(labels)
+    values = labels.tolist() if hasattr(labels, "tolist") else [_plain(label) for label in labels]
     numbers: dict[Any, int] = {}
-    try:
-        classes = [numbers.setdefault(value, len(numbers)) for value in values]
-    except TypeError as error:
-        got, do = f"a label that is a {type(values[0]).__name__}", "make one number or text of them"
-        raise DataError(explain("TemperatureSampler(labels=...)", got, "one class for each sample", do)) from error
+    wrong = next((value for value in values if isinstance(value, tuple) or not isinstance(value, Hashable)), None)
+    if wrong is not None:  # a tuple is a sample: equal ones would be classes of their own
+        got, do = f"a label that is a {type(wrong).__name__}", "make one number or text of them"
+        raise DataError(explain("TemperatureSampler(labels=...)", got, "one class for each sample", do))
+    classes = [numbers.setdefault(value, len(numbers)) for value in values]
     if not classes:
         do = "look at the column and at the filter that made the data"
         raise DataError(explain("TemperatureSampler(labels=...)", "no labels", "one for each sample", do))
     return torch.tensor(classes)
+
+
+def _plain(label: Any) -> Any:
+    """Return a label that is a tensor or an array of one number as that number: tensors are never equal as keys."""
+    return label.item() if getattr(label, "ndim", None) == 0 else label

@@ -36,7 +36,10 @@ def save_by_config(
     """
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(config_folder)
+    if not (config_folder / CONFIG).is_file():  # else transformers would look for it on its hub
+        do = "name the folder of a saved model, or write the weights alone: --bare"
+        raise WeightsError(explain(str(config_folder), f"no {CONFIG}", "the configuration of the model", do))
+    config = transformers.AutoConfig.from_pretrained(config_folder, local_files_only=True)
     name = next(iter(config.architectures or ()), "no class")
     model_class = getattr(transformers, name, None)
     if model_class is None:

@@ -34,10 +34,13 @@ class DataModule:
         own: The object. It gets the Trainer as its attribute `trainer`.
 
     Raises:
-        ArgumentError: It makes no loader at all.
+        ArgumentError: It is a class, or makes no loader at all.
     """
 
     def __init__(self, own: Any) -> None:
+        if isinstance(own, type):
+            do = f"datamodule={own.__name__}(...)"
+            raise ArgumentError(explain("datamodule", f"the class {own.__name__}", "an object of it", do))
         self._own = own
         self._stages: list[Stage] = []
         if not any(self._find(method) for method in _LOADERS.values()):
@@ -62,8 +65,8 @@ class DataModule:
         prepares = accelerator.is_local_main_process if per_machine else accelerator.is_main_process
         if not self._stages:
             run_on_every_process(lambda: self._call("prepare_data") if prepares else None)
+        self._stages.append(stage)  # from here on there is something to tear down
         run_on_every_process(lambda: self._call("setup", stage))
-        self._stages.append(stage)
 
     def end(self, stage: Stage) -> None:
         """Let the datamodule clear up, unless it is in use for something else."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from accmt.files import dumps, loads, write_text
+from accmt.files import dumps, write_text
 from accmt.settings.monitor import Monitor
 
 CARD_NAME = "README.md"
@@ -23,7 +24,7 @@ HPS_MARK = "# accmt writes this file anew at each save; without this line it is 
 TRAINER_MARK = '"hps_config":'
 
 _SECRET = re.compile(r"(?i)(key|token|secret|passw)")
-_PASSWORD_IN_URL = re.compile(r"://[^/]*@")
+_PASSWORD_IN_URL = re.compile(r"(?i)://[^/]*@|[?&][^=&]*(key|token|secret|passw)[^=&]*=")
 
 
 def write_model_card(folder: Path, *, head: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any] | str]) -> bool:
@@ -101,7 +102,9 @@ def _to_plain(value: Any) -> Any:
         return vars(value)
     if isinstance(value, Mapping):
         return {name: _to_plain(item) for name, item in value.items() if not _is_secret(str(name), item)}
-    return [_to_plain(item) for item in value] if isinstance(value, list | tuple | set) else value
+    if isinstance(value, list | tuple | set):
+        return [_to_plain(item) for item in value if not _is_secret("", item)]
+    return value
 
 
 def _is_secret(name: str, value: Any) -> bool:
@@ -110,7 +113,9 @@ def _is_secret(name: str, value: Any) -> bool:
 
 def _can_be_written(value: Any) -> bool:
     try:
-        return bool(loads(dumps(value)) == value)  # a number as a key would come back as text
+        return bool(
+            json.loads(dumps(value)) == value
+        )  # a number as a key would come back as text, and so would infinity
     except TypeError:
         return False
 

@@ -129,8 +129,15 @@ def test_the_arguments_in_the_folder_hold_neither_objects_nor_secrets():
     names = set(json.loads(Path("out/model/trainer_config.json").read_text()))
     assert names == {"hps_config", "model_path", "model_saving", "checkpoint_every", "verbose", "seed"}
     secrets = {"tensorboard": {"api_key": "abc"}, "logging_dir": "https://me:abc@server", "wandb_token": "abc"}
+    secrets |= {
+        "additional_tracker_config": {"hosts": ["https://me:abc@h", "https://h"], "note": "https://h/?api_key=a"}
+    }
     write_trainer_config(Path("out"), {"hps_config": {}, **secrets})
-    assert json.loads(Path("out/trainer_config.json").read_text()) == {"hps_config": {}, "tensorboard": {}}
+    assert json.loads(Path("out/trainer_config.json").read_text()) == {
+        "hps_config": {},
+        "tensorboard": {},
+        "additional_tracker_config": {"hosts": ["https://h"]},
+    }
 
 
 def test_a_run_with_another_kind_of_model_leaves_nothing_of_the_one_before():

@@ -72,6 +72,13 @@ def test_a_dry_run_prints_the_command(typed, processes, environment, capsys):
     assert ("torch.distributed.run" in words) == (processes != "single")
 
 
+@pytest.mark.usefixtures("four_gpus", "script")
+def test_numbers_count_the_gpus_that_the_shell_lets_be_seen(capsys, monkeypatch):
+    with monkeypatch.context() as shell:
+        shell.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+        assert dry_run(capsys, "--gpus", "0,2", "train.py")[0] == "CUDA_VISIBLE_DEVICES=4,6"
+
+
 @pytest.mark.usefixtures("no_gpu", "script")
 def test_without_a_gpu_it_is_one_process_unless_told_otherwise(capsys):
     assert processes_of(dry_run(capsys, "train.py")) == "single"
@@ -86,7 +93,8 @@ def test_without_a_gpu_it_is_one_process_unless_told_otherwise(capsys):
         ("--gpus 0,1 -N 3 train.py", "3 for 2 GPUs"),
         ("-N 0 train.py", "a number from 1"),
         ("--strat single -N 2 train.py", "--strat ddp"),
-        ("--gpus 0,1,2,3,4 train.py", "5 of the 4 there are"),
+        ("--gpus 0,1,2,3,4 train.py", "0,1,2,3,4 of the 4 there are"),
+        ("--gpus 7 train.py", "7 of the 4 there are"),
         ("nowhere.py", "no such file"),
     ],
 )

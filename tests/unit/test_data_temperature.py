@@ -167,9 +167,14 @@ def test_no_labels_are_refused(labels):
         TemperatureSampler(labels, 1)
 
 
-@pytest.mark.parametrize("labels", [[[0, 1], [1, 0]], torch.eye(2)])
+def test_labels_taken_of_samples_one_by_one_are_numbers():
+    labels = [label for _, label in zip(LABELS, torch.tensor([0, 0, 1]), strict=False)]
+    assert TemperatureSampler(labels, 1).probabilities.tolist() == pytest.approx([2 / 3, 1 / 3])
+
+
+@pytest.mark.parametrize("labels", [[[0, 1], [1, 0]], torch.eye(2), [(0, 1)], [0, [1]]])
 def test_several_labels_of_a_sample_are_refused(labels):
-    with pytest.raises(DataError, match=r"a label that is a list\n  expected: one class for each sample"):
+    with pytest.raises(DataError, match=r"a label that is a (list|tuple)\n  expected: one class for each sample"):
         TemperatureSampler(labels, 1)
 
 

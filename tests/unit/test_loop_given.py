@@ -206,6 +206,25 @@ def test_an_object_that_makes_no_loader_is_refused():
 
 
 @pytest.mark.feature("L83")
+def test_a_class_is_refused():
+    with pytest.raises(ArgumentError, match=r"(?s)got: the class Data\n.*do: datamodule=Data\(\.\.\.\)"):
+        make_trainer().fit(Scripted(), datamodule=Data)
+
+
+@pytest.mark.feature("L83")
+def test_a_set_up_that_fails_is_torn_down():
+    class Failing(Data):
+        def setup(self, stage):
+            super().setup(stage)
+            raise OSError("no such corpus")
+
+    data = Failing()
+    with pytest.raises(OSError, match="no such corpus"):
+        make_trainer(**QUIET).fit(Scripted(), datamodule=data)
+    assert data.calls[-2:] == ["setup fit", "teardown fit"]
+
+
+@pytest.mark.feature("L83")
 def test_a_failed_run_tears_down_and_its_own_error_goes_first(caplog):
     class Failing(Data):
         def teardown(self, stage):

@@ -62,6 +62,22 @@ def test_a_given_optimizer_is_used():
 
 
 @pytest.mark.feature("T01")
+def test_every_run_begins_with_the_optimizer_as_it_was_given():
+    def trained(runs):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        module = AcceleratorModule.from_functions(model, train_step, optim=optimizer)
+        for hps in runs:
+            model.load_state_dict(make_model().state_dict())
+            make_trainer(hps).fit(module, make_points())
+        return model.weight.detach(), optimizer.state_dict()["state"][0]["step"]
+
+    once, twice = trained([{}]), trained([{"scheduler": "LinearWithWarmup"}, {}])
+    assert torch.equal(once[0], twice[0])
+    assert once[1] == twice[1] == 4
+
+
+@pytest.mark.feature("T01")
 def test_a_function_that_takes_something_else_is_refused_by_its_own_error():
     with pytest.raises(TypeError, match="positional argument"):
         fit(AcceleratorModule.from_functions(make_model(), lambda batch: None))

@@ -149,6 +149,11 @@ def test_a_clash_with_a_flag_of_the_user_is_an_error_that_adds_nothing(flag):
     assert parser.format_help() == before
 
 
+def test_an_argument_of_the_user_that_no_flag_is_named_after_stays_the_users(hps_file):
+    args = argparse.Namespace(sampler="temperature", callbacks="all", hps_config=str(hps_file), model_path="out/m")
+    assert not {"sampler", "callbacks"} & Trainer.from_argparse_args(args).config().keys()
+
+
 def test_what_is_required_and_given_nowhere_is_named():
     with pytest.raises(ArgumentError, match="no --hps_config and no --model_path"):
         Trainer.from_argparse_args(parse())

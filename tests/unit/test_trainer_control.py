@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +25,22 @@ def test_a_closed_trainer_holds_no_run_and_may_be_closed_again():
         _ = trainer.run
     assert trainer.state.global_step == 4
     assert not dist.is_initialized()
+
+
+@pytest.mark.feature("P34")
+def test_a_closed_trainer_keeps_neither_data_nor_the_optimizers_memory_while_the_module_lives():
+    trainer, module, data, other = make_trainer(ADAM), Linear(), make_points(), make_points(4)
+    trainer.fit(module, data)
+    trainer.test(test_dataset=other)
+    held = [weakref.ref(thing) for thing in (data, other, module.optimizer)]
+    del data, other
+    trainer.close()
+    gc.collect()
+    assert [thing() for thing in held] == [None, None, None]
+    with make_trainer(ADAM) as again:
+        again.fit(module, make_points())
+        trainer.close()
+        assert module.trainer is again, "another Trainer's module is let be"
 
 
 @pytest.mark.feature("P34")
