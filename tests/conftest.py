@@ -19,6 +19,7 @@ os.environ["DO_NOT_TRACK"] = "true"
 import transformers.optimization  # noqa: E402, F401
 
 import tests.many_runs  # noqa: E402, F401
+from tests.slow import Ticks  # noqa: E402
 
 _LIBRARIES_OWN = (
     "_MLFLOW",
@@ -83,3 +84,11 @@ def _fresh_accelerate() -> Iterator[None]:
 def _same_threads() -> None:
     """Compute with one thread: other numbers of threads give other bits, and the machine is shared."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Ticks:
+    """Let the run measure its time by a clock that the test moves."""
+    ticks = Ticks()
+    monkeypatch.setattr("accmt.callbacks.stopwatch.perf_counter", ticks)
+    return ticks

@@ -14,6 +14,7 @@ from accmt.callbacks.operations import PEAKS
 from accmt.callbacks.stopwatch import PURPOSES, Stopwatch, StopwatchOfCallbacks
 from accmt.callbacks.utilization import Use
 from accmt.tracking import read_history
+from tests.slow import SlowData, SlowLinear, Ticks
 from tests.toys import Linear, logged, make_points, make_trainer
 
 
@@ -128,39 +129,6 @@ def test_epochs_have_a_fraction():
     assert logged(fit(["epoch"], {"epochs": 2}, log_every=2), "epoch") == [(2, 0.5), (4, 1.0), (6, 1.5), (8, 2.0)]
 
 
-class Ticks:
-    """A clock that tests move."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    ticks = Ticks()
-    monkeypatch.setattr("accmt.callbacks.stopwatch.perf_counter", ticks)
-    return ticks
-
-
-class Slow(Linear):
-    """Takes 2 seconds to train a batch, and 3 to validate one."""
-
-    def __init__(self, clock):
-        super().__init__()
-        self.clock = clock
-
-    def training_step(self, batch):
-        self.clock.now += 2
-        return self.step(batch)
-
-    def validation_step(self, batch):
-        self.clock.now += 3
-        return self.step(batch)
-
-
 class SlowCallback(Callback):
     def __init__(self, clock):
         self.clock = clock
@@ -169,21 +137,9 @@ class SlowCallback(Callback):
         self.clock.now += 0.5
 
 
-class SlowData(torch.utils.data.Dataset):
-    def __init__(self, clock):
-        self.points, self.clock = make_points(4), clock
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        self.clock.now += 0.25
-        return self.points[index]
-
-
 def test_time_is_split_by_what_it_was_spent_on(clock):
     trainer = make_trainer({"epochs": 2}, monitor=["time_split", "throughput"], callbacks=SlowCallback(clock))
-    trainer.fit(Slow(clock), SlowData(clock), make_points(4))
+    trainer.fit(SlowLinear(clock), SlowData(clock, 4), make_points(4))
     last = rows(trainer)[3]  # of the second epoch: after the evaluation of the first
     split = {name: value for name, value in last.items() if name.startswith("seconds_")}
     assert split == {
@@ -201,7 +157,7 @@ def test_all_time_is_somewhere(clock):
     trainer = make_trainer(
         {"epochs": 2}, monitor=["time_split"], callbacks=SlowCallback(clock), model_saving="best_valid_loss"
     )
-    trainer.fit(Slow(clock), SlowData(clock), make_points(4))
+    trainer.fit(SlowLinear(clock), SlowData(clock, 4), make_points(4))
     trained = [row for row in rows(trainer) if "train_loss" in row]
     total = sum(value for row in trained for name, value in row.items() if name != "train_loss")
     assert total == clock.now - 6 - 6  # the trial evaluation, and the one after the last row

@@ -8,50 +8,8 @@ import torch
 from accmt import Callback, ExtendedAcceleratorModule, Trainer
 from accmt.callbacks.phase_times import PHASES
 from accmt.tracking import read_history
+from tests.slow import SlowData, SlowLinear, Ticks
 from tests.toys import HPS, Linear, make_points, make_trainer
-
-
-class Ticks:
-    """A clock that tests move."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    ticks = Ticks()
-    monkeypatch.setattr("accmt.callbacks.stopwatch.perf_counter", ticks)
-    return ticks
-
-
-class SlowModule(Linear):
-    def __init__(self, clock):
-        super().__init__()
-        self.clock = clock
-
-    def training_step(self, batch):
-        self.clock.now += 2
-        return self.step(batch)
-
-    def validation_step(self, batch):
-        self.clock.now += 3
-        return self.step(batch)
-
-
-class SlowData(torch.utils.data.Dataset):
-    def __init__(self, clock, count):
-        self.points, self.clock = make_points(count), clock
-
-    def __len__(self):
-        return len(self.points)
-
-    def __getitem__(self, index):
-        self.clock.now += 0.25
-        return self.points[index]
 
 
 class SlowTrainer(Trainer):
@@ -115,7 +73,7 @@ def test_every_second_is_that_of_the_phase_it_was_spent_in(clock, monkeypatch):
         model_saving="best_valid_loss",
     )
     trainer.clock = clock
-    trainer.fit(SlowModule(clock), SlowData(clock, 6), make_points(2))  # 3 batches, so 2 updates an epoch
+    trainer.fit(SlowLinear(clock), SlowData(clock, 6), make_points(2))  # 3 batches, so 2 updates an epoch
     assert seconds(trainer) == {
         "data": 12 * 0.25,
         "training_step": 6 * 2,
@@ -159,7 +117,7 @@ def test_calls_are_counted_as_they_were_made(accumulation, updates):
 
 
 def test_the_mean_and_the_slowest_call_are_those_of_the_calls(clock):
-    class Once(SlowModule):
+    class Once(SlowLinear):
         def training_step(self, batch):
             self.clock.now += 6 if self.state.batch_iteration == 2 else 0
             return super().training_step(batch)
@@ -171,7 +129,7 @@ def test_the_mean_and_the_slowest_call_are_those_of_the_calls(clock):
 
 
 def test_what_a_step_logs_at_once_takes_nothing_of_its_time(clock):
-    class Logging(SlowModule):
+    class Logging(SlowLinear):
         def training_step(self, batch):
             for name in ("now", "soon"):
                 self.clock.now += 1
@@ -189,7 +147,7 @@ def test_an_evaluation_in_a_callback_is_the_callbacks(clock):
             self.trainer.validate(val_dataset=make_points(2), verbose=False)
 
     trainer = make_trainer(profiler="simple", callbacks=Validates())
-    trainer.fit(SlowModule(clock), make_points(4))
+    trainer.fit(SlowLinear(clock), make_points(4))
     assert seconds(trainer) == {"training_step": 4, "callbacks": 6}
 
 
@@ -218,7 +176,7 @@ def test_a_module_that_steps_itself_has_phases_too(clock):
 
 
 def test_a_run_that_fails_inside_a_phase_has_its_time_but_no_call(clock):
-    class Failing(SlowModule):
+    class Failing(SlowLinear):
         def training_step(self, batch):
             loss = super().training_step(batch)
             if self.state.batch_iteration == 2:
@@ -255,7 +213,7 @@ def test_the_device_is_waited_for_at_the_end_of_a_phase(clock, monkeypatch):
 
 def test_as_text_it_is_a_table(clock):
     trainer = make_trainer(profiler="simple", callbacks=SlowCallback(clock))
-    trainer.fit(SlowModule(clock), make_points(4))
+    trainer.fit(SlowLinear(clock), make_points(4))
     lines = str(trainer.profile).splitlines()
     assert lines[0].split() == ["phase", "seconds", "share", "calls", "mean", "ms", "slowest", "ms"]
     phases = [line[:14].strip() for line in lines[1:-1]]

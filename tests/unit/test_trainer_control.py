@@ -45,7 +45,9 @@ def test_a_closed_trainer_keeps_neither_data_nor_the_optimizers_memory_while_the
 
 @pytest.mark.feature("P34")
 def test_a_trainer_that_never_ran_can_be_closed():
-    make_trainer().close()
+    trainer = make_trainer()
+    trainer.close()
+    assert trainer.fit(Linear(), make_points()).global_step == 4, "and train after it"
 
 
 @pytest.mark.feature("P34", "N22")
