@@ -8,6 +8,7 @@ Each is also the built-in that a reader would expect, so `except ValueError` wor
     │   └── HyperParameterTypeError (TypeError)          `hps_config` is neither a path, a dict nor `HyperParameters`
     ├── ArgumentError (ValueError)            a Trainer argument with a value that cannot be
     │   └── UnknownArgumentError (TypeError)  a Trainer argument that does not exist
+    ├── SeveralFaultsError (HyperParameterError, ArgumentError)  both kinds of faults, in one report
     ├── CallbackNotFoundError (KeyError)      a callback that was asked for and is not there
     ├── ModuleContractError (TypeError)       a user's module, callback or step does not keep the contract
     ├── MetricError (ValueError)              a metric's name, direction or result is wrong
@@ -51,6 +52,10 @@ class ArgumentError(AccmtError, ValueError):
 
 class UnknownArgumentError(ArgumentError, TypeError):
     """A Trainer argument that does not exist, or a keyword that nobody would read."""
+
+
+class SeveralFaultsError(HyperParameterError, ArgumentError):
+    """There are faults in the hyper-parameters and in the Trainer's arguments; they are reported together."""
 
 
 class CallbackNotFoundError(AccmtError, KeyError):

@@ -233,7 +233,8 @@ class AcceleratorModule(LogsValues):
             **kwargs: For `from_pretrained`, such as `num_labels`; `processor=` is saved beside the model.
 
         Raises:
-            ModuleContractError: `type` is no transformers class; the message names the nearest.
+            ArgumentError: `type` is no transformers class; the message names the nearest.
+            ModuleContractError: `path` is something else, such as a model.
         """
         from accmt.huggingface import load_pretrained
         from accmt.module_kinds import HuggingFaceModule

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,7 @@ import torch
 
 from accmt.callbacks import build_callbacks
 from accmt.config import HyperParameters
-from accmt.config.hyperparameters import FIELDS as HYPER_PARAMETERS
-from accmt.errors import UnknownArgumentError, explain
+from accmt.errors import AccmtError, UnknownArgumentError, explain
 from accmt.loop.given import GivenData
 from accmt.loop.inputs import RegisteredSaving, check_metrics
 from accmt.module import AcceleratorModule
@@ -52,7 +50,8 @@ class Trainer(TrainerTuning, TrainerArguments):
     Raises:
         HyperParameterError: Faults in the hyper-parameters, all at once.
         ArgumentError: An argument with a value that cannot be.
-        UnknownArgumentError: An argument that does not exist; the message names the nearest.
+        UnknownArgumentError: Arguments that do not exist; the message names what there is instead.
+        SeveralFaultsError: Faults in the hyper-parameters and in arguments, all at once.
     """
 
     def __init__(
@@ -155,10 +154,12 @@ class Trainer(TrainerTuning, TrainerArguments):
         tracker_kwargs = given.pop("kwargs")
         arguments = {name: value for name, value in given.items() if name not in ("self", "__class__")}
         arguments = _resolve_aliases(arguments, tracker_kwargs)
-        _check_tracker_kwargs(tracker_kwargs, list(arguments), has_tracker=bool(log_with))
-        self.settings = apply_trials(Settings.from_arguments(arguments | {"tracker_kwargs": tracker_kwargs}))
-        build_callbacks(self.settings.running.callbacks)
-        check_metrics(self.settings)
+        try:
+            self.settings = apply_trials(Settings.from_arguments(arguments | {"tracker_kwargs": tracker_kwargs}))
+            build_callbacks(self.settings.running.callbacks)
+            check_metrics(self.settings)
+        except AccmtError as error:  # it says where; the frames of the checks, on each process, would bury that
+            raise error.with_traceback(None) from error.__cause__
         self.registered_savings: list[RegisteredSaving] = []
         self.state = TrainingState()
 
@@ -194,16 +195,23 @@ class Trainer(TrainerTuning, TrainerArguments):
             NoCheckpointError: There is no checkpoint to continue from, where `resume` asks for one.
             CheckpointError: The checkpoint is damaged, or that of another model or optimizer.
             ArgumentError: Settings that contradict each other, or keywords that nobody reads.
+            KeyboardInterrupt: After Ctrl-C; `Preempted` after SIGTERM or SIGUSR1.
         """
         from accmt.loop.flags import working
         from accmt.loop.recovery import Recovery
 
         module, recovery = _as_module(module, kwargs), Recovery()
         self._given = given = GivenData("fit", {"train": train_dataset, "validate": val_dataset}, datamodule)
-        with working(self.settings.running), given.ending("fit"):
-            self._fit_once(module, given, recovery)
-            while recovery.checkpoint is not None:
+        try:
+            with working(self.settings.running), given.ending("fit"):
                 self._fit_once(module, given, recovery)
+                while recovery.checkpoint is not None:
+                    self._fit_once(module, given, recovery)
+        except KeyboardInterrupt as error:
+            if self._run is not None and self._run.interruption.is_left_in_order:
+                # Between two updates the frames say nothing, and would push away what was said about going on.
+                raise error.with_traceback(None) from None
+            raise
         return self.state
 
     def _fit_once(self, module: Any, given: GivenData, recovery: Recovery) -> None:
@@ -283,20 +291,6 @@ def _resolve_aliases(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[s
         if alias in MISSPELT:
             warnings.warn(f"{alias} is a misspelling; write {name}", DeprecationWarning, stacklevel=3)
     return resolved
-
-
-def _check_tracker_kwargs(extra: Mapping[str, Any], names: list[str], *, has_tracker: bool) -> None:
-    """Refuse keywords that look like a misspelt argument, and all of them where there is no tracker to take them."""
-    for name in extra:
-        if name in HYPER_PARAMETERS:
-            expected, do = "an argument of Trainer", f"put {name} into the hyper-parameters: it is one of them"
-            raise UnknownArgumentError(explain(f"Trainer({name}=...)", "a hyper-parameter", expected, do))
-        nearest = get_close_matches(name, names, n=1, cutoff=0.8 if has_tracker else 0.6)
-        if has_tracker and not nearest:
-            continue
-        expected = "an argument of Trainer" + ("" if has_tracker else "; no tracker is given to take others")
-        do = f"did you mean {nearest[0]}?" if nearest else "drop it, or give a tracker: log_with=MLFlow"
-        raise UnknownArgumentError(explain(f"Trainer({name}=...)", "an argument that does not exist", expected, do))
 
 
 def _as_module(module: Any, kwargs: dict[str, Any]) -> Any:

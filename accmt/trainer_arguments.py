@@ -108,11 +108,24 @@ def _read_config(config: str | PathLike[str] | Mapping[str, Any]) -> Mapping[str
 
         from accmt.config.numbers import read_numbers
 
+        if not Path(config).is_file():
+            expected, do = "a YAML or JSON file of the Trainer's arguments", "correct the path"
+            got = f"no such file, seen from {Path.cwd()}"
+            raise FileNotFoundError(explain(f"Trainer.from_config({str(config)!r})", got, expected, do))
         arguments = read_numbers(yaml.safe_load(Path(config).read_text(encoding="utf-8")))
     if isinstance(arguments, Mapping):
-        return arguments
+        return {**arguments, **_read_table(arguments)}
     got = type(arguments).__name__
     raise ArgumentError(explain(f"Trainer.from_config({config!r})", got, "arguments by name", "model_path: out/x"))
+
+
+def _read_table(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the one argument with numbers as keys, which JSON has as text, if it is given so."""
+    name = "grad_accumulation_steps"
+    table = arguments.get(name)
+    if not isinstance(table, Mapping):
+        return {}
+    return {name: {int(key) if str(key).isdecimal() else key: value for key, value in table.items()}}
 
 
 def _refuse_clashes(parser: argparse.ArgumentParser, names: list[str]) -> None:

@@ -57,7 +57,7 @@ class EndSummary(MainProcessCallback):
         if state.best:
             yield "best", _write_values(state.best)
         settings = self.trainer.settings
-        if settings.saving.model_saving is not None:
+        if self.trainer.run.saver.selection.has_saved:
             yield "model", str(settings.saving.folder)
         yield "report", f"accmt report {self.trainer.log_dir}"
         command = self.trainer.dashboard_command

@@ -27,6 +27,17 @@ def move(paths: Sequence[Path], target: Path, *, otherwise: Path) -> Path:
     return target
 
 
+def move_back(source: Path, folder: Path) -> None:
+    """Move what `move` put into `source` back to `folder`; wherever that ends, each is whole in one of the two.
+
+    Raises:
+        OSError: One cannot be moved.
+    """
+    for path in sorted(source.iterdir(), reverse=True):  # the newest first: it is what a resume looks for
+        path.rename(folder / path.name)
+    source.rmdir()
+
+
 def remove(folder: Path) -> None:
     """Delete a folder; what cannot be deleted is said."""
     try:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from accmt.errors import AccmtError
+from accmt.errors import AccmtError, explain
 from accmt.version import __version__
 
 COMMANDS = {
@@ -36,8 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _build_parser().parse_args(arguments)
     try:
         exit_code: int = options.run(options)
-    except (AccmtError, OSError) as error:
+    except AccmtError as error:
         print(error, file=sys.stderr)
+        return WRONG_USE
+    except OSError as error:
+        expected, do = "files and folders that can be read and written", "look at the path and its permissions"
+        print(explain(f"accmt {options.called}", str(error), expected, do), file=sys.stderr)
         return WRONG_USE
     return exit_code
 
@@ -51,5 +55,5 @@ def _build_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=purpose, description=module.__doc__)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, called=name)
     return parser

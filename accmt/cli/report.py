@@ -23,11 +23,14 @@ def run(options: argparse.Namespace) -> int:
         0.
 
     Raises:
-        ArgumentError: A folder is not that of a run.
+        ArgumentError: A folder is not that of a run; where it holds runs, the message lists them.
         MissingPackageError: plotly is not installed.
     """
+    from accmt.cli.runs import require_run
     from accmt.report import read_run, write_report
 
+    for folder in options.folders:
+        require_run(folder, "report")
     path = options.output or options.folders[0] / "report.html"
     write_report([read_run(folder) for folder in options.folders], path)
     print(path)

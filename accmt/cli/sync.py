@@ -35,8 +35,10 @@ def run(options: argparse.Namespace) -> int:
     """
     from accelerate.state import PartialState
 
+    from accmt.cli.runs import require_run
     from accmt.tracking import sync_run
 
+    require_run(options.run_folder, "sync")
     PartialState(cpu=True)  # Accelerate's trackers ask it which process this is
     trackers = sync_run(options.run_folder, timeout_s=options.timeout)
     print("\n".join(_describe(one) for one in trackers) or "the run has no tracker: history.jsonl has every row")

@@ -22,7 +22,7 @@ _NEEDS_OBJECTS = "takes functions or other schedules, which a file cannot hold"
 
 @dataclass(frozen=True)
 class _Kind:
-    """Where short names of one kind of thing are looked up."""
+    """Where short names of one kind of thing are looked up; `foreign` are those of `TrainingArguments`."""
 
     path: KeyPath
     base: type
@@ -30,6 +30,7 @@ class _Kind:
     from_transformers: Mapping[str, str]
     refused: Mapping[str, str]
     instead: str
+    foreign: Mapping[str, str]
 
     def names(self) -> list[str]:
         of_torch = {
@@ -53,6 +54,7 @@ _OPTIMIZERS = _Kind(
     from_transformers={"Adafactor": "Adafactor"},
     refused={"LBFGS": "evaluates the loss several times in one step (it needs a closure)"},
     instead="use AdamW or SGD",
+    foreign={"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "adamw_hf": "AdamW"},
 )
 _SCHEDULERS = _Kind(
     path=("scheduler", "type"),
@@ -69,6 +71,18 @@ _SCHEDULERS = _Kind(
     },
     refused=dict.fromkeys(["LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"], _NEEDS_OBJECTS),
     instead="return it from get_scheduler in your module",
+    foreign={
+        "constant": "Constant",
+        "constant_with_warmup": "ConstantWithWarmup",
+        "cosine": "CosineWithWarmup",
+        "cosine_with_min_lr": "transformers.get_cosine_with_min_lr_schedule_with_warmup",
+        "cosine_with_restarts": "CosineWithHardRestartsWithWarmup",
+        "inverse_sqrt": "InverseSQRT",
+        "linear": "LinearWithWarmup",
+        "polynomial": "PolynomialDecayWithWarmup",
+        "reduce_lr_on_plateau": "ReduceLROnPlateau",
+        "warmup_stable_decay": "transformers.get_wsd_schedule",
+    },
 )
 
 
@@ -133,7 +147,9 @@ def _import(given: str, kind: _Kind) -> Any:
     module_name, _, attribute = given.rpartition(".")
     if not module_name:
         expected = f"one of {', '.join(names)}, or an import path"
-        return Fault(kind.path, describe(given), expected, suggest(given, names, "choose one of these names"))
+        foreign = kind.foreign.get(given)
+        do = f"write `{foreign}`" if foreign else suggest(given, names, "choose one of these names")
+        return Fault(kind.path, describe(given), expected, do)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

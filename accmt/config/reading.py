@@ -12,6 +12,7 @@ import yaml
 
 from accmt.config.document import Document
 from accmt.config.faults import Fault, KeyPath, describe
+from accmt.config.foreign import advise_key
 from accmt.config.numbers import number_in, read_numbers
 from accmt.errors import HyperParameterError, HyperParameterFileError, HyperParameterTypeError, explain
 
@@ -107,15 +108,15 @@ def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[Fault]
     if not isinstance(inner, dict):
         raise HyperParameterError(explain(name, describe(inner), _LAYOUT, "start from hps/example.yaml"))
     if inner is not root:
-        faults = [*faults, *(_beside_hps(key, lines) for key in root if key != "hps")]
+        faults = [*faults, *(_beside_hps(key, root[key], lines) for key in root if key != "hps")]
         faults = [_below_hps(fault) for fault in faults]
         lines = {path[1:]: line for path, line in lines.items() if path[:1] == ("hps",)}
     values = {str(key): value for key, value in inner.items() if value is not None}
     return Document(name, values, lines, tuple(faults))
 
 
-def _beside_hps(key: str, lines: dict[KeyPath, int]) -> Fault:
-    do = f"indent `{key}` below `hps:`, or remove it"
+def _beside_hps(key: str, value: Any, lines: dict[KeyPath, int]) -> Fault:
+    do = advise_key(key, value) or f"indent `{key}` below `hps:`, or remove it"
     return Fault((key,), "a key beside `hps`", "`hps` alone at the outermost level", do, lines.get((key,)))
 
 

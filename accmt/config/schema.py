@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, Validati
 from accmt.config.arguments import check_optimizer, check_scheduler
 from accmt.config.document import Document
 from accmt.config.faults import Fault, KeyPath, describe, suggest
+from accmt.config.foreign import advise_key
 from accmt.config.names import find_optimizer, find_scheduler
 from accmt.config.numbers import whole
 
@@ -140,7 +141,7 @@ def _fault(path: KeyPath, kind: str, document: Document) -> Fault:
     key = str(path[0])
     if kind == "extra_forbidden":
         names = list(Schema.model_fields)
-        do = suggest(key, [*names, "optimizer"], f"remove `{key}`")
+        do = advise_key(key, document.values[key]) or suggest(key, [*names, "optimizer"], f"remove `{key}`")
         return Fault(path, f"{key} = {describe(document.values[key])}", f"one of {', '.join(names)}", do)
     info = Schema.model_fields[key]
     value = document.values.get(key)

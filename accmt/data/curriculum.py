@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import ConcatDataset, IterableDataset
@@ -25,12 +25,18 @@ class Curriculum(ConcatDataset[Any]):
         DataError: There is no stage, a length that cannot be, or a dataset that cannot be fetched from by index.
     """
 
+    _EXAMPLE: ClassVar[str] = "[(length, dataset), ...]"
+
     def __init__(self, stages: Sequence[tuple[Any, Any]]) -> None:
-        self._where, stages = type(self).__name__, list(stages)
+        self._where = type(self).__name__
+        if isinstance(stages, Mapping | str) or not isinstance(stages, Iterable):
+            got = f"an object of {type(stages).__name__}"
+            raise self._wrong(got, "a list of pairs of a length and a dataset", self._example)
+        stages = list(stages)
         for number, stage in enumerate(stages, 1):
             self._check_stage(number, stage)
         if not stages:
-            raise self._wrong("no stages", "one pair of a length and a dataset at least", f"{self._where}([...])")
+            raise self._wrong("no stages", "one pair of a length and a dataset at least", self._example)
         self._lengths = [length for length, _ in stages]
         self._check_lengths()
         super().__init__([dataset for _, dataset in stages])
@@ -62,14 +68,19 @@ class Curriculum(ConcatDataset[Any]):
 
     def _check_stage(self, number: int, stage: Any) -> None:
         if not isinstance(stage, tuple | list) or len(stage) != 2:
-            expected, do = "a pair of a length and a dataset", f"{self._where}([(length, dataset), ...])"
-            raise self._wrong(f"stage {number} is a {type(stage).__name__}", expected, do)
+            expected = "a pair of a length and a dataset"
+            raise self._wrong(f"stage {number} is a {type(stage).__name__}", expected, self._example)
         dataset = stage[1]
         is_stream = isinstance(dataset, IterableDataset)
         is_indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_stream
         if not is_indexed or len(dataset) == 0:
-            got = f"stage {number} has {'an empty' if is_indexed else 'a'} {type(dataset).__name__}"
-            raise self._wrong(got, "a dataset with __len__ and __getitem__, and samples", "give the dataset itself")
+            kind = "None" if dataset is None else f"{'an empty' if is_indexed else 'a'} {type(dataset).__name__}"
+            do = f"give the dataset itself, after its length: {self._example}"
+            raise self._wrong(f"stage {number} has {kind}", "a dataset with __len__ and __getitem__, and samples", do)
+
+    @property
+    def _example(self) -> str:
+        return f"{self._where}({self._EXAMPLE})"
 
     def _wrong(self, got: str, expected: str, do: str) -> DataError:
         return DataError(explain(self._where, got, expected, do))
@@ -85,14 +96,14 @@ class StepsCurriculum(Curriculum):
         DataError: As any curriculum.
     """
 
+    _EXAMPLE = "[(300, easy), (-1, hard)]"
+
     def _check_lengths(self) -> None:
         for number, length in enumerate(self._lengths, 1):
             is_rest = length == _REST and number == len(self._lengths)
             if type(length) is not int or (length < 1 and not is_rest):
                 expected = "a whole number of updates from 1, or -1 in the last stage: the rest"
-                raise self._wrong(
-                    f"stage {number} has {length!r} updates", expected, "StepsCurriculum([(300, easy), (-1, hard)])"
-                )
+                raise self._wrong(f"stage {number} has {length!r} updates", expected, self._example)
 
     def _ends(self, max_steps: int) -> list[int]:
         *first, last = self._lengths
@@ -110,6 +121,8 @@ class RatioCurriculum(Curriculum):
     Raises:
         DataError: As any curriculum.
     """
+
+    _EXAMPLE = "[(0.3, easy), (0.7, hard)]"
 
     def _check_lengths(self) -> None:
         *first, last = self._lengths
@@ -136,6 +149,8 @@ class RangeCurriculum(Curriculum):
     Raises:
         DataError: As any curriculum.
     """
+
+    _EXAMPLE = "[(range(0, 300), easy), (range(300, 900), hard)]"
 
     def _check_lengths(self) -> None:
         begin = 0

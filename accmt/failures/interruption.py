@@ -89,6 +89,11 @@ class Interruption:
         return self._wish if self._wish is not None and self._wish.ending != "finish" else None
 
     @property
+    def is_left_in_order(self) -> bool:
+        """Whether the run was left at one of its points, and nobody has broken into what came after it."""
+        return self.is_left and not self.left_at_once
+
+    @property
     def is_asked(self) -> bool:
         """Whether somebody in this process asked the run to end."""
         return self._wish is not None

@@ -4,11 +4,18 @@ Nothing here imports transformers or peft before a function that needs it is cal
 """
 
 from accmt.huggingface.folder import load_model_weights, save_model, to_saved_format
-from accmt.huggingface.kinds import describe_model, is_peft_model, is_transformers_model, refuse_injected_adapters
+from accmt.huggingface.kinds import (
+    advise_wrapping,
+    describe_model,
+    is_peft_model,
+    is_transformers_model,
+    refuse_injected_adapters,
+)
 from accmt.huggingface.pretrained import load_pretrained, load_pretrained_weights
 from accmt.huggingface.recomputation import enable_gradient_checkpointing
 
 __all__ = [
+    "advise_wrapping",
     "describe_model",
     "enable_gradient_checkpointing",
     "is_peft_model",

@@ -6,7 +6,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from torch import nn
+
 from accmt.errors import ModuleContractError, explain
+
+_WRAP = "AcceleratorModule.from_functions(model, lambda batch, trainer: loss_fn(trainer.model(batch[0]), batch[1]))"
+_WRAP_TRANSFORMERS = "AcceleratorModule.from_functions(model, lambda batch, trainer: trainer.model(**batch).loss)"
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -23,6 +28,16 @@ def is_peft_model(model: object) -> TypeGuard[PeftModel]:
     """Say whether `model`, without wrappers, is what `get_peft_model` returns; does not import peft to find out."""
     modeling = sys.modules.get("peft.peft_model")
     return modeling is not None and isinstance(model, modeling.PeftModel)
+
+
+def advise_wrapping(given: object) -> str | None:
+    """Return how to make a module of what is none: a model, or the configuration of one; None for anything else."""
+    configurations = sys.modules.get("transformers.configuration_utils")
+    if configurations is not None and isinstance(given, configurations.PreTrainedConfig):
+        return f"model = AutoModelForSequenceClassification.from_config(config), say, and {_WRAP_TRANSFORMERS}"
+    if is_transformers_model(given) or is_peft_model(given):
+        return f"{_WRAP_TRANSFORMERS}; or give its path"
+    return f"{_WRAP}; or a class of your own" if isinstance(given, nn.Module) else None
 
 
 def refuse_injected_adapters(model: object) -> None:

@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface.adapters import build_with_adapter, read_base_name
-from accmt.huggingface.kinds import refuse_injected_adapters
+from accmt.huggingface.kinds import advise_wrapping, refuse_injected_adapters
 from accmt.saving.layout import ADAPTER_CONFIG
 from accmt.saving.reading import describe_shapes, misfit
 from accmt.saving.tensors import plain_names
@@ -36,11 +36,13 @@ def load_pretrained(
         The model, in evaluation mode, as `from_pretrained` returns it; or a `PeftModel`.
 
     Raises:
-        ArgumentError: `type` names no model class of transformers.
+        ArgumentError: `type` is no model class of transformers, and names none.
         FileNotFoundError: `path` is no model folder, and no name on the hub that can be reached.
         WeightsError: The adapter in `path` does not fit the model it names.
-        ModuleContractError: `path` is the hub's name of an adapter: transformers would hide it inside the model.
+        ModuleContractError: `path` is something else, such as a model; or it is the hub's name of an adapter, which
+            transformers would hide inside the model.
     """
+    _require_path(path)
     model_class = _find_model_class(type)
     folder = Path(path)
     if (folder / ADAPTER_CONFIG).is_file():
@@ -100,13 +102,23 @@ def load_pretrained_weights(model: PreTrainedModel, folder: Path | str) -> None:
     model.load_state_dict({own: weights[name] for own, name in plain_names(model.state_dict()).items()})
 
 
+def _require_path(path: object) -> None:
+    if not isinstance(path, str | os.PathLike):
+        do = advise_wrapping(path) or 'AcceleratorModule.from_hf("path/of/a/model", "AutoModelForCausalLM")'
+        expected = "the path of a model folder, or a name on the hub"
+        raise ModuleContractError(explain("from_hf(path)", f"an object of {path.__class__.__name__}", expected, do))
+
+
 def _find_model_class(wanted: type[PreTrainedModel] | str | None) -> Any:
     import transformers
 
     if wanted is None:
         return transformers.AutoModel
-    if not isinstance(wanted, str):
+    if inspect.isclass(wanted) and hasattr(wanted, "from_pretrained"):
         return wanted
+    if not isinstance(wanted, str):
+        expected, do = "a model class of transformers, or the name of one", 'from_hf(path, "AutoModelForCausalLM")'
+        raise ArgumentError(explain("from_hf(type=...)", f"an object of {wanted.__class__.__name__}", expected, do))
     found = getattr(transformers, wanted, None)
     if _is_model_class(found):
         return found

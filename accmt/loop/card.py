@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from accmt import huggingface
 from accmt.data.options import length_of
 from accmt.loop.run import Run
+from accmt.metrics import Metric
+from accmt.metrics.building import BUILTIN
 from accmt.saving import write_command, write_model_card
 from accmt.settings import Settings
 from accmt.tracking.specs import resolve_trackers, tracker_names
@@ -38,13 +41,28 @@ def write_card(run: Run, folder: Path) -> None:
 
 
 def describe_trainer(settings: Settings) -> dict[str, Any]:
-    """Return the arguments of the Trainer, with trackers by name; without them where one is the user's own."""
+    """Return the arguments of the Trainer, with metrics and trackers by name where a name makes an equal one.
+
+    Trackers are left out where one is the user's own.
+    """
     arguments, told = settings.to_arguments(), settings.tracking
+    if "metrics" in arguments:
+        arguments["metrics"] = _name_metrics(arguments["metrics"])
     trackers = resolve_trackers(arguments.pop("log_with", None))
     if all(tracker.name in tracker_names() for tracker in trackers):
         own = {tracker.name: tracker.init_kwargs for tracker in trackers if tracker.init_kwargs}
         return arguments | own | ({"log_with": [tracker.name for tracker in trackers]} if trackers else {})
     return {name: value for name, value in arguments.items() if name not in told.tracker_kwargs}
+
+
+def _name_metrics(given: Any) -> Any:
+    if isinstance(given, list | tuple):
+        return [_name_metrics(item) for item in given]
+    if isinstance(given, dict):
+        return {name: _name_metrics(item) for name, item in given.items()}
+    kind: Any = BUILTIN.get(given.name) if isinstance(given, Metric) else None
+    is_told_by_name = kind is type(given) and list(inspect.signature(kind).parameters) == ["name"]
+    return given.name if is_told_by_name else given
 
 
 def _count_samples(run: Run) -> dict[str, Any]:

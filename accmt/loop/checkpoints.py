@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from accmt.checkpoint.engine import StateCollector, write_state
+from accmt.checkpoint.folders import move_back
+from accmt.checkpoint.manifest import MANIFEST_NAME
 from accmt.checkpoint.names import step_name
 from accmt.checkpoint.store import CheckpointStore
 from accmt.checkpoint.writer import CheckpointWriter
@@ -18,8 +20,8 @@ from accmt.errors import CheckpointError, NoCheckpointError, explain
 from accmt.loop.boundary import Due
 from accmt.loop.parts import collect_others
 from accmt.loop.run import Run
-from accmt.messages import warn, warn_once
-from accmt.processes import close_cpu_group, new_cpu_group
+from accmt.messages import say, warn, warn_once
+from accmt.processes import close_cpu_group, is_main_process, new_cpu_group
 from accmt.settings import Settings
 
 _UNFINISHED = (
@@ -65,6 +67,9 @@ class Checkpoints:
         self._is_failing = False
         self._is_prepared = False
         self._saved: tuple[dict[str, Any], Due | None] | None = None
+        self._newest: Path | None = None
+        self._latest: Path | None = None
+        self._previous: Path | None = None
         self._requests: list[Path | None] = []
         is_on = told.every is not None and told.checkpointer is None
         self._group = new_cpu_group() if is_on else None
@@ -76,6 +81,23 @@ class Checkpoints:
         is_async = self._settings.checkpoints.async_checkpointing
         return CheckpointWriter(self._store, self._collector, is_async=is_async, on_failure=self._report_failure)
 
+    def continue_from(self, folder: Path) -> None:
+        """Know the checkpoint that the run begins with."""
+        self._newest = folder.absolute()
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether the run has written a checkpoint, or tried to."""
+        return self._latest is not None
+
+    def find_newest_known(self) -> Path | None:
+        """Return the newest checkpoint that this run wrote, or else began with, if it is still there; None without.
+
+        Unlike `newest` it verifies no file and needs no other process.
+        """
+        known = (folder for folder in (self._latest, self._newest) if folder is not None)
+        return next((folder for folder in known if (folder / MANIFEST_NAME).is_file()), None)
+
     def begin(self, run: Run) -> None:
         """Make the folder this run's own.
 
@@ -86,11 +108,11 @@ class Checkpoints:
         """
         if self._writer is not None:
             self._store.claim()
-            self._begin_folder(run)
+            self._begin_folder(run, self._store)
 
-    def _begin_folder(self, run: Run) -> None:
+    def _begin_folder(self, run: Run, store: CheckpointStore) -> None:
         if not (run.is_resumed or self._has_begun):
-            self._store.set_aside_previous()
+            self._previous = store.set_aside_previous()
         self._has_begun = True
 
     def request(self, folder: Path | None) -> None:
@@ -164,8 +186,7 @@ class Checkpoints:
         with boundary.given_back(run):
             if is_alone or (self._writer is None and self._checkpointer is None):
                 store = CheckpointStore(self.folder, max_checkpoints=told.max_checkpoints)
-                if not run.is_resumed and self._writer is None:
-                    store.set_aside_previous()
+                self._begin_folder(run, store)
                 collector = StateCollector(run.model, [run.stepper.optimizer])  # its plan is one for these processes
                 self._writer = CheckpointWriter(store, collector, is_async=False, on_failure=_raise)
             self._save(run, force=True, at=boundary.own)
@@ -188,11 +209,11 @@ class Checkpoints:
             self._save(run, force=True)
             return
         if folder is None:
-            self._begin_folder(run)
+            self._begin_folder(run, self._store)
         store = self._store if folder is None else CheckpointStore(folder, max_checkpoints=sys.maxsize)
         writer = CheckpointWriter(store, self._collector, is_async=False, on_failure=_raise)
         writer.save(run.state.global_step, collect_others(run), describe(run, run.state.state_dict()))
-        self._tell_hooks(run, store.folder / step_name(run.state.global_step))
+        self._note(run, store.folder / step_name(run.state.global_step))
 
     def _save(self, run: Run, *, force: bool, at: Mapping[str, Any] | None = None) -> None:
         others = collect_others(run, at)
@@ -204,10 +225,12 @@ class Checkpoints:
         elif self._writer is not None:
             self._writer.save(step, others, describe(run, counters))
         self._saved = counters, run.boundary.due
-        self._tell_hooks(run, self.folder / step_name(step))
+        self._note(run, self.folder / step_name(step))
 
-    @staticmethod
-    def _tell_hooks(run: Run, folder: Path) -> None:
+    def _note(self, run: Run, folder: Path) -> None:
+        if folder.absolute().parent == self.folder:
+            self._newest = self.find_newest_known()  # what became of the one before is known now
+            self._latest = folder
         for hook in run.hooks.on_save_checkpoint:
             hook(folder=folder)
 
@@ -238,18 +261,34 @@ class Checkpoints:
             raise NoCheckpointError(explain("going on from a checkpoint", f"none in {self.folder}", "one", do))
         return folder
 
-    def close(self) -> None:
+    def close(self, *, is_finished: bool) -> None:
         """Wait until the last checkpoint is durable.
 
         Processes: collective.
+
+        Args:
+            is_finished: Whether the run came to its end. If not, and it wrote no checkpoint, those of an earlier run
+                get their place back.
         """
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        if not is_finished and self._previous is not None and is_main_process():
+            self._put_back(self._previous)
         self._store.release()
         self._store = CheckpointStore(self.folder, max_checkpoints=self._settings.checkpoints.max_checkpoints)
         close_cpu_group(self._group)
         self._group = None
+
+    def _put_back(self, previous: Path) -> None:
+        if self.find_newest_known() is not None:
+            return
+        try:
+            move_back(previous, self.folder)
+        except OSError as error:
+            warn(f"the checkpoints of an earlier run stay in {previous}: {error}")
+        else:
+            say(f"no checkpoint was written, so those of the earlier run are back in {self.folder}")
 
     def _report_failure(self, error: CheckpointError) -> None:
         if not self._is_failing:

@@ -8,9 +8,11 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from accmt.callbacks import find_hooks
 from accmt.errors import ModuleContractError, explain
+from accmt.huggingface import advise_wrapping
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
 from accmt.state import Function, TrainingState
 
@@ -93,7 +95,9 @@ def _check_kind(module: Any, function: Function) -> None:
         do = f"trainer.{function}({module.__name__}(...), ...)"
         raise ModuleContractError(explain(where, f"the class {module.__name__}", "an object of it", do))
     if not isinstance(module, AcceleratorModule):
-        do = "class MyModule(AcceleratorModule): with self.model and training_step"
+        do = advise_wrapping(module) or "class MyModule(AcceleratorModule): with self.model and training_step"
+        if isinstance(module, Dataset | DataLoader):
+            do = f"trainer.{function}(module, data): the module comes first"
         raise ModuleContractError(explain(where, type(module).__name__, "an AcceleratorModule", do))
 
 

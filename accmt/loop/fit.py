@@ -9,6 +9,7 @@ from accmt.data import note_dead_worker
 from accmt.errors import DataError, Preempted, explain
 from accmt.failures import is_out_of_memory, listening
 from accmt.loop.evaluation import evaluate, evaluate_and_count
+from accmt.loop.going_on import telling_how_to_go_on
 from accmt.loop.leaving import leave_if_asked, settle, watching
 from accmt.loop.preflight import check_room
 from accmt.loop.prepare import give_back
@@ -42,6 +43,14 @@ def fit(run: Run) -> None:
     Raises:
         BaseException: What a step, a hook or the data raised; hooks were told, and trackers closed.
     """
+    with telling_how_to_go_on(run):
+        try:
+            _fit(run)
+        finally:
+            _close(run)
+
+
+def _fit(run: Run) -> None:
     now = run.state.now
     now.fn, now.status = "fit", "running"
     try:
@@ -56,8 +65,6 @@ def fit(run: Run) -> None:
         raise
     else:
         note_end(run, None)
-    finally:
-        _close(run)
 
 
 def _run(run: Run) -> None:
@@ -89,7 +96,7 @@ def _begin(run: Run) -> None:
 
 def _close(run: Run) -> None:
     try:
-        run.checkpoints.close()
+        run.checkpoints.close(is_finished=run.state.finished)
     finally:
         run.tracking.finish(_TRACKER_STATUS[run.state.now.status], flush_s=run.settings.tracking.tracker_flush_s)
         restore_model(run)

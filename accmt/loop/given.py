@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, DataError, explain
 from accmt.loop.sources import Evaluation
 from accmt.messages import warn
 from accmt.processes import run_on_every_process
@@ -25,6 +26,7 @@ _LOADERS: dict[Purpose, str] = {
     "test": "test_dataloader",
     "predict": "predict_dataloader",
 }
+_METHODS = (*_LOADERS.values(), "prepare_data", "setup", "teardown")
 
 
 class DataModule:
@@ -34,7 +36,7 @@ class DataModule:
         own: The object. It gets the Trainer as its attribute `trainer`.
 
     Raises:
-        ArgumentError: It is a class, or makes no loader at all.
+        ArgumentError: It is a class, has a method with a misspelt name, or makes no loader at all.
     """
 
     def __init__(self, own: Any) -> None:
@@ -43,15 +45,24 @@ class DataModule:
             raise ArgumentError(explain("datamodule", f"the class {own.__name__}", "an object of it", do))
         self._own = own
         self._stages: list[Stage] = []
+        self._check_methods()
         if not any(self._find(method) for method in _LOADERS.values()):
             expected = f"an object with {' or '.join(f'{method}()' for method in _LOADERS.values())}"
             do = "give datasets and DataLoaders as train_dataset and val_dataset"
             raise ArgumentError(explain("datamodule", type(own).__name__, expected, do))
 
     def load(self, purpose: Purpose) -> Any:
-        """Return what the datamodule makes for a purpose, made anew; None if it makes nothing for it."""
+        """Return what the datamodule makes for a purpose, made anew; None if it makes nothing for it.
+
+        Raises:
+            DataError: Its training data are None.
+        """
         method = self._find(_LOADERS[purpose])
-        return None if method is None else method()
+        data = None if method is None else method()
+        if data is None and method is not None and purpose == "train":
+            where, expected = f"{type(self._own).__name__}.train_dataloader", "a dataset or a DataLoader"
+            raise DataError(explain(where, "None", expected, "return DataLoader(dataset, batch_size=16)"))
+        return data
 
     def begin(self, stage: Stage, trainer: Trainer, accelerator: Accelerator) -> None:
         """Let the data be prepared, by one process (of each machine, if `prepare_data_per_node`), then set up by all.
@@ -79,6 +90,27 @@ class DataModule:
         method = getattr(self._own, name, None)
         if method is not None:
             method(*arguments)
+
+    def _check_methods(self) -> None:
+        for name in dir(self._own):
+            if name in _METHODS:
+                self._check_callable(name)
+            elif not name.startswith("_"):
+                self._check_spelling(name)
+
+    def _check_callable(self, name: str) -> None:
+        given = getattr(self._own, name)
+        if given is not None and not callable(given):
+            where, got = f"{type(self._own).__name__}.{name}", f"an object of {type(given).__name__}"
+            raise ArgumentError(explain(where, got, "a method", f"def {name}(self): ..."))
+
+    def _check_spelling(self, name: str) -> None:
+        nearest = next(iter(get_close_matches(name, _METHODS, n=1, cutoff=0.8)), None)
+        if nearest is None or self._find(nearest) is not None or not callable(getattr(self._own, name, None)):
+            return
+        got, expected = f"a method {name}, and no {nearest}", f"methods among {', '.join(_METHODS)}"
+        do = f"rename it to {nearest} (or to something less alike)"
+        raise ArgumentError(explain(f"the datamodule {type(self._own).__name__}", got, expected, do))
 
     def _find(self, name: str) -> Callable[[], Any] | None:
         """Return a method that the user has written: the one of Lightning's base class raises."""

@@ -44,10 +44,11 @@ def leave(run: Run, reason: Reason) -> NoReturn:
         KeyboardInterrupt: After Ctrl-C.
         Preempted: After SIGTERM or SIGUSR1.
     """
-    say(f"{reason.what}: the run is left at update {run.state.global_step}")
+    left = f"the run is left at update {run.state.global_step}"
+    say(f"{reason.what}: {left}")
     run.interruption.is_left = True
     if reason.ending == "interrupt":
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(left)
     raise Preempted(run.settings.failures.preempt_exit_code)
 
 

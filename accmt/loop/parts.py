@@ -53,6 +53,7 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
     return {
         "seed": run.seed,
         "run_name": run.tracking.run_name,
+        "run_id": run.saver.run_id,
         "hps": run.settings.hps.to_dict()["hps"],
         "schedule_length": run.schedule_length,
         "schedule_class": _name_of(run.scheduler),
@@ -106,10 +107,12 @@ def restore(run: Run, resumed: Resumed) -> None:
     for name, part in stateful_parts(run).items():
         if name in others["parts"]:
             part.load_state_dict(others["parts"][name])
+    run.saver.run_id = others["run_id"]
     run.guard.load_state_dict(others["guard"])
     run.state.metrics = others["metrics"]
     run.state.now.is_last_training_batch = others["is_last_batch"]
     run.boundary.due = others["due"]
+    run.checkpoints.continue_from(resumed.folder)
     _restore_callbacks(run, others["callbacks"])
     run.module.trainer.update_state(others["trainer"])
 

@@ -85,7 +85,18 @@ def _require(folder: Path | None, settings: Settings, got: str) -> Path | None:
     if folder is not None or settings.checkpoints.resume is not True:
         return folder
     do = 'check the path; resume="auto" begins anew where there is none'
+    previous = _find_previous(settings.checkpoint_folder)
+    if previous is not None:
+        do = f'resume="{previous}" goes on with the earlier run whose checkpoints were moved there; {do}'
     raise NoCheckpointError(explain("Trainer(resume=True)", got, "a checkpoint to continue from", do))
+
+
+def _find_previous(folder: Path) -> Path | None:
+    """Return where a run that began anew, and was killed before it wrote a checkpoint, moved those of another."""
+    folder = folder.resolve()
+    beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
+    moved = [path for path in beside if path.name.startswith(f"{folder.name}.previous")]
+    return max(moved, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def find_checkpoint(path: Path) -> Checkpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -13,12 +14,14 @@ from accmt.callbacks import Callback
 from accmt.loop.card import describe_trainer, write_card
 from accmt.loop.reduction import broadcast_buffers
 from accmt.loop.run import Run
-from accmt.messages import warn
+from accmt.messages import say, warn
 from accmt.processes import run_on_main_process
 from accmt.saving import (
+    RUN_KEY,
     Patience,
     Selection,
     gather_shards,
+    keep_previous,
     name_by_rules,
     write_hps,
     write_status,
@@ -32,6 +35,9 @@ class ModelSaver(Callback):
     Args:
         selection: Decides which evaluations are.
         patience: Counts those that are not; None counts nothing.
+
+    Attributes:
+        run_id: Names the run, through all its interruptions, in the folders that it saves to.
     """
 
     order = sys.float_info.max  # after every other callback, but before averaged weights give way to trained ones
@@ -39,6 +45,7 @@ class ModelSaver(Callback):
     def __init__(self, selection: Selection, patience: Patience | None = None) -> None:
         self.selection = selection
         self.patience = patience
+        self.run_id = secrets.token_hex(8)
 
     def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
         """Save the model by every rule whose best evaluation this is."""
@@ -88,7 +95,7 @@ class ModelSaver(Callback):
 
 
 def save_model(run: Run, *folders: Path) -> None:
-    """Save the weights, what a transformers model needs beside them, and `status.json`.
+    """Save the weights, what a transformers model needs beside them, and `status.json`; keep another run's model.
 
     Processes: collective: weights are gathered from all, and written by the main process.
 
@@ -105,6 +112,7 @@ def save_model(run: Run, *folders: Path) -> None:
 
 def _write_model(run: Run, folder: Path, state_dict: dict[str, Any]) -> None:
     saving, state = run.settings.saving, run.state
+    _keep_previous(run, folder)
     saved = huggingface.save_model(
         run.unwrapped_model,
         state_dict,
@@ -114,6 +122,7 @@ def _write_model(run: Run, folder: Path, state_dict: dict[str, Any]) -> None:
         safe_serialization=saving.safe_serialization,
     )
     status = {
+        RUN_KEY: run.saver.run_id,
         "digest": saved.digest,
         "files": list(saved.files),
         "model_saving": saving.model_saving,
@@ -124,3 +133,9 @@ def _write_model(run: Run, folder: Path, state_dict: dict[str, Any]) -> None:
     write_hps(folder, run.settings.hps.to_dict())
     write_trainer_config(folder, describe_trainer(run.settings))
     write_card(run, folder)
+
+
+def _keep_previous(run: Run, folder: Path) -> None:
+    kept = keep_previous(folder, run.saver.run_id)
+    if kept is not None:
+        say(f"the model of an earlier run in {folder} is kept in {kept}, in place of any kept before")

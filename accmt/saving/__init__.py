@@ -2,6 +2,7 @@
 
 from accmt.saving.card import write_command, write_hps, write_model_card, write_trainer_config
 from accmt.saving.patience import Patience, may_stop
+from accmt.saving.previous import RUN_KEY, keep_previous
 from accmt.saving.reading import load_weights
 from accmt.saving.rules import TRAIN_LOSS, VALID_LOSS, name_by_rules, without_validation
 from accmt.saving.selection import Selection
@@ -10,12 +11,14 @@ from accmt.saving.tensors import gather_shards
 from accmt.saving.weights import SavedWeights, save_weights
 
 __all__ = [
+    "RUN_KEY",
     "TRAIN_LOSS",
     "VALID_LOSS",
     "Patience",
     "SavedWeights",
     "Selection",
     "gather_shards",
+    "keep_previous",
     "load_weights",
     "may_stop",
     "name_by_rules",

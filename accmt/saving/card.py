@@ -101,10 +101,14 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, Monitor):
         return vars(value)
     if isinstance(value, Mapping):
-        return {name: _to_plain(item) for name, item in value.items() if not _is_secret(str(name), item)}
+        return {_to_key(name): _to_plain(item) for name, item in value.items() if not _is_secret(str(name), item)}
     if isinstance(value, list | tuple | set):
         return [_to_plain(item) for item in value if not _is_secret("", item)]
     return value
+
+
+def _to_key(name: Any) -> Any:
+    return str(name) if type(name) is int else name  # JSON has text alone, and `Trainer.from_config` reads it as meant
 
 
 def _is_secret(name: str, value: Any) -> bool:
@@ -113,9 +117,7 @@ def _is_secret(name: str, value: Any) -> bool:
 
 def _can_be_written(value: Any) -> bool:
     try:
-        return bool(
-            json.loads(dumps(value)) == value
-        )  # a number as a key would come back as text, and so would infinity
+        return bool(json.loads(dumps(value)) == value)  # infinity would come back as text
     except TypeError:
         return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -17,6 +18,8 @@ ALWAYS = "always"
 VALID_LOSS = "best_valid_loss"
 TRAIN_LOSS = "best_train_loss"
 _PREFIX = "best_"
+_FOREIGN_PREFIX = re.compile(r"(eval|val|valid|validation)_")
+"""What other trainers put before the name of a metric."""
 _LOSSES: dict[str, IsBetter] = {name.removeprefix(_PREFIX): operator.lt for name in (VALID_LOSS, TRAIN_LOSS)}
 
 
@@ -217,17 +220,21 @@ class Quantities:
         elif None not in nearest:
             do = f"did you mean {_PREFIX + '/'.join(filter(None, nearest))!r}?"
         else:
-            unknown = parts[nearest.index(None)].partition("@")[0]
+            unknown = self._strip(parts[nearest.index(None)].partition("@")[0])
             do = f"metrics=[...] with a Metric named {unknown!r}, such as Accuracy()"
         argument.refuse(repr(name), expected, do)
 
     def _nearest(self, part: str) -> str | None:
         name, _, set_name = part.partition("@")
-        names = get_close_matches(name, self._directions, n=1)
+        matches = (get_close_matches(like, self._directions, n=1) for like in (self._strip(name), name))
+        names = next(filter(None, matches), [])
         if not names or not set_name or _PREFIX + names[0] == TRAIN_LOSS:
             return names[0] if names else None
         sets = [set_name] if self._sets is None else get_close_matches(set_name, self._sets, n=1, cutoff=0.0)
         return f"{names[0]}@{sets[0]}" if sets else names[0]
+
+    def _strip(self, name: str) -> str:
+        return name if name in self._directions else _FOREIGN_PREFIX.sub("", name, count=1)
 
 
 def without_validation(model_saving: Any) -> Any:

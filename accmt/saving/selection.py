@@ -86,6 +86,11 @@ class Selection:
         return ", ".join(self.names) or None
 
     @property
+    def has_saved(self) -> bool:
+        """Whether a rule has had the model saved since the start of the run."""
+        return bool(self._chosen)
+
+    @property
     def needs(self) -> str | None:
         """The rules that look at values, joined by commas; None where none does."""
         return ", ".join(saving.rule.name for saving in self._savings if saving.rule.quantities) or None

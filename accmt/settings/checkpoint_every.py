@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal, NoReturn, get_args
 
-from accmt.settings.checks import raise_wrong_value
+from accmt.settings.checks import meant, raise_wrong_value
 
 Unit = Literal["epoch", "step", "eval"]
 
@@ -53,8 +53,8 @@ def _refuse(text: object, number: str, word: str) -> NoReturn:
     units = "; ".join(
         ", ".join(spelling for spelling, of in _SPELLINGS.items() if of == unit) for unit in get_args(Unit)
     )
+    steps = meant(text, lambda count: type(count) is int and count >= 1, None)
     nearest = get_close_matches(word, _SPELLINGS, n=1) or ["epoch"]
-    suggestion = f"{int(number or 0) or 1} {nearest[0]}"
-    raise_wrong_value(
-        "checkpoint_every", text, f"a number from 1 and a unit ({units})", f'checkpoint_every="{suggestion}"'
-    )
+    suggestion = f"{int(number or 0) or 1} {nearest[0]}" if steps is None else f"{steps} steps"
+    expected = f"text: a number from 1 and a unit ({units})"
+    raise_wrong_value("checkpoint_every", text, expected, f'checkpoint_every="{suggestion}"')

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from accmt.config.numbers import read_numbers, whole
 from accmt.errors import ArgumentError, explain
 
 if TYPE_CHECKING:
@@ -25,14 +26,25 @@ def require_flags(settings: DataclassInstance) -> None:
             raise_wrong_value(field.name, value, "True or False", f"{field.name}={bool(field.default)}")
 
 
-def require_int(name: str, value: Any, *, at_least: int) -> None:
+def require_int(name: str, value: Any, *, at_least: int, also: str = "") -> None:
     """Check a whole number.
+
+    Args:
+        name: The argument.
+        value: Its value.
+        at_least: The smallest number that is right.
+        also: What else would have been right, for the message.
 
     Raises:
         ArgumentError: `value` is not an int, or is below `at_least`.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise_wrong_value(name, value, f"a whole number from {at_least}", f"{name}={at_least}")
+
+    def is_right(number: Any) -> bool:
+        return isinstance(number, int) and not isinstance(number, bool) and number >= at_least
+
+    if not is_right(value):
+        right = meant(value, is_right, at_least)
+        raise_wrong_value(name, value, f"a whole number from {at_least}{also}", f"{name}={right}")
 
 
 def require_positive(name: str, value: Any) -> None:
@@ -41,8 +53,26 @@ def require_positive(name: str, value: Any) -> None:
     Raises:
         ArgumentError: `value` is not a number, or not above 0.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise_wrong_value(name, value, "a number above 0", f"a positive number, or leave {name} out")
+
+    def is_right(number: Any) -> bool:
+        return isinstance(number, int | float) and not isinstance(number, bool) and number > 0
+
+    if not is_right(value):
+        right = meant(value, is_right, None)
+        do = f"a positive number, or leave {name} out" if right is None else f"{name}={right}"
+        raise_wrong_value(name, value, "a number above 0", do)
+
+
+def meant(value: Any, is_right: Callable[[Any], bool], otherwise: Any) -> Any:
+    """Return the number that a wrong value spells (the text "4", or 4.0), if that one is right.
+
+    Args:
+        value: The value.
+        is_right: Says of a number whether it could be there.
+        otherwise: What is returned if it could not.
+    """
+    number = whole(read_numbers(value))
+    return number if is_right(number) else otherwise
 
 
 def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:

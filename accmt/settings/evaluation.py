@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accmt.settings.checks import raise_wrong_value, require_flags, require_int, require_mapping
+from accmt.settings.checks import meant, raise_wrong_value, require_flags, require_int, require_mapping
 from accmt.settings.sizes import read_size
 
 
@@ -62,11 +62,10 @@ class EvaluationSettings:
         steps = self.evaluate_every_n_steps
         if steps is None:
             return
-        is_count = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1
-        is_fraction = isinstance(steps, float) and 0.0 < steps <= 1.0
-        if not (is_count or is_fraction):
+        if not _is_rhythm(steps):
             expected = "a whole number of updates from 1, a float fraction of an epoch up to 1.0, or None"
-            raise_wrong_value("evaluate_every_n_steps", steps, expected, "evaluate_every_n_steps=None for every epoch")
+            do = f"evaluate_every_n_steps={meant(steps, _is_rhythm, 500)}, or None for every epoch"
+            raise_wrong_value("evaluate_every_n_steps", steps, expected, do)
         if self.evaluate_every_n_epochs != 1:
             expected = "either evaluate_every_n_steps or evaluate_every_n_epochs"
             raise_wrong_value("evaluate_every_n_epochs", self.evaluate_every_n_epochs, expected, "drop one of the two")
@@ -91,6 +90,11 @@ class EvaluationSettings:
         """How much of each process's predictions travels at a time; None is all."""
         size = self.gather_chunk_size
         return None if size is None else read_size("gather_chunk_size", size)
+
+
+def _is_rhythm(steps: Any) -> bool:
+    is_count = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1
+    return is_count or isinstance(steps, float) and 0.0 < steps <= 1.0
 
 
 def _are_names(choice: Any) -> bool:

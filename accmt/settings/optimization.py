@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accmt.settings.checks import raise_wrong_value, require_choice, require_flags, require_int, require_positive
+from accmt.settings.checks import require_choice, require_flags, require_int, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +39,8 @@ class OptimizationSettings:
             for epoch, number in steps.items():
                 require_int("grad_accumulation_steps (epoch)", epoch, at_least=0)
                 require_int(f"grad_accumulation_steps[{epoch}]", number, at_least=1)
-        elif steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-            raise_wrong_value(
-                "grad_accumulation_steps",
-                steps,
-                "a whole number from 1, or {epoch: number}",
-                "grad_accumulation_steps=1",
-            )
+        elif steps is not None:
+            require_int("grad_accumulation_steps", steps, at_least=1, also=", or {epoch: number}")
 
     def accumulation_at(self, epoch: int) -> int:
         """Return how many batches of each process make one update in `epoch` (from 0)."""

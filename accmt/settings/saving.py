@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from accmt.settings.checkpoint_every import Every, parse_checkpoint_every
 from accmt.settings.checks import raise_wrong_value, require_flags, require_int
 from accmt.settings.sizes import read_size
 
+_RESUME_WORDS = {"true": True, "yes": True, "false": False, "no": False, "none": None, "auto": "auto"}
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")  # one slash: `Path` makes one of two
 
 
@@ -54,6 +56,11 @@ class SavingSettings:
             do = "mount the remote storage, or copy the folder after training"
             raise_wrong_value("model_path", path, "a folder of this machine", do)
         read_size("max_shard_size", self.max_shard_size)
+        rules = self.model_saving if isinstance(self.model_saving, list | tuple) else [self.model_saving]
+        if not all(rule is None or isinstance(rule, str) for rule in rules):
+            do = "model_saving=None" if self.model_saving is False else 'model_saving="best_valid_loss"'
+            expected = '"best_valid_loss", "best_train_loss", "best_<metric>", "always", a list of them, or None'
+            raise_wrong_value("model_saving", self.model_saving, expected, do)
 
     @property
     def folder(self) -> Path:
@@ -67,9 +74,9 @@ class CheckpointSettings:
 
     Args:
         checkpoint: Folder of the checkpoints; None is `<parent of model_path>/checkpoint-<its name>`.
-        resume: False starts anew (checkpoints of an earlier run are moved to `<folder>.previous`); True continues from
-            the newest checkpoint; "auto" or None continues if there is one; a path continues from that checkpoint, or
-            from the newest one in that folder.
+        resume: False starts anew (checkpoints of an earlier run are moved to `<folder>.previous`, and back if the run
+            ends before its first own one); True continues from the newest checkpoint; "auto" or None continues if there
+            is one; a path continues from that checkpoint, or from the newest one in that folder.
         checkpoint_every: How often: a number and a unit of "epoch", "step" or "eval", such as "2 epochs"; None is
             never. The end of the run is saved too.
         max_checkpoints: How many are kept; None keeps the newest.
@@ -94,9 +101,8 @@ class CheckpointSettings:
             parse_checkpoint_every(self.checkpoint_every)
         if self.max_checkpoints is not None:
             require_int("max_checkpoints", self.max_checkpoints, at_least=1)
-        if isinstance(self.resume, str) and self.resume.lower() in ("true", "false", "none", "yes", "no"):
-            expected = 'True, False, "auto", None, or the path of a checkpoint'
-            raise_wrong_value("resume", self.resume, expected, f"resume={self.resume.capitalize()}, without quotes")
+        if isinstance(self.resume, str) and self.resume != "auto":
+            _refuse_word(self.resume)
         for name in ("checkpoint", "resume"):
             self._check_path(name, getattr(self, name))
         if self.checkpointer is not None and not _can_store(self.checkpointer):
@@ -120,6 +126,15 @@ class CheckpointSettings:
         if not self.enable_checkpointing or self.checkpoint_every is None:
             return None
         return parse_checkpoint_every(self.checkpoint_every)
+
+
+def _refuse_word(resume: str) -> None:
+    """Refuse text that means no path: a word of Python, or nearly one where nothing of that name exists."""
+    nearest = get_close_matches(resume.lower(), _RESUME_WORDS, n=1, cutoff=0.7)
+    if nearest and (resume.lower() in _RESUME_WORDS or not Path(resume).exists()):
+        meant = _RESUME_WORDS[nearest[0]]
+        do = f"resume={meant!r}" + ("" if meant == "auto" else ", without quotes")
+        raise_wrong_value("resume", resume, 'True, False, "auto", None, or the path of a checkpoint', do)
 
 
 def _can_store(checkpointer: Any) -> bool:

@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 from accmt.config import HyperParameters
 from accmt.settings.data import DataSettings
 from accmt.settings.evaluation import EvaluationSettings
+from accmt.settings.faults import Faults
+from accmt.settings.keywords import check_keywords
 from accmt.settings.optimization import OptimizationSettings
 from accmt.settings.running import FailureSettings, RunningSettings
 from accmt.settings.saving import CheckpointSettings, SavingSettings
@@ -63,14 +65,22 @@ class Settings:
 
         Raises:
             ArgumentError: A value that cannot be.
+            UnknownArgumentError: An argument that does not exist.
             HyperParameterError: A fault in the hyper-parameters.
+            SeveralFaultsError: Faults in the hyper-parameters, and others.
         """
         given = {name: fspath(value) if isinstance(value, PathLike) else value for name, value in arguments.items()}
-        groups: dict[str, Any] = {
-            name: group(**{field.name: given[field.name] for field in fields(group) if field.name in given})
-            for name, group in cls.GROUPS.items()
-        }
-        return cls(hps=HyperParameters.from_config(arguments["hps_config"]), **groups)
+        faults, parts = Faults(), dict[str, Any]()
+        with faults.collecting():
+            names = given.keys() - {"tracker_kwargs"}
+            check_keywords(given["tracker_kwargs"], names, has_tracker=bool(given["log_with"]))
+        for name, group in cls.GROUPS.items():
+            with faults.collecting():
+                parts[name] = group(**{field.name: given[field.name] for field in fields(group) if field.name in given})
+        with faults.collecting():
+            parts["hps"] = HyperParameters.from_config(arguments["hps_config"])
+        faults.refuse()
+        return cls(**parts)
 
     @property
     def checkpoint_folder(self) -> Path:

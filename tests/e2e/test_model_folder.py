@@ -127,7 +127,8 @@ def test_the_arguments_in_the_folder_hold_neither_objects_nor_secrets():
     told |= {"log_with": [Own(), "tensorboard"], "flush_secs": 5}
     make_trainer(model_saving="always", **told).fit(Linear(), make_points())
     names = set(json.loads(Path("out/model/trainer_config.json").read_text()))
-    assert names == {"hps_config", "model_path", "model_saving", "checkpoint_every", "verbose", "seed"}
+    told_by_text = {"hps_config", "model_path", "model_saving", "checkpoint_every", "verbose", "seed"}
+    assert names == {*told_by_text, "grad_accumulation_steps"}
     secrets = {"tensorboard": {"api_key": "abc"}, "logging_dir": "https://me:abc@server", "wandb_token": "abc"}
     secrets |= {
         "additional_tracker_config": {"hosts": ["https://me:abc@h", "https://h"], "note": "https://h/?api_key=a"}

@@ -2,18 +2,22 @@
 
     python tests/faults/demo_faults.py                     # one process, as `make demo`
     python tests/faults/demo_faults.py --processes 2
+    python tests/faults/demo_faults.py --processes 2 --limit 200
 
 The demo is run once without interruption and once with: SIGKILL, SIGTERM, Ctrl-C, a disk that fills up (a small tmpfs,
 where the user may mount one), and with several processes a SIGKILL of one of them. Saved weights, what is printed, and
-the rows of the log have to be those of the first run.
+the rows of the log have to be those of the first run. However few updates there are, a checkpoint is due a dozen times,
+and an interruption comes by what was done, not by the clock.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,10 +31,12 @@ from safetensors.torch import load_file
 from accmt import read_history
 
 ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "examples" / "finetune_text_classifier.py"
+DEMO = ROOT / "tests" / "faults" / "scripts" / "demo_often.py"
 TIMEOUT_S = 1200
-GOES_ON_S = 15.0
-SMALL, LARGE = "450m", "4g"  # room for one checkpoint (273 MB) and the model (91 MB), and for all
+EPOCHS, BATCH, ARTICLES = 2, 16, 1488  # of the demo
+CHECKPOINTS = 12
+GOES_ON = 4  # rows of the log
+LARGE, LEFT = 4 << 30, 50 << 20  # room for everything, and for no further checkpoint (273 MB) nor model (91 MB)
 
 
 class Demo:
@@ -46,16 +52,17 @@ class Demo:
         self.folder = folder
         self.processes = processes
         self.arguments = [] if limit is None else ["--limit", str(limit)]
+        num_updates = EPOCHS * math.ceil(min(limit or ARTICLES, ARTICLES) / (BATCH * processes))
+        self.checkpoint_every = f"{max(1, num_updates // CHECKPOINTS)} steps"
         folder.mkdir()
 
     def start(self, *, resume: bool) -> subprocess.Popen[bytes]:
         """Start it, in a session of its own."""
-        launch = ["-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no"]
-        launch += ["--dynamo_backend", "no", "--num_processes", str(self.processes)]
-        threads = max(1, (os.cpu_count() or 1) // self.processes)
-        launch += ["--num_cpu_threads_per_process", str(threads), *(["--cpu"] if self.processes > 1 else [])]
+        # Not `accelerate launch`, which starts one process where there are no GPUs, whatever number it is told.
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes)]
         command = [sys.executable, *launch, str(DEMO), *self.arguments, *(["--resume"] if resume else [])]
-        env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "CHECKPOINT_EVERY": self.checkpoint_every}
+        env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // self.processes))
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen(command, cwd=self.folder, env=env, stdout=log, stderr=log, start_new_session=True)
 
@@ -68,9 +75,9 @@ class Demo:
         found = [re.fullmatch(r"step-(\d+)", path.name) for path in self.folder.glob("out/checkpoint-*/step-*")]
         return max((int(match[1]) for match in found if match), default=0)
 
-    def starts(self) -> int:
-        """Return how often it went on from a checkpoint."""
-        return (self.folder / "log").read_bytes().count(b"continuing from")
+    def lines(self) -> int:
+        """Return how many rows were logged, in all starts together."""
+        return sum(path.read_bytes().count(b'"values"') for path in self.folder.glob("logs/*/*/history.jsonl"))
 
     def printed(self) -> list[str]:
         """Return what the last start printed about the saved model."""
@@ -87,7 +94,9 @@ class Demo:
     def rows(self) -> list[tuple[int, dict[str, float]]]:
         """Return the logged losses."""
         (run,) = self.folder.glob("logs/*/*/history.jsonl")
-        rows = [row for row in read_history(run.parent) if "values" in row]
+        history = list(read_history(run.parent))
+        assert {row["config"]["num_processes"] for row in history if "config" in row} == {self.processes}
+        rows = [row for row in history if "values" in row]
         return [(row["step"], {k: v for k, v in row["values"].items() if "loss" in k}) for row in rows]
 
 
@@ -96,13 +105,11 @@ def interrupt(demo: Demo, sent: signal.Signals, *, whole_group: bool = False, re
 
     SIGKILL waits for a checkpoint, the others until training has gone on for a while.
     """
-    is_kill = sent is signal.SIGKILL
-    measure, moment_s = (demo.updates, 1.0) if is_kill else (demo.starts, GOES_ON_S)
+    measure, more = (demo.updates, 1) if sent is signal.SIGKILL else (demo.lines, GOES_ON)
     before, end = measure(), time.monotonic() + TIMEOUT_S
     process = demo.start(resume=resume)
-    while measure() == before and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.1)
-    time.sleep(moment_s)
+    while measure() < before + more and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
     members = trainers(process.pid)
     for pid in [process.pid, *members] if whole_group else members[-1:]:
         os.kill(pid, sent)
@@ -119,15 +126,17 @@ def trainers(launcher: int) -> list[int]:
     found = []
     for process in psutil.process_iter(["cmdline", "create_time"]):
         command = process.info["cmdline"] or []
-        if str(DEMO) in command and "accelerate.commands.launch" not in command and process.pid != launcher:
+        if str(DEMO) in command and process.pid != launcher:
             found.append((process.info["create_time"], process.pid))
     return [pid for _, pid in sorted(found)]
 
 
 def fill_disk(demo: Demo) -> None:
     """Let the disk be full for a while; the run goes on without new checkpoints, is killed, and gets room again."""
-    before = demo.updates()
-    subprocess.run(["mount", "-o", f"remount,size={SMALL}", str(demo.folder / "out")], check=True)
+    before, out = demo.updates(), demo.folder / "out"
+    for unfinished in out.glob("checkpoint-*/.tmp-*"):  # the next save would get its room
+        shutil.rmtree(unfinished)
+    mount(out, shutil.disk_usage(out).used + LEFT)
     process = demo.start(resume=True)
     end = time.monotonic() + TIMEOUT_S
     while b"could not" not in (log := (demo.folder / "log").read_bytes()) and b"No space left" not in log:
@@ -143,7 +152,14 @@ def fill_disk(demo: Demo) -> None:
         f"full disk: still training: {is_training}; newest checkpoint {demo.updates()} (before: {before})", flush=True
     )
     assert demo.updates() >= before
-    subprocess.run(["mount", "-o", f"remount,size={LARGE}", str(demo.folder / "out")], check=True)
+    mount(out, LARGE)
+
+
+def mount(folder: Path, size: int) -> None:
+    """Give a folder a disk of its own in memory, or one that is there another size in bytes."""
+    is_there = folder.is_mount()
+    what = ["-o", f"remount,size={size}"] if is_there else ["-t", "tmpfs", "-o", f"size={size}", "tmpfs"]
+    subprocess.run(["mount", *what, str(folder)], check=True)
 
 
 def main(processes: int, limit: int | None) -> None:
@@ -157,7 +173,7 @@ def main(processes: int, limit: int | None) -> None:
     out.mkdir()
     may_mount = os.geteuid() == 0
     if may_mount:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={LARGE}", "tmpfs", str(out)], check=True)
+        mount(out, LARGE)
     try:
         interrupt(broken, signal.SIGKILL, whole_group=True, resume=False)
         if may_mount:

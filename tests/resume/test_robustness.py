@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from accmt import Callback, ExtendedAcceleratorModule, Trainer
 from accmt.checkpoint.folder_lock import FolderLock
-from accmt.errors import ArgumentError, CheckpointError, DataError
+from accmt.errors import ArgumentError, CheckpointError, DataError, NoCheckpointError
 from tests.checkpoints import names_in
 from tests.resume.unbroken import HPS, Augmented, Fragile, assert_same, make, state_of, train
 from tests.toys import Linear, make_points, make_trainer
@@ -96,6 +97,52 @@ class TestTheFolder:
         train("out/m", checkpoint_every=None, callbacks=[Asking("on_fit_end")])
         assert names_in(Path("out/checkpoint-m.previous")) == ["step-00000018"]
         assert names_in(Path("out/checkpoint-m")) == ["step-00000018"]
+
+    def test_a_safe_checkpoint_is_not_taken_for_the_beginning_of_another_run(self):
+        settings = {"checkpoint_every": None, "handlers": "any", "callbacks": [Asking("on_evaluation_end")]}
+        train("out/m", stop=8, **settings)
+        assert names_in(Path("out")) == ["checkpoint-m", "m"]
+
+    @pytest.mark.parametrize("end", [0, 1])
+    def test_a_run_that_ends_before_its_first_checkpoint_gives_the_earlier_run_its_place_back(self, end, caplog):
+        train("out/m", stop=5, max_checkpoints=2)
+        with caplog.at_level(logging.INFO):
+            train("out/m", stop=end, verbose=True)
+        assert "no checkpoint was written, so those of the earlier run are back in" in caplog.text
+        assert names_in(Path("out")) == ["checkpoint-m"]
+        assert names_in(Path("out/checkpoint-m")) == ["step-00000002", "step-00000004"]
+        assert_same(state_of(*train("out/n")), state_of(*train("out/m", resume=True)))
+
+    def test_places_that_cannot_be_given_back_are_named(self, caplog, monkeypatch):
+        train("out/m", stop=5)
+        with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+            patched.setattr("accmt.loop.checkpoints.move_back", Path.rename)  # onto a folder that is there
+            train("out/m", stop=1)
+        assert "the checkpoints of an earlier run stay in" in caplog.text
+
+    def test_after_a_kill_before_the_first_checkpoint_the_earlier_run_is_not_taken_for_the_new_one(self, monkeypatch):
+        train("out/m", stop=5)
+        with monkeypatch.context() as killed:
+            killed.setattr("accmt.loop.checkpoints.Checkpoints._put_back", lambda *previous: None)
+            train("out/m", stop=1)
+        previous = Path("out/checkpoint-m.previous").resolve()
+        with pytest.raises(NoCheckpointError, match=f'resume="{previous}" goes on with the earlier run'):
+            train("out/m", resume=True)
+        assert not train("out/m", resume="auto")[0].run.is_resumed
+        assert train("out/m", resume=str(previous))[0].run.is_resumed
+
+    def test_the_model_of_an_earlier_run_is_kept_by_one_that_begins_anew_and_goes_on(self, caplog):
+        settings = {"evaluate_every_n_steps": 3, "checkpoint_every": "2 steps"}
+        first = state_of(*train("out/m", **settings))["saved"]
+        with caplog.at_level(logging.INFO):
+            train("out/m", stop=1, seed=4, **settings)
+            assert not Path("out/m.previous").exists()
+            train("out/m", stop=3, seed=4, verbose=True, **settings)  # after its first model, and the checkpoint before
+        assert "the model of an earlier run in out/m is kept in" in caplog.text
+        second = state_of(*train("out/m", resume=True, **settings))["saved"]
+        kept = load_file("out/m.previous/model.safetensors")
+        assert all(torch.equal(kept[name], first[name]) for name in first)
+        assert not torch.equal(second["0.weight"], first["0.weight"])
 
     def test_a_folder_on_a_disk_of_its_own_keeps_the_earlier_run_inside(self, monkeypatch):
         train("out/m", stop=5)

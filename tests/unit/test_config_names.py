@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch.optim import lr_scheduler
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from accmt.config.faults import Fault
 from accmt.config.names import find_optimizer, find_scheduler, name_of, optimizer_names, scheduler_names
@@ -50,6 +51,22 @@ def test_every_optimizer_name_leads_to_a_class_and_back(name):
     found = find_optimizer(name)
     assert issubclass(found, torch.optim.Optimizer)
     assert name_of(found) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [("adamw_torch", "AdamW"), ("adamw_torch_fused", "AdamW"), ("adamw", "AdamW"), ("sgd", "SGD"), ("adam", "Adam")]
+    + [("adafactor", "Adafactor"), ("rmsprop", "RMSprop"), ("adamw_hf", "AdamW"), ("adagrad", "Adagrad")],
+)
+def test_what_transformers_calls_an_optimizer_is_told_its_name_here(name, here):
+    assert find_optimizer(name).do == f"write `{here}`"
+
+
+@pytest.mark.parametrize("name", sorted({*TYPE_TO_SCHEDULER_FUNCTION} - {"greedy", "cosine_warmup_with_min_lr"}))
+def test_what_transformers_calls_a_schedule_is_told_the_name_of_the_same_schedule_here(name):
+    advised = find_scheduler(find_scheduler(str(name.value)).do.removeprefix("write ").strip("`"))
+    theirs = TYPE_TO_SCHEDULER_FUNCTION[name]
+    assert advised is (lr_scheduler.ReduceLROnPlateau if name == "reduce_lr_on_plateau" else theirs)
 
 
 @pytest.mark.feature("D17")

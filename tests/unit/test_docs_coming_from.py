@@ -17,6 +17,7 @@ import accmt
 from accmt import AcceleratorModule, Trainer, TrainingState
 from accmt.callbacks import ALIASES, HOOKS
 from accmt.cli.main import COMMANDS
+from accmt.config.foreign import FOREIGN
 from accmt.config.hyperparameters import FIELDS
 from accmt.trainer import ALIASES as ARGUMENTS
 from tests.e2e.markdown import ROOT, read_table
@@ -168,6 +169,52 @@ def test_every_table_of_the_page_is_read():
 def test_what_is_not_here_is_named_with_what_to_do_instead(what, instead):
     rows = read_table(PAGE.partition("## Not here\n")[2])
     assert any(what in there and instead in here for there, here in rows)
+
+
+NOT_HERE = PAGE.partition("## Not here\n")[2]
+ON_THE_PAGE = {
+    "Lightning's Trainer": "## Lightning\n",
+    "transformers' TrainingArguments": "## transformers\n",
+    "transformers' Trainer": "## transformers\n",
+}
+
+
+def rows_of(owner: str) -> list[list[str]]:
+    """Return the rows about another trainer's arguments, those about what is not here among them."""
+    return read_table(PAGE.partition(ON_THE_PAGE[owner])[2]) + read_table(NOT_HERE)
+
+
+def names_in(cell: str) -> set[str]:
+    """Return the names of arguments in the first cell of a row."""
+    return {found[1] for found in re.finditer(r"`([a-z]\w*)(?:=[^`]*)?`", cell)}
+
+
+def essence(here: str) -> set[str]:
+    """Return the names in an advice that a reader would look for: the keyword, the hyper-parameter or the command."""
+    found = re.match(r"(\w+): ", here)
+    keywords = re.findall(r"(\w+)=", here)
+    return {f"hps.{found[1]}"} if found else {*keywords} or {re.split(r"[( ]", here)[0]}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "here"),
+    [(owner, name, here) for owner in ON_THE_PAGE for name, here in FOREIGN[owner].items()],
+    ids=lambda value: value if value.isidentifier() else "",
+)
+def test_what_the_error_about_a_foreign_name_advises_stands_on_the_page(owner, name, here):
+    told = " ".join(cells[-1] for cells in rows_of(owner) if name in names_in(cells[0]))
+    assert told, "no row has this name"
+    assert {word for word in essence(here) if word not in told} == set()
+
+
+@pytest.mark.parametrize("owner", ["Lightning's Trainer", "transformers' TrainingArguments"])
+def test_every_argument_on_the_page_is_known_to_the_error_or_is_one_here(owner):
+    known = {name for names in FOREIGN.values() for name in names}
+    known |= {*inspect.signature(Trainer).parameters, *ARGUMENTS, *FIELDS}
+    rows = read_table(PAGE.partition(ON_THE_PAGE[owner])[2])
+    names = {name for cells in rows if not cells[-1].startswith("nothing") for name in names_in(cells[0])}
+    assert len(names) > 30
+    assert names - known == ({"compute_loss"} if owner.startswith("transformers") else set())
 
 
 @pytest.mark.feature("A01")

@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,8 +26,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from accmt.errors import ArgumentError, WeightsError
+from accmt import AcceleratorModule
+from accmt.errors import ArgumentError, ModuleContractError, WeightsError
 from accmt.huggingface import (
+    advise_wrapping,
     describe_model,
     is_transformers_model,
     load_model_weights,
@@ -285,6 +288,39 @@ def test_unknown_class_name_is_an_error_with_the_nearest_names(tmp_path, wanted)
         load_pretrained(tmp_path, wanted)
     if wanted.startswith("Auto"):
         assert "do: write 'AutoModelForSequenceClassification'" in str(caught.value)
+
+
+@pytest.mark.parametrize("wanted", [bert_config, 3, object()], ids=["function", "number", "object"])
+def test_what_is_neither_a_model_class_nor_a_name_is_refused(tmp_path, wanted):
+    with pytest.raises(ArgumentError, match="expected: a model class of transformers, or the name of one"):
+        load_pretrained(tmp_path, wanted)
+
+
+@pytest.mark.parametrize("make", [bert, bert_config, lambda: nn.Linear(3, 1), lambda: None, lambda: 3])
+def test_what_is_no_path_is_refused_with_the_way_to_a_module(make):
+    given = make()
+    with pytest.raises(ModuleContractError) as caught:
+        AcceleratorModule.from_hf(given)
+    do = str(caught.value).partition("  do: ")[2]
+    assert do.startswith("AcceleratorModule.from_hf(") == (advise_wrapping(given) is None)
+    assert do.startswith("model = AutoModelForSequenceClassification.from_config(config)") == (make is bert_config)
+    assert ("from_functions(model" in do) == (advise_wrapping(given) is not None)
+
+
+def test_the_advised_ways_to_a_module_train():
+    config, tokens = bert_config(num_labels=2), torch.ones(1, 3, dtype=torch.long)
+    for given, batch in (
+        (config, {"input_ids": tokens, "labels": torch.tensor([1])}),
+        (BertForSequenceClassification(config), {"input_ids": tokens, "labels": torch.tensor([1])}),
+        (nn.Linear(3, 1), (torch.ones(1, 3), torch.ones(1, 1))),
+    ):
+        lines = str(advise_wrapping(given)).replace(", say, and ", "; ").partition("; or ")[0]
+        names = {**globals(), "model": given, "config": config, "loss_fn": nn.functional.mse_loss}
+        *before, make = lines.split("; ")
+        exec("\n".join(before), names)
+        module = eval(make, names)
+        module.trainer = SimpleNamespace(model=module.model)
+        assert module.training_step(batch).ndim == 0
 
 
 @pytest.mark.feature("D12")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from accmt import AcceleratorModule, Trainer
 from accmt.errors import ModuleContractError
@@ -92,7 +93,9 @@ def check(module, *, has_validation=True):
 
 REFUSED = [
     (Whole, r"expected: an object of it\n  do: trainer.fit\(Whole\(...\), ...\)"),
-    (nn.Linear(2, 1), r"got: Linear\n  expected: an AcceleratorModule\n  do: class MyModule\(AcceleratorModule\)"),
+    (nn.Linear(2, 1), r"got: Linear\n  expected: an AcceleratorModule\n  do: AcceleratorModule.from_functions"),
+    ({}, r"got: dict\n  expected: an AcceleratorModule\n  do: class MyModule\(AcceleratorModule\)"),
+    (TensorDataset(torch.ones(1)), r"do: trainer.fit\(module, data\): the module comes first"),
     (None, "got: NoneType"),
     (WithoutModel(), r"self.model = MyNetwork\(\) in __init__"),
     (ModelOfWrongType(), "self.model is dict"),

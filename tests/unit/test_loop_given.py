@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from accmt import Callback
 from accmt.errors import ArgumentError, DataError
+from accmt.loop.given import DataModule
 from tests.toys import Linear, Numbers, Scripted, make_points, make_trainer
 
 QUIET = {"num_sanity_val_steps": 0}
@@ -203,6 +204,41 @@ def test_data_beside_a_datamodule_are_refused(name):
 def test_an_object_that_makes_no_loader_is_refused():
     with pytest.raises(ArgumentError, match=r"(?s)got: Numbers.*train_dataloader\(\) or val_dataloader\(\)"):
         make_trainer().fit(Scripted(), datamodule=Numbers(2))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("train_dataloaders", "train_dataloader"),
+        ("train_loader", "train_dataloader"),
+        ("val_dataloaders", "val_dataloader"),
+        ("validation_dataloader", "val_dataloader"),
+        ("prepare_datas", "prepare_data"),
+        ("set_up", "setup"),
+    ],
+)
+@pytest.mark.parametrize("base", [object, lightning_data_module()], ids=["own", "lightning"])
+def test_a_misspelt_method_of_a_datamodule_is_an_error_with_the_right_name(base, wrong, right):
+    methods = {"train_dataloader": lambda self: Numbers(2), "test_dataloader": lambda self: Numbers(2)}
+    methods.pop(right, None)
+    own = type("Own", (base,), {**methods, wrong: lambda self: None})()
+    with pytest.raises(ArgumentError, match=f"got: a method {wrong}, and no {right}\n(?s:.*)do: rename it to {right} "):
+        DataModule(own)
+    setattr(own, right, lambda: None)
+    DataModule(own)
+
+
+def test_a_loader_in_the_place_of_a_method_is_refused():
+    own = SimpleNamespace(train_dataloader=DataLoader(Numbers(2)))
+    with pytest.raises(ArgumentError, match="got: an object of DataLoader\n  expected: a method"):
+        DataModule(own)
+
+
+def test_a_datamodule_that_forgets_to_return_its_training_data_is_named():
+    own = SimpleNamespace(train_dataloader=lambda: None, val_dataloader=lambda: None)
+    with pytest.raises(DataError, match=r"SimpleNamespace.train_dataloader\n  got: None\n(?s:.*)do: return DataLoader"):
+        DataModule(own).load("train")
+    assert DataModule(own).load("validate") is None
 
 
 @pytest.mark.feature("L83")

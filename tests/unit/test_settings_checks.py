@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,41 @@ def test_a_value_that_cannot_be_is_refused_with_its_name(name, value, expected):
         Trainer(HPS, "out", **{name: value})
     assert f"Trainer({name}" in str(error.value)
     assert all(part in str(error.value) for part in ("got: ", "expected: ", "do: "))
+
+
+SPELT = [
+    ("seed", "3", "seed=3"),
+    ("seed", 3.0, "seed=3"),
+    ("seed", "-3", "seed=0"),
+    ("clip_grad", "0.5", "clip_grad=0.5"),
+    ("clip_grad", "much", "a positive number, or leave clip_grad out"),
+    ("grad_accumulation_steps", "4", "grad_accumulation_steps=4"),
+    ("evaluate_every_n_steps", "4", "evaluate_every_n_steps=4, or None for every epoch"),
+    ("evaluate_every_n_steps", 2.0, "evaluate_every_n_steps=2, or None for every epoch"),
+    ("evaluate_every_n_steps", "0.25", "evaluate_every_n_steps=0.25, or None for every epoch"),
+    ("evaluate_every_n_steps", 0, "evaluate_every_n_steps=500, or None for every epoch"),
+    ("checkpoint_every", 4, 'checkpoint_every="4 steps"'),
+    ("model_saving", True, 'model_saving="best_valid_loss"'),
+    ("model_saving", False, "model_saving=None"),
+    ("model_saving", [4], 'model_saving="best_valid_loss"'),
+    ("resume", "tru", "resume=True, without quotes"),
+    ("resume", "Ture", "resume=True, without quotes"),
+    ("resume", "yes", "resume=True, without quotes"),
+    ("resume", "None", "resume=None, without quotes"),
+    ("resume", "atuo", "resume='auto'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "do"), SPELT)
+def test_the_line_to_write_has_the_value_that_was_meant(name, value, do):
+    with pytest.raises(ArgumentError, match=f"do: {re.escape(do)}$"):
+        Trainer(HPS, "out", **{name: value})
+
+
+@pytest.mark.parametrize("path", ["tru", "out/checkpoint-model", "run1"])
+def test_a_folder_to_resume_from_is_no_misspelt_word(tmp_path, path):
+    (tmp_path / "tru").mkdir()
+    assert Trainer(HPS, "out", resume=path).settings.checkpoints.resume == path
 
 
 ACCEPTED = [

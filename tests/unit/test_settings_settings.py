@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections import Counter
 from dataclasses import fields
@@ -11,7 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accmt import HyperParameters, Trainer
+from accmt import Accuracy, HyperParameters, Trainer
+from accmt.loop.card import describe_trainer
+from accmt.metrics import F1, MSE, build_metrics
+from accmt.saving import write_trainer_config
 from accmt.settings import Settings
 
 HPS = {"epochs": 2, "batch_size": [4, 8], "optim": {"type": "AdamW", "lr": 0.1, "betas": [0.9, 0.99]}}
@@ -105,8 +109,38 @@ def test_a_file_without_arguments_by_name_is_refused(tmp_path, text):
 
 @pytest.mark.feature("D31")
 def test_a_missing_file_of_arguments_is_said_so():
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"Trainer.from_config\('nowhere.yaml'\)\n  got: no such file"):
         Trainer.from_config("nowhere.yaml")
+
+
+@pytest.mark.feature("T08")
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ({"grad_accumulation_steps": {0: 2, 4: 8}}, {"grad_accumulation_steps": {"0": 2, "4": 8}}),
+        ({"metrics": Accuracy()}, {"metrics": "accuracy"}),
+        ({"metrics": [MSE(), "f1"]}, {"metrics": ["mse", "f1"]}),
+        ({"metrics": {"en": [Accuracy()], "de": ["f1"]}}, {"metrics": {"en": ["accuracy"], "de": ["f1"]}}),
+        ({"metrics": [Accuracy(), F1(num_classes=4)]}, {}),
+        ({"metrics": Accuracy("mse")}, {}),
+        ({"metrics": type("Own", (Accuracy,), {})()}, {}),
+    ],
+    ids=["numbers as keys", "a metric", "a list", "by set", "one with an argument", "one renamed", "one of a user"],
+)
+def test_the_file_beside_the_model_holds_what_text_can_say(tmp_path, arguments, written):
+    given = Trainer(HPS, "out", **arguments)
+    write_trainer_config(tmp_path, describe_trainer(given.settings))
+    file = tmp_path / "trainer_config.json"
+    held = json.loads(file.read_text())
+    assert {name: held[name] for name in held.keys() - {"hps_config", "model_path"}} == written
+    again = Trainer.from_config(file).settings
+    assert again.optimization == given.settings.optimization
+    assert kinds_of(again.evaluation.metrics) == kinds_of(given.settings.evaluation.metrics if written else None)
+
+
+def kinds_of(metrics):
+    groups = metrics.values() if isinstance(metrics, dict) else [metrics]
+    return [(type(metric), metric.name) for group in groups for metric in build_metrics(group)]
 
 
 @pytest.mark.feature("D31")
@@ -117,8 +151,6 @@ def test_a_misspelt_argument_in_a_file_is_named_with_the_nearest():
 
 @pytest.mark.feature("A02", "P07", "T05")
 def test_five_forms_of_hyper_parameters_are_equal(tmp_path):
-    import json
-
     (tmp_path / "hps.yaml").write_text(yaml.safe_dump({"hps": HPS}))
     (tmp_path / "hps.json").write_text(json.dumps({"hps": HPS}))
     forms = ["hps.yaml", Path("hps.yaml"), "hps.json", HPS, {"hps": HPS}, HyperParameters.from_config(HPS)]

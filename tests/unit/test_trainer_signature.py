@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import traceback
 
 import pytest
 
 from accmt import Accuracy, Callback, Trainer
-from accmt.errors import UnknownArgumentError
+from accmt.errors import AccmtError, UnknownArgumentError
 from accmt.settings import Settings
 from accmt.trainer import ALIASES
 
@@ -230,4 +231,11 @@ def test_hyper_parameters_of_the_caller_are_not_changed():
 @pytest.mark.parametrize("name", ["max_steps", "epochs", "batch_size", "optim"])
 def test_a_hyper_parameter_among_the_arguments_is_told_its_place(name):
     with pytest.raises(UnknownArgumentError, match=f"put {name} into the hyper-parameters"):
-        Trainer({}, "out/x", **{name: 3})
+        Trainer(HPS, "out/x", **{name: 3})
+
+
+def test_an_error_of_the_arguments_shows_no_frames_but_the_call():
+    for arguments in ({"model_savng": "always"}, {"log_every": "x", "seed": "y"}, {"metrics": ["accuracyy"]}):
+        with pytest.raises(AccmtError) as caught:
+            Trainer(HPS, "out/x", **arguments)
+        assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:] == ["__init__"]

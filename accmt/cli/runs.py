@@ -1,0 +1,38 @@
+"""Run folders as people name them on the command line."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from accmt.errors import ArgumentError, explain
+from accmt.tracking.history import HISTORY_FILE
+
+_SHOWN = 10
+
+
+def require_run(folder: Path, command: str) -> None:
+    """Refuse a folder that is not there, and one that holds runs instead of being one: the message lists them.
+
+    Args:
+        folder: What was named.
+        command: The command that needs a run folder, such as "report".
+
+    Raises:
+        ArgumentError: It is no run folder.
+    """
+    if (folder / HISTORY_FILE).is_file():
+        return
+    expected, do = "the folder of a run", "name a run folder: <logging_dir>/<track_name>/<run_name>"
+    runs = _find_runs(folder)
+    got = f"no {HISTORY_FILE} in it" if folder.is_dir() else "a file" if folder.exists() else "no such folder"
+    if runs:
+        shown = [f"    accmt {command} {shlex.quote(str(run))}" for run in runs[:_SHOWN]]
+        got, do = f"a folder of {len(runs)} run(s)", "\n".join(["take one of them, the newest first:", *shown])
+    raise ArgumentError(explain(f"accmt {command} {folder}", got, expected, do))
+
+
+def _find_runs(folder: Path) -> list[Path]:
+    """Return the run folders in a logging folder, or in the folder of a track, the newest first."""
+    histories = [*folder.glob(f"*/{HISTORY_FILE}"), *folder.glob(f"*/*/{HISTORY_FILE}")]
+    return [path.parent for path in sorted(histories, key=lambda path: path.stat().st_mtime, reverse=True)]

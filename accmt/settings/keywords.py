@@ -1,0 +1,49 @@
+"""Keywords of the Trainer that are none of its arguments: those of trackers, and mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from accmt.config.foreign import find_foreign
+from accmt.config.hyperparameters import FIELDS
+from accmt.errors import UnknownArgumentError, explain
+
+
+def check_keywords(extra: Mapping[str, Any], names: Iterable[str], *, has_tracker: bool) -> None:
+    """Refuse keywords that are a mistake, all in one error.
+
+    Args:
+        extra: The keywords.
+        names: The arguments of the Trainer.
+        has_tracker: Whether there is a tracker, which takes what looks like no mistake.
+
+    Raises:
+        UnknownArgumentError: There is a hyper-parameter, an argument of another trainer, or a misspelt argument; or
+            any keyword where there is no tracker.
+    """
+    found = [_find_mistake(name, [*names, *FIELDS], has_tracker=has_tracker) for name in extra]
+    mistakes = [mistake for mistake in found if mistake is not None]
+    if len(mistakes) > 1:
+        mistakes.insert(0, f"{len(mistakes)} arguments that Trainer does not have")
+    if mistakes:
+        raise UnknownArgumentError("\n\n".join(mistakes))
+
+
+def _find_mistake(name: str, names: Iterable[str], *, has_tracker: bool) -> str | None:
+    where, expected = f"Trainer({name}=...)", "an argument of Trainer"
+    if name in FIELDS:
+        return explain(where, "a hyper-parameter", expected, f"put {name} into the hyper-parameters: it is one of them")
+    foreign = find_foreign(name)
+    if foreign is not None:
+        owner, do = foreign
+        return explain(where, f"an argument of {owner}", expected, do)
+    nearest = get_close_matches(name, names, n=1, cutoff=0.8 if has_tracker else 0.6)
+    if has_tracker and not nearest:
+        return None
+    do = "drop it, or give a tracker: log_with=MLFlow"
+    if nearest:
+        do = f"did you mean {nearest[0]}{', one of the hyper-parameters' if nearest[0] in FIELDS else ''}?"
+    expected += "" if has_tracker else "; no tracker is given to take others"
+    return explain(where, "an argument that does not exist", expected, do)
