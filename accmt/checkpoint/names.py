@@ -85,15 +85,6 @@ def is_abandoned(folder: Path, unfinished: Unfinished) -> bool:
     return unfinished.pid == os.getpid() or not _is_alive(unfinished.pid, unfinished.started)
 
 
-def find_free_name(path: Path) -> Path:
-    """Return `path`, or with the first of `-2`, `-3` ... behind it that nothing bears yet."""
-    candidate, number = path, 1
-    while candidate.exists():
-        number += 1
-        candidate = path.with_name(f"{path.name}-{number}")
-    return candidate
-
-
 def _this_host() -> str:
     return re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
 

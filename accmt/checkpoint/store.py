@@ -30,7 +30,6 @@ from accmt.checkpoint.names import (
     SET_ASIDE,
     STEP,
     Kind,
-    find_free_name,
     is_abandoned,
     make_unfinished_name,
     parse_unfinished_name,
@@ -39,7 +38,7 @@ from accmt.checkpoint.names import (
 from accmt.checkpoint.retention import dispose, list_by_age, list_published, prune
 from accmt.checkpoint.staging import Failure, Staging, merge
 from accmt.errors import CheckpointError, explain
-from accmt.files import fsync_folder
+from accmt.files import find_free_name, fsync_folder
 from accmt.messages import say, warn
 from accmt.processes import gather_objects, run_on_main_process
 

@@ -2,12 +2,13 @@
 
 from accmt.files.atomic import fsync_file, fsync_folder, replace_file, require_writable_folder, write_text
 from accmt.files.space import format_bytes, free_space
-from accmt.files.staging import staging_folder
+from accmt.files.staging import find_free_name, staging_folder
 from accmt.files.strict_json import JsonLines, dumps, loads, read_json_lines
 
 __all__ = [
     "JsonLines",
     "dumps",
+    "find_free_name",
     "format_bytes",
     "free_space",
     "fsync_file",

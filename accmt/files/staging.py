@@ -32,3 +32,12 @@ def staging_folder(folder: Path, purpose: str) -> Iterator[Path]:
         yield staged
     finally:
         shutil.rmtree(staged)
+
+
+def find_free_name(path: Path) -> Path:
+    """Return `path`, or with the first of `-2`, `-3` ... behind it that nothing bears yet."""
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate

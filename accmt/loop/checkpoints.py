@@ -67,6 +67,7 @@ class Checkpoints:
         self._is_failing = False
         self._is_prepared = False
         self._saved: tuple[dict[str, Any], Due | None] | None = None
+        self.began_elsewhere = False
         self._newest: Path | None = None
         self._latest: Path | None = None
         self._previous: Path | None = None
@@ -84,6 +85,14 @@ class Checkpoints:
     def continue_from(self, folder: Path) -> None:
         """Know the checkpoint that the run begins with."""
         self._newest = folder.absolute()
+        self.began_elsewhere = self._newest.parent != self.folder
+
+    def owns(self, folder: Path) -> bool:
+        """Return whether a checkpoint lies where this run's do, or was moved aside from there; else a branch begins."""
+        place, parent = str(self.folder), str(folder.absolute().parent)
+        return (
+            self._checkpointer is not None or parent == place or parent.startswith((f"{place}.previous", f"{place}/"))
+        )
 
     @property
     def has_saved(self) -> bool:
@@ -261,19 +270,19 @@ class Checkpoints:
             raise NoCheckpointError(explain("going on from a checkpoint", f"none in {self.folder}", "one", do))
         return folder
 
-    def close(self, *, is_finished: bool) -> None:
+    def close(self, *, has_result: bool) -> None:
         """Wait until the last checkpoint is durable.
 
         Processes: collective.
 
         Args:
-            is_finished: Whether the run came to its end. If not, and it wrote no checkpoint, those of an earlier run
-                get their place back.
+            has_result: Whether the run came to its end, or saved a model. If not, and it wrote no checkpoint, those of
+                an earlier run get their place back.
         """
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        if not is_finished and self._previous is not None and is_main_process():
+        if not has_result and self._previous is not None and is_main_process():
             self._put_back(self._previous)
         self._store.release()
         self._store = CheckpointStore(self.folder, max_checkpoints=self._settings.checkpoints.max_checkpoints)

@@ -96,7 +96,7 @@ def _begin(run: Run) -> None:
 
 def _close(run: Run) -> None:
     try:
-        run.checkpoints.close(is_finished=run.state.finished)
+        run.checkpoints.close(has_result=run.state.finished or run.saver.selection.has_saved)
     finally:
         run.tracking.finish(_TRACKER_STATUS[run.state.now.status], flush_s=run.settings.tracking.tracker_flush_s)
         restore_model(run)

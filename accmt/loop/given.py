@@ -105,8 +105,8 @@ class DataModule:
             raise ArgumentError(explain(where, got, "a method", f"def {name}(self): ..."))
 
     def _check_spelling(self, name: str) -> None:
-        nearest = next(iter(get_close_matches(name, _METHODS, n=1, cutoff=0.8)), None)
-        if nearest is None or self._find(nearest) is not None or not callable(getattr(self._own, name, None)):
+        nearest = next(iter(get_close_matches(name, _METHODS, n=1, cutoff=0.9)), None)
+        if nearest is None or self._find(nearest) is not None or not callable(getattr(type(self._own), name, None)):
             return
         got, expected = f"a method {name}, and no {nearest}", f"methods among {', '.join(_METHODS)}"
         do = f"rename it to {nearest} (or to something less alike)"

@@ -60,6 +60,8 @@ def _with_changes(run: Run) -> str:
     resume = run.settings.checkpoints.resume
     begins_there = resume in (True, None, "auto") or (resume is not False and not run.checkpoints.has_saved)
     changes = [] if begins_there else ["resume=True"]
+    if resume is False and run.checkpoints.began_elsewhere:
+        changes.append("no load_checkpoint")
     if run.interruption.ended_by == "max_time":  # which counts the time of all parts of a run
         changes.append("a longer max_time")
     return f" with {' and '.join(changes)}" if changes else ""

@@ -21,6 +21,7 @@ from accmt.saving import (
     Patience,
     Selection,
     gather_shards,
+    holds_model_of,
     keep_previous,
     name_by_rules,
     write_hps,
@@ -71,6 +72,25 @@ class ModelSaver(Callback):
         for folder in folders:
             for hook in run.hooks.on_save_model:
                 hook(folder=folder)
+
+    def forget_missing(self, model_path: Path, run_id: str) -> None:
+        """Forget the best values of a run that goes on, where the folder does not hold the model that had them.
+
+        Processes: collective.
+
+        Args:
+            model_path: Where models are saved.
+            run_id: Names the run that saved them.
+        """
+        missing = run_on_main_process(
+            lambda: [
+                rule
+                for rule in self.selection.names
+                if not holds_model_of(self.selection.folder(model_path, rule), run_id)
+            ]
+        )
+        for told in self.selection.forget(lambda rule: rule not in missing):
+            warn(f"{model_path} does not hold the best model by {told}: the next evaluation counts as the best")
 
     def warn_if_nothing_was_saved(self) -> None:
         """Warn at the end of a run that was to save a model by its best value, and never did."""
@@ -136,6 +156,10 @@ def _write_model(run: Run, folder: Path, state_dict: dict[str, Any]) -> None:
 
 
 def _keep_previous(run: Run, folder: Path) -> None:
-    kept = keep_previous(folder, run.saver.run_id)
-    if kept is not None:
-        say(f"the model of an earlier run in {folder} is kept in {kept}, in place of any kept before")
+    try:
+        kept = keep_previous(folder, run.saver.run_id)
+    except OSError as error:
+        warn(f"the model of an earlier run in {folder} cannot be kept, and is replaced: {error}")
+    else:
+        if kept is not None:
+            say(f"the model of an earlier run in {folder} is kept in {kept}")

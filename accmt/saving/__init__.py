@@ -2,7 +2,7 @@
 
 from accmt.saving.card import write_command, write_hps, write_model_card, write_trainer_config
 from accmt.saving.patience import Patience, may_stop
-from accmt.saving.previous import RUN_KEY, keep_previous
+from accmt.saving.previous import RUN_KEY, holds_model_of, keep_previous
 from accmt.saving.reading import load_weights
 from accmt.saving.rules import TRAIN_LOSS, VALID_LOSS, name_by_rules, without_validation
 from accmt.saving.selection import Selection
@@ -18,6 +18,7 @@ __all__ = [
     "SavedWeights",
     "Selection",
     "gather_shards",
+    "holds_model_of",
     "keep_previous",
     "load_weights",
     "may_stop",

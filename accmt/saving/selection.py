@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -183,6 +183,27 @@ class Selection:
         self.best.clear()
         self.best.update({key: value for key, value in state["best"].items() if key in keys})
         self._chosen = set(state["chosen"]) & set(self.names)
+
+    def forget(self, holds_its_model: Callable[[str], bool]) -> list[str]:
+        """Forget the best values of models that are not where they were saved, so that the next one is the best.
+
+        Args:
+            holds_its_model: Whether the folder of a rule does.
+
+        Returns:
+            For each rule that began anew, its name and what it had.
+        """
+        gone = [
+            saving.rule
+            for saving in self._savings
+            if saving.rule.quantities and saving.rule.name in self._chosen and not holds_its_model(saving.rule.name)
+        ]
+        told = [f"{rule.name} ({self._describe_best(rule)})" for rule in gone]
+        for rule in gone:
+            self._chosen.discard(rule.name)
+            for key in rule.keys:
+                self.best.pop(key, None)
+        return told
 
     def _describe_best(self, rule: Rule) -> str:
         return ", ".join(f"{self.best[key]:.6g}" for key in rule.keys)

@@ -38,8 +38,9 @@ def _find_mistake(name: str, names: Iterable[str], *, has_tracker: bool) -> str 
     foreign = find_foreign(name)
     if foreign is not None:
         owner, do = foreign
+        do += f"; one meant for a tracker goes to it alone, as in mlflow={{{name!r}: ...}}" if has_tracker else ""
         return explain(where, f"an argument of {owner}", expected, do)
-    nearest = get_close_matches(name, names, n=1, cutoff=0.8 if has_tracker else 0.6)
+    nearest = get_close_matches(name, names, n=1, cutoff=0.8 if has_tracker else 0.7)
     if has_tracker and not nearest:
         return None
     do = "drop it, or give a tracker: log_with=MLFlow"

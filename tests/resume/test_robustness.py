@@ -144,6 +144,33 @@ class TestTheFolder:
         assert all(torch.equal(kept[name], first[name]) for name in first)
         assert not torch.equal(second["0.weight"], first["0.weight"])
 
+    def test_a_best_value_is_forgotten_where_another_run_saved_its_model_since(self, caplog):
+        train("out/m", stop=5, evaluate_every_n_steps=3)
+        train("out/m", stop=4, evaluate_every_n_steps=3, checkpoint_every="100 epochs")
+        assert names_in(Path("out")) == ["checkpoint-m", "checkpoint-m.previous", "m", "m.previous"]
+        trainer, _ = train("out/m", resume="out/checkpoint-m.previous", stop=5, evaluate_every_n_steps=3)
+        assert "out/m does not hold the best model by best_valid_loss (" in caplog.text
+        assert trainer.state.best == {}
+        assert trainer.run.saver.selection.state_dict()["chosen"] == []
+
+    def test_a_model_of_another_branch_from_one_checkpoint_is_that_of_another_run(self):
+        settings = {"evaluate_every_n_steps": 3, "max_checkpoints": 9}
+        train("out/m", stop=5, **settings)
+        for step in (2, 4):
+            train("out/b", resume=f"out/checkpoint-m/step-0000000{step}", checkpoint_every=None, **settings)
+        assert names_in(Path("out")) == ["b", "b.previous", "checkpoint-m", "m"]
+        assert Path("out/b.previous/replaced_by.json").is_file()
+
+    def test_a_model_that_cannot_be_kept_is_replaced(self, caplog, monkeypatch):
+        def refuse(*paths):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+        first = state_of(*train("out/m"))["saved"]
+        monkeypatch.setattr("accmt.saving.previous.find_free_name", refuse)
+        second = state_of(*train("out/m", seed=4))["saved"]
+        assert "the model of an earlier run in out/m cannot be kept, and is replaced: " in caplog.text
+        assert not torch.equal(second["0.weight"], first["0.weight"])
+
     def test_a_folder_on_a_disk_of_its_own_keeps_the_earlier_run_inside(self, monkeypatch):
         train("out/m", stop=5)
         rename = Path.rename

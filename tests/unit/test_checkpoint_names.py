@@ -12,7 +12,6 @@ from accmt.checkpoint.names import (
     SILENT_FOR_S,
     STEP,
     Unfinished,
-    find_free_name,
     is_abandoned,
     make_unfinished_name,
     parse_unfinished_name,
@@ -82,11 +81,3 @@ def test_what_another_machine_writes_is_abandoned_after_a_long_silence(tmp_path)
 
 def test_what_another_machine_moved_aside_comes_back_at_once(tmp_path):
     assert is_abandoned(tmp_path, Unfinished("old", 1, "elsewhere", 1, 0))
-
-
-def test_a_taken_name_gets_a_number(tmp_path):
-    path = tmp_path / "x"
-    for expected in ("x", "x-2", "x-3"):
-        free = find_free_name(path)
-        assert free.name == expected
-        free.mkdir()

@@ -1,6 +1,6 @@
 import pytest
 
-from accmt.files import staging_folder
+from accmt.files import find_free_name, staging_folder
 
 
 def names_in(folder):
@@ -38,3 +38,11 @@ def test_staging_folder_is_removed_after_an_error(tmp_path):
 def test_two_purposes_do_not_meet(tmp_path):
     with staging_folder(tmp_path, "weights") as weights, staging_folder(tmp_path, "model-files") as files:
         assert weights != files
+
+
+def test_a_taken_name_gets_a_number(tmp_path):
+    path = tmp_path / "x"
+    for expected in ("x", "x-2", "x-3"):
+        free = find_free_name(path)
+        assert free.name == expected
+        free.mkdir()

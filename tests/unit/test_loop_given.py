@@ -210,9 +210,9 @@ def test_an_object_that_makes_no_loader_is_refused():
     ("wrong", "right"),
     [
         ("train_dataloaders", "train_dataloader"),
-        ("train_loader", "train_dataloader"),
+        ("train_dataloder", "train_dataloader"),
         ("val_dataloaders", "val_dataloader"),
-        ("validation_dataloader", "val_dataloader"),
+        ("val_data_loader", "val_dataloader"),
         ("prepare_datas", "prepare_data"),
         ("set_up", "setup"),
     ],
@@ -226,6 +226,20 @@ def test_a_misspelt_method_of_a_datamodule_is_an_error_with_the_right_name(base,
         DataModule(own)
     setattr(own, right, lambda: None)
     DataModule(own)
+
+
+def test_methods_of_ones_own_are_not_taken_for_misspelt_ones_and_nothing_is_asked_of_them():
+    class Own:
+        def train_dataloader(self):
+            return Numbers(2)
+
+        def prepare_dataset(self):
+            raise AssertionError
+
+        get_test_dataloader = build_test_dataloader = test_loader = prepare_dataloader = prepare_dataset
+        predict_data_loader = property(prepare_dataset)
+
+    DataModule(Own())
 
 
 def test_a_loader_in_the_place_of_a_method_is_refused():

@@ -93,6 +93,16 @@ def test_an_error_names_the_checkpoint_that_was_there_before_it(ended):
     assert said == ON_IT_GOES.format("", 5).replace("out/", f"{Path.cwd()}/out/")
 
 
+def test_a_program_that_chose_a_checkpoint_would_choose_it_again(ended, caplog):
+    ended(3)
+    trainer = make_trainer({"epochs": 2}, "out/other", checkpoint_every="step", callbacks=[EndAt(4, BrokenError())])
+    trainer.load_checkpoint("out/checkpoint-model")
+    with pytest.raises(BrokenError) as caught:
+        trainer.fit(Linear(), make_points())
+    way = "resume: the same program with resume=True and no load_checkpoint goes on from "
+    assert shown(caught.value)[-1] == f"{way}out/checkpoint-other/step-00000004"
+
+
 def test_a_checkpoint_that_could_not_be_written_is_not_named(ended, monkeypatch):
     publish = CheckpointStore._publish
 

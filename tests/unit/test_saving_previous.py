@@ -47,11 +47,40 @@ def test_the_model_of_another_run_is_kept_and_that_of_the_own_run_replaced():
     assert names_in(PREVIOUS) == ["model.safetensors", "replaced_by.json", "status.json"]
 
 
-def test_one_is_kept_at_a_time():
+def test_none_is_deleted():
     for number, run_id in enumerate("abc"):
         save(number, run_id)
-    assert (value_in(MODEL), value_in(PREVIOUS)) == (2, 1)
-    assert names_in(Path("out")) == ["m", "m.previous"]
+    assert [value_in(Path(f"out/m{end}")) for end in ("", ".previous", ".previous-2")] == [2, 0, 1]
+
+
+def test_a_kept_model_that_is_trained_on_is_kept_as_any_other():
+    save(1, "a")
+    save(2, "b")
+    assert save(3, "c", PREVIOUS) == Path("out/m.previous.previous").absolute()
+    save(4, "d")
+    assert [value_in(Path(f"out/m{end}")) for end in ("", ".previous", ".previous-2")] == [4, 3, 2]
+
+
+def test_who_writes_into_a_file_beside_the_weights_writes_into_the_new_model_only():
+    save(1, "a")
+    (MODEL / "tokenizer.json").write_text("of a")
+    save(2, "b")
+    (MODEL / "tokenizer.json").write_text("of b")
+    assert (PREVIOUS / "tokenizer.json").read_text() == "of a"
+
+
+def test_weights_that_are_a_link_are_kept_themselves():
+    save(1, "a", MODEL / "best")
+    (MODEL / "model.safetensors").symlink_to("best/model.safetensors")
+    assert save(2, "b") == PREVIOUS.absolute()
+    assert value_in(PREVIOUS) == 1
+
+
+def test_an_index_that_cannot_be_read_is_kept_as_it_is():
+    MODEL.mkdir(parents=True)
+    (MODEL / "model.safetensors.index.json").write_text("{")
+    keep_previous(MODEL, "b")
+    assert (PREVIOUS / "model.safetensors.index.json").read_text() == "{"
 
 
 def test_keeping_changes_nothing_in_the_folder_and_takes_no_room():
@@ -83,7 +112,7 @@ def test_where_nothing_can_be_put_beside_the_folder_it_is_kept_inside(monkeypatc
     monkeypatch.setattr(Path, "rename", across_disks)
     for number, run_id in enumerate("abc"):
         save(number, run_id)
-    assert (value_in(MODEL), value_in(MODEL / "previous")) == (2, 1)
+    assert [value_in(MODEL / name) for name in (".", "previous", "previous-2")] == [2, 0, 1]
     assert names_in(Path("out")) == ["m"]
 
 
@@ -91,7 +120,8 @@ def test_a_folder_of_that_name_that_was_not_made_here_stays():
     save(0, "of the user", PREVIOUS)
     for number, run_id in enumerate("abc", start=1):
         save(number, run_id)
-    assert [value_in(Path(f"out/m{end}")) for end in ("", ".previous", ".previous-2")] == [3, 0, 2]
+    ends = ("", ".previous", ".previous-2", ".previous-3")
+    assert [value_in(Path(f"out/m{end}")) for end in ends] == [3, 0, 1, 2]
 
 
 def test_what_the_status_lists_is_kept_and_other_models_in_the_folder_are_not():
@@ -124,7 +154,6 @@ def test_a_kill_at_any_moment_leaves_both_models_and_the_run_that_goes_on_keeps_
     for point in itertools.count():
         folder = Path(f"out/{point}")
         previous = folder.with_name(f"{point}.previous")
-        save(0, "before", folder)
         save(1, "a", folder)
         with contextlib.suppress(SimulatedKill), injected(simulated_kill_at(point)) as operations:
             save(2, "b", folder)
@@ -133,6 +162,7 @@ def test_a_kill_at_any_moment_leaves_both_models_and_the_run_that_goes_on_keeps_
         save(3, "b", folder)
         assert (value_in(folder), value_in(previous)) == (3, 1)
         assert names_in(folder) == ["model.safetensors", "status.json"]
+        assert not folder.with_name(f"{point}.previous-2").exists()
         if len(operations.trace) <= point:
             break
     assert point > 20

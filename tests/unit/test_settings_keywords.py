@@ -37,6 +37,18 @@ def test_one_mistake_has_four_lines_and_no_heading():
     )
 
 
+def test_where_there_is_a_tracker_its_own_dict_is_named():
+    with pytest.raises(UnknownArgumentError, match=r"alone, as in mlflow=\{'devices': \.\.\.\}$"):
+        Trainer(HPS, "out", log_with="mlflow", devices=3)
+    Trainer(HPS, "out", log_with="mlflow", mlflow={"devices": 3})
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "eval_delay"])
+def test_a_name_that_is_unlike_any_is_not_taken_for_one(name):
+    with pytest.raises(UnknownArgumentError, match="do: drop it, or give a tracker"):
+        Trainer(HPS, "out", **{name: 1})
+
+
 def test_a_misspelt_hyper_parameter_is_known_for_one():
     with pytest.raises(UnknownArgumentError, match="did you mean epochs, one of the hyper-parameters"):
         Trainer(HPS, "out", epoch=3)
