@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -84,6 +85,19 @@ def _fresh_accelerate() -> Iterator[None]:
 def _same_threads() -> None:
     """Compute with one thread: other numbers of threads give other bits, and the machine is shared."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collections() -> None:
+    """Leave what was imported since, as `tests.many_runs` does, out of the collection that ends each run."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no test wait for a busy disk: what fsync does shows after a power cut only. Scripts call the real one."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +11,14 @@ import torch
 from tests.distributed.scripts import bad_samples, windows
 from tests.launching import SCRIPTS, launch
 
-ROOT = Path(__file__).parents[2]
 CASES = {case.name: case for case in bad_samples.make_cases()}
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda r: f"{r}-processes")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("bad_samples") / "result.json"
-    env = {"PYTHONPATH": str(ROOT)}
     script = SCRIPTS / "bad_samples.py"
-    launch(script, str(path), processes=request.param, result=path, timeout_s=240, env=env)
+    launch(script, str(path), processes=request.param, result=path, timeout_s=240)
     return json.loads(path.read_text())
 
 

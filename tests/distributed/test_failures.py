@@ -9,15 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from accmt.checkpoint.store import CheckpointStore
-from tests.launching import SCRIPTS, launch
+from tests.launching import ROOT, SCRIPTS, launch, run_together
 
-ROOT = Path(__file__).parents[2]
+SCRIPT = SCRIPTS / "failures.py"
 MOMENTS = [
     ("on_before_training_step", 1),
     ("on_after_backward", 4),
@@ -30,6 +31,7 @@ MOMENTS = [
 SENT = ["SIGTERM", "SIGINT", "SIGUSR1"]
 ERRORS = {"SIGTERM": "Preempted", "SIGUSR1": "Preempted", "SIGINT": "KeyboardInterrupt"}
 ENDS = ("counters", "weights", "best")
+Start = Callable[[Path, dict[str, Any]], tuple[bool, str]]
 
 
 def parts_of(folder: Path, processes: int, rng: random.Random) -> list[dict[str, Any]]:
@@ -52,8 +54,7 @@ def test_a_signal_to_any_process_at_any_moment_is_one_checkpoint_for_all(tmp_pat
     sys.stdout.write(f"seed {seed}: ACCMT_TEST_SEED={seed} repeats this\n")
     parts = parts_of(tmp_path, processes, random.Random(seed))
     result = tmp_path / "result.json"
-    env = {"PYTHONPATH": str(ROOT)}
-    launch(SCRIPTS / "failures.py", str(result), json.dumps(parts), processes=processes, result=result, env=env)
+    launch(SCRIPT, str(result), json.dumps(parts), processes=processes, result=result)
     everywhere = [json.loads((tmp_path / f"result.json.{index}").read_text()) for index in range(processes)]
     for part, *outcomes in zip(parts, *everywhere, strict=True):
         assert len({(outcome["ended"], outcome["counters"]["global_step"]) for outcome in outcomes}) == 1, part
@@ -65,10 +66,19 @@ def test_a_signal_to_any_process_at_any_moment_is_one_checkpoint_for_all(tmp_pat
         assert {name: continued[name] for name in ENDS} == {name: unbroken[name] for name in ENDS}, part
 
 
-def start(folder: Path, processes: int, part: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    """Launch one part, and return how it ended; fail if a process is left."""
-    script = str(SCRIPTS / "failures.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", script]
+def start(folder: Path, part: dict[str, Any]) -> tuple[bool, str]:
+    """Run one part in two processes; return whether both ended well and what they printed; fail if one is left."""
+    part = {"folder": str(folder / "run"), **part}
+    forks, printed = run_together(SCRIPT, str(folder / "result.json"), json.dumps([part]), processes=2, timeout_s=90)
+    for fork in forks:
+        with pytest.raises(ProcessLookupError):
+            os.killpg(fork.pid, 0)
+    return not any(fork.poll() for fork in forks), printed
+
+
+def start_with_torchrun(folder: Path, part: dict[str, Any]) -> tuple[bool, str]:
+    """As `start`, but torchrun ends the process that is left when the other one fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
     part = {"folder": str(folder / "run"), **part}
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"}
     process = subprocess.Popen(
@@ -86,38 +96,38 @@ def start(folder: Path, processes: int, part: dict[str, Any]) -> subprocess.Comp
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess(command, process.returncode, printed)
+    return process.returncode == 0, printed
 
 
 FAULTS = [
-    ("raise", "on_after_backward", 1, "ValueError: the fault of this test"),
-    ("raise", "on_validation_end", 0, "ValueError: the fault of this test"),
-    ("exit", "on_before_training_step", 1, "SystemExit: 0"),
-    ("SIGKILL", "on_before_training_step", 1, "it is gone without a word"),
+    (start_with_torchrun, "raise", "on_after_backward", 1, "ValueError: the fault of this test"),
+    (start, "raise", "on_validation_end", 0, "ValueError: the fault of this test"),
+    (start, "exit", "on_before_training_step", 1, "SystemExit: 0"),
+    (start_with_torchrun, "SIGKILL", "on_before_training_step", 1, "it is gone without a word"),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("act", "moment", "process", "said"), FAULTS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("start_it", "act", "moment", "process", "said"), FAULTS)
 def test_where_one_process_fails_all_end_and_a_checkpoint_is_there(
-    tmp_path: Path, act: str, moment: str, process: int, said: str
+    tmp_path: Path, start_it: Start, act: str, moment: str, process: int, said: str
 ) -> None:
     settings = {"handlers": "all"}
     number = 1 if moment == "on_validation_end" else 5
     part = {"act": act, "moment": moment, "number": number, "process": process, "settings": settings}
-    ended = start(tmp_path, 2, part)
-    assert (tmp_path / "run" / "acted").exists(), ended.stdout[-3000:]
+    is_well, printed = start_it(tmp_path, part)
+    assert (tmp_path / "run" / "acted").exists(), printed[-3000:]
     seconds = time.time() - float((tmp_path / "run" / "acted").read_text())
     assert seconds < 10 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-    assert ended.returncode != 0
-    assert said in ended.stdout
-    assert f"process {process}" in ended.stdout or process == 0
+    assert not is_well
+    assert said in printed
+    assert f"process {process}" in printed or process == 0
     newest = CheckpointStore(tmp_path / "run" / "checkpoint-model").newest()
     assert newest is not None
     assert newest.info["global_step"] in (2, 3)  # in its backward, a process gives the others what they need
     assert not list((tmp_path / "run" / "checkpoint-model").glob(".tmp-*"))
-    continued = start(tmp_path, 2, {"act": "none"})
-    assert continued.returncode == 0, continued.stdout[-3000:]
+    is_well, printed = start(tmp_path, {"act": "none"})
+    assert is_well, printed[-3000:]
     counters = json.loads((tmp_path / "result.json").read_text())[0]["counters"]
     assert (counters["epoch"], counters["global_step"], counters["samples_seen"]) == (3, 6, 66)
 
@@ -126,12 +136,12 @@ def test_where_one_process_fails_all_end_and_a_checkpoint_is_there(
 def test_a_hang_of_one_process_ends_all_and_says_where_it_was(tmp_path: Path) -> None:
     settings = {"hang_timeout_s": 5.0, "checkpoint_every": "1 step"}
     part = {"act": "hang", "moment": "on_before_training_step", "number": 5, "process": 1, "settings": settings}
-    ended = start(tmp_path, 2, part)
-    assert ended.returncode != 0
-    assert "in act" in ended.stdout, "the stack of the process that hangs"
+    is_well, printed = start(tmp_path, part)
+    assert not is_well
+    assert "in act" in printed, "the stack of the process that hangs"
     seconds = time.time() - float((tmp_path / "run" / "acted").read_text())
     assert seconds < 20 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-    continued = start(tmp_path, 2, {"act": "none"})
-    assert continued.returncode == 0, continued.stdout[-3000:]
+    is_well, printed = start(tmp_path, {"act": "none"})
+    assert is_well, printed[-3000:]
     counters = json.loads((tmp_path / "result.json").read_text())[0]["counters"]
     assert (counters["epoch"], counters["global_step"], counters["samples_seen"]) == (3, 6, 66)

@@ -19,7 +19,7 @@ from torch.nn import functional
 from accmt import read_history
 from accmt.saving import read_status
 from tests.e2e.markdown import read_section, read_table
-from tests.launching import launch, python
+from tests.launching import run_script, torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -29,7 +29,7 @@ CLASSIFIER = EXAMPLES / "finetune_text_classifier.py"
 
 def run_example(name: str, *arguments: str) -> str:
     """Run an example in the current folder, and return what it printed."""
-    run = python(EXAMPLES / f"{name}.py", *arguments, timeout_s=240)
+    run = run_script(EXAMPLES / f"{name}.py", *arguments, timeout_s=240)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
 
@@ -67,7 +67,7 @@ def accelerate_launch(*arguments: str, timeout_s: float = 240) -> subprocess.Com
 
 @pytest.mark.feature("L09", "L03")
 def test_two_runs_of_the_digits_with_one_seed_give_equal_weights(tmp_path: Path):
-    runs = [python(DIGITS, "--output", tmp_path / name, "--seed", "3") for name in ("a", "b")]
+    runs = [run_script(DIGITS, "--output", tmp_path / name, "--seed", "3") for name in ("a", "b")]
     assert [run.returncode for run in runs] == [0, 0], runs[0].stderr
     assert "best accuracy" in runs[0].stdout
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))
@@ -79,7 +79,7 @@ def test_two_runs_of_the_digits_with_one_seed_give_equal_weights(tmp_path: Path)
 def test_the_digits_run_under_accelerate_launch_and_on_two_processes(tmp_path: Path):
     launched = accelerate_launch(str(DIGITS), "--output", str(tmp_path / "launched"))
     assert launched.returncode == 0, launched.stderr
-    printed = launch(DIGITS, "--output", str(tmp_path / "two"), processes=2, result=tmp_path / "two" / "status.json")
+    printed = torchrun(DIGITS, "--output", str(tmp_path / "two"), processes=2)
     for text in (launched.stdout, printed):
         accuracy = float(text.split("best accuracy")[1].split("%")[0])
         assert accuracy > 85
@@ -89,7 +89,7 @@ def test_the_digits_run_under_accelerate_launch_and_on_two_processes(tmp_path: P
 @pytest.mark.slow
 @pytest.mark.feature("D32", "D12", "A19", "A15")
 def test_the_text_classifier_ends_with_a_folder_that_transformers_loads(tmp_path: Path):
-    run = accelerate_launch(str(CLASSIFIER), "--output", str(tmp_path / "model"), "--limit", "24")
+    run = accelerate_launch(str(CLASSIFIER), "--output", str(tmp_path / "model"), "--limit", "12")
     assert run.returncode == 0, run.stderr
     for text in ("test accuracy", "best epoch", "model folder", "mlflow"):
         assert text in run.stdout
@@ -167,14 +167,14 @@ def test_the_bag_of_words_is_validated_on_each_set_and_saved_by_one(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.feature("D32")
 def test_lora_trains_and_saves_the_adapter_alone(tmp_path: Path):
-    printed = run_example("finetune_with_lora", "--output", "adapter", "--limit", "40")
+    printed = run_example("finetune_with_lora", "--output", "adapter", "--limit", "24")
     assert not Path("adapter/config.json").exists()
     weights = load_file("adapter/adapter_model.safetensors")
     assert {"lora_A" in name or "lora_B" in name or "classifier" in name for name in weights} == {True}
     assert all(tensor.abs().sum() > 0 for name, tensor in weights.items() if "lora_B" in name), "they begin as zero"
     trained = read_number(r"trained +([\d,]+) of", printed)
     assert trained == sum(tensor.numel() for tensor in weights.values())
-    assert read_number(r"test accuracy +([\d.]+)% of 40", printed) >= 0
+    assert read_number(r"test accuracy +([\d.]+)% of 24", printed) >= 0
 
 
 def test_the_page_lists_every_example():

@@ -10,11 +10,8 @@ transformers' Trainer; a run that cannot be continued counts as different.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +19,10 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.launching import Fork
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT_OF = {"accmt": SCRIPTS / "killed_run.py", "transformers": SCRIPTS / "killed_transformers_run.py"}
@@ -58,25 +59,19 @@ class Outcome:
     after_end: int
 
 
-def start(folder: Path, variant: Variant) -> subprocess.Popen[bytes]:
-    """Start the run in a process group of its own, so that its workers can be killed with it."""
+def start(folder: Path, variant: Variant) -> Fork:
+    """Start the run; it has a process group of its own, so that its workers can be killed with it."""
     (folder / "started").unlink(missing_ok=True)
     with (folder / "log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, SCRIPT_OF[variant.trainer], "run", variant.workers, variant.is_async],
-            cwd=folder,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS.parents[2])},
-            start_new_session=True,
-        )
+        command = [SCRIPT_OF[variant.trainer], "run", variant.workers, variant.is_async]
+        return Fork(*command, files=[log, log], folder=folder)
 
 
 def finish(folder: Path, variant: Variant) -> tuple[str, float]:
     """Let the run come to its end; return the digest of it ("" if it failed), and the seconds that it trained."""
     process = start(folder, variant)
     began = wait_until_training(process, folder)
-    code = process.wait(TIMEOUT_S)
+    code = process.poll(TIMEOUT_S)
     seconds = time.monotonic() - began
     if code == 0:
         return (folder / "result").read_text(), seconds
@@ -84,14 +79,14 @@ def finish(folder: Path, variant: Variant) -> tuple[str, float]:
     return "", seconds
 
 
-def wait_until_training(process: subprocess.Popen[bytes], folder: Path) -> float:
+def wait_until_training(process: Fork, folder: Path) -> float:
     """Return the moment at which the run began to train, or ended."""
     while not (folder / "started").exists() and process.poll() is None:
         time.sleep(0.01)
     return time.monotonic()
 
 
-def kill(process: subprocess.Popen[bytes], folder: Path, after_s: float) -> tuple[bool, bool]:
+def kill(process: Fork, folder: Path, after_s: float) -> tuple[bool, bool]:
     """Kill the run so many seconds after it began to train.
 
     Returns:
@@ -100,9 +95,7 @@ def kill(process: subprocess.Popen[bytes], folder: Path, after_s: float) -> tupl
     wait_until_training(process, folder)
     time.sleep(after_s)
     had_ended = process.poll() is not None
-    if not had_ended:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(TIMEOUT_S)
+    process.kill()
     checkpoints = folder / "run" / "checkpoint-model"
     return any(checkpoints.glob(".tmp-*")) or any(checkpoints.glob(".old-*")), had_ended
 

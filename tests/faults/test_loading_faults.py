@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import python
+from tests.launching import run_script
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "scripts" / "loading.py"
 ENDS_S = 15.0
 """Most of it is Python's own exit; a worker that is waited for takes 30 more."""
@@ -31,7 +30,7 @@ SAID = {
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("fault", SAID)
 def test_a_fault_beside_or_in_a_worker_ends_the_run_in_seconds(fault: str, workers: int) -> None:
-    ended = python(SCRIPT, fault, workers, env={"PYTHONPATH": str(ROOT)})
+    ended = run_script(SCRIPT, fault, workers)
     seconds = time.time() - float(Path("failed").read_text())
     assert ended.returncode == 1, ended.stderr[-3000:]
     for text in SAID[fault]:

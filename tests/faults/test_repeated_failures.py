@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import python
+from tests.launching import run_script
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "scripts" / "dying.py"
 CODES = {"raise": 1, "exit": 3, "SIGKILL": -9, "SIGTERM": 143, "none": 0}
 
 
 def start(how: str, resume: str = "auto", every: str = "3 steps") -> str:
-    ended = python(SCRIPT, how, resume, every, env={"PYTHONPATH": str(ROOT)})
+    ended = run_script(SCRIPT, how, resume, every)
     assert ended.returncode == CODES[how], ended.stderr[-3000:]
     return ended.stderr
 

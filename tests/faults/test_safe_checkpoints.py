@@ -16,7 +16,7 @@ from accmt import Callback, Handler, read_history
 from accmt.callbacks.averaging import EMA
 from accmt.errors import Preempted
 from tests.checkpoints import names_in
-from tests.launching import python
+from tests.launching import run_script
 from tests.resume.unbroken import Augmented, Fragile, assert_same, make, state_of, train
 
 SETTINGS = {"checkpoint_every": None, "evaluate_every_n_steps": 3}
@@ -360,7 +360,7 @@ def test_a_hang_ends_the_process_and_says_where_it_was(tmp_path):
         "        return self.step(batch)\n"
         "make_trainer(hang_timeout_s=1).fit(Hanging(), make_points())\n"
     )
-    ended = python(script, env={"PYTHONPATH": str(Path(__file__).parents[2])}, timeout_s=90)
+    ended = run_script(script, timeout_s=90)
     assert ended.returncode == -signal.SIGKILL
     assert "no progress for 1 s" in ended.stderr
     assert "time.sleep(1000)" in ended.stderr
@@ -377,7 +377,6 @@ def test_loader_workers_go_on_when_the_whole_job_is_asked_to_end(tmp_path):
         "    def on_update_end(self):\n"
         "        if self.state.global_step == 4:\n"
         "            os.killpg(os.getpgrp(), signal.SIGTERM)\n"
-        "os.setpgrp()\n"
         "unbroken = state_of(*train('out/a', dataloader_num_workers=2))\n"
         "try:\n"
         "    train('out/b', dataloader_num_workers=2, callbacks=[EndJob()])\n"
@@ -385,5 +384,5 @@ def test_loader_workers_go_on_when_the_whole_job_is_asked_to_end(tmp_path):
         "    assert_same(unbroken, state_of(*train('out/b', dataloader_num_workers=2, resume=True)))\n"
         "    print('the same')\n"
     )
-    ended = python(script, env={"PYTHONPATH": str(Path(__file__).parents[2])}, timeout_s=120)
+    ended = run_script(script)
     assert ended.stdout.strip() == "the same", ended.stderr
