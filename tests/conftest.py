@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -98,6 +99,19 @@ def _quick_collections() -> None:
 def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no test wait for a busy disk: what fsync does shows after a power cut only. Scripts call the real one."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def folders_are_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing be moved out of a folder to a `.previous` beside it, as where it is a disk of its own."""
+    rename = Path.rename
+
+    def across_disks(self: Path, target: Path) -> Path:
+        if ".previous" in str(target):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", across_disks)
 
 
 @pytest.fixture

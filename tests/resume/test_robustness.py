@@ -171,16 +171,9 @@ class TestTheFolder:
         assert "the model of an earlier run in out/m cannot be kept, and is replaced: " in caplog.text
         assert not torch.equal(second["0.weight"], first["0.weight"])
 
-    def test_a_folder_on_a_disk_of_its_own_keeps_the_earlier_run_inside(self, monkeypatch):
+    def test_a_folder_on_a_disk_of_its_own_keeps_the_earlier_run_inside(self, request):
         train("out/m", stop=5)
-        rename = Path.rename
-
-        def across_disks(self, target):
-            if ".previous" in str(target):
-                raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-            return rename(self, target)
-
-        monkeypatch.setattr(Path, "rename", across_disks)
+        request.getfixturevalue("folders_are_disks")
         train("out/m")
         assert names_in(Path("out/checkpoint-m")) == ["previous", "step-00000018"]
         assert names_in(Path("out/checkpoint-m/previous")) == ["step-00000004"]

@@ -19,7 +19,7 @@ def make_run(folder, time):
 
 def test_a_run_folder_is_let_be(tmp_path):
     make_run(tmp_path / "run", 1)
-    require_run(tmp_path / "run", "report")
+    assert require_run(tmp_path / "run", "report") is None
 
 
 @pytest.mark.parametrize("command", ["report", "sync"])

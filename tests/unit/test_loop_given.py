@@ -239,7 +239,7 @@ def test_methods_of_ones_own_are_not_taken_for_misspelt_ones_and_nothing_is_aske
         get_test_dataloader = build_test_dataloader = test_loader = prepare_dataloader = prepare_dataset
         predict_data_loader = property(prepare_dataset)
 
-    DataModule(Own())
+    assert len(DataModule(Own()).load("train")) == 2
 
 
 def test_a_loader_in_the_place_of_a_method_is_refused():

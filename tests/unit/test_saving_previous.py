@@ -101,15 +101,7 @@ def test_where_files_cannot_be_linked_they_are_copied(monkeypatch):
     assert (value_in(MODEL), value_in(PREVIOUS)) == (2, 1)
 
 
-def test_where_nothing_can_be_put_beside_the_folder_it_is_kept_inside(monkeypatch):
-    rename = Path.rename
-
-    def across_disks(self, target):
-        if ".previous" in str(target):
-            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", across_disks)
+def test_where_nothing_can_be_put_beside_the_folder_it_is_kept_inside(folders_are_disks):
     for number, run_id in enumerate("abc"):
         save(number, run_id)
     assert [value_in(MODEL / name) for name in (".", "previous", "previous-2")] == [2, 0, 1]
