@@ -20,20 +20,30 @@ class EMA(Callback):
 
     Args:
         decay: How much of the average stays, above 0 and below 1: it looks back about 1 / (1 - decay) updates.
+        warmup: Whether the decay rises to `decay`: after n updates it is at most (1 + n) / (10 + n). Without that the
+            average of a run shorter than some times 1 / (1 - decay) updates is mostly the weights it began with.
 
     Raises:
-        ArgumentError: No such decay.
+        ArgumentError: No such decay, or `warmup` is no boolean.
 
     Attributes:
         average: The average by the weight's name, from `on_fit_start` on.
+        num_averaged: Updates that are in it.
+
+    Source:
+        https://www.tensorflow.org/api_docs/python/tf/train/ExponentialMovingAverage (`num_updates`)
     """
 
     order = math.inf  # after the model was saved, and only then, training's weights come back
 
-    def __init__(self, decay: float = 0.9999) -> None:
+    def __init__(self, decay: float = 0.9999, *, warmup: bool = True) -> None:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
             raise ArgumentError(explain("EMA(decay=...)", repr(decay), "a number between 0 and 1", "EMA(decay=0.999)"))
+        if not isinstance(warmup, bool):
+            raise ArgumentError(explain("EMA(warmup=...)", repr(warmup), "True or False", "EMA(warmup=False)"))
         self.decay = float(decay)
+        self.warmup = warmup
+        self.num_averaged = 0
         self.average: dict[str, Tensor] = {}
         self._trained: dict[str, Tensor] = {}
 
@@ -46,12 +56,14 @@ class EMA(Callback):
         """Begin with the weights as they are, unless the run continues with an average."""
         self._trained = {}
         kept = self.average if self.state.global_step else {}
+        self.num_averaged = self.num_averaged if kept else 0
         self.average = {name: _like(kept.get(name), weight) for name, weight in self._weights().items()}
 
     def on_update_end(self) -> None:
         """Move the average towards the weights."""
         average, weights = list(self.average.values()), list(self._weights().values())
-        torch._foreach_lerp_(average, weights, 1 - self.decay)
+        self.num_averaged += 1
+        torch._foreach_lerp_(average, weights, 1 - self._decay_now())
 
     def on_evaluation_start(self) -> None:
         """Let the evaluation see the average."""
@@ -68,12 +80,17 @@ class EMA(Callback):
         self._give_back()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average."""
-        return {"average": dict(self.average)}
+        """Return the average, and how many updates are in it."""
+        return {"average": dict(self.average), "num_averaged": self.num_averaged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the average back."""
         self.average = dict(state["average"])
+        self.num_averaged = state["num_averaged"]
+
+    def _decay_now(self) -> float:
+        warm = (1 + self.num_averaged) / (10 + self.num_averaged)
+        return min(self.decay, warm) if self.warmup else self.decay
 
     def _weights(self) -> dict[str, Tensor]:
         model: nn.Module = self.module.unwrapped_model

@@ -31,8 +31,8 @@ class Watching(Callback):
         return self.module.unwrapped_model.weight.detach().clone()
 
 
-def run(**settings):
-    ema, watching = EMA(decay=0.9), Watching()
+def run(*, warmup=False, **settings):
+    ema, watching = EMA(decay=0.9, warmup=warmup), Watching()
     module = Linear()
     trainer = make_trainer({"epochs": 2}, callbacks=[ema, watching], model_saving="always", **settings)
     trainer.fit(module, make_points(), make_points(2))
@@ -47,6 +47,28 @@ class TestAverage:
         for weight in watching.weights[1:]:
             expected = 0.9 * expected + 0.1 * weight
         assert torch.allclose(ema.average["weight"], expected, rtol=1e-6)
+
+    def test_the_decay_warms_up_unless_told_otherwise(self):
+        def averaged(ema):
+            watching = Watching()
+            make_trainer({"epochs": 3}, callbacks=[ema, watching]).fit(Linear(), make_points())
+            return watching.weights
+
+        ema = EMA(decay=0.5)  # reached at the 8th of 12 updates
+        first, *weights = averaged(ema)
+        expected = first.clone()
+        for n, weight in enumerate(weights, start=1):
+            decay = min(0.5, (1 + n) / (10 + n))
+            expected = decay * expected + (1 - decay) * weight
+        assert len(weights) == ema.num_averaged == 12
+        assert torch.allclose(ema.average["weight"], expected, rtol=1e-6)
+
+    def test_a_short_run_is_not_evaluated_by_the_weights_it_began_with(self):
+        """With a decay of 0.9999 alone, twelve updates would be 0.1 % of the average."""
+        ema, watching = EMA(), Watching()
+        make_trainer({"epochs": 3}, callbacks=[ema, watching]).fit(Linear(), make_points(), make_points(2))
+        begun, *_, end = watching.weights
+        assert (watching.evaluated[-1] - end).norm() < 0.5 * (begun - end).norm()
 
     def test_evaluations_and_saved_models_use_it(self):
         ema, watching, module = run()
@@ -63,9 +85,10 @@ class TestAverage:
         make_trainer({"epochs": 2}, callbacks=plain).fit(Linear(), make_points(), make_points(2))
         assert all(map(torch.equal, watching.weights, plain.weights))
 
-    def test_it_survives_an_interruption(self):
+    @pytest.mark.parametrize("warmup", [True, False])
+    def test_it_survives_an_interruption(self, warmup):
         def of(path, **more):
-            ema = EMA(decay=0.8)
+            ema = EMA(decay=0.8, warmup=warmup)
             trainer, module = train(path, callbacks=[ema], **more)
             return ema, state_of(trainer, module)
 
@@ -74,6 +97,7 @@ class TestAverage:
         resumed, resumed_end = of("out/b", resume=True)
         assert_same(end, resumed_end)
         assert all(torch.equal(value, resumed.average[name]) for name, value in whole.average.items())
+        assert whole.num_averaged == resumed.num_averaged > 7
 
     def test_a_broken_evaluation_leaves_the_trained_weights(self):
         class Failing(Linear):
@@ -95,9 +119,14 @@ class TestAverage:
         watching = Watching()
         make_trainer({"max_steps": 1}, callbacks=[ema, watching]).fit(module, make_points())
         first, second = watching.weights
-        assert torch.allclose(ema.average["weight"], (first + second) / 2)
+        assert torch.allclose(ema.average["weight"], (2 * first + 9 * second) / 11)
 
     @pytest.mark.parametrize("decay", [0, 1, -0.5, 1.5, True, "0.9", float("nan")])
     def test_a_decay_that_cannot_be_is_refused(self, decay):
         with pytest.raises(ArgumentError, match="decay"):
             EMA(decay)
+
+    @pytest.mark.parametrize("warmup", [None, 100, "yes"])
+    def test_a_warmup_that_is_no_boolean_is_refused(self, warmup):
+        with pytest.raises(ArgumentError, match="warmup"):
+            EMA(warmup=warmup)
