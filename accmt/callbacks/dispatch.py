@@ -15,6 +15,19 @@ from accmt.errors import ModuleContractError, explain
 Hook = Callable[..., Any]
 
 
+_INSTEAD = {
+    "args": "self.trainer.settings",
+    "batch_idx": "self.state.batch_idx",
+    "checkpoint": "what `def state_dict(self)` returns, and `def load_state_dict(self, state)` takes back",
+    "control": "self.trainer.should_stop",
+    "dataloader_idx": "the `key` of on_validation_start",
+    "pl_module": "self.module",
+    "state": "self.state",
+    "trainer": "self.trainer",
+}
+"""Parameters that other trainers give to hooks, and where the same is found here."""
+
+
 class Hooks:
     """The hooks of a run: each is a tuple of functions, called in order with the keywords of the table.
 
@@ -114,14 +127,10 @@ def _with_wanted_keywords(callback: object, attribute: str, method: Hook, given:
     required = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     unfilled = required - (named & set(given))
     if unfilled:
-        raise ModuleContractError(
-            explain(
-                f"{type(callback).__name__}.{attribute}",
-                f"parameters {sorted(unfilled)}",
-                "any of: " + (", ".join(given) or "no parameter"),
-                f"def {attribute}({', '.join(('self', *given))})",
-            )
-        )
+        instead = [f"{name} is {_INSTEAD[name]}" for name in sorted(unfilled & set(_INSTEAD))]
+        do = "; ".join([f"def {attribute}({', '.join(('self', *given))})", *instead])
+        where, expected = f"{type(callback).__name__}.{attribute}", "any of: " + (", ".join(given) or "no parameter")
+        raise ModuleContractError(explain(where, f"parameters {sorted(unfilled)}", expected, do))
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters) or named >= set(given)
     return method if takes_all else _taking(method, tuple(name for name in given if name in named))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import NoReturn
 
+from accmt.config.foreign_methods import find_foreign_method
 from accmt.errors import ModuleContractError, explain
 
 HOOKS: dict[str, tuple[str, ...]] = {
@@ -44,6 +45,7 @@ ALIASES: dict[str, str] = {
     "before_fit": "on_fit_start",
     "begin_fit": "on_fit_start",
     "on_train_start": "on_fit_start",
+    "on_train_begin": "on_fit_start",
     "after_fit": "on_fit_end",
     "on_train_end": "on_fit_end",
     "on_end_train": "on_fit_end",
@@ -51,6 +53,7 @@ ALIASES: dict[str, str] = {
     "begin_epoch": "on_epoch_start",
     "on_begin_train_epoch": "on_epoch_start",
     "on_train_epoch_start": "on_epoch_start",
+    "on_epoch_begin": "on_epoch_start",
     "after_epoch": "on_epoch_end",
     "on_end_train_epoch": "on_epoch_end",
     "on_train_epoch_end": "on_epoch_end",
@@ -60,15 +63,23 @@ ALIASES: dict[str, str] = {
     "on_train_batch_end": "on_after_training_step",
     "after_backward": "on_after_backward",
     "on_end_backward": "on_after_backward",
+    "on_pre_optimizer_step": "on_before_optimizer_step",
+    "on_optimizer_step": "on_after_optimizer_step",
     "on_step_end": "on_update_end",
     "on_end_train_step": "on_update_end",
     "before_valid": "on_evaluation_start",
     "before_eval": "on_evaluation_start",
+    "on_validation_epoch_start": "on_evaluation_start",
     "after_eval": "on_evaluation_end",
+    "on_validation_epoch_end": "on_evaluation_end",
+    "on_evaluate": "on_evaluation_end",
+    "on_validation_batch_start": "on_before_validation_step",
+    "on_validation_batch_end": "on_after_validation_step",
+    "on_prediction_step": "on_after_validation_step",
     "on_end_val_epoch": "on_validation_end",
     "after_cancel": "on_keyboard_interrupt",
 }
-"""Names of PyMarlin, trainer_tools and Lightning for the same moments."""
+"""Names of PyMarlin, trainer_tools, Lightning and transformers for the same moments."""
 
 HOOK_PREFIXES = ("on_", "before_", "after_", "begin_")
 """A public method of a callback that begins like this is meant as a hook, so it has to be one."""
@@ -78,14 +89,13 @@ def refuse_unknown_hook(callback: object, attribute: str) -> NoReturn:
     """Refuse something that was meant as a hook and is none.
 
     Raises:
-        ModuleContractError: Always; the message names the nearest hook.
+        ModuleContractError: Always; the message names the nearest hook, or what to write for another trainer's.
     """
     nearest = get_close_matches(attribute, [*HOOKS, *ALIASES], n=1, cutoff=0.0)[0]
-    raise ModuleContractError(
-        explain(
-            f"{type(callback).__name__}.{attribute}",
-            "a method that begins like a hook but is none",
-            "one of: " + ", ".join(HOOKS),
-            f"did you mean {nearest}? Any other name that does not begin with {', '.join(HOOK_PREFIXES)} is free",
-        )
-    )
+    got = "a method that begins like a hook but is none"
+    do = f"did you mean {nearest}? Any other name that does not begin with {', '.join(HOOK_PREFIXES)} is free"
+    foreign = find_foreign_method(attribute)
+    if foreign is not None:
+        got, do = f"a hook of {foreign[0]}, which does not exist here", foreign[1]
+    where, expected = f"{type(callback).__name__}.{attribute}", "one of: " + ", ".join(HOOKS)
+    raise ModuleContractError(explain(where, got, expected, do))

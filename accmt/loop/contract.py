@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from accmt.callbacks import find_hooks
+from accmt.config.foreign_methods import find_unused_foreign_methods
 from accmt.errors import ModuleContractError, explain
 from accmt.huggingface import advise_wrapping
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
@@ -22,6 +23,8 @@ _CONTRACT = tuple(
     if callable(getattr(AcceleratorModule, name)) or name.startswith("collate_fn")
 )
 
+
+_LIBRARIES = frozenset({"accmt", "builtins", "lightning", "pytorch_lightning", "torch", "transformers"})
 
 STEPS: dict[str, tuple[str, ...]] = {
     "training_step": ("training_step", "step"),
@@ -58,6 +61,7 @@ def check_untrained_module(module: Any, function: Function) -> None:
         ModuleContractError: The message shows the line to write.
     """
     _check_kind(module, function)
+    _reject_foreign_methods(module)
     _check_spelling(module)
     _check_model(module)
     find_hooks(module)
@@ -111,6 +115,20 @@ def _check_spelling(module: AcceleratorModule) -> None:
                 f"a method {name}, and no {nearest[0]}",
                 f"rename it to {nearest[0]} (or to something less alike)",
             )
+
+
+def _reject_foreign_methods(module: AcceleratorModule) -> None:
+    """Reject what only another trainer would call: it would be ignored without a word."""
+    kinds = {kind: vars(kind) for kind in type(module).__mro__ if kind.__module__.split(".")[0] not in _LIBRARIES}
+    for name, owner, do in find_unused_foreign_methods(kinds):
+        where, got = f"{type(module).__name__}.{name}", f"a method of {owner}, which nothing calls here"
+        expected = "methods of an AcceleratorModule, or others that its own methods call"
+        raise ModuleContractError(explain(where, got, expected, f"{do}; or rename it, if it is called elsewhere"))
+    is_manual = getattr(module, "automatic_optimization", True) is False
+    if is_manual and not isinstance(module, ExtendedAcceleratorModule):
+        where, got = f"{type(module).__name__}.automatic_optimization", "False, which nothing reads here"
+        do = "derive from ExtendedAcceleratorModule, and call self.backward(loss), self.step() and self.zero_grad()"
+        raise ModuleContractError(explain(where, got, "a class that says who makes the steps", do))
 
 
 def _check_model(module: AcceleratorModule) -> None:

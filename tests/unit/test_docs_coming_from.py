@@ -15,9 +15,11 @@ from accelerate.commands.launch import launch_command_parser
 
 import accmt
 from accmt import AcceleratorModule, Trainer, TrainingState
-from accmt.callbacks import ALIASES, HOOKS
+from accmt.callbacks import ALIASES as HOOK_ALIASES
+from accmt.callbacks import HOOKS
 from accmt.cli.main import COMMANDS
 from accmt.config.foreign import FOREIGN
+from accmt.config.foreign_methods import FOREIGN_METHODS
 from accmt.config.hyperparameters import FIELDS
 from accmt.trainer import ALIASES as ARGUMENTS
 from tests.e2e.markdown import ROOT, read_table
@@ -28,6 +30,9 @@ ROOTS = {"trainer": Trainer, "module": AcceleratorModule, "state": TrainingState
 OTHER_WORDS = {"hps_config", "model_path", "batch_idx", "warmup_ratio", "num_warmup_steps", "with", "fit", "backward"}
 OTHER_WORDS |= {
     "ord",
+    "test",
+    "self.model",
+    "__init__",
     "trainer",
     "python train.py",
     "trainer_config.json",
@@ -107,7 +112,7 @@ def check(span: str) -> None:
     Raises:
         Exception: It is not.
     """
-    if span in OTHER_WORDS or span in HOOKS or span in ALIASES:
+    if span in OTHER_WORDS or span in HOOKS or span in HOOK_ALIASES:
         return
     if re.match(r"(accelerate|accmt) \w", span):
         check_command(span.split())
@@ -148,7 +153,7 @@ def test_the_check_sees_what_is_not_there(span):
 
 
 def test_every_table_of_the_page_is_read():
-    assert len(TABLES) == len(re.findall(r"^\|---", PAGE, re.MULTILINE)) == 8
+    assert len(TABLES) == len(re.findall(r"^\|---", PAGE, re.MULTILINE)) == 9
     assert len(SPANS) > 200
 
 
@@ -211,10 +216,50 @@ def test_what_the_error_about_a_foreign_name_advises_stands_on_the_page(owner, n
 def test_every_argument_on_the_page_is_known_to_the_error_or_is_one_here(owner):
     known = {name for names in FOREIGN.values() for name in names}
     known |= {*inspect.signature(Trainer).parameters, *ARGUMENTS, *FIELDS}
+    known |= {name for names in FOREIGN_METHODS.values() for name in names}
     rows = read_table(PAGE.partition(ON_THE_PAGE[owner])[2])
     names = {name for cells in rows if not cells[-1].startswith("nothing") for name in names_in(cells[0])}
     assert len(names) > 30
-    assert names - known == ({"compute_loss"} if owner.startswith("transformers") else set())
+    assert names - known == set()
+
+
+OF_API = {*HOOKS, *dir(AcceleratorModule), *dir(Trainer), *inspect.signature(Trainer).parameters, *dir(accmt)}
+COMMON = {
+    "metrics",
+    "metrics",
+    "AcceleratorModule",
+    "Trainer",
+    "accmt",
+    "model",
+    "module",
+    "log",
+    "state",
+    "step",
+    "test",
+    "trainer",
+    "train",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "here"), [(name, here) for names in FOREIGN_METHODS.values() for name, here in names.items()]
+)
+def test_what_the_error_about_a_foreign_method_advises_stands_on_the_page(name, here):
+    told = " ".join(cells[-1] for cells in CELLS if re.search(rf"`{name}\b", cells[0]))
+    assert told, "no row has this name"
+    words = {word for word in re.findall(r"\w+", here) if word in OF_API and not word.startswith("__")} - COMMON
+    assert {word for word in words if word not in told} == set()
+
+
+def test_what_the_page_says_to_write_instead_of_methods_is_known_to_the_error():
+    of_methods = [table for table in TABLES if "`configure_optimizers`" in table or "`create_optimizer`" in table]
+    works = {*HOOKS, *HOOK_ALIASES, *dir(AcceleratorModule), "manual_backward"}
+    known = works.union(*FOREIGN_METHODS.values())
+    names = set()
+    for table in of_methods:
+        names |= {found for row in read_table(f"\n{table}") for found in re.findall(r"`(\w+)(?:\(\w*\))?`", row[0])}
+    assert len(of_methods) == 2
+    assert names - known == {"rank_zero_only"}
 
 
 @pytest.mark.feature("A01")

@@ -1,0 +1,167 @@
+"""Methods that other trainers call on a module, and what to write here: nothing here would ever call them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from types import CodeType, FunctionType
+from typing import Any
+
+_OPTIMIZER_AND_SCHEDULER = "def get_optimizer(self): return optimizer, and get_scheduler for its scheduler"
+_EVALUATION = "def validation_step(self, batch), and on_evaluation_end(self, metrics) for what comes after it"
+
+FOREIGN_METHODS: Mapping[str, Mapping[str, str]] = {
+    "LightningModule": {
+        "backward": "def do_backward(self, loss) in a subclass of Trainer, or derive from ExtendedAcceleratorModule",
+        "clip_gradients": "Trainer(clip_grad=1.0)",
+        "configure_callbacks": "def get_callbacks(self): return [callback]",
+        "configure_gradient_clipping": 'Trainer(clip_grad=1.0, clip_grad_type="norm")',
+        "configure_model": "def __init__(self): self.model = MyNetwork()",
+        "configure_optimizers": "def get_optimizer(self): return optimizer, and get_scheduler for its scheduler;"
+        " or optim and scheduler in the hyper-parameters",
+        "configure_sharded_model": "def __init__(self): self.model = MyNetwork()",
+        "lr_scheduler_step": "def get_scheduler(self, optimizer, steps_per_epoch, epochs): return scheduler, which is"
+        " stepped once after each step of the optimizer",
+        "on_after_batch_transfer": "the same at the beginning of training_step and validation_step",
+        "on_before_batch_transfer": "the same in collate_fn",
+        "on_load_checkpoint": "def load_state_dict(self, state)",
+        "on_predict_batch_end": "the same in predict_step",
+        "on_predict_batch_start": "the same in predict_step",
+        "on_predict_end": "the same after trainer.predict(module, data)",
+        "on_predict_epoch_end": "the same with what trainer.predict(module, data) returns",
+        "on_predict_epoch_start": "the same before trainer.predict(module, data)",
+        "on_predict_model_eval": "the same in predict_step",
+        "on_predict_start": "the same before trainer.predict(module, data)",
+        "on_test_batch_end": "def on_after_validation_step(self, batch, outputs), which is called by `test`, too",
+        "on_test_batch_start": "def on_before_validation_step(self, batch), which is called by `test`, too",
+        "on_test_end": "def on_evaluation_end(self, metrics), which is called by `test`, too",
+        "on_test_epoch_end": "def on_evaluation_end(self, metrics), which is called by `test`, too",
+        "on_test_epoch_start": "def on_evaluation_start(self), which is called by `test`, too",
+        "on_test_model_eval": "def on_evaluation_start(self), which is called by `test`, too",
+        "on_test_model_train": "def on_evaluation_end(self, metrics), which is called by `test`, too",
+        "on_test_start": "def on_evaluation_start(self), which is called by `test`, too",
+        "on_validation_model_eval": "def on_evaluation_start(self)",
+        "on_validation_model_train": "def on_evaluation_end(self, metrics)",
+        "on_validation_model_zero_grad": "def on_evaluation_start(self)",
+        "optimizer_step": "def do_opt_step(self) in a subclass of Trainer; or on_before_optimizer_step,"
+        " on_after_optimizer_step in the module",
+        "optimizer_zero_grad": "def do_zero_grad(self) in a subclass of Trainer",
+        "predict_dataloader": "def get_predict_dataloader(self): return data",
+        "prepare_data": "trainer.fit(module, datamodule=data), an object that has this method",
+        "setup": "def on_fit_start(self); or trainer.fit(module, datamodule=data), an object that has this method",
+        "teardown": "def on_fit_end(self); or trainer.fit(module, datamodule=data), an object that has this method",
+        "test_dataloader": "def get_test_dataloader(self): return data",
+        "test_epoch_end": "def on_evaluation_end(self, metrics); accmt.OutputCollector gathers outputs of steps",
+        "test_step_end": "the same at the end of test_step",
+        "train": "def on_epoch_start(self), such as self.model.encoder.eval()",
+        "train_dataloader": "def get_train_dataloader(self): return data",
+        "training_epoch_end": "def on_epoch_end(self); accmt.OutputCollector gathers outputs of steps",
+        "training_step_end": "the same at the end of training_step",
+        "transfer_batch_to_device": "Trainer(batch_device_placement=False), and move the batch in training_step",
+        "val_dataloader": "def get_validation_dataloader(self): return data",
+        "validation_epoch_end": "def on_evaluation_end(self, metrics); accmt.OutputCollector gathers outputs of steps",
+        "validation_step_end": "the same at the end of validation_step",
+    },
+    "transformers' Trainer": {
+        "_get_eval_sampler": "Trainer(sampler_val=sampler)",
+        "_get_train_sampler": "Trainer(sampler=sampler)",
+        "_prepare_inputs": "the same at the beginning of training_step and validation_step",
+        "_save": "def on_save_model(self, folder)",
+        "_save_checkpoint": "def on_save_checkpoint(self, folder)",
+        "autocast_smart_context_manager": 'Trainer(mixed_precision="bf16")',
+        "compute_loss": "def training_step(self, batch): return loss, and validation_step (or step for both)",
+        "compute_loss_context_manager": 'Trainer(mixed_precision="bf16")',
+        "compute_metrics": 'Trainer(metrics=["accuracy", "f1"]), or an accmt.Metric of your own',
+        "create_model_card": "def on_save_model(self, folder)",
+        "create_optimizer": "def get_optimizer(self): return optimizer",
+        "create_optimizer_and_scheduler": _OPTIMIZER_AND_SCHEDULER,
+        "create_scheduler": "def get_scheduler(self, optimizer, steps_per_epoch, epochs): return scheduler",
+        "evaluate": _EVALUATION,
+        "evaluation_loop": _EVALUATION,
+        "get_batch_samples": "def get_train_dataloader(self): return data",
+        "get_decay_parameter_names": "def get_optimizer(self): return optimizer, with a group for each weight_decay",
+        "get_eval_dataloader": "def get_validation_dataloader(self): return data",
+        "get_optimizer_cls_and_kwargs": "def get_optimizer(self): return optimizer",
+        "log": "def on_log(self, values, step)",
+        "on_init_end": "the same in __init__, or def on_fit_start(self)",
+        "on_predict": "the same with what trainer.predict(module, data) returns",
+        "on_push_begin": "def on_save_model(self, folder)",
+        "on_save": "def on_save_checkpoint(self, folder), or on_save_model",
+        "on_step_begin": "def on_before_training_step(self, batch), which is called for each batch",
+        "on_substep_end": "def on_after_training_step(self, batch, outputs), which is called for each batch",
+        "predict": "def predict_step(self, batch)",
+        "prediction_loop": _EVALUATION,
+        "prediction_step": 'def validation_step(self, batch): return {"loss": loss, "f1": (predictions, labels)};'
+        " predict_step for trainer.predict",
+        "preprocess_logits_for_metrics": "the same in validation_step, which returns what metrics get",
+        "save_model": "def on_save_model(self, folder)",
+    },
+    "PyMarlin's ModuleInterface": {
+        "get_optimizers_schedulers": _OPTIMIZER_AND_SCHEDULER,
+        "get_test_dataloaders": "def get_test_dataloader(self): return data",
+        "get_val_dataloaders": "def get_validation_dataloader(self): return data",
+        "val_step": "def validation_step(self, batch): return loss",
+    },
+}
+"""By whose method it is: each name, and what to write instead."""
+
+ONLY_WITH: Mapping[str, str] = {
+    "evaluate": "ignore_keys",
+    "log": "logs",
+    "predict": "ignore_keys",
+    "save_model": "output_dir",
+    "setup": "stage",
+    "teardown": "stage",
+    "train": "mode",
+}
+"""Names that anybody might choose: they are another trainer's where they have its parameter, too."""
+
+
+def find_foreign_method(name: str) -> tuple[str, str] | None:
+    """Return whose method a name is and what to do here, or None for a name that nobody else has."""
+    for owner, methods in FOREIGN_METHODS.items():
+        if name in methods:
+            here = methods[name]
+            return owner, f"do {here}" if here.startswith("the same ") else f"write {here}"
+    return None
+
+
+def find_unused_foreign_methods(kinds: Mapping[type, Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    """Yield name, owner and advice for each method of another trainer's that nothing in these classes calls.
+
+    Args:
+        kinds: The user's classes with what they define; a method that they call themselves is theirs to name.
+    """
+    used: dict[str, set[str]] = {}
+    for defined in kinds.values():
+        for method, value in defined.items():
+            for name in _names_in(value):
+                used.setdefault(name, set()).add(method)
+    for defined in kinds.values():
+        for name, value in sorted(defined.items()):
+            foreign = find_foreign_method(name)
+            if foreign is not None and _is_theirs(name, value) and not used.get(name, set()) - {name}:
+                yield name, *foreign
+
+
+def _is_theirs(name: str, value: Any) -> bool:
+    function = _unwrap(value)
+    if not isinstance(function, FunctionType):
+        return False
+    return name not in ONLY_WITH or ONLY_WITH[name] in inspect.signature(function).parameters
+
+
+def _names_in(value: Any) -> Iterator[str]:
+    function = _unwrap(value)
+    codes = [function.__code__] if isinstance(function, FunctionType) else []
+    while codes:
+        code = codes.pop()
+        yield from code.co_names
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def _unwrap(value: Any) -> Any:
+    """Return the function behind a method, a property or a decorator that keeps it."""
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    return inspect.unwrap(value.fget if isinstance(value, property) and value.fget else value)
