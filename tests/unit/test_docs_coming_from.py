@@ -226,7 +226,6 @@ def test_every_argument_on_the_page_is_known_to_the_error_or_is_one_here(owner):
 OF_API = {*HOOKS, *dir(AcceleratorModule), *dir(Trainer), *inspect.signature(Trainer).parameters, *dir(accmt)}
 COMMON = {
     "metrics",
-    "metrics",
     "AcceleratorModule",
     "Trainer",
     "accmt",
