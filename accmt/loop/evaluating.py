@@ -16,7 +16,7 @@ from accmt.data import Loader, Round, draw_seed
 from accmt.errors import ArgumentError, explain
 from accmt.loop.chosen_weights import CheckpointPath, using_average, using_weights
 from accmt.loop.contract import adapt_validation_step, check_untrained_module, check_validation, defines
-from accmt.loop.evaluation import evaluate, reported
+from accmt.loop.evaluation import call_hooks, evaluate, in_evaluation_mode, reported
 from accmt.loop.given import GivenData
 from accmt.loop.inputs import metrics_of_sets
 from accmt.loop.launch import build_accelerator
@@ -84,12 +84,10 @@ def evaluate_alone(request: Request) -> dict[str, float]:
     Raises:
         AccmtError: A fault in module, data, weights or metrics.
     """
-    with _open(request) as run:
-        for hook in run.hooks.on_evaluation_start:
-            hook()
+    with _open(request) as run, in_evaluation_mode(run.unwrapped_model):
+        call_hooks(run.hooks.on_evaluation_start)
         results = evaluate(run, request.function)
-        for hook in run.hooks.on_evaluation_end:
-            hook(metrics=results)
+        call_hooks(run.hooks.on_evaluation_end, metrics=results)
     if results and request.run_in_work is not None:
         for hook in request.run_in_work.hooks.on_log:
             hook(values=reported(run, results), step=request.trainer.state.global_step)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from accmt.callbacks.dispatch import Hook
 from accmt.data import Loader, Round, derive_seed, seed_generators
 from accmt.errors import ModuleContractError, explain
 from accmt.loop.bad_samples import BadSamples, tell_bad_samples_of_set
@@ -35,18 +37,36 @@ def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
         Losses and metrics by name; with several validation sets `<name>__<key>`. Empty without validation data.
     """
     state = run.state
-    for hook in run.hooks.on_evaluation_start:
-        hook()
-    state.begin_evaluation()
-    results = evaluate(run, "validate")
-    state.metrics = dict(results)
-    if counts:
-        state.count_evaluation()
-    _log_results(run, results)
-    _step_on_plateau(run, results)
-    for hook in run.hooks.on_evaluation_end:
-        hook(metrics=state.metrics)
+    with in_evaluation_mode(run.unwrapped_model):
+        call_hooks(run.hooks.on_evaluation_start)
+        state.begin_evaluation()
+        results = evaluate(run, "validate")
+        state.metrics = dict(results)
+        if counts:
+            state.count_evaluation()
+        _log_results(run, results)
+        _step_on_plateau(run, results)
+        call_hooks(run.hooks.on_evaluation_end, metrics=state.metrics)
     return state.metrics
+
+
+@contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Let no part of a model train meanwhile, such as dropout; afterwards each part has the mode that it had before."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, is_training in modes:  # one by one: the user may keep some in evaluation mode
+            module.training = is_training
+
+
+@torch.no_grad()
+def call_hooks(hooks: Iterable[Hook], **data: Any) -> None:
+    """Call hooks of an evaluation: what they compute with the model needs no gradients."""
+    for hook in hooks:
+        hook(**data)
 
 
 def _log_results(run: Run, results: dict[str, float]) -> None:
@@ -120,14 +140,10 @@ def reported(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
 def without_training(run: EvaluationRun, stage: Stage) -> Iterator[None]:
     """Let a model work that is not trained meanwhile: in evaluation mode, each process for itself."""
     before, run.state.now.stage = run.state.now.stage, stage
-    training = [module for module in run.unwrapped_model.modules() if module.training]
-    run.unwrapped_model.eval()
     try:
-        with run.using_unwrapped_model():
+        with in_evaluation_mode(run.unwrapped_model), run.using_unwrapped_model():
             yield
     finally:
-        for module in training:  # and not those that the user keeps in eval mode
-            module.training = True
         run.state.now.stage = before
 
 
@@ -144,8 +160,7 @@ def _evaluate_set(
 ) -> dict[str, float]:
     is_silent = stage == "sanity_check"
     reports_batches = run.state.fn == "fit" and not (is_silent or run.settings.evaluation.report_loss_after_eval)
-    for hook in () if is_silent else run.hooks.on_validation_start:
-        hook(key=key)
+    call_hooks(() if is_silent else run.hooks.on_validation_start, key=key)
     in_work = _SetInWork(run, key, is_silent=is_silent)
     for round_ in _first_rounds(loader, max_rounds):
         with without_gradients(run, stage):
@@ -154,8 +169,7 @@ def _evaluate_set(
         if reports_batches:
             _report_batch(run, key, loss, weight)
     outputs = in_work.finish()
-    for hook in () if is_silent else run.hooks.on_validation_end:
-        hook(key=key, outputs=outputs)
+    call_hooks(() if is_silent else run.hooks.on_validation_end, key=key, outputs=outputs)
     return outputs
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
-from accmt import Accuracy, Callback, Metric
+from accmt import Accuracy, Callback, LambdaCallback, Metric
+from accmt.callbacks import HOOKS
 from accmt.metrics import StreamingMetric
 from tests.toys import Linear, Numbers, Recorder, Scripted, logged, make_points, make_trainer
 
@@ -128,6 +130,84 @@ def test_validation_runs_without_gradients_and_training_with(inference_mode: boo
     trainer = make_trainer(inference_mode=inference_mode, num_sanity_val_steps=0)
     trainer.fit(Looking(), make_points(), make_points(2))
     assert set(kinds) == {(inference_mode, False, False)}
+
+
+EVALUATION_HOOKS = [name for name in HOOKS if "evaluation" in name or "validation" in name] + [
+    "on_log",
+    "on_save_model",
+]
+
+
+class Modes(Callback):
+    """Writes down, at each hook and step of an evaluation, what model and autograd are set to."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def note(self, name):
+        inner = self.module.unwrapped_model
+        modes = (self.module.model.training, inner[0].training, inner[1].training)
+        self.seen.setdefault(name, set()).add((*modes, torch.is_grad_enabled()))
+
+
+for _name in EVALUATION_HOOKS:
+    setattr(Modes, _name, lambda self, _name=_name: self.note(_name))
+
+
+class Frozen(Linear):
+    """Has dropout, and a layer that stays in evaluation mode in training, too."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3).eval(), nn.Linear(3, 1))
+
+    def modes(self):
+        return [module.training for module in self.model.modules()]
+
+
+OFF = {(False, False, False, False)}
+
+
+@pytest.mark.parametrize("fails", [None, "on_evaluation_start", "on_validation_end", "on_evaluation_end"])
+def test_hooks_of_an_evaluation_see_a_model_that_is_evaluated_and_modes_come_back(fails: str | None):
+    def fail():
+        if module.model.training:
+            return
+        module.model.train()  # whatever hooks set
+        raise ValueError("broken")
+
+    module, watching = Frozen(), Modes()
+    before = module.modes()
+    hooks = [watching, *([LambdaCallback(order=1, **{fails: fail})] if fails else [])]
+    trainer = make_trainer(callbacks=hooks, model_saving="always", log_every=100, report_loss_after_eval=False)
+    with pytest.raises(ValueError, match="broken") if fails else nullcontext():
+        trainer.fit(module, make_points(), make_points(6))
+    assert module.modes() == before
+    assert fails or watching.seen.keys() == set(EVALUATION_HOOKS)
+    watching.seen.pop("on_log", None)  # which training calls, too
+    assert all(seen == OFF for seen in watching.seen.values())
+
+
+@pytest.mark.parametrize("function", ["validate", "test"])
+@pytest.mark.parametrize("fails", [None, "on_evaluation_end"])
+def test_hooks_of_an_evaluation_by_hand_see_the_same(function: str, fails: str | None):
+    module, watching = Frozen(), Modes()
+    before = module.modes()
+    trainer = make_trainer(callbacks=[watching, LambdaCallback(order=1, **({fails: lambda: 1 / 0} if fails else {}))])
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        getattr(trainer, function)(module, make_points(6))
+    assert module.modes() == before
+    assert len(watching.seen) == 6
+    assert all(seen == OFF for seen in watching.seen.values())
+
+
+def test_data_of_an_evaluation_are_fetched_with_gradients_as_those_of_training_are():
+    class Differentiated(Numbers):
+        def __getitem__(self, index):
+            number = super().__getitem__(index).requires_grad_()
+            return torch.autograd.grad(number**2, number)[0]
+
+    make_trainer(num_sanity_val_steps=0).fit(Scripted(), Differentiated(4), Differentiated(4))
 
 
 @pytest.mark.feature("D23")
