@@ -15,7 +15,7 @@ class EndSummary(MainProcessCallback):
     """Says how the run ended, what it did, the newest and the best values, and where to find more.
 
     Args:
-        loss_name: The training loss in the rows that are logged.
+        loss_name: What the training loss is called; its mean over the last epoch is said.
 
     Processes: main only.
     """
@@ -24,17 +24,12 @@ class EndSummary(MainProcessCallback):
 
     def __init__(self, loss_name: str) -> None:
         self._loss_name = loss_name
-        self._loss: float | None = None
         self._begin_s = 0.0
         self._samples_before = 0
 
     def on_fit_start(self) -> None:
         """Begin to count."""
-        self._begin_s, self._samples_before, self._loss = monotonic(), self.state.samples_seen, None
-
-    def on_log(self, values: Mapping[str, float]) -> None:
-        """Take the loss out of a row of logged values."""
-        self._loss = values.get(self._loss_name, self._loss)
+        self._begin_s, self._samples_before = monotonic(), self.state.samples_seen
 
     def on_fit_end(self) -> None:
         """Say the summary."""
@@ -50,8 +45,9 @@ class EndSummary(MainProcessCallback):
         yield "status", state.status
         yield "done", f"{state.global_step:,} updates{skipped}, {state.epoch:,} epochs, {state.samples_seen:,} samples"
         yield "time", f"{_write_time(seconds)}, {samples / max(seconds, 1e-9):,.1f} samples/s, all included"
-        if self._loss is not None:
-            yield self._loss_name, f"{self._loss:.5g}"
+        loss = self.trainer.run.window.epoch_loss
+        if loss is not None:
+            yield self._loss_name, f"{loss:.5g}"
         if state.metrics:
             yield "evaluation", _write_values(state.metrics)
         if state.best:

@@ -10,10 +10,10 @@ from accmt.messages import say
 
 
 class EvaluationReport(MainProcessCallback):
-    """Says at each evaluation where the run is, the training loss that was logged last, and the results.
+    """Says at each evaluation where the run is, the mean training loss of the epoch until here, and the results.
 
     Args:
-        loss_name: The training loss in the rows that are logged.
+        loss_name: What the training loss is called.
 
     Processes: main only.
     """
@@ -22,16 +22,12 @@ class EvaluationReport(MainProcessCallback):
 
     def __init__(self, loss_name: str = "train_loss") -> None:
         self._loss_name = loss_name
-        self._loss: float | None = None
-
-    def on_log(self, values: Mapping[str, float]) -> None:
-        """Take the loss out of a row of logged values."""
-        self._loss = values.get(self._loss_name, self._loss)
 
     def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
         """Say one line."""
         total = self.trainer.estimated_stepping_batches
         of_total = f" of {total:.0f}" if math.isfinite(total) else ""
-        known = {} if self._loss is None else {self._loss_name: self._loss}
+        loss = self.trainer.run.window.epoch_loss
+        known = {} if loss is None else {self._loss_name: loss}
         values = ", ".join(f"{name} {value:.4g}" for name, value in {**known, **metrics}.items())
         say(f"update {self.state.global_step}{of_total}, epoch {self.state.epoch + 1}: {values}")

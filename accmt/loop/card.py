@@ -30,7 +30,7 @@ def write_card(run: Run, folder: Path) -> None:
         folder,
         head={**huggingface.describe_model(model), "tags": ["accmt"]},
         sections={
-            "Results": {**state.metrics, **state.best},
+            "Results": {**_describe_loss(run), **state.metrics, **state.best},
             "Model": {"model": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())},
             "Samples": _count_samples(run),
             "Hyper-parameters": run.settings.hps.get_config(),
@@ -70,6 +70,11 @@ def _count_samples(run: Run) -> dict[str, Any]:
     loaders |= {f"validation {name}".strip(): loader for name, loader in run.val_loaders.items()}
     counted = {name: length_of(loader.dataloader.dataset) for name, loader in loaders.items()}
     return {name: number for name, number in counted.items() if number is not None}
+
+
+def _describe_loss(run: Run) -> dict[str, float]:
+    loss = run.window.epoch_loss
+    return {} if loss is None else {run.settings.tracking.train_loss_metric_name: loss}
 
 
 def _describe_training(run: Run) -> dict[str, Any]:

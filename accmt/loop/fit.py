@@ -179,6 +179,7 @@ def _end_epoch(run: Run, *, is_used_up: bool) -> None:
     if is_used_up:
         step_schedule(run, at_epoch_end=True)
         state.count_epoch()
+        run.window.end_epoch()
     run.boundary.mark(run, "epoch_end")
     _tell_epoch_end(run, is_counted=is_used_up, evaluated=is_evaluation_due)
 

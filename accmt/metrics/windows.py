@@ -1,4 +1,4 @@
-"""The training values between two rows of the log, and between two evaluations, over all processes."""
+"""The training values between two rows of the log, between two evaluations, and of an epoch, over all processes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ class _Mean:
         self._total += total
         self._weight += weight
 
+    @property
+    def value(self) -> float | None:
+        return self._total / self._weight if self._weight else None
+
     def take(self) -> float | None:
-        mean = self._total / self._weight if self._weight else None
+        mean = self.value
         self._total = self._weight = 0.0
         return mean
 
@@ -33,7 +37,7 @@ class _Mean:
 
 
 class TrainingWindow:
-    """The training values since the last row of the log, and the loss since the last evaluation.
+    """The training values since the last row of the log, and the loss since the last evaluation and of the epoch.
 
     Args:
         device: Where processes can add up.
@@ -46,6 +50,8 @@ class TrainingWindow:
         self._logged = LoggedValues() if logged is None else logged
         self._since_log = _Mean()
         self._since_evaluation = _Mean()
+        self._of_epoch = _Mean()
+        self._is_epoch_over = False
 
     def add(self, loss: torch.Tensor, weight: Weight, others: Mapping[str, torch.Tensor] | None = None) -> None:
         """Add the loss of one batch, and what else its step returned.
@@ -79,8 +85,17 @@ class TrainingWindow:
         self._collect()
         return self._since_evaluation.take()
 
+    @property
+    def epoch_loss(self) -> float | None:
+        """The mean loss of the epoch as of the last row or evaluation; that of the epoch before until then."""
+        return self._of_epoch.value
+
+    def end_epoch(self) -> None:
+        """Begin a new mean with the next batch; to be called where a row was just taken."""
+        self._is_epoch_over = True
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the values that no row has yet, those of each process.
+        """Return the values that no row has yet, those of each process, and the means that go on.
 
         Processes: collective.
         """
@@ -89,6 +104,7 @@ class TrainingWindow:
             "processes": gather_objects(own),
             "since_log": self._since_log.state_dict(),
             "since_evaluation": self._since_evaluation.state_dict(),
+            "of_epoch": {**self._of_epoch.state_dict(), "is_over": self._is_epoch_over},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -97,6 +113,8 @@ class TrainingWindow:
         self._logged.take()
         self._since_log.load_state_dict(state["since_log"])
         self._since_evaluation.load_state_dict(state["since_evaluation"])
+        self._of_epoch.load_state_dict(state["of_epoch"])
+        self._is_epoch_over = state["of_epoch"]["is_over"]
         saved = state["processes"]
         own = [saved[process_index()]] if len(saved) == num_processes() else saved if is_main_process() else []
         for part in own:
@@ -107,4 +125,8 @@ class TrainingWindow:
         loss, weight, num_others = sum_over_processes((*self._loss.take(), len(self._logged)), self._device)
         self._since_log.add(loss, weight)
         self._since_evaluation.add(loss, weight)
+        if self._is_epoch_over and weight:
+            self._of_epoch.take()
+            self._is_epoch_over = False
+        self._of_epoch.add(loss, weight)
         return num_others > 0

@@ -30,6 +30,12 @@ def test_means_and_sums_are_those_over_all_processes(outcome):
     assert [row["samples"] for row in training] == [len(window) for window in windows()]
 
 
+def test_the_loss_of_the_epoch_is_the_mean_over_all_samples_of_all_processes(outcome):
+    rows = [values["train_loss"] for _, values in outcome["rows"] if "train_loss" in values]
+    expected = sum(loss * len(window) for loss, window in zip(rows, windows(), strict=True)) / SAMPLES
+    assert outcome["epoch_losses"] == pytest.approx([expected] * len(outcome["epoch_losses"]))
+
+
 def test_a_value_of_some_processes_is_the_mean_over_those(outcome):
     assert [values["of_the_last"] for _, values in outcome["rows"] if "train_loss" in values][0] == 5.0
 

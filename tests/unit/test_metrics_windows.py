@@ -155,3 +155,32 @@ def test_a_window_of_weight_zero_has_no_mean():
     window = window_of((math.nan, 0.0))
     assert window.take_row("loss") == {}
     assert window.take_since_evaluation() is None
+
+
+def test_the_mean_of_an_epoch_goes_on_until_the_first_batch_of_the_next():
+    window = window_of((1.0, 1.0))
+    assert window.epoch_loss is None
+    window.take_row("loss")
+    window.add(torch.tensor(4.0), 2.0)
+    window.take_since_evaluation()
+    assert window.epoch_loss == 3.0
+    window.end_epoch()
+    window.take_row("loss")
+    assert window.epoch_loss == 3.0
+    window.add(torch.tensor(7.0), 1.0)
+    window.take_row("loss")
+    assert window.epoch_loss == 7.0
+
+
+@pytest.mark.parametrize("ends_epoch", [True, False])
+def test_the_mean_of_an_epoch_survives_in_the_state(ends_epoch):
+    window = window_of((1.0, 1.0), (4.0, 2.0))
+    window.take_row("loss")
+    if ends_epoch:
+        window.end_epoch()
+    window.add(torch.tensor(0.1), 3.0)
+    resumed = TrainingWindow(CPU)
+    resumed.load_state_dict(window.state_dict())
+    window.take_row("loss")
+    resumed.take_row("loss")
+    assert resumed.epoch_loss == window.epoch_loss == pytest.approx(0.1 if ends_epoch else 9.3 / 6)
