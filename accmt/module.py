@@ -192,7 +192,9 @@ class AcceleratorModule(LogsValues):
         return self.state.state_dict()
 
     def freeze(self, *parts: nn.Module) -> None:
-        """Stop training parts of the model, before `fit`: their parameters get no gradients and no updates.
+        """Stop training parts of the model: their parameters get no gradients and no updates.
+
+        Before `fit`, or between two optimizer steps of it, on every process.
 
         Dropout and the running statistics of batch norm go on; `part.eval()` in `training_step` stops them.
 
@@ -203,7 +205,7 @@ class AcceleratorModule(LogsValues):
             part.requires_grad_(requires_grad=False)
 
     def unfreeze(self, *parts: nn.Module) -> None:
-        """Train parts of the model again, before `fit`; none means all of it."""
+        """Train parts of the model again; none means all of it."""
         for part in parts or (self.model,):
             part.requires_grad_(requires_grad=True)
 

@@ -15,8 +15,9 @@ from accmt.errors import ArgumentError, explain
 class EMA(Callback):
     """Keeps an exponential moving average of the weights; evaluations, and the models saved by them, use it.
 
-    After each update `average = decay * average + (1 - decay) * weight`, for every trained weight. Training goes
-    on with the weights themselves. The average is in the checkpoints. Every process keeps the whole of it.
+    After each update `average = decay * average + (1 - decay) * weight`, for every weight that is trained, or was: that
+    of a layer which is unfrozen during the run begins as the weight is then. Training goes on with the weights
+    themselves. The average is in the checkpoints. Every process keeps the whole of it.
 
     Args:
         decay: How much of the average stays, above 0 and below 1: it looks back about 1 / (1 - decay) updates.
@@ -55,15 +56,17 @@ class EMA(Callback):
     def on_fit_start(self) -> None:
         """Begin with the weights as they are, unless the run continues with an average."""
         self._trained = {}
-        kept = self.average if self.state.global_step else {}
-        self.num_averaged = self.num_averaged if kept else 0
-        self.average = {name: _like(kept.get(name), weight) for name, weight in self._weights().items()}
+        self.average = self.average if self.state.global_step else {}
+        self.num_averaged = self.num_averaged if self.average else 0
+        self.average = {name: _like(self.average.get(name), weight) for name, weight in self._weights().items()}
 
     def on_update_end(self) -> None:
         """Move the average towards the weights."""
-        average, weights = list(self.average.values()), list(self._weights().values())
+        weights = self._weights()
+        for name in weights.keys() - self.average.keys():  # unfrozen since
+            self.average[name] = weights[name].clone()
         self.num_averaged += 1
-        torch._foreach_lerp_(average, weights, 1 - self._decay_now())
+        torch._foreach_lerp_([self.average[name] for name in weights], list(weights.values()), 1 - self._decay_now())
 
     def on_evaluation_start(self) -> None:
         """Let the evaluation see the average."""
@@ -94,7 +97,8 @@ class EMA(Callback):
 
     def _weights(self) -> dict[str, Tensor]:
         model: nn.Module = self.module.unwrapped_model
-        return {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
+        named = model.named_parameters()
+        return {name: weight.detach() for name, weight in named if weight.requires_grad or name in self.average}
 
     def _give_back(self) -> None:
         _copy(self._trained, self._weights())
@@ -107,4 +111,5 @@ def _like(kept: Tensor | None, weight: Tensor) -> Tensor:
 
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
     for name, tensor in source.items():
-        target[name].copy_(tensor)
+        if name in target:
+            target[name].copy_(tensor)

@@ -81,13 +81,14 @@ def restore_model(model: nn.Module, state: State) -> None:
 
 
 def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> None:
-    """Give the optimizer a state as `optimizer_state` returns it.
+    """Give the optimizer a state as `optimizer_state` returns it; it gets the groups that it was given during the run.
 
     Raises:
         CheckpointError: It is of another class, or its groups hold other parameters than the state's.
     """
     if state["class"] != type(optimizer).__qualname__:
         raise _other_groups(optimizer, f"a {type(optimizer).__qualname__}; the checkpoint's is a {state['class']}")
+    _add_later_groups(model, optimizer, state["param_groups"][len(optimizer.param_groups) :])
     names = _parameter_names(model, optimizer)
     groups = optimizer.state_dict()["param_groups"]
     _require_same_groups(
@@ -105,6 +106,17 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> N
         }
     )
     _restore_dtypes(optimizer, names, state["state"])
+
+
+def _add_later_groups(model: nn.Module, optimizer: Optimizer, groups: Sequence[State]) -> None:
+    """Add the groups that `Optimizer.add_param_group` made during the run, for layers that were unfrozen."""
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    named = plain_parameter_names(model)
+    for group in groups:
+        parameters = [named[name] for name in group["params"] if name in named]
+        if len(parameters) < len(group["params"]) or not held.isdisjoint(parameters):
+            return  # they are others, which is an error
+        optimizer.add_param_group({**group, "params": parameters})
 
 
 def _require_parameters_of(model: nn.Module, optimizer: Optimizer, where: str) -> None:

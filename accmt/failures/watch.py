@@ -42,6 +42,7 @@ class Watch:
         progress: Returns something that changes as long as the run goes on.
 
     Attributes:
+        board: Where processes leave notes.
         has_failed: Whether this process has told of its failure.
         is_apart: Whether it failed while others did not, so that nothing can be done together any more.
     """
@@ -49,7 +50,8 @@ class Watch:
     def __init__(
         self, board: Board, interruption: Interruption, *, hang_timeout_s: float | None, progress: Callable[[], Any]
     ) -> None:
-        self._board = board
+        self.board = board
+        self._answers: list[Callable[[], None]] = []
         self._interruption = interruption
         self._hang_timeout_s = hang_timeout_s
         self._progress = progress
@@ -82,6 +84,10 @@ class Watch:
         self._receiver.close()
         self._sender.close()
 
+    def answer_by(self, answer: Callable[[], None]) -> None:
+        """Let `answer` look at the notes whenever there are new ones, also while the main thread waits."""
+        self._answers.append(answer)
+
     def tell_failure(self, error: BaseException) -> None:
         """Tell the other processes that this one ends with an error."""
         self.has_failed = True
@@ -98,7 +104,7 @@ class Watch:
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             notes = self.failures()
-            if len(notes) == self._board.count:
+            if len(notes) == self.board.count:
                 places = {repr(note["progress"]) for note in notes.values()}
                 return len(places) == 1 and not any(note["is_consequence"] for note in notes.values())
             time.sleep(_POLL_S)
@@ -107,7 +113,7 @@ class Watch:
     def failures(self) -> dict[int, Any]:
         """Return what processes told of their failures, the first one first."""
         try:
-            notes = self._board.read("failed")
+            notes = self.board.read("failed")
         except (RuntimeError, OSError):  # the process that held the store is gone
             return {}
         return dict(sorted(notes.items(), key=lambda item: (item[1]["is_consequence"], item[1]["ticket"])))
@@ -115,9 +121,9 @@ class Watch:
     def find_silent(self) -> list[int]:
         """Return the processes that show no life any more; takes a few beats."""
         try:
-            before = self._board.beats()
+            before = self.board.beats()
             time.sleep(3 * _BEAT_S)
-            return [index for index, beats in enumerate(self._board.beats()) if beats == before[index]]
+            return [index for index, beats in enumerate(self.board.beats()) if beats == before[index]]
         except (RuntimeError, OSError):
             return []
 
@@ -154,15 +160,17 @@ class Watch:
         now = time.monotonic()
         if now - self._last_beat > _BEAT_S:
             self._last_beat = now
-            self._board.beat()
-        if self._interruption.is_asked or self._board.has_news():
+            self.board.beat()
+        if self._interruption.is_asked or self.board.has_news():
             self._interruption.agree()
+            for answer in self._answers:
+                answer()
             self._look_for_failures(now)
         self._end_if_stuck(now)
         self._end_if_hung(now)
 
     def _look_for_failures(self, now: float) -> None:
-        if self._failure_seen_at is None and set(self.failures()) - {self._board.index}:
+        if self._failure_seen_at is None and set(self.failures()) - {self.board.index}:
             self._failure_seen_at = now
 
     def _end_if_stuck(self, now: float) -> None:
@@ -187,14 +195,14 @@ class Watch:
         what = f"no progress for {self._hang_timeout_s:g} s; the main thread is here:\n{''.join(stack)}"
         self._post_failure(what, is_consequence=waits)
         time.sleep(1.0)  # until all have told where they are
-        index, note = next(iter(self.failures().items()), (self._board.index, {"text": what}))
+        index, note = next(iter(self.failures().items()), (self.board.index, {"text": what}))
         self._end(f"process {index}: {note['text']}")
 
     def _post_failure(self, text: str, *, is_consequence: bool, kind: str | None = None) -> None:
         try:
-            ticket = self._board.draw_ticket()
+            ticket = self.board.draw_ticket()
             note = {"ticket": ticket, "text": text, "is_consequence": is_consequence, "kind": kind}
-            self._board.post("failed", {**note, "progress": repr(self._progress())})
+            self.board.post("failed", {**note, "progress": repr(self._progress())})
         except (RuntimeError, OSError):  # the process that held the store is gone
             return
 

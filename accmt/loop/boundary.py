@@ -72,7 +72,7 @@ class Boundary:
         """Let the model have the buffers of the boundary, and the optimizer its rates, while they are saved."""
         groups = run.stepper.optimizer.param_groups
         rates = [group["lr"] for group in groups]
-        for group, rate in zip(groups, self.own["lr"], strict=True):
+        for group, rate in zip(groups, self.own["lr"], strict=False):  # a group may be new since
             group["lr"] = rate
         self._buffers.put_back()
         try:

@@ -142,6 +142,7 @@ def _start_training(run: Run) -> None:
         hook()
     for hook in run.hooks.on_fit_start:
         hook()
+    run.trained.begin()
     if run.settings.evaluation.eval_when_start and run.val_loaders and begins:
         evaluate_and_count(run, counts=False)
         run.boundary.mark(run)

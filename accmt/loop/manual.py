@@ -48,6 +48,7 @@ class ManualSteps:
             if not round_.is_last:  # where data go on, they are counted
                 run.state.count_batch()
             return False
+        run.trained.update()
         batch = run.place(round_.batch)
         own = run.count_samples(round_, batch)
         samples = round_.num_samples if round_.num_samples is not None else own * num_processes()
@@ -57,6 +58,7 @@ class ManualSteps:
             hook(batch=batch)
         with run.autocast():
             outputs = run.training_step(batch)
+        run.trained.require_unchanged()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):
             run.window.add(loss.detach(), own)

@@ -27,6 +27,7 @@ def stateful_parts(run: Run) -> dict[str, Stateful]:
         "selection": run.saver.selection,
         "tracking": run.tracking,
         "module": run.module,
+        "trained": run.trained,
         "clock": run.clock,
     }
     if run.saver.patience is not None:
@@ -102,6 +103,7 @@ def restore(run: Run, resumed: Resumed) -> None:
     resets_optimizer = run.settings.checkpoints.reset_optimizer_on_resume
     built = group_arguments(run.stepper.optimizer)
     others = load_state(run.model, None if resets_optimizer else [run.stepper.optimizer], resumed.folder)
+    built += group_arguments(run.stepper.optimizer)[len(built) :]
     if not resets_optimizer:
         _restore_schedule(run, others, built, resumed.changes)
     for name, part in stateful_parts(run).items():

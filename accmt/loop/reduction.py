@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,30 @@ def settle_buckets(model: nn.Module) -> None:
     model.reducer.prepare_for_backward([])
     torch.stack([parameter.sum() for parameter in model.parameters() if parameter.requires_grad]).sum().backward()  # type: ignore[no-untyped-call]
     model.zero_grad(set_to_none=True)
+
+
+def rebuild_reducer(model: DistributedDataParallel) -> None:
+    """Let DistributedDataParallel average the gradients of those parameters that require them now.
+
+    It notes them once, when it is built. This is what it does when it is unpickled, with its communication hooks.
+
+    Processes: collective; every process trains the same parameters.
+
+    Source: `DistributedDataParallel.__setstate__` in torch/nn/parallel/distributed.py.
+    """
+    wrapper: Any = model  # these methods have no types
+    wrapper._remove_autograd_hooks()
+    parameters, expect_sparse = wrapper._build_params_for_reducer()
+    names = wrapper._build_debug_param_to_name_mapping(parameters)
+    wrapper._ddp_init_helper(parameters, expect_sparse, names, model.static_graph)
+    if model.static_graph:
+        model.reducer._set_static_graph()
+        wrapper._static_graph_delay_allreduce_enqueued = False
+    for hook, state in model._comm_hooks:
+        for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):  # PowerSGD's, by number of bucket
+            getattr(state, memory, {}).clear()
+        dist._register_comm_hook(model.reducer, state, hook)  # type: ignore[attr-defined]
+    settle_buckets(model)
 
 
 def broadcast_buffers(model: nn.Module) -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from accmt.loop.recovery import Recovery
     from accmt.loop.saver import ModelSaver
     from accmt.loop.schedule import RunLength
+    from accmt.loop.trained import TrainedParameters
 
 _NOTHING = nullcontext()
 
@@ -162,6 +163,7 @@ class Run(EvaluationRun):
         training_step: The user's step as a function of the batch.
         loaders: Makes the loaders, those of the validation sets too.
         stepper: Backward, clipping and optimizer.
+        trained: Which parameters are trained at the moment.
         scheduler: The schedule, or None.
         actions: What a Trainer's subclass may replace.
         callbacks: The user's callbacks, of Trainer and module.
@@ -185,6 +187,7 @@ class Run(EvaluationRun):
     training_step: Callable[[Any], Any]
     loaders: Loaders
     stepper: Stepper
+    trained: TrainedParameters
     scheduler: Any
     actions: Actions
     callbacks: tuple[Callback, ...]

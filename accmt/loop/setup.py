@@ -29,6 +29,7 @@ from accmt.loop.resume import Resumed, find_resumed
 from accmt.loop.run import Actions, Run
 from accmt.loop.saver import ModelSaver
 from accmt.loop.schedule import RunLength, measure_run
+from accmt.loop.trained import TrainedParameters
 from accmt.loop.weighting import Weighting
 from accmt.metrics import TrainingWindow
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
@@ -125,6 +126,8 @@ def _make_parts(
     failures = settings.failures
     saves = settings.checkpoints.every is not None or bool(settings.failures.kinds)
     keeps_boundary = saves or settings.optimization.auto_micro_batch
+    watch = _make_watch(settings, trainer.state, is_listening=saves)
+    parts = prepared.model, prepared.unwrapped_model, prepared.stepper.optimizer
     return {
         "settings": settings,
         "accelerator": accelerator,
@@ -139,7 +142,8 @@ def _make_parts(
         "guard": LossGuard(failures.on_nonfinite, failures.spike_guard, careful_until=recovery.careful_until),
         "recovery": recovery,
         "clock": Clock(read_max_time(settings.running.max_time)),
-        **_make_watch(settings, trainer.state, is_listening=saves),
+        **watch,
+        "trained": TrainedParameters(module, *parts, watch["watch"]),
         "counts_own_samples": defines(module, "get_batch_size"),
     }
 

@@ -31,6 +31,7 @@ def train_epoch(run: Run) -> bool:
         run.unwrapped_model.train()
     for hook in run.hooks.on_epoch_start:
         hook()
+    run.trained.find_parameters()
     module = run.module
     rounds = ManualSteps(run, module) if isinstance(module, ExtendedAcceleratorModule) else Windows(run)
     is_used_up = True  # as it is where a checkpoint was written after the last update of an epoch

@@ -25,6 +25,7 @@ def finish_window(run: Run, window: Window) -> bool:
     stepper = run.stepper
     if run.settings.optimization.auto_micro_batch and _has_run_out_of_memory(run, window):
         restart_with_smaller_batches(run)
+    run.trained.require_unchanged()
     if window.is_unreduced:  # before unscaling, so that all processes find the same inf
         average_gradients(stepper.parameters)
     stepper.unscale()

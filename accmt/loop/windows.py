@@ -72,6 +72,7 @@ class Windows:
 
     def _open_window(self, first: Round) -> Window:
         run = self._run
+        run.trained.update()
         if self._reduces_by_hand:
             broadcast_buffers(run.unwrapped_model)  # as the wrapper does before a window's first batch
         return _open_window(run, first)

@@ -1,0 +1,211 @@
+"""Which parameters are trained at the moment: layers may be frozen and unfrozen during a run, between optimizer steps.
+
+DistributedDataParallel averages the gradients of the parameters that required them when it was built. So before each
+accumulation window the parameters are looked at, and what averages is built again where they have changed. Processes
+compare what they found; that costs communication only where something has changed.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accmt.errors import ModuleContractError, ProcessFailedError, explain
+from accmt.loop.reduction import rebuild_reducer
+from accmt.messages import warn
+from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
+from accmt.processes import num_processes
+
+if TYPE_CHECKING:
+    from accmt.failures import Watch
+
+_WHERE = "freezing or unfreezing parameters"
+_PATIENCE_S = 5.0  # then it is asked whether the others are still alive
+_POLL_S = 0.01
+_SHOWN = 3
+
+
+class TrainedParameters:
+    """The parameters of a model, and which of them require gradients.
+
+    Args:
+        module: The module that is trained.
+        model: The model, wrapped where gradients are averaged by a wrapper.
+        unwrapped_model: The model itself.
+        optimizer: Its optimizer.
+        watch: Where processes leave notes; None where a process is alone.
+    """
+
+    def __init__(
+        self,
+        module: AcceleratorModule,
+        model: nn.Module,
+        unwrapped_model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        watch: Watch | None,
+    ) -> None:
+        self._model, self._unwrapped_model, self._optimizer = model, unwrapped_model, optimizer
+        self._agreement = None if watch is None or num_processes() == 1 else _Agreement(watch)
+        self._steps_by_itself = isinstance(module, ExtendedAcceleratorModule)
+        self._parameters = list(unwrapped_model.parameters())
+        self._flags = self._at_start = self._look()
+        self._saved: dict[str, bool] = {}
+        self._warn_if_not_in_optimizer()
+
+    def begin(self) -> None:
+        """Take what the program has frozen by now as how it starts; what an interrupted run changed later comes back.
+
+        After `on_fit_start`, which freezes layers anew in a run that is resumed.
+        """
+        self._at_start = self._look()
+        for name, parameter in self._unwrapped_model.named_parameters():
+            if name in self._saved:
+                parameter.requires_grad_(self._saved[name])
+        self._saved = {}
+
+    def find_parameters(self) -> None:
+        """Look which parameters the model has: layers may be replaced, or added, between epochs."""
+        before = dict(zip(self._parameters, zip(self._flags, self._at_start, strict=True), strict=True))
+        parameters = list(self._unwrapped_model.parameters())
+        if len(parameters) == len(before) and all(parameter in before for parameter in parameters):
+            return
+        known = [before.get(parameter, (None, parameter.requires_grad)) for parameter in parameters]
+        self._parameters = parameters
+        self._flags, self._at_start = [flag is True for flag, _ in known], [start for _, start in known]
+
+    def update(self) -> None:
+        """Let the gradients of the parameters that require them now be averaged, before a window begins.
+
+        Processes: all, for the same windows; they wait for one another only where something has changed.
+
+        Raises:
+            ModuleContractError: Processes have frozen or unfrozen different parameters, or none is left to train.
+            ProcessFailedError: A process does not answer.
+        """
+        flags = self._look()
+        has_changed = flags != self._flags
+        if self._agreement is not None:
+            self._agreement.pass_window(flags if has_changed else None)
+        if not has_changed:
+            return
+        if not any(flags):
+            got = "every parameter of self.model is frozen"
+            raise ModuleContractError(explain(_WHERE, got, "at least one that is trained", "leave a layer unfrozen"))
+        for parameter, is_trained in zip(self._parameters, flags, strict=True):
+            if not is_trained:
+                parameter.grad = None  # zeros, with set_to_none=False: momentum would move it on
+        self._flags = flags
+        self._warn_if_not_in_optimizer()
+        if isinstance(self._model, DistributedDataParallel):
+            rebuild_reducer(self._model)
+
+    def require_unchanged(self) -> None:
+        """Check, where a wrapper averages gradients, that a window has trained what it began with.
+
+        Raises:
+            ModuleContractError: A layer was frozen or unfrozen within the window.
+        """
+        if isinstance(self._model, DistributedDataParallel) and self._look() != self._flags:
+            got = "a change between two micro-batches of an optimizer step, or within training_step"
+            expected = "changes between optimizer steps, since several processes average the gradients of a step"
+            do = "change it in on_epoch_start or on_update_end, or make self.model an nn.ModuleDict of its parts"
+            raise ModuleContractError(explain(_WHERE, got, expected, do))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which parameters were frozen (False) or unfrozen (True) since the run began, by name."""
+        flags = self._look()
+        if flags == self._at_start:
+            return {"changed": dict(self._saved)}
+        began = dict(zip(self._parameters, self._at_start, strict=True))
+        named = self._unwrapped_model.named_parameters()
+        changed = {name: item.requires_grad for name, item in named if began.get(item) is not item.requires_grad}
+        return {"changed": {**self._saved, **changed}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned; it holds from `begin` on."""
+        self._saved = dict(state["changed"])
+
+    def _look(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters]
+
+    def _warn_if_not_in_optimizer(self) -> None:
+        if self._steps_by_itself:  # it may have optimizers of its own
+            return
+        held = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
+        names = [
+            name
+            for name, parameter in self._unwrapped_model.named_parameters()
+            if parameter.requires_grad and parameter not in held
+        ]
+        if names:
+            shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+            what = f"{len(names)} parameters require gradients but are not in the optimizer, so they are not trained"
+            warn(f"{what}: {shown}; give the optimizer all parameters (frozen ones cost nothing), or freeze these")
+
+
+class _Agreement:
+    """Compares over processes which parameters are trained, whenever that changes.
+
+    A process that sees a change tells the others, and waits for them. One that has begun the same window without a
+    change does not look for notes; its watch answers for it, since the process itself waits in a collective.
+
+    Args:
+        watch: Where notes are left.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._changes = 0
+        self._windows = 0
+        watch.answer_by(self._answer)
+
+    def pass_window(self, flags: list[bool] | None) -> None:
+        """Begin a window; where something has changed, once every process has seen it.
+
+        Args:
+            flags: What is trained now; None if nothing has changed.
+        """
+        if flags is not None:
+            digest = xxhash.xxh3_64_hexdigest(bytes(flags))
+            self._watch.board.post(self._topic, {"window": self._windows, "trained": digest})
+            self._require_equal(self._wait())
+            self._changes += 1
+        self._windows += 1
+
+    @property
+    def _topic(self) -> str:
+        return f"trained-{self._changes}"
+
+    def _answer(self) -> None:
+        board = self._watch.board
+        notes = board.read(self._topic)
+        if board.index not in notes and any(note["window"] < self._windows for note in notes.values()):
+            board.post(self._topic, {"window": self._windows, "trained": None})
+
+    def _wait(self) -> dict[int, Any]:
+        board, asked_at = self._watch.board, time.monotonic()
+        while len(notes := board.read(self._topic)) < board.count:
+            time.sleep(_POLL_S)
+            if time.monotonic() - asked_at > _PATIENCE_S:
+                self._require_alive()
+                asked_at = time.monotonic()
+        return notes
+
+    def _require_alive(self) -> None:
+        gone = self._watch.find_silent() or list(self._watch.failures())
+        if gone:
+            got = "it does not answer which parameters it trains"
+            raise ProcessFailedError(explain(f"process {gone[0]}", got, "all processes alive", "see its log"))
+
+    @staticmethod
+    def _require_equal(notes: dict[int, Any]) -> None:
+        if len({(note["window"], note["trained"]) for note in notes.values()}) > 1:
+            others = [index for index, note in notes.items() if note != notes[0]]
+            got = f"process 0 trains other parameters than {others}"
+            do = "freeze and unfreeze on every process: not in a callback of the main process, nor by its own data"
+            raise ModuleContractError(explain(_WHERE, got, "the same change on all processes", do))

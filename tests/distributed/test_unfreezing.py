@@ -1,0 +1,80 @@
+"""Layers that are frozen and unfrozen during a run: plain torch's weights, and resumed without a bit of difference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.scripts import unfreezing
+from tests.launching import SCRIPTS, launch, run_together
+
+SCRIPT = SCRIPTS / "unfreezing.py"
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda r: f"{r}-processes")
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("unfreezing")
+    path = folder / "result.json"
+    launch(SCRIPT, str(path), str(folder), processes=request.param, result=path)
+    return request.param, json.loads(path.read_text())
+
+
+def reference(name: str, processes: int) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
+    """Train with plain torch, each optimizer step on one batch."""
+    plan, moment, trained = unfreezing.PLANS[name], unfreezing.MOMENTS[name], []
+    model = unfreezing.Regression(plan.get(0, {})).model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=unfreezing.LR)
+    inputs, targets = unfreezing.make_points().tensors
+    size = unfreezing.BATCH_SIZE * unfreezing.ACCUMULATION * processes
+    done = 0
+
+    def freeze(at: str) -> None:
+        for layer, is_trained in plan.get(done, {}).items() if done and at == moment else ():
+            model[layer].requires_grad_(is_trained)
+
+    for _ in range(unfreezing.EPOCHS):
+        freeze("on_epoch_start")
+        for start in range(0, unfreezing.SAMPLES, size):
+            chosen = slice(start, start + size)
+            torch.nn.functional.mse_loss(model(inputs[chosen]), targets[chosen]).backward()
+            trained.append([layer for layer in (0, 2, 4) if model[layer].weight.grad is not None])
+            optimizer.step()
+            optimizer.zero_grad()
+            done += 1
+            freeze("on_update_end")
+        freeze("on_epoch_end")
+    return model.state_dict(), trained
+
+
+@pytest.mark.parametrize("name", unfreezing.PLANS)
+def test_what_is_trained_at_a_step_is_averaged_over_processes(name: str, outcome) -> None:
+    processes, results = outcome
+    unbroken = results[name]["unbroken"]
+    expected, trained = reference(name, processes)
+    assert unbroken["trained"] == trained
+    assert all(weights == unbroken["every"][0] for weights in unbroken["every"])
+    for layer, weight in expected.items():
+        torch.testing.assert_close(torch.tensor(unbroken["every"][0][layer]), weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", unfreezing.PLANS)
+def test_a_run_continued_after_layers_were_unfrozen_is_the_unbroken_one(name: str, outcome) -> None:
+    _, results = outcome
+    unbroken, continued = results[name]["unbroken"], results[name]["continued"]
+    assert continued["every"] == unbroken["every"]
+    assert continued["averages"] == unbroken["averages"]
+    assert continued["trained"] == unbroken["trained"][4:]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("one-process", "the same change on all processes"), ("in-a-step", "between optimizer steps")]
+)
+def test_a_change_that_cannot_be_averaged_is_refused_at_that_step(how: str, said: str, tmp_path: Path) -> None:
+    forks, printed = run_together(SCRIPT, how, str(tmp_path), processes=2)
+    assert all(fork.poll() for fork in forks)
+    assert "freezing or unfreezing parameters" in printed
+    assert said in printed

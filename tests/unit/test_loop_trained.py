@@ -1,0 +1,124 @@
+"""Layers that are frozen, unfrozen or replaced during a run in one process."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from accmt import Callback
+from accmt.errors import ModuleContractError
+from tests.resume.unbroken import Fragile, InterruptAt, InterruptionError, make
+from tests.toys import Linear, make_points, make_trainer
+
+
+class Head(Linear):
+    """Trains a head on a frozen body; the optimizer has the parameters that are trained at the start."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.model[0].requires_grad_(False)
+
+    def get_optimizer(self):
+        return torch.optim.Adam([weight for weight in self.model.parameters() if weight.requires_grad], lr=0.01)
+
+
+class At(Callback):
+    """Does something to the model after an optimizer step, once."""
+
+    def __init__(self, step, act):
+        self.step, self.act = step, act
+
+    def on_update_end(self):
+        if self.state.global_step == self.step:
+            self.act(self.module)
+
+
+def unfreeze(module):
+    module.model[0].requires_grad_(True)
+
+
+def unfreeze_with_group(module):
+    unfreeze(module)
+    module.optimizer.add_param_group({"params": list(module.model[0].parameters()), "lr": 0.5})
+
+
+def test_parameters_that_are_unfrozen_but_not_in_the_optimizer_are_told(caplog) -> None:
+    with caplog.at_level(logging.WARNING, "accmt"):
+        make_trainer(callbacks=At(1, unfreeze)).fit(Head(), make_points())
+    told = [record.message for record in caplog.records]
+    assert len(told) == 1
+    assert "2 parameters require gradients but are not in the optimizer" in told[0]
+    assert "0.weight, 0.bias" in told[0]
+
+
+def test_a_model_trained_in_part_from_the_start_is_told_so(caplog) -> None:
+    class Partly(Head):
+        def __init__(self):
+            super().__init__()
+            self.model[0].requires_grad_(True)
+
+        def get_optimizer(self):
+            return torch.optim.SGD(self.model[2].parameters(), lr=0.1)
+
+    with caplog.at_level(logging.WARNING, "accmt"):
+        make_trainer().fit(Partly(), make_points())
+    assert ["not in the optimizer" in record.message for record in caplog.records] == [True]
+
+
+def test_a_replaced_layer_that_no_optimizer_has_is_told(caplog) -> None:
+    def replace(module):
+        module.model[2] = nn.Linear(4, 1)
+
+    with caplog.at_level(logging.WARNING, "accmt"):
+        make_trainer({"epochs": 2}, callbacks=At(1, replace)).fit(Head(), make_points())
+    assert "2.weight, 2.bias" in caplog.records[0].message
+
+
+def test_a_group_of_parameters_added_during_the_run_is_there_after_a_resume() -> None:
+    def train(path, stop=None, **settings):
+        module = Head()
+        callbacks = [At(2, unfreeze_with_group), *([] if stop is None else [InterruptAt(stop)])]
+        trainer = make_trainer(
+            {"epochs": 2}, path, checkpoint_every="step", resume="auto", callbacks=callbacks, **settings
+        )
+        trainer.fit(module, make_points())
+        return module
+
+    unbroken = train("unbroken/model")
+    with pytest.raises(InterruptionError):
+        train("broken/model", stop=3)
+    continued = train("broken/model")
+    for ours, theirs in zip(continued.model.parameters(), unbroken.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert continued.model[0].weight.requires_grad
+
+
+def test_what_the_program_freezes_when_it_starts_does_not_count_as_changed() -> None:
+    class Freeze(Callback):
+        def on_fit_start(self):
+            self.module.model[0].requires_grad_(False)
+
+        def on_epoch_start(self):
+            self.flags = getattr(self, "flags", [])
+            self.flags.append(self.module.model[0].weight.requires_grad)
+
+    def start(freeze, **settings):
+        act = At(6, lambda module: module.model[0].requires_grad_(True))
+        make("out/model", resume="auto", callbacks=[freeze, act, *settings.pop("more", [])]).fit(
+            Fragile(), make_points(22)
+        )
+
+    with pytest.raises(InterruptionError):
+        start(first := Freeze(), more=[InterruptAt(9)])
+    start(second := Freeze())
+    assert first.flags == [False, True]
+    assert second.flags == [True, True]
+
+
+def test_nothing_left_to_train_is_an_error_at_that_step() -> None:
+    with pytest.raises(ModuleContractError, match="every parameter of self.model is frozen"):
+        make_trainer(callbacks=At(1, lambda module: module.freeze())).fit(Linear(), make_points())
