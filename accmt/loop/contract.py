@@ -83,6 +83,55 @@ def check_validation(module: AcceleratorModule, step: str = "validation_step") -
         _refuse(module, got, 'def validation_step(self, batch): return {"loss": loss}')
 
 
+def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
+    """Return what `get_optimizer` returned, if it is one optimizer.
+
+    Raises:
+        ModuleContractError: It is a list, a pair, a dict or the like; the message shows the line to write.
+    """
+    if hasattr(own, "param_groups") and hasattr(own, "step") and not isinstance(own, type):
+        return own
+    parts = list(own.values()) if isinstance(own, dict) else list(own) if isinstance(own, list | tuple) else []
+    num_optimizers = sum(hasattr(part, "param_groups") for part in parts)
+    do = "def get_optimizer(self): return torch.optim.SGD(self.model.parameters(), lr=0.1)"
+    if num_optimizers > 1:
+        do = "return one optimizer with a group for each part; or derive from ExtendedAcceleratorModule"
+    elif len(parts) > 1:
+        do = "def get_optimizer(self): return optimizer, and " + _GET_SCHEDULER
+    elif parts:
+        do = "def get_optimizer(self): return optimizer, without brackets"
+    where, expected = f"{type(module).__name__}.get_optimizer", "one torch.optim.Optimizer, or None"
+    raise ModuleContractError(explain(where, _describe_returned(own), expected, do))
+
+
+def require_scheduler(module: AcceleratorModule, own: Any) -> Any:
+    """Return what `get_scheduler` returned, if it is one scheduler.
+
+    Raises:
+        ModuleContractError: It is a list, a dict, a function or the like; the message shows the line to write.
+    """
+    if hasattr(own, "step") and hasattr(own, "state_dict") and not isinstance(own, type):
+        return own
+    do = f"{_GET_SCHEDULER}; several are one as torch.optim.lr_scheduler.ChainedScheduler(schedulers)"
+    if isinstance(own, dict):
+        do = f"{_GET_SCHEDULER}; interval='epoch' is `step_scheduler_per_epoch: true` in the hyper-parameters"
+    where, expected = f"{type(module).__name__}.get_scheduler", "one torch.optim.lr_scheduler.LRScheduler, or None"
+    raise ModuleContractError(explain(where, _describe_returned(own), expected, do))
+
+
+_GET_SCHEDULER = "def get_scheduler(self, optimizer, steps_per_epoch, epochs): return scheduler"
+
+
+def _describe_returned(own: Any) -> str:
+    if isinstance(own, type):
+        return f"the class {own.__name__}"
+    if isinstance(own, dict):
+        return f"a dict with {', '.join(f'{name!r}: {type(part).__name__}' for name, part in own.items())}"
+    if isinstance(own, list | tuple):
+        return f"a {type(own).__name__} of {', '.join(type(part).__name__ for part in own) or 'nothing'}"
+    return f"{own!r} ({type(own).__name__})"
+
+
 def _defines_step(module: AcceleratorModule) -> bool:
     # In an ExtendedAcceleratorModule `step` is something else: it advances optimizer and schedule.
     return defines(module, "step") and not isinstance(module, ExtendedAcceleratorModule)

@@ -11,6 +11,7 @@ from torch import nn
 from accmt.errors import ModuleContractError, explain
 from accmt.huggingface import enable_gradient_checkpointing, refuse_injected_adapters
 from accmt.loop.cadence import Cadence
+from accmt.loop.contract import require_optimizer
 from accmt.loop.logging import Logs
 from accmt.loop.reduction import broadcast_weights, require_equal_weights, settle_buckets
 from accmt.loop.schedule import RunLength, make_schedule
@@ -64,7 +65,9 @@ def prepare(
         module.model.to(accelerator.device)
     synchronize_if_told(module.model, settings, accelerator.device)
     compile_if_told(module.model, told)
-    optimizer = module.get_optimizer() or build_optimizer(settings.hps, module.model.parameters())
+    own = module.get_optimizer()
+    built = build_optimizer(settings.hps, module.model.parameters()) if own is None else own
+    optimizer = require_optimizer(module, built)
     _require_own_parameters(module, optimizer)
     scheduler = make_schedule(module, optimizer, settings, cadence, length)
     model, _ = accelerator.prepare(module.model, optimizer)

@@ -10,7 +10,7 @@ import torch
 
 from accmt.data import Loader
 from accmt.loop.cadence import Cadence
-from accmt.loop.contract import defines
+from accmt.loop.contract import defines, require_scheduler
 from accmt.module import AcceleratorModule
 from accmt.optimization import build_scheduler
 from accmt.processes import num_processes
@@ -89,5 +89,5 @@ def make_schedule(
         epochs = cadence.epochs or (-(-total // length.per_epoch) if total and length.per_epoch else 1)
         own = module.get_scheduler(optimizer, steps_per_epoch=length.per_epoch or total or 0, epochs=epochs)
         if own is not None:
-            return own
+            return require_scheduler(module, own)
     return build_scheduler(settings.hps, optimizer, total_updates=total, updates_per_epoch=length.per_epoch)

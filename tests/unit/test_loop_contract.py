@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from accmt import AcceleratorModule, Trainer
+from accmt import AcceleratorModule, ExtendedAcceleratorModule, Trainer
 from accmt.errors import ModuleContractError
 from accmt.loop.contract import adapt_training_step, adapt_validation_step, check_module, check_validation
 from accmt.state import TrainingState
@@ -275,3 +275,68 @@ def test_training_alone_needs_no_validation_step():
     adapt_validation_step(module, "validation_step")
     adapt_validation_step(Trains(), "validation_step")
     assert adapt_training_step(module, STATE)("b") == 5
+
+
+def make_optimizer(module):
+    return torch.optim.SGD(module.model.parameters(), lr=0.1)
+
+
+def make_scheduler(module):
+    return torch.optim.lr_scheduler.StepLR(make_optimizer(module), 1)
+
+
+RETURNED_OPTIMIZERS = {
+    "a list": (lambda m: [make_optimizer(m)], "a list of SGD", "return optimizer, without brackets"),
+    "an empty list": (
+        lambda m: [],
+        "a list of nothing",
+        r"return torch.optim.SGD\(self.model.parameters\(\), lr=0.1\)",
+    ),
+    "two": (lambda m: [make_optimizer(m)] * 2, "a list of SGD, SGD", "one optimizer with a group for each part"),
+    "a pair": (lambda m: (make_optimizer(m), make_scheduler(m)), "a tuple of SGD, StepLR", "and def get_scheduler"),
+    "pair of lists": (lambda m: ([make_optimizer(m)], [make_scheduler(m)]), "a tuple of list, list", "and def get_sch"),
+    "a dict": (
+        lambda m: {"optimizer": make_optimizer(m), "lr_scheduler": {"scheduler": make_scheduler(m)}},
+        "a dict with 'optimizer': SGD, 'lr_scheduler': dict",
+        "and def get_scheduler",
+    ),
+    "a class": (lambda m: torch.optim.SGD, "the class SGD", r"return torch.optim.SGD\(self"),
+    "a scheduler": (make_scheduler, r"StepLR", r"return torch.optim.SGD\(self"),
+    "a name": (lambda m: "SGD", r"'SGD' \(str\)", r"return torch.optim.SGD\(self"),
+    "false": (lambda m: False, r"False \(bool\)", r"return torch.optim.SGD\(self"),
+}
+
+
+@pytest.mark.parametrize("base", [Whole, ExtendedAcceleratorModule], ids=["accmt's steps", "steps of one's own"])
+@pytest.mark.parametrize("returned", RETURNED_OPTIMIZERS)
+def test_an_optimizer_that_is_none_is_refused_before_training_with_the_line_to_write(base, returned):
+    make, got, do = RETURNED_OPTIMIZERS[returned]
+    own = type("Own", (base,), {**vars(Whole), **vars(Base), "training_step": None, "get_optimizer": make})
+    own.training_step = Trains.training_step
+    trainer = Trainer(HPS, "out/m", checkpoint_every=None, verbose=False)
+    with pytest.raises(ModuleContractError, match=rf"Own.get_optimizer\n  got: .*{got}(.|\n)*  do: .*{do}"):
+        trainer.fit(own(), TensorDataset(torch.ones(4, 2)))
+    assert trainer.state.train_step == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "got", "do"),
+    [
+        (lambda m, o: [torch.optim.lr_scheduler.StepLR(o, 1)], "a list of StepLR", "ChainedScheduler"),
+        (lambda m, o: (o, torch.optim.lr_scheduler.StepLR(o, 1)), "a tuple of SGD, StepLR", "return scheduler;"),
+        (
+            lambda m, o: {"scheduler": 1, "interval": "epoch"},
+            "a dict with 'scheduler': int",
+            "step_scheduler_per_epoch",
+        ),
+        (lambda m, o: torch.optim.lr_scheduler.StepLR, "the class StepLR", "return scheduler;"),
+        (lambda m, o: lambda step: 1.0, r"<function", "return scheduler;"),
+    ],
+)
+def test_a_scheduler_that_is_none_is_refused_before_training(make, got, do):
+    def get_scheduler(self, optimizer, steps_per_epoch, epochs):
+        return make(self, optimizer)
+
+    module = type("Own", (Trains,), {"get_scheduler": get_scheduler})()
+    with pytest.raises(ModuleContractError, match=rf"Own.get_scheduler\n  got: .*{got}(.|\n)*  do: .*{do}"):
+        Trainer(HPS, "out/m", checkpoint_every=None, verbose=False).fit(module, TensorDataset(torch.ones(4, 2)))
