@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -20,6 +20,8 @@ TRAIN_LOSS = "best_train_loss"
 _PREFIX = "best_"
 _FOREIGN_PREFIX = re.compile(r"(eval|val|valid|validation)_")
 """What other trainers put before the name of a metric."""
+METRIC_NAMES = ("accuracy", "auroc", "f1", "mae", "mse", "perplexity", "precision", "r2", "recall", "rmse")
+"""The metrics that a Trainer makes of their names."""
 _LOSSES: dict[str, IsBetter] = {name.removeprefix(_PREFIX): operator.lt for name in (VALID_LOSS, TRAIN_LOSS)}
 
 
@@ -219,22 +221,44 @@ class Quantities:
             do = f"did you mean {ALWAYS!r}?"
         elif None not in nearest:
             do = f"did you mean {_PREFIX + '/'.join(filter(None, nearest))!r}?"
+        elif not isinstance(name, str) or "" in parts:
+            do = f"write {VALID_LOSS!r}"
         else:
-            unknown = self._strip(parts[nearest.index(None)].partition("@")[0])
-            do = f"metrics=[...] with a Metric named {unknown!r}, such as Accuracy()"
+            do = self._advise_metrics(dict(zip(parts, nearest, strict=True)))
         argument.refuse(repr(name), expected, do)
+
+    def _advise_metrics(self, nearest: Mapping[str, str | None]) -> str:
+        """Return what to do about parts of a rule that no metric of the run is like.
+
+        Args:
+            nearest: Each part of the rule with the quantity that it is like.
+        """
+        unknown = {part: self._strip(part.partition("@")[0]) for part, label in nearest.items() if label is None}
+        by_name = {part: _find_alike(name, METRIC_NAMES) for part, name in unknown.items()}
+        for part, name in unknown.items():
+            if by_name[part] is None:
+                return f"metrics=[MyMetric({name!r})], a Metric named {name!r} of your own"
+        rule = "/".join(str(label or by_name[part]) for part, label in nearest.items())
+        added = ", ".join(f'"{name}"' for name in by_name.values())
+        return f"write {_PREFIX + rule!r}, with {added} among metrics=[...]"
 
     def _nearest(self, part: str) -> str | None:
         name, _, set_name = part.partition("@")
-        matches = (get_close_matches(like, self._directions, n=1) for like in (self._strip(name), name))
-        names = next(filter(None, matches), [])
-        if not names or not set_name or _PREFIX + names[0] == TRAIN_LOSS:
-            return names[0] if names else None
+        alike = _find_alike(self._strip(name), self._directions) or _find_alike(name, self._directions)
+        if alike is None or not set_name or _PREFIX + alike == TRAIN_LOSS:
+            return alike
         sets = [set_name] if self._sets is None else get_close_matches(set_name, self._sets, n=1, cutoff=0.0)
-        return f"{names[0]}@{sets[0]}" if sets else names[0]
+        return f"{alike}@{sets[0]}" if sets else alike
 
     def _strip(self, name: str) -> str:
         return name if name in self._directions else _FOREIGN_PREFIX.sub("", name, count=1)
+
+
+def _find_alike(part: str, names: Iterable[str]) -> str | None:
+    """Return the name that something is written like, or that it is the beginning of."""
+    names, part = list(names), part.lower()
+    alike = [name for name in names if len(part) > 1 and (name.startswith(part) or part.startswith(f"{name}_"))]
+    return next(iter([*alike, *get_close_matches(part, names, n=1)]), None)
 
 
 def without_validation(model_saving: Any) -> Any:

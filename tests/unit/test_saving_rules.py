@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 
 import pytest
 
+from accmt import Accuracy
 from accmt.errors import ArgumentError, MetricError
-from accmt.saving.rules import Argument, Quantities, name_by_rules, without_validation
+from accmt.metrics import BUILTIN
+from accmt.saving.rules import METRIC_NAMES, Argument, Quantities, name_by_rules, without_validation
+from tests.toys import make_trainer
 
 DIRECTIONS = {"accuracy": operator.gt, "wer": operator.lt, "f1": operator.gt, "f1__macro": operator.gt}
 ARGUMENT = Argument("model_saving")
@@ -59,11 +63,15 @@ def test_each_rule_has_one_name_however_it_is_spelled(names, found):
         ("best_accuracy/bleu@en", "a Metric named 'bleu'"),
         ("best_accuracy/always", "a Metric named 'always'"),
         ("best_accuracy/accuracy", "write 'best_accuracy'"),
-        ("best_", "a Metric named ''"),
+        ("best_", "write 'best_valid_loss'"),
+        ("best_acc", "did you mean 'best_accuracy'?"),
+        ("best_ACC@en", "did you mean 'best_accuracy@en'?"),
+        ("best_f1_macro", "did you mean 'best_f1'?"),
+        ("best_auc/acc", """write 'best_auroc/accuracy', with "auroc" among metrics=[...]"""),
         (["best_accuracy@en", "best_accuracy__en"], "model_saving=['best_accuracy@en']"),
-        (["best_accuracy", None], "a Metric named 'None'"),
+        (["best_accuracy", None], "write 'best_valid_loss'"),
         ([], "model_saving=None"),
-        (True, "a Metric named 'True'"),
+        (True, "write 'best_valid_loss'"),
     ],
     ids=str,
 )
@@ -154,3 +162,22 @@ def test_results_get_the_names_that_rules_look_for():
         "best_accuracy__en": 0.5,
     }
     assert math.isnan(name_by_rules({}, loss_name="val_loss", train_loss=None)["best_train_loss"])
+
+
+def test_names_of_metrics_are_those_of_which_metrics_are_made():
+    assert set(METRIC_NAMES) == set(BUILTIN)
+
+
+@pytest.mark.parametrize("rule", ["best_acc", "best_val_acc", "best_Accuracy", "best_auc", "best_f1_score"])
+def test_who_does_what_is_advised_has_a_rule(rule):
+    """Once without metrics, and once more with what the first message says; the second attempt, or the third, works."""
+    settings = {"model_saving": rule}
+    for _ in range(2):
+        try:
+            make_trainer(**settings)
+        except ArgumentError as error:
+            found = re.search(r"(?:write|did you mean) '(\w+)'(?:.*with \"(\w+)\" among metrics)?", str(error))
+            settings = {**settings, "model_saving": found[1], **({"metrics": [found[2]]} if found[2] else {})}
+    assert make_trainer(**settings).settings.saving.model_saving.startswith("best_")
+    with pytest.raises(ArgumentError, match=r"did you mean 'best_accuracy'\?"):
+        make_trainer(model_saving="best_acc", metrics=Accuracy())
