@@ -94,6 +94,7 @@ class Trainer(TrainerTuning, TrainerArguments):
         batch_sampler: Any = None,
         collate_fn_train: Any = None,
         collate_fn_val: Any = None,
+        dataloader_persistent_workers: bool = False,
         dataloader_drop_last: bool = False,
         shard_dataloaders: bool = True,
         reload_dataloaders_every_n_epochs: int = 0,

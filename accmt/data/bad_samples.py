@@ -18,7 +18,9 @@ from accmt.processes import num_processes, sum_over_processes
 _TOO_MANY = 100
 
 
-def without_bad_samples(rounds: Iterator[Round], options: LoaderOptions, *, is_whole_epoch: bool) -> Iterator[Round]:
+def without_bad_samples(
+    rounds: Iterator[Round], options: LoaderOptions, *, is_whole_epoch: bool, knows_samples: bool
+) -> Iterator[Round]:
     """Take what was left out from the batches of rounds, and set what the rounds tell of their samples.
 
     Processes: collective in each round where they are to agree.
@@ -27,6 +29,7 @@ def without_bad_samples(rounds: Iterator[Round], options: LoaderOptions, *, is_w
         rounds: Rounds whose batches are `Kept`.
         options: Sharing, and where to agree.
         is_whole_epoch: Whether an epoch begins with these rounds.
+        knows_samples: Whether a batch is known to hold all the samples that were read for it.
 
     Raises:
         DataError: No sample of an epoch, or none of a hundred in a row, could be read: then it is no matter of samples.
@@ -34,9 +37,10 @@ def without_bad_samples(rounds: Iterator[Round], options: LoaderOptions, *, is_w
     unread, has_any = 0, not is_whole_epoch
     for round_ in rounds:
         _take_bad(round_)
-        _count(round_, options)
-        has_any |= round_.num_samples != 0
-        unread = 0 if round_.num_samples != 0 else unread + round_.num_bad
+        num_read = _count(round_, options)
+        round_.num_samples = num_read if knows_samples else None
+        has_any |= num_read != 0
+        unread = 0 if num_read != 0 else unread + round_.num_bad
         if unread >= _TOO_MANY or (round_.is_last and not has_any):
             raise _nothing_is_read(options, unread, round_)
         yield round_
@@ -46,18 +50,20 @@ def _take_bad(round_: Round) -> None:
     if round_.batch is not None:
         round_.batch, bad = round_.batch
         round_.bad = tuple(bad)  # a list, where batches are pinned
-    round_.own_samples = (round_.own_samples or 0) - len(round_.bad)
+    read = (round_.own_samples or 0) - len(round_.bad)
+    round_.own_samples = 0 if round_.batch is None else read
 
 
-def _count(round_: Round, options: LoaderOptions) -> None:
+def _count(round_: Round, options: LoaderOptions) -> int | None:
+    """Set what the processes agree on, and return how many samples they read; None where each counts its own."""
     if options.agree_on is not None:
         own = float(round_.batch is not None), float(round_.own_samples or 0), float(len(round_.bad))
         present, samples, bad = map(int, sum_over_processes(own, options.agree_on))
-        round_.is_partial, round_.num_samples, round_.num_bad = present < num_processes(), samples, bad
-        return
-    is_alone = options.share.count == 1
-    round_.num_samples, round_.num_bad = (round_.own_samples if is_alone else None), len(round_.bad)
+        round_.is_partial, round_.num_bad = present < num_processes(), bad
+        return samples
+    round_.num_bad = len(round_.bad)
     round_.is_partial |= round_.batch is None
+    return round_.own_samples if options.share.count == 1 else None
 
 
 def _nothing_is_read(options: LoaderOptions, unread: int, round_: Round) -> DataError:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from accmt.data.fetching import BadSample
+from accmt.errors import DataError, explain
 
 _Array = torch.Tensor | np.ndarray
+_MAX_SHAPES = 6
 
 
 @dataclass(slots=True)
@@ -22,7 +24,8 @@ class Round:
         index: The round, from 0 in its epoch.
         batch: This process's batch; None if it has no part in the round.
         num_samples: Samples over all processes; None where only the batches tell.
-        own_samples: Samples of this process's batch; None where only the batch tells.
+        own_samples: Samples that were collated into this process's batch; None where only the batch tells. The batch
+            may hold another number of them: `find_batch_size`.
         is_last: Whether the epoch ends with this round.
         is_partial: Whether some process has no part in it; every process knows.
         position: Where the data are after it, noted at once where reading goes on; None where it can be computed.
@@ -41,22 +44,106 @@ class Round:
     num_bad: int = 0
 
 
-def find_batch_size(batch: Any) -> int | None:
-    """Return the first dimension of the first tensor or array in a batch, or the length of a list without any.
+def find_batch_size(batch: Any, collated: int | None = None) -> int | None:
+    """Return the number of samples that a batch holds.
+
+    That is the first dimension of its tensors and arrays, else the length of its lists. A collate function may make
+    fewer samples of those that it gets, or more: then what the batch holds counts. The number that it got tells apart
+    batches whose first dimension is something else, such as time.
+
+    Args:
+        batch: The batch.
+        collated: The samples from which it was made; None if unknown.
 
     Returns:
-        The number of samples, or None where the batch holds neither.
+        The number of samples; None where neither batch nor `collated` tells.
+
+    Raises:
+        DataError: The batch contradicts itself or `collated`, so the number cannot be told.
     """
+    sizes = {array.shape[0] for array in _arrays_in(batch)}
+    if len(sizes) == 1 and (collated is None or collated in sizes):
+        return int(sizes.pop())
+    if not sizes:
+        return _size_of_lists(batch, collated)
+    if collated is not None and (collated in sizes or _is_list_of(batch, collated, sizes)):
+        return collated
+    if len(sizes) > 1 or _may_be_other_than_samples(batch, collated):
+        raise _cannot_tell(batch, collated)
+    return int(sizes.pop())
+
+
+def _arrays_in(batch: Any) -> Iterator[Any]:
+    """Yield all tensors and arrays with a dimension, at any depth."""
     if isinstance(batch, _Array):
-        return batch.shape[0] if batch.ndim else None
+        if batch.ndim:
+            yield batch
+        return
+    for value in _values_of(batch):
+        yield from _arrays_in(value)
+
+
+def _values_of(batch: Any) -> Sequence[Any]:
     if isinstance(batch, Mapping):
-        return _first_size(list(batch.values()))
+        return list(batch.values())
     if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        size = _first_size(batch)
-        return size if size is not None else (len(batch) or None)
-    return None
+        return batch
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return [getattr(batch, one.name) for one in fields(batch)]
+    return ()
 
 
-def _first_size(values: Sequence[Any]) -> int | None:
-    sizes = (find_batch_size(value) for value in values if isinstance(value, _Array | Mapping | list | tuple))
-    return next((size for size in sizes if size is not None), None)
+def _size_of_lists(batch: Any, collated: int | None) -> int | None:
+    lengths = list(_lengths_of_lists(batch))
+    return collated if collated in lengths or not lengths else lengths[0]
+
+
+def _lengths_of_lists(batch: Any) -> Iterator[int]:
+    """Yield the lengths of the lists that a batch consists of; its own where it holds none."""
+    found = False
+    for value in _values_of(batch):
+        for length in _lengths_of_lists(value):
+            found = True
+            yield length
+    if not found and isinstance(batch, Sequence) and not isinstance(batch, str | bytes) and batch:
+        yield len(batch)
+
+
+def _is_list_of(batch: Any, collated: int, sizes: set[int]) -> bool:
+    """Return whether the samples stand in a list: that of a batch which is one, or of one of its parts.
+
+    A pair of inputs and targets is no list of two samples: their tensors agree on a first dimension.
+    """
+    parts = [value for value in _values_of(batch) if isinstance(value, list | tuple)]
+    is_pair = len(sizes) == 1 and any(isinstance(value, _Array) for value in _values_of(batch))
+    is_list_of_samples = isinstance(batch, list) and not is_pair
+    return any(len(part) == collated for part in parts) or (is_list_of_samples and len(batch) == collated)
+
+
+def _may_be_other_than_samples(batch: Any, collated: int | None) -> bool:
+    """Return whether one first dimension, which is not the samples', may well be another thing.
+
+    Time, where the second dimension is the samples'; one row into which all samples were packed; or the channels of
+    images that stand in a list.
+    """
+    arrays = list(_arrays_in(batch))
+    if all(array.ndim > 1 and array.shape[1] == collated for array in arrays):
+        return True
+    widths = {array.shape[1] if array.ndim > 1 else 1 for array in arrays}
+    is_one_row = arrays[0].shape[0] == 1 and len(widths) == 1 and widths.pop() > 1
+    are_images = isinstance(batch, list) and len(batch) == collated and all(array.ndim > 2 for array in arrays)
+    return is_one_row or are_images
+
+
+def _cannot_tell(batch: Any, collated: int | None) -> DataError:
+    shapes = [list(array.shape) for array in _arrays_in(batch)]
+    shown = ", ".join(map(str, shapes[:_MAX_SHAPES])) + (", ..." if len(shapes) > _MAX_SHAPES else "")
+    made = "" if collated is None else f", made of {collated} samples"
+    return DataError(
+        explain(
+            "the number of samples in a batch, which its loss weighs",
+            f"a batch of shapes {shown}{made}",
+            "the samples as the first dimension of every tensor",
+            "def get_batch_size(self, batch) in the module, which returns it: batch[1].shape[0], say",
+        )
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 from torch.utils.data import default_collate
@@ -20,11 +22,11 @@ class CollateChain:
     """
 
     def __init__(self, functions: Sequence[Collate]) -> None:
-        self._functions = tuple(functions)
+        self.functions = tuple(functions)
 
     def __call__(self, samples: Any) -> Any:
         """Make a batch of a list of samples."""
-        for function in self._functions:
+        for function in self.functions:
             samples = function(samples)
         return samples
 
@@ -59,6 +61,21 @@ class DataCollatorForLongestSequence:
 
 def _as_named(inputs: Any) -> dict[str, Any]:
     return dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+
+
+def keeps_number(collate: Collate) -> bool:
+    """Return whether a collate function is known to make a batch of as many samples as it gets.
+
+    torch's and transformers' are, but for the one that packs samples into one row. One of the user's may leave out what
+    it cannot use, or cut samples into several.
+    """
+    if isinstance(collate, partial):
+        return keeps_number(collate.func)
+    if isinstance(collate, CollateChain):
+        return all(map(keeps_number, collate.functions))
+    kind = collate if isinstance(collate, FunctionType) else type(collate)
+    is_known = kind.__module__.partition(".")[0] in ("torch", "transformers", "accmt")
+    return is_known and kind.__name__ != "DataCollatorWithFlattening"
 
 
 def build_collate(value: Any, argument: str) -> Collate | None:

@@ -22,14 +22,20 @@ class Loader(Protocol):
 
     Attributes:
         dataloader: The torch DataLoader underneath.
-        num_rounds: Rounds of an epoch after limits, at most; None for data without a length. Where a user's sampler
-            gives another number in each epoch, the one of the epoch in work.
         micro_batches: Rounds that make one batch of the size that was asked for.
+        share: This process among those that share the data; the only one where it has data of its own.
     """
 
     dataloader: DataLoader[Any]
-    num_rounds: int | None
     micro_batches: int
+    share: Share
+
+    @property
+    def num_rounds(self) -> int | None:
+        """Rounds of an epoch after limits, at most; None for data without a length.
+
+        Where a user's sampler gives another number in each epoch, the one of the epoch in work.
+        """
 
     def samples_in(self, first: int, last: int) -> int | None:
         """Return the samples of rounds `first` up to without `last` over all processes; None if unknown beforehand."""
@@ -39,6 +45,9 @@ class Loader(Protocol):
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         """Return the samples that this process has in a round of the epoch in work; None for data without indices."""
+
+    def tell_epoch_again(self) -> None:
+        """Call `set_epoch` of the data with the epoch in work: an evaluation of the same data may have called it."""
 
     def end_workers(self) -> None:
         """End the processes that load data; the next epoch starts others."""
@@ -89,6 +98,8 @@ class LoaderOptions:
         drop_last: Whether a round that is not full is left out.
         collate: Makes a batch of samples; None is torch's.
         num_workers: Loader processes.
+        persistent_workers: Whether they outlive an epoch. Then their copy of the dataset does not hear of what changes
+            in it between epochs; one with `set_epoch`, which is to hear of each, gets others in any case.
         pin_memory: Whether batches are pinned.
         skips_bad: Whether samples that cannot be read are left out.
         agree_on: The device on which processes then agree, in every round, who has a batch; None where they need not.
@@ -106,6 +117,7 @@ class LoaderOptions:
     drop_last: bool = False
     collate: Callable[[Any], Any] | None = None
     num_workers: int = 0
+    persistent_workers: bool = False
     pin_memory: bool = False
     skips_bad: bool = False
     agree_on: torch.device | None = None
@@ -126,22 +138,26 @@ class LoaderOptions:
 
     def torch_options(self, dataset: Any) -> dict[str, Any]:
         """Return the DataLoader arguments that do not say which samples make a batch."""
+        persists = self.num_workers > 0 and self.persistent_workers
         return {
             "collate_fn": self.collate or _collate_or_explain,
             "num_workers": self.num_workers,
             "pin_memory": self.pin_memory,
             "worker_init_fn": WorkerStart(),
-            # Workers that outlive an epoch have a copy of the dataset that would not hear of the next.
-            "persistent_workers": self.num_workers > 0 and not hasattr(dataset, "set_epoch"),
+            "persistent_workers": persists and not hasattr(dataset, "set_epoch"),
         }
 
     def without_second_sharing(self, *samplers: Any) -> LoaderOptions:
-        """Return the options for these samplers: if one shares the data already, we do not, but seeds stay distinct."""
+        """Return the options for these samplers: if one shares the data already, we do not, but seeds stay distinct.
+
+        Then each process has data of its own, as `shard_dataloaders=False` gives it.
+        """
         parts = [part for sampler in samplers for part in (sampler, getattr(sampler, "sampler", None))]
         shared = next((part for part in parts if isinstance(part, DistributedSampler)), None)
         if shared is None:
             return self
-        return replace(self, share=Share(), seed=derive_seed(self.seed, "process", shared.rank))
+        seed = derive_seed(self.seed, "process", shared.rank)
+        return replace(self, share=Share(), seed=seed, agree_on=None)
 
 
 def _collate_or_explain(samples: list[Any]) -> Any:
@@ -154,6 +170,19 @@ def _collate_or_explain(samples: list[Any]) -> Any:
         expected = "samples of equal shapes, or a collate function that pads them"
         do = "Trainer(collate_fn=DataCollatorWithPadding(tokenizer)) for text, or a function of your own"
         raise DataError(explain("making a batch", str(error), expected, do)) from error
+
+
+def require_batch(batch: Any, options: LoaderOptions) -> None:
+    """Check that the collate function made a batch, where other processes count on this one to have one.
+
+    Raises:
+        DataError: It made none.
+    """
+    if batch is not None or options.agree_on is None or options.skips_bad:
+        return
+    got = "None: the collate function made no batch of the samples of this process"
+    do = 'raise an error in __getitem__ and pass Trainer(on_bad_sample="skip"), or filter the dataset beforehand'
+    raise DataError(explain(f"a batch of the {options.kind} data", got, "a batch on each of the processes", do))
 
 
 def require_rounds(count: int, options: LoaderOptions, got: str) -> None:

@@ -52,11 +52,13 @@ class ReadThroughLoader:
     ) -> None:
         self.dataloader = dataloader
         self.micro_batches = options.micro_batches
+        self.share = options.share
         self._options = options
         self._randomness = randomness
         self._length = _bound(length, options)
         self._whole = whole
         self._start = BEGINNING
+        self._epoch: int | None = None
         self._kept: deque[_Kept] = deque(maxlen=_KEPT_POSITIONS)
         self._reading: Iterator[Any] = iter(())
         self._arrange(BEGINNING, 0)
@@ -80,6 +82,7 @@ class ReadThroughLoader:
         num_rounds = None if plan is None else plan.num_rounds - start.round
         is_empty = start is BEGINNING and num_rounds != 0
         self._keep_only(start)
+        self._epoch = epoch
         with self._randomness.of_epoch(epoch):
             for round_ in _with_last_marked(islice(self._every_round(epoch, start, plan), num_rounds)):
                 is_empty = False
@@ -93,6 +96,11 @@ class ReadThroughLoader:
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         """Return None: what is read through has no indices."""
         return None
+
+    def tell_epoch_again(self) -> None:
+        """Call `set_epoch` of the data with the epoch in work: an evaluation of the same data may have called it."""
+        if self._epoch is not None:
+            self._randomness.tell_epoch(self._epoch)
 
     def end_workers(self) -> None:
         """End the processes that load data; the next epoch starts others."""
@@ -140,6 +148,8 @@ class ReadThroughLoader:
         """Read batches, each under a seed of its own: what trains in between changes nothing; and count what passed."""
         seed, purpose = self._options.seed, self._options.purpose
         seed_generators(derive_seed(seed, purpose, epoch))
+        if dataloader.persistent_workers:  # their randomness would run on from the epoch before
+            end_workers(dataloader, self._reading)
         batches = self._reading = iter(dataloader)
         while True:
             seed_generators(derive_seed(seed, purpose, epoch, passed))

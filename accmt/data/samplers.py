@@ -43,11 +43,15 @@ class UserRandomness:
         generators = dict.fromkeys(g for g in found if isinstance(g, torch.Generator))
         self._seeds = {generator: broadcast_object(generator.initial_seed()) for generator in generators}
 
+    def tell_epoch(self, epoch: int) -> None:
+        """Call each `set_epoch`."""
+        for part in self._parts:
+            tell_epoch(part, epoch)
+
     @contextmanager
     def of_epoch(self, epoch: int) -> Iterator[None]:
         """Let the samplers draw for `epoch`."""
-        for part in self._parts:
-            tell_epoch(part, epoch)
+        self.tell_epoch(epoch)
         states = [(generator, generator.get_state()) for generator in self._seeds]
         for generator, seed in self._seeds.items():
             generator.manual_seed(derive_seed(seed, "order", epoch))
@@ -145,17 +149,17 @@ def _digest(*tensors: torch.Tensor) -> str:
 
 
 class Order:
-    """The global order of the samples, a pure function of (seed, epoch).
+    """The global order of the samples, a pure function of (seed, epoch, length).
 
     Args:
-        length: Samples of the dataset.
+        length: Samples of the dataset; one that grows has another in the next epoch.
         seed: The run's seed.
         shuffle: Whether each epoch has a permutation of its own.
         sampler: Gives the order instead: an iterable of indices.
     """
 
     def __init__(self, length: int, seed: int, *, shuffle: bool = False, sampler: Iterable[int] | None = None) -> None:
-        self._length = length
+        self.length = length
         self._seed = seed
         self._shuffle = shuffle
         self._drawn = None if sampler is None else DrawnByUser(sampler, seed, _read_indices)
@@ -169,16 +173,16 @@ class Order:
 
     def size(self, epoch: int) -> int:
         """Return how many samples `epoch` has."""
-        return self._length if self._drawn is None else len(self._drawn.at(epoch))
+        return self.length if self._drawn is None else len(self._drawn.at(epoch))
 
     def at(self, epoch: int) -> torch.Tensor:
         """Return the order of `epoch` as a tensor of indices `[samples]`."""
         if self._drawn is not None:
             return self._drawn.at(epoch)
         if not self._shuffle:
-            return torch.arange(self._length)
+            return torch.arange(self.length)
         generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
-        return torch.randperm(self._length, generator=generator)
+        return torch.randperm(self.length, generator=generator)
 
 
 class GlobalBatchSampler(Sampler[list[int]]):

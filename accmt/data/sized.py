@@ -10,13 +10,15 @@ from torch.utils.data import DataLoader, Sampler
 
 from accmt.data.bad_samples import without_bad_samples
 from accmt.data.batches import Round
+from accmt.data.collate import keeps_number
 from accmt.data.fetching import CollateFetched, SeededDataset
-from accmt.data.options import LoaderOptions, length_of, require_rounds
+from accmt.data.options import LoaderOptions, length_of, require_batch, require_rounds
 from accmt.data.position import BEGINNING, plan_epoch, read_start, require_same_number, require_same_order
 from accmt.data.samplers import BatchShare, GlobalBatchSampler, Order, tell_epoch
 from accmt.data.sharding import Plan
 from accmt.data.temperature import check_labels
 from accmt.data.workers import WorkerStart, end_workers, note_dead_worker
+from accmt.messages import say
 
 
 class _PlannedLoader:
@@ -45,6 +47,7 @@ class _PlannedLoader:
         whole: int = 1,
     ) -> None:
         self.micro_batches = options.micro_batches
+        self.share = options.share
         self._dataset = dataset
         self._options = options
         self._sampler = sampler
@@ -54,6 +57,7 @@ class _PlannedLoader:
         self._reading: Iterator[Any] = iter(())
         self._arrange(0, 0, size)
         self._seeded = SeededDataset(dataset, skips_bad=options.skips_bad)
+        self._knows_samples = keeps_number(torch_options["collate_fn"])
         collate = CollateFetched(torch_options["collate_fn"], options.skips_bad)
         torch_options = {**torch_options, "batch_sampler": sampler, "collate_fn": collate}
         self.dataloader: DataLoader[Any] = DataLoader(self._seeded, **torch_options)
@@ -68,7 +72,7 @@ class _PlannedLoader:
         rounds = self._every_round(epoch, first)
         if not self._options.skips_bad:
             return rounds
-        return without_bad_samples(rounds, self._options, is_whole_epoch=first == 0)
+        return without_bad_samples(rounds, self._options, is_whole_epoch=first == 0, knows_samples=self._knows_samples)
 
     def _every_round(self, epoch: int, first: int) -> Iterator[Round]:
         plan = self._begin(epoch, first)
@@ -78,8 +82,11 @@ class _PlannedLoader:
             whole = plan.whole(index)
             part = plan.share_of(whole)
             batch = self._next(batches, epoch, index) if part else None
+            if part:
+                require_batch(batch, self._options)
             is_partial = len(whole) < num_processes
-            yield Round(index, batch, self._count(whole), self._count(part), index == last, is_partial)
+            num_samples = self._count(whole) if self._knows_samples else None
+            yield Round(index, batch, num_samples, self._count(part), index == last, is_partial)
 
     def _next(self, batches: Iterator[Any], epoch: int, index: int) -> Any:
         try:
@@ -99,9 +106,14 @@ class _PlannedLoader:
 
     def samples_in(self, first: int, last: int) -> int | None:
         """Return the samples of rounds `first` up to without `last` over all processes; None if unknown beforehand."""
-        if self._options.skips_bad:
+        if self._options.skips_bad or not self._knows_samples:
             return None
         return self._count(range(self._plan.samples_before(first), self._plan.samples_before(last)))
+
+    def tell_epoch_again(self) -> None:
+        """Call the dataset's `set_epoch` with the epoch in work: something else that reads it may have called it."""
+        if self._epoch is not None:
+            tell_epoch(self._dataset, self._epoch)
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         """Return the samples that this process has in a round of the epoch in work."""
@@ -191,6 +203,10 @@ class SizedLoader(_PlannedLoader):
         )
 
     def _draw(self, epoch: int) -> int:
+        length = len(self._dataset)
+        if length != self._order.length:
+            say(f"the {self._options.kind} data have {length} samples now; they had {self._order.length} before")
+            self._order.length = length
         return self._order.size(epoch)
 
     def _digest(self, epoch: int) -> str:

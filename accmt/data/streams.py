@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accmt.data.batches import Round
-from accmt.data.options import LoaderOptions, length_of
+from accmt.data.collate import Collate, keeps_number
+from accmt.data.options import LoaderOptions, length_of, require_batch
 from accmt.data.position import BEGINNING, Start, cannot_continue
 from accmt.data.reading import ReadThroughLoader
 from accmt.data.samplers import UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
 from accmt.data.sharding import Plan, Share
 from accmt.data.stream_state import StreamState
+from accmt.messages import warn_once
 
 
 class StreamLoader(ReadThroughLoader):
@@ -55,6 +58,7 @@ class StreamLoader(ReadThroughLoader):
     def _make_dataloader(self, data: IterableDataset[Any], options: LoaderOptions) -> DataLoader[Any]:
         torch_options = options.torch_options(data)
         torch_options["persistent_workers"] = False  # each epoch's workers begin with the epoch's seed
+        self._knows_samples = keeps_number(torch_options["collate_fn"])
         torch_options["collate_fn"] = _ShareCollate(options.batch_size, options.share, torch_options["collate_fn"])
         return DataLoader(data, batch_size=self._global_batch_size, drop_last=options.drop_last, **torch_options)
 
@@ -77,8 +81,11 @@ class StreamLoader(ReadThroughLoader):
             read = self._read(epoch, dataloader, start.passed)
             for index, ((batch, size), passed) in enumerate(read, start.round):
                 own = len(Plan(size, batch_size, share).part(0))
+                if own:
+                    require_batch(batch, self._options)
+                whole = size if self._knows_samples else None
                 position = {**fixed, "samples": passed, **self._state.take()}
-                yield Round(index, batch, size, own, is_partial=size < share.count, position=position)
+                yield Round(index, batch, whole, own, is_partial=size < share.count, position=position)
 
     def _size_of(self, batch: tuple[Any, int]) -> int:
         return batch[1]
@@ -178,6 +185,7 @@ class GivenLoader(ReadThroughLoader):
 
     def __init__(self, given: DataLoader[Any], options: LoaderOptions) -> None:
         is_stream = isinstance(given.dataset, IterableDataset)
+        self._reader = _make_reader(given, options)
         readers = _count_readers(given.num_workers) if is_stream else 1
         self._cut = {"batch_size": given.batch_size, "readers": readers}
         self._state = _state_of_loader(given, is_stream=is_stream)
@@ -203,17 +211,68 @@ class GivenLoader(ReadThroughLoader):
                 of_round = list(islice(batches, share.count))
                 if not of_round:
                     return
-                own = of_round[share.index][0] if share.index < len(of_round) else None
+                own = _Counted(None, 0)
+                if share.index < len(of_round):
+                    own = _as_counted(of_round[share.index][0])
+                    require_batch(own.batch, self._options)
                 position = {**fixed, "batches": of_round[-1][1], **self._state.take()}
-                yield Round(index, own, is_partial=len(of_round) < share.count, position=position)
+                is_partial = len(of_round) < share.count
+                yield Round(index, own.batch, None, own.samples, is_partial=is_partial, position=position)
 
     def _batches(self, epoch: int, start: Start, plan: Plan | None) -> Iterator[tuple[Any, int]]:
         read_before = start.passed if self._state.is_in(start.position) else 0
         end = None if plan is None else plan.num_samples - read_before
-        return islice(self._read(epoch, self.dataloader, read_before), start.passed - read_before, end)
+        return islice(self._read(epoch, self._reader, read_before), start.passed - read_before, end)
 
     def _size_of(self, batch: Any) -> int:
         return 1
+
+
+class _Counted(NamedTuple):
+    """A batch, and of how many samples it was made; it travels from workers as a tuple does.
+
+    Attributes:
+        batch: The batch.
+        samples: The samples; None where the DataLoader does not make batches of samples.
+    """
+
+    batch: Any
+    samples: int | None
+
+
+def _as_counted(batch: Any) -> _Counted:
+    return batch if isinstance(batch, _Counted) else _Counted(batch, None)
+
+
+@dataclass
+class _CountCollated:
+    """Collates samples, and tells how many they were."""
+
+    collate: Collate
+
+    def __call__(self, samples: list[Any]) -> _Counted:
+        return _Counted(self.collate(samples), len(samples))
+
+
+def _make_reader(given: DataLoader[Any], options: LoaderOptions) -> DataLoader[Any]:
+    """Return a copy of a user's DataLoader that tells the samples of each batch, and has workers for one epoch only.
+
+    So the user's own stays as it is, also where it is read for something else meanwhile. One that iterates in its own
+    way is used itself.
+    """
+    if type(given).__iter__ is not DataLoader.__iter__ or hasattr(given, "state_dict"):
+        return given
+    own = copy.copy(given)
+    makes_batches = given.batch_sampler is not None or given.batch_size is not None
+    collate = _CountCollated(given.collate_fn) if makes_batches else given.collate_fn
+    if given.persistent_workers:
+        warn_once(
+            f"persistent_workers=True has no effect on the DataLoader of the {options.kind} data: workers of a stream "
+            "that outlive an epoch read otherwise after a resume",
+            about=f"persistent workers: {options.kind}",
+        )
+    vars(own).update(collate_fn=collate, persistent_workers=False, _iterator=None)  # torch refuses to set them
+    return own
 
 
 def _state_of_loader(given: DataLoader[Any], *, is_stream: bool) -> StreamState:

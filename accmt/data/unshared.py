@@ -45,6 +45,7 @@ class UnsharedLoader:
     def __init__(self, own: Loader, device: torch.device) -> None:
         self.dataloader: DataLoader[Any] = own.dataloader
         self.micro_batches = own.micro_batches
+        self.share = own.share
         self._own = own
         self._device = device
         self._measure()
@@ -71,6 +72,10 @@ class UnsharedLoader:
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         """Return the samples that this process has in a round of the epoch in work."""
         return self._own.samples_of(epoch, index)
+
+    def tell_epoch_again(self) -> None:
+        """Call `set_epoch` of the data with the epoch in work: an evaluation of the same data may have called it."""
+        self._own.tell_epoch_again()
 
     def end_workers(self) -> None:
         """End the processes that load data; the next epoch starts others."""

@@ -11,11 +11,13 @@ from accmt.huggingface.kinds import (
     is_transformers_model,
     refuse_injected_adapters,
 )
+from accmt.huggingface.packing import computing_without_cache
 from accmt.huggingface.pretrained import load_pretrained, load_pretrained_weights
 from accmt.huggingface.recomputation import enable_gradient_checkpointing
 
 __all__ = [
     "advise_wrapping",
+    "computing_without_cache",
     "describe_model",
     "enable_gradient_checkpointing",
     "is_peft_model",

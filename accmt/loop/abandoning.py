@@ -28,8 +28,8 @@ class Abandonable:
     def __init__(self, own: Loader, trainer: Trainer) -> None:
         self.dataloader = own.dataloader
         self.micro_batches = own.micro_batches
+        self.share = own.share
         self._own = own
-        self.num_rounds = own.num_rounds
         self._trainer = trainer
 
     def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
@@ -52,6 +52,11 @@ class Abandonable:
                 leave(self._trainer.run, agreed)
 
     @property
+    def num_rounds(self) -> int | None:
+        """Rounds of an epoch at most; None for data without a length."""
+        return self._own.num_rounds
+
+    @property
     def _interruption(self) -> Interruption:
         return self._trainer.run.interruption
 
@@ -67,6 +72,10 @@ class Abandonable:
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         """Return the samples that this process has in a round of the epoch in work."""
         return self._own.samples_of(epoch, index)
+
+    def tell_epoch_again(self) -> None:
+        """Call `set_epoch` of the data with the epoch in work."""
+        self._own.tell_epoch_again()
 
     def end_workers(self) -> None:
         """End the processes that load data; the next epoch starts others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -14,6 +14,7 @@ from accmt.callbacks.averaging import EMA
 from accmt.callbacks.progress import draw_rounds
 from accmt.data import Loader, Round, draw_seed
 from accmt.errors import ArgumentError, explain
+from accmt.huggingface import computing_without_cache
 from accmt.loop.chosen_weights import CheckpointPath, using_average, using_weights
 from accmt.loop.contract import adapt_validation_step, check_untrained_module, check_validation, defines
 from accmt.loop.evaluation import call_hooks, evaluate, in_evaluation_mode, reported
@@ -118,6 +119,7 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
         _lending_model(request) as (accelerator, model),
         _taking_data(request, accelerator) as sets,
         using_weights(module, settings, request.ckpt_path, function),
+        nullcontext() if function == "predict" else computing_without_cache(module.model),
         using_average(() if last is None or request.ckpt_path is not None else last.callbacks),
     ):
         run = _build(request, sets, accelerator, model)
@@ -127,6 +129,8 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
             yield run
         finally:
             end_workers(run.val_loaders.values())
+            if request.run_in_work is not None:
+                request.run_in_work.train_loader.tell_epoch_again()
 
 
 def _refuse_stranger(request: Request) -> None:

@@ -8,6 +8,7 @@ from accmt.callbacks.dispatch import Hook
 from accmt.data import note_dead_worker
 from accmt.errors import DataError, Preempted, explain
 from accmt.failures import is_out_of_memory, listening
+from accmt.huggingface import computing_without_cache
 from accmt.loop.evaluation import evaluate, evaluate_and_count
 from accmt.loop.going_on import telling_how_to_go_on
 from accmt.loop.leaving import leave_if_asked, settle, watching
@@ -43,7 +44,7 @@ def fit(run: Run) -> None:
     Raises:
         BaseException: What a step, a hook or the data raised; hooks were told, and trackers closed.
     """
-    with telling_how_to_go_on(run):
+    with telling_how_to_go_on(run), computing_without_cache(run.unwrapped_model):
         try:
             _fit(run)
         finally:

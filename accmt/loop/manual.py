@@ -8,11 +8,11 @@ import torch
 
 from accmt.data import Round, derive_seed, seed_generators
 from accmt.loop.guard import Place
-from accmt.loop.run import Run
+from accmt.loop.run import Run, require_planned
 from accmt.loop.update import advance_schedule, step_optimizer, zero_gradients
 from accmt.messages import say_once
 from accmt.module import ExtendedAcceleratorModule
-from accmt.processes import num_processes, process_index
+from accmt.processes import num_processes, process_index, sum_over_processes
 
 
 class ManualSteps:
@@ -51,7 +51,7 @@ class ManualSteps:
         run.trained.update()
         batch = run.place(round_.batch)
         own = run.count_samples(round_, batch)
-        samples = round_.num_samples if round_.num_samples is not None else own * num_processes()
+        samples = self._count_over_processes(round_, own)
         self._factor, self._has_stepped = own * num_processes() / samples, False
         seed_generators(derive_seed(run.seed, "step", run.state.epoch, round_.index, process_index()), run.device)
         for hook in run.hooks.on_before_training_step:
@@ -67,6 +67,16 @@ class ManualSteps:
             hook(batch=batch, outputs=outputs)
         self._count(samples)
         return self._has_stepped
+
+    def _count_over_processes(self, round_: Round, own: int) -> int:
+        """Return the samples of a round: those that were planned, or else the sum of what the batches hold.
+
+        Processes: collective where they were not planned.
+        """
+        if round_.num_samples is None or self._run.counts_own_samples or num_processes() == 1:
+            return int(sum_over_processes((float(own),), self._run.device)[0])
+        require_planned(round_, own)
+        return round_.num_samples
 
     def _count(self, samples: int) -> None:
         state = self._run.state

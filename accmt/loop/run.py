@@ -12,11 +12,11 @@ from torch import nn
 
 from accmt.callbacks import Callback, Hooks
 from accmt.data import Loader, Round, find_batch_size
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import DataError, ModuleContractError, explain
 from accmt.loop.bad_samples import BadSamples
 from accmt.loop.cadence import Cadence
 from accmt.loop.weighting import Weighting
-from accmt.messages import say_once
+from accmt.messages import say_once, warn_once
 from accmt.metrics import Metric, TrainingWindow
 from accmt.module import AcceleratorModule
 from accmt.optimization.stepper import Stepper
@@ -73,6 +73,18 @@ class Actions:
     backward: Callable[[torch.Tensor], None]
     optimizer_step: Callable[[], bool]
     zero_grad: Callable[[], None]
+
+
+def require_planned(round_: Round, samples: int) -> None:
+    """Check that a batch holds the samples that were planned, where their number weighs the batches of others too.
+
+    Raises:
+        DataError: It holds more or fewer.
+    """
+    if samples != round_.own_samples:
+        got = f"a batch of {samples} samples, made of {round_.own_samples}, where the weights of batches are planned"
+        do = "def get_batch_size(self, batch) in the module, or a collate_fn of your own, whose batches are counted"
+        raise DataError(explain("the training data", got, "as many samples in a batch as were read for it", do))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,15 +155,36 @@ class EvaluationRun:
         context: AbstractContextManager[None] = self.accelerator.autocast()
         return context
 
-    def count_samples(self, round_: Round, batch: Any) -> int:
-        """Return the samples in this process's batch: as the module says, the data know, or the batch shows."""
-        samples = self.module.get_batch_size(batch) if self.counts_own_samples else round_.own_samples
-        if samples is None:
-            samples = find_batch_size(batch)
+    def count_samples(self, round_: Round, batch: Any, *, has_weight: bool = False) -> int:
+        """Return the samples in this process's batch: as the module says, or as the batch shows.
+
+        Args:
+            round_: The round.
+            batch: Its batch.
+            has_weight: Whether the step has said what the batch weighs, so that its samples are only counted.
+
+        Raises:
+            DataError: The number cannot be told, and nothing else says what the batch weighs.
+        """
+        samples = self.module.get_batch_size(batch) if self.counts_own_samples else None
+        if samples is not None:
+            return samples
+        try:
+            samples = find_batch_size(batch, round_.own_samples)
+        except DataError:
+            if not has_weight:
+                raise
+            samples = round_.own_samples
         if samples is None:
             what = "how many samples a batch has cannot be told, so each batch weighs 1"
             say_once(f"{what}; define get_batch_size(self, batch) in the module")
             return 1
+        if round_.own_samples not in (None, samples):
+            warn_once(
+                f"a batch counts the samples that it holds: here {samples}, which the collate function made of "
+                f"{round_.own_samples}; get_batch_size(self, batch) in the module can count otherwise",
+                about="samples of batches",
+            )
         return samples
 
 

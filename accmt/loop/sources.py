@@ -162,11 +162,12 @@ def build_train_loader(
         drop_last=told.dataloader_drop_last,
         collate=_collate(module, told, "collate_fn_train"),
         num_workers=told.dataloader_num_workers,
+        persistent_workers=told.dataloader_persistent_workers,
         pin_memory=_pins_memory(told, device),
         skips_bad=told.on_bad_sample == "skip",
         agree_on=device if told.shard_dataloaders and num_processes() > 1 else None,
     )
-    return _end_together(build_loader(data, options), told, device)
+    return _end_together(build_loader(data, options), device)
 
 
 def build_evaluation_loader(
@@ -191,10 +192,11 @@ def build_evaluation_loader(
         sampler=told.sampler_val if is_validation else None,
         collate=_collate(module, told, "collate_fn_val"),
         num_workers=told.dataloader_num_workers,
+        persistent_workers=told.dataloader_persistent_workers,
         pin_memory=_pins_memory(told, device),
         skips_bad=told.on_bad_sample == "skip",
     )
-    return _end_together(build_loader(data, options), told, device)
+    return _end_together(build_loader(data, options), device)
 
 
 def _evaluation_batch_size(settings: Settings, purpose: Evaluation) -> int:
@@ -214,8 +216,10 @@ def _pins_memory(told: DataSettings, device: torch.device) -> bool:
     return told.dataloader_pin_memory and device.type != "cpu"
 
 
-def _end_together(loader: Loader, told: DataSettings, device: torch.device) -> Loader:
-    return loader if told.shard_dataloaders or num_processes() == 1 else UnsharedLoader(loader, device)
+def _end_together(loader: Loader, device: torch.device) -> Loader:
+    """Return a loader whose epochs end on all processes together, also where each has data of its own."""
+    has_own_data = num_processes() > 1 and loader.share.count == 1
+    return UnsharedLoader(loader, device) if has_own_data else loader
 
 
 def _refuse_iterator(data: Any, settings: Settings) -> None:

@@ -89,12 +89,16 @@ class Weighting:
         self.is_explicit = explicit > 0 if batches else None  # no process has one, so the next decides
         self.reference = total / batches if total > 0 else 1.0
 
+    def uses_plan(self, window: Window) -> bool:
+        """Return whether the samples that were planned say what all batches of a window weigh together."""
+        return window.known_samples is not None and not self.is_explicit and not self._is_one_batch(window)
+
     def loss_factor(self, window: Window, weight: Weight) -> Weight:
         """Return what the mean loss of a batch is multiplied by before backward."""
         if self._is_one_batch(window):
             return 1.0
-        if window.known_samples is not None and not self.is_explicit:
-            return weight * num_processes() / window.known_samples
+        if self.uses_plan(window):
+            return weight * num_processes() / (window.known_samples or 1)
         return weight / self.reference
 
     def close(self, window: Window) -> tuple[float, int]:
@@ -107,7 +111,7 @@ class Weighting:
         """
         if self._is_one_batch(window):
             return float(bool(window.own_weight)), window.own_samples
-        if window.known_samples is not None and not self.is_explicit:
+        if window.known_samples is not None and self.uses_plan(window):
             return float(window.known_samples > 0), window.known_samples
         own = (float(window.own_weight), float(window.own_batches), float(window.own_samples))
         total, batches, samples = sum_over_processes(own, self._device)

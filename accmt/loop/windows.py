@@ -14,7 +14,7 @@ from accmt.loop.guard import Place
 from accmt.loop.outputs import TrainingOutput, read_training_output
 from accmt.loop.recovery import current_micro_batch_size
 from accmt.loop.reduction import broadcast_buffers
-from accmt.loop.run import Run
+from accmt.loop.run import Run, require_planned
 from accmt.loop.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.loop.update import finish_window, pass_over
 from accmt.loop.weighting import Window
@@ -173,8 +173,8 @@ def _require_finite(loss: torch.Tensor) -> None:
 
 
 def _weigh(run: Run, window: Window, round_: Round, batch: Any, output: TrainingOutput) -> Weight:
-    samples = run.count_samples(round_, batch)
     has_weight = output.weight is not None
+    samples = run.count_samples(round_, batch, has_weight=has_weight)
     weight = samples if output.weight is None else output.weight
     if run.weighting.is_explicit is None:
         run.weighting.decide(weight, is_explicit=has_weight)
@@ -183,5 +183,7 @@ def _weigh(run: Run, window: Window, round_: Round, batch: Any, output: Training
         do = 'return {"loss": loss, "weight": weight} from every training_step, or from none'
         got = f'"weight" in {seen} but not in {other}'
         raise ModuleContractError(explain("training_step", got, "weights for all batches or for none", do))
+    if not has_weight and run.weighting.uses_plan(window):
+        require_planned(round_, samples)
     window.add(weight, samples)
     return weight

@@ -26,6 +26,9 @@ class DataSettings:
         collate_fn_val: As `collate_fn`, for validation data only, and stronger than it.
         dataloader_pin_memory: Whether batches are put into pinned memory; has no effect without an accelerator device.
         dataloader_num_workers: Processes that load data beside each training process; 0 loads in the training process.
+        dataloader_persistent_workers: Whether those processes outlive an epoch, which saves starting them. Their copies
+            of the dataset then do not hear of what changes in it between epochs. Has no effect on streams, nor on a
+            dataset with `set_epoch`.
         dataloader_drop_last: Whether a last training batch that is not full is left out. Validation data are never
             dropped.
         shard_dataloaders: Whether the processes share the data. False: every process sees all of it.
@@ -53,6 +56,7 @@ class DataSettings:
     collate_fn_val: Any = None
     dataloader_pin_memory: bool = True
     dataloader_num_workers: int = 0
+    dataloader_persistent_workers: bool = False
     dataloader_drop_last: bool = False
     shard_dataloaders: bool = True
     reload_dataloaders_every_n_epochs: int = 0

@@ -1,10 +1,12 @@
 from collections import UserDict, namedtuple
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
 from accmt.data import Round, find_batch_size
+from accmt.errors import DataError
 
 Pair = namedtuple("Pair", ["inputs", "labels"])
 
@@ -43,3 +45,62 @@ def test_a_batch_that_does_not_tell_its_samples_gives_none(batch):
 def test_a_round_knows_nothing_that_it_was_not_told():
     round_ = Round(3, "batch")
     assert (round_.num_samples, round_.own_samples, round_.is_last, round_.is_partial) == (None, None, False, False)
+
+
+@dataclass
+class Fields:
+    inputs: torch.Tensor
+    labels: torch.Tensor
+
+
+def images(*channels):
+    return [torch.zeros(count, 5, 5) for count in channels]
+
+
+boxes = [{"boxes": torch.zeros(2, 4)}, {"boxes": torch.zeros(1, 4)}, {"boxes": torch.zeros(5, 4)}]
+COLLATED = {
+    "as many as were read": ((torch.zeros(4, 9), torch.zeros(4)), 4, 4),
+    "time first, and the samples where they should be in the targets": ((torch.zeros(9, 4), torch.zeros(4)), 4, 4),
+    "nodes of graphs, edges, and one target for each graph": (
+        {"x": torch.zeros(30, 8), "edges": torch.zeros(2, 70), "y": torch.zeros(4)},
+        4,
+        4,
+    ),
+    "images and boxes in lists, as detection has them": ((tuple(images(3, 3, 3)), tuple(boxes)), 3, 3),
+    "a list of samples": ([{"x": torch.zeros(2)}, {"x": torch.zeros(7)}, {"x": torch.zeros(2)}], 3, 3),
+    "weights of classes beside samples": ((torch.zeros(4, 2), torch.zeros(10)), 4, 4),
+    "one sample left out": ((torch.zeros(3, 9), torch.zeros(3)), 4, 3),
+    "of two samples one left out, which no pair hides": ((torch.zeros(1, 9), torch.zeros(1)), 2, 1),
+    "samples cut in two": ({"x": torch.zeros(8, 9), "y": torch.zeros(8)}, 4, 8),
+    "sequences of unequal length in a list": ([torch.zeros(5, 2), torch.zeros(7, 2), torch.zeros(7, 2)], 3, 3),
+    "a list of texts of which some are left out": (["a", "b"], 3, 2),
+    "a dict of texts": ({"text": ["a", "b", "c"], "of": ["x", "y"]}, 2, 2),
+    "fields of a dataclass": (Fields(torch.zeros(3, 2), torch.zeros(3)), 4, 3),
+    "nothing that shows": (object(), 4, 4),
+    "an empty batch": (torch.zeros(0, 2), 4, 0),
+}
+
+
+@pytest.mark.feature("T22")
+@pytest.mark.parametrize("form", COLLATED)
+def test_what_a_batch_holds_counts_and_what_was_collated_says_where_to_look(form):
+    batch, collated, size = COLLATED[form]
+    assert find_batch_size(batch, collated) == size
+
+
+@pytest.mark.feature("T22")
+@pytest.mark.parametrize(
+    ("batch", "collated"),
+    [
+        ((torch.zeros(9, 3), torch.zeros(3)), 4),
+        ((torch.zeros(9, 4), torch.zeros(9, 4)), 4),
+        ({"input_ids": torch.zeros(1, 30), "labels": torch.zeros(1, 30)}, 4),
+        (images(3, 3, 3, 3), 4),
+        ((torch.zeros(9, 4), torch.zeros(4)), None),
+        ({"x": torch.zeros(30, 8), "edges": torch.zeros(2, 70)}, 4),
+    ],
+    ids=["time first, one left out", "time first", "packed into one row", "images", "read as it is", "graphs"],
+)
+def test_a_batch_that_contradicts_what_was_collated_is_an_error_with_its_shapes(batch, collated):
+    with pytest.raises(DataError, match=r"a batch of shapes \[\d+, (.|\n)*def get_batch_size\(self, batch\)"):
+        find_batch_size(batch, collated)

@@ -1,12 +1,16 @@
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, default_convert
+from transformers import DataCollatorWithFlattening, DefaultDataCollator, default_data_collator
 
 from accmt import AcceleratorModule
 from accmt.data import DataCollatorForLongestSequence, build_collate
+from accmt.data.collate import keeps_number
+from accmt.data.options import LoaderOptions
 from accmt.errors import ArgumentError
 from tests.toys import make_trainer
 
@@ -133,3 +137,18 @@ def test_the_tokens_that_transformers_masks_follow_from_seed_and_epoch_whatever_
     assert first[:2] != first[2:], "each epoch masks other tokens"
     masked = sum(label != -100 for batch in first for row in batch["labels"] for label in row)
     assert 0.08 < masked / (2 * 6 * 40) < 0.22
+
+
+@pytest.mark.feature("T22")
+def test_it_is_known_which_collate_functions_keep_the_number_of_samples():
+    ours = LoaderOptions(purpose="train", batch_size=1).torch_options([1])["collate_fn"]
+    keeping = [default_collate, default_convert, ours, DefaultDataCollator(), default_data_collator]
+    keeping += [DataCollatorForLongestSequence(make_tokenizer()), partial(default_data_collator, return_tensors="pt")]
+    assert all(map(keeps_number, [*keeping, build_collate(keeping, "collate_fn")]))
+
+    class Own(DefaultDataCollator):
+        pass
+
+    others = [double, lambda samples: samples, Own(), partial(double), DataCollatorWithFlattening(), list]
+    assert not any(map(keeps_number, others))
+    assert not keeps_number(build_collate([double, default_collate], "collate_fn"))

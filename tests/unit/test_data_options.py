@@ -36,11 +36,12 @@ def test_a_whole_number_limits_rounds_and_a_float_is_a_fraction(limit, rounds, u
 
 @pytest.mark.feature("A41", "A42", "A33")
 def test_options_of_the_torch_loader():
-    told = options(num_workers=2, pin_memory=True, collate=list).torch_options(range(3))
+    told = options(num_workers=2, persistent_workers=True, pin_memory=True, collate=list).torch_options(range(3))
     start = told.pop("worker_init_fn")
     assert start == WorkerStart()
     assert told == {"collate_fn": list, "num_workers": 2, "pin_memory": True, "persistent_workers": True}
-    assert not options().torch_options(range(3))["persistent_workers"]
+    assert not options(persistent_workers=True).torch_options(range(3))["persistent_workers"]  # there are none
+    assert not options(num_workers=2).torch_options(range(3))["persistent_workers"]
     assert torch.equal(options().torch_options(range(3))["collate_fn"]([1, 2]), torch.tensor([1, 2]))
 
 
@@ -49,7 +50,7 @@ def test_workers_do_not_outlive_an_epoch_that_the_dataset_wants_to_hear_of():
         def set_epoch(self, epoch):
             self.epoch = epoch
 
-    assert not options(num_workers=2).torch_options(Scheduled([1]))["persistent_workers"]
+    assert not options(num_workers=2, persistent_workers=True).torch_options(Scheduled([1]))["persistent_workers"]
 
 
 @pytest.mark.feature("L60")

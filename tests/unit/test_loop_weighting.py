@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from accmt import AcceleratorModule
 from tests.toys import Linear, Numbers, logged, make_points, make_trainer
@@ -66,17 +67,18 @@ def test_the_module_may_say_how_many_samples_a_batch_has():
 @pytest.mark.feature("T22")
 def test_a_batch_that_shows_no_samples_weighs_1_and_says_so(caplog):
     class Opaque(Linear):
-        def get_batch_size(self, batch):
-            return None
-
         def training_step(self, batch):
             return self.step(batch.points)
 
     class Points:
-        def __init__(self, samples):
-            self.points = torch.utils.data.default_collate(samples)
+        def __init__(self, points):
+            self.points = points
 
-    state = make_trainer(collate_fn=Points, verbose=True).fit(Opaque(), make_points(8))
+    class Batches(IterableDataset):
+        def __iter__(self):
+            return map(Points, DataLoader(make_points(8), batch_size=2))
+
+    state = make_trainer(verbose=True).fit(Opaque(), DataLoader(Batches(), batch_size=None))
     assert state.samples_seen == 4
     assert caplog.text.count("each batch weighs 1") == 1
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import transformers.optimization  # noqa: F401
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, default_collate
 
 import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Callback, Trainer, read_history
@@ -32,6 +32,7 @@ TOKENS = 5
 LR = 0.05
 CLIP = 0.3
 WARMUP = 0.3
+COLLATED = ("dropping", "dropping-loader", "dropping-stream", "adding", "adding-loader-of-stream")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ def make_cases() -> list[Case]:
         Case(n, a, w, data) for n in (3, 29) for a in (1, 2) for w in (False, True) for data in ("loader", "stream")
     ]
     cases += [Case(n, a, w, "unshared") for n in (3, 29) for a in (1, 2) for w in (False, True)]
+    cases += [Case(n, a, w, data) for n in (17, 29) for a in (1, 2) for w in (False, True) for data in COLLATED]
+    cases += [Case(24, a, w, "sampler") for a in (1, 2) for w in (False, True)]
     cases += [Case(n, a, w, micro=m) for n in (17, 29) for a in (1, 2) for w in (False, True) for m in (1, 3)]
     return cases + [Case(29, a, w, clip=CLIP) for a in (1, 2) for w in (False, True)]
 
@@ -68,13 +71,36 @@ def own_samples(samples: int, process: int, processes: int) -> list[int]:
     return [i for i in range(samples) if (0 if i < samples // 2 else i % processes) == process]
 
 
+def samples_of(data: str, index: int) -> list[int]:
+    """Return the samples that a batch holds for one that was read for it: none, or more than one, in some cases."""
+    if data.startswith("dropping"):
+        return [] if index % 5 == 2 else [index]
+    return [index, 1000 + index] if data.startswith("adding") and index % 3 == 0 else [index]
+
+
 def make_sample(index: int) -> dict[str, torch.Tensor]:
     """Make one sample: inputs `[tokens, 3]`, targets `[tokens]`, and a mask of its real tokens."""
     generator = torch.Generator().manual_seed(index)
     length = 1 + index % TOKENS
     mask = (torch.arange(TOKENS) < length).float()
+    number = torch.tensor(index)
     inputs = torch.randn(TOKENS, 3, generator=generator)
-    return {"inputs": inputs, "targets": torch.randn(TOKENS, generator=generator) * (1 + index % 3), "mask": mask}
+    return {
+        "inputs": inputs,
+        "targets": torch.randn(TOKENS, generator=generator) * (1 + index % 3),
+        "mask": mask,
+        "index": number,
+    }
+
+
+@dataclass
+class CollateOthers:
+    """Collates other samples than were read."""
+
+    data: str
+
+    def __call__(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return default_collate([make_sample(i) for s in samples for i in samples_of(self.data, int(s["index"]))])
 
 
 def build_model() -> nn.Module:
@@ -142,12 +168,18 @@ class GradientRecorder(Callback):
 
 def make_data(case: Case) -> Any:
     """Return the case's data in the form it asks for."""
-    if case.data == "stream":
+    if case.data in ("stream", "dropping-stream"):
         return Stream(case.samples)
+    if case.data == "adding-loader-of-stream":
+        return DataLoader(Stream(case.samples), BATCH_SIZE, collate_fn=CollateOthers(case.data))
     if case.data == "unshared":
         return Samples(own_samples(case.samples, process_index(), int(os.environ.get("WORLD_SIZE", "1"))))
     samples = Samples(range(case.samples))
-    return DataLoader(samples, BATCH_SIZE) if case.data == "loader" else samples
+    if case.data == "sampler":
+        sampler = DistributedSampler(samples, int(os.environ.get("WORLD_SIZE", "1")), process_index(), shuffle=False)
+        return DataLoader(samples, BATCH_SIZE, sampler=sampler)
+    collate = CollateOthers(case.data) if case.data == "dropping-loader" else None
+    return DataLoader(samples, BATCH_SIZE, collate_fn=collate) if "loader" in case.data else samples
 
 
 def run_case(case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
@@ -155,7 +187,7 @@ def run_case(case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
     recorder = GradientRecorder()
     hps = {"epochs": case.epochs, "batch_size": BATCH_SIZE, "optim": {"type": "SGD", "lr": LR}}
     hps["max_micro_batch_size"] = case.micro
-    if case.data != "stream":
+    if "stream" not in case.data:
         hps["scheduler"] = {"type": "LinearWithWarmup", "warmup_ratio": WARMUP}
     trainer = Trainer(
         hps,
@@ -166,6 +198,7 @@ def run_case(case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
         grad_accumulation_steps=case.accumulation,
         shuffle_train=False,
         shard_dataloaders=case.data != "unshared",
+        collate_fn=CollateOthers(case.data) if case.data in COLLATED else None,
         clip_grad=case.clip,
         callbacks=recorder,
         verbose=False,
