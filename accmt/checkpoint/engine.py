@@ -28,14 +28,20 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from accmt.checkpoint.fitting import layout_of, require_same_layout, require_same_model, require_same_number
 from accmt.checkpoint.frozen import FrozenWeights, require_same_frozen
 from accmt.checkpoint.pieces import PiecePlanner, Pieces, file_names, write_pieces
 from accmt.checkpoint.snapshot import HostSnapshot
-from accmt.checkpoint.tensors import join_tensors, referred_tensors, split_tensors
+from accmt.checkpoint.tensors import (
+    join_tensors,
+    referred_tensors,
+    split_tensors,
+)
 from accmt.checkpoint.torch_states import (
     State,
     model_state,
     optimizer_state,
+    own_memory_for_buffers,
     require_known,
     restore_model,
     restore_optimizer,
@@ -86,6 +92,7 @@ class StateCollector:
         self._model = model
         self._optimizers = optimizers
         self._frozen = FrozenWeights(model)
+        self._layout = layout_of(model_state(model))
         self._planner = PiecePlanner()
 
     def collect(self, others: Mapping[str, Any]) -> CollectedState:
@@ -102,7 +109,9 @@ class StateCollector:
         """
         states = [optimizer_state(self._model, optimizer) for optimizer in self._optimizers]
         frozen = self._frozen.digests()
-        model = {name: value for name, value in model_state(self._model).items() if name not in frozen}
+        state = model_state(self._model)
+        require_same_layout(self._layout, layout_of(state))
+        model = {name: value for name, value in state.items() if name not in frozen}
         shared, rest = split_tensors({"model": model, "optimizers": states})
         own, other_rest = split_tensors({"others": dict(others)})
         _require_unsharded(own)
@@ -225,9 +234,10 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
     reader = HuggingFaceStorageReader(str(folder))
     stored = _read_metadata(reader, saved, folder)
     require_same_frozen(model, saved["frozen"])
+    own_memory_for_buffers(model)
     ours = {name: value for name, value in model_state(model).items() if name not in saved["frozen"]}
-    _require_same_model(ours, saved["model"], stored)
-    _require_same_number(optimizers, saved["optimizers"])
+    require_same_model(ours, saved["model"], stored)
+    require_same_number(optimizers, saved["optimizers"])
     targets = _targets(ours, saved, stored)
     _read_tensors(targets, reader, folder)
     loaded = join_tensors(targets, saved)
@@ -273,46 +283,6 @@ def _require_unsharded(tensors: Mapping[str, Tensor]) -> None:
                 name, "a sharded tensor", "whole tensors, the same on every process", "store its `full_tensor()`"
             )
             raise CheckpointError(message)
-
-
-def _require_same_model(ours: State, saved: State, stored: Mapping[str, Any]) -> None:
-    faults = [f"{name} is not in the checkpoint" for name in ours.keys() - saved.keys()]
-    faults += [f"{name} is not in the model" for name in saved.keys() - ours.keys()]
-    for name in ours.keys() & saved.keys():
-        got, expected = _describe(ours[name]), _describe(_metadata_of(saved[name], stored))
-        if got != expected:
-            faults.append(f"{name} is {got} in the model, {expected} in the checkpoint")
-    if faults:
-        message = explain(
-            "the model",
-            f"{len(faults)} differences: " + "; ".join(sorted(faults)[:5]),
-            "the model that was saved",
-            "build it as in the run that saved, or start a new run with `resume=False`",
-        )
-        raise CheckpointError(message)
-
-
-def _metadata_of(entry: Any, stored: Mapping[str, Any]) -> Any:
-    return stored.get(entry.name) if isinstance(entry, TensorReference) else entry
-
-
-def _describe(entry: Any) -> str:
-    if isinstance(entry, Tensor):
-        return f"{tuple(entry.shape)} {entry.dtype}"
-    if isinstance(entry, TensorStorageMetadata):
-        return f"{tuple(entry.size)} {entry.properties.dtype}"
-    return "missing" if entry is None else "no tensor"
-
-
-def _require_same_number(optimizers: Sequence[Optimizer], saved: Sequence[State]) -> None:
-    if len(optimizers) != len(saved):
-        message = explain(
-            "the optimizers",
-            str(len(optimizers)),
-            f"{len(saved)}, as in the checkpoint",
-            "build the ones that were saved",
-        )
-        raise CheckpointError(message)
 
 
 def _targets(ours: State, saved: State, stored: Mapping[str, Any]) -> dict[str, Tensor]:

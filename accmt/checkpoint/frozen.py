@@ -1,4 +1,4 @@
-"""What a checkpoint leaves out of a model with adapters: the frozen weights around which they are.
+"""What a checkpoint leaves out of a model: the frozen weights around which adapters are, or that have no entry in it.
 
 They come from elsewhere and do not change, so a checkpoint holds digests of them, and a run that continues from it
 builds the model again. Other models' frozen weights are kept: nobody else may have them.
@@ -7,16 +7,20 @@ builds the model again. Other models' frozen weights are kept: nobody else may h
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from accmt.checkpoint.torch_states import plain_parameter_names
+from accmt.checkpoint.tensors import plain_parts
+from accmt.checkpoint.torch_states import kept_buffers, model_state, plain_parameter_names
 from accmt.errors import CheckpointError, explain
+from accmt.processes import gather_objects
 
 _SHOWN = 3
+_CHUNK = 2**22
 
 
 class FrozenWeights:
@@ -30,32 +34,88 @@ class FrozenWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._weights = find_frozen(model)
-        self._digests = {name: digest_of(weight) for name, weight in self._weights.items()}
-        self._versions = {name: weight._version for name, weight in self._weights.items()}
+        self._model = model
+        weights = find_frozen(model)
+        self._digests = {name: digest_of(weight) for name, weight in weights.items()}
+        self._checksums = {name: _checksum(weight) for name, weight in weights.items()}
 
     def digests(self) -> dict[str, str]:
-        """Return the digest of each weight left out, by plain name; one that was trained or changed is not."""
-        return {
-            name: digest
-            for name, digest in self._digests.items()
-            if not self._weights[name].requires_grad and self._weights[name]._version == self._versions[name]
+        """Return the digest of each weight left out, by plain name; one that was trained or changed is not.
+
+        Every value is looked at: a change through `.data`, as PEFT merges adapters, leaves no other trace. That costs
+        less than the forward pass of one step, which reads them all too.
+
+        Processes:
+            Collective: what changed on one process is left out on none.
+        """
+        if not self._digests:
+            return {}
+        weights = find_frozen(self._model)
+        changed = {
+            name for name in self._digests if name not in weights or _checksum(weights[name]) != self._checksums[name]
         }
+        for name in set().union(*gather_objects(changed)):
+            del self._digests[name]
+        return dict(self._digests)
 
 
-def find_frozen(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the frozen parameters of a model that PEFT gave adapters, by plain name; none of another model.
+def find_frozen(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a checkpoint leaves out, by plain name: frozen parameters, and what their modules keep with them.
 
+    Those are all of a model that PEFT gave adapters, and of another model those that its own `state_dict` leaves out.
     An adapter that is not active is frozen too, and belongs to what is trained: its parameters have its name in theirs.
+    What modules keep with a weight are the scales of a quantized one, say, which are neither parameter nor buffer.
     """
-    adapters = {name for module in model.modules() for name in getattr(module, "peft_config", None) or ()}
-    if not adapters:
+    frozen = {name: weight for name, weight in plain_parameter_names(model).items() if not weight.requires_grad}
+    if not frozen:
         return {}
+    adapters = {name for module in model.modules() for name in getattr(module, "peft_config", None) or ()}
+    if adapters:
+        base = {name: weight for name, weight in frozen.items() if adapters.isdisjoint(name.split("."))}
+        return {**base, **_kept_with(base, model)}
+    kept = {_memory_of(entry) for entry in model_state(model).values() if isinstance(entry, Tensor)}
+    return {name: weight for name, weight in frozen.items() if weight.numel() and _memory_of(weight) not in kept}
+
+
+def _kept_with(frozen: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    owners = {name.rpartition(".")[0] for name in frozen}
+    known = {**plain_parameter_names(model), **kept_buffers(model)}
     return {
-        name: parameter
-        for name, parameter in plain_parameter_names(model).items()
-        if not parameter.requires_grad and adapters.isdisjoint(name.split("."))
+        name: entry
+        for name, entry in model_state(model).items()
+        if isinstance(entry, Tensor) and name not in known and not owners.isdisjoint(_paths_above(name))
     }
+
+
+def _paths_above(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _memory_of(tensor: Tensor) -> int:
+    part = plain_parts(tensor.to_local() if isinstance(tensor, DTensor) else tensor)[0]
+    return part.untyped_storage().data_ptr()
+
+
+def _checksum(weight: Tensor) -> object:
+    """Return what changes with any bit of this process's part of a weight; off the CPU it is computed on the device."""
+    own = weight.detach()
+    own = own.to_local() if isinstance(own, DTensor) else own
+    return [_digest(part) if part.device.type == "cpu" else _sums(part) for part in plain_parts(own)]
+
+
+def _sums(part: Tensor) -> list[int]:
+    """Return sums of a tensor's bytes, each times an odd number of its own, by chunks."""
+    data = part.contiguous().reshape(-1).view(torch.uint8)
+    sums = [(chunk * _weights(str(part.device))[: len(chunk)]).sum() for chunk in torch.split(data, _CHUNK)]
+    return torch.stack(sums).tolist()
+
+
+@lru_cache(maxsize=1)
+def _weights(device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator)
+    return (2 * numbers + 1).to(device)
 
 
 def digest_of(weight: Tensor) -> str:
@@ -66,8 +126,12 @@ def digest_of(weight: Tensor) -> str:
     """
     whole = weight.detach()
     whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-    data = whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    digest = xxhash.xxh3_64(f"{whole.dtype} {list(whole.shape)}".encode())
+    return "-".join(map(_digest, plain_parts(whole)))
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    digest = xxhash.xxh3_64(f"{tensor.dtype} {list(tensor.shape)}".encode())
     digest.update(data)
     return digest.hexdigest()
 
@@ -85,7 +149,7 @@ def require_same_frozen(model: nn.Module, saved: Mapping[str, str]) -> None:
     Processes:
         Collective where the model is sharded.
     """
-    weights = plain_parameter_names(model) if saved else {}
+    weights = {**model_state(model), **plain_parameter_names(model)} if saved else {}
     others = [name for name, digest in saved.items() if name not in weights or digest_of(weights[name]) != digest]
     if others:
         message = explain(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accmt.checkpoint.typed_json import TensorReference
+from accmt.checkpoint.typed_json import TensorReference, WrappedTensor
 from accmt.errors import CheckpointCorruptError, CheckpointError, explain
 
 # What both safetensors and its reader in torch.distributed.checkpoint know.
@@ -24,12 +27,13 @@ def split_tensors(state: Any) -> tuple[dict[str, Tensor], Any]:
     """Take every tensor out of a state.
 
     A tensor's name is the path to it, joined by dots. Tensors that share their memory (tied weights) are taken once.
+    One of a sub-class that is made of other tensors (a quantized one, say) is taken apart into those.
 
     Args:
         state: Dicts, lists and tuples, nested, of tensors and other values.
 
     Returns:
-        The tensors by name, and the state with a `TensorReference` in the place of each.
+        The tensors by name, and the state with a `TensorReference` or a `WrappedTensor` in the place of each.
 
     Raises:
         CheckpointError: A tensor is sparse, quantized, without data, or of a dtype that safetensors does not have.
@@ -37,7 +41,9 @@ def split_tensors(state: Any) -> tuple[dict[str, Tensor], Any]:
     tensors: dict[str, Tensor] = {}
     names: dict[Any, str] = {}
 
-    def refer(tensor: Tensor, path: str) -> TensorReference:
+    def refer(tensor: Tensor, path: str) -> TensorReference | WrappedTensor:
+        if is_made_of_others(tensor):
+            return _take_apart(tensor, lambda part, name: _replace(part, f"{path}.{name}", Tensor, refer))
         _require_storable(tensor, path)
         memory = _memory_of(tensor)
         if memory not in names:
@@ -57,9 +63,12 @@ def join_tensors(tensors: Mapping[str, Tensor], rest: Any) -> Any:
 
     Raises:
         CheckpointCorruptError: A tensor that the state refers to is missing.
+        CheckpointError: A sub-class of tensors is not there: what defines it has not been imported.
     """
 
-    def find(reference: TensorReference, path: str) -> Tensor:
+    def find(reference: TensorReference | WrappedTensor, path: str) -> Tensor:
+        if isinstance(reference, WrappedTensor):
+            return _put_together(reference, join_tensors(tensors, reference.parts))
         if reference.name in tensors:
             return tensors[reference.name]
         message = explain(
@@ -70,17 +79,64 @@ def join_tensors(tensors: Mapping[str, Tensor], rest: Any) -> Any:
         )
         raise CheckpointCorruptError(message)
 
-    return _replace(rest, "", TensorReference, find)
+    return _replace(rest, "", (TensorReference, WrappedTensor), find)
 
 
 def referred_tensors(rest: Any) -> set[str]:
     """Return the names of all tensors that a state without them refers to."""
     names: set[str] = set()
-    _replace(rest, "", TensorReference, lambda reference, path: names.add(reference.name))
+
+    def note(reference: TensorReference | WrappedTensor, path: str) -> None:
+        names.update({reference.name} if isinstance(reference, TensorReference) else referred_tensors(reference.parts))
+
+    _replace(rest, "", (TensorReference, WrappedTensor), note)
     return names
 
 
-def _replace(state: Any, path: str, kind: type, replace: Callable[[Any, str], Any]) -> Any:
+def is_made_of_others(tensor: Tensor) -> bool:
+    """Return whether a tensor has no memory of its own, but is made of other tensors, as quantized ones are."""
+    is_other = isinstance(tensor, DTensor) or tensor.layout != torch.strided
+    anything: object = tensor  # else mypy takes such a sub-class for impossible
+    return not is_other and is_traceable_wrapper_subclass(anything)
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors that a tensor is made of; a plain one is its own only part."""
+    if not is_made_of_others(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [part for name in names for part in plain_parts(getattr(tensor, name))]
+
+
+def describe_kind(kind: type) -> str:
+    """Return the name under which a sub-class of tensors stands in a checkpoint."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _take_apart(tensor: Tensor, split: Callable[[Tensor, str], Any]) -> WrappedTensor:
+    """Return what stands for a tensor that is made of others.
+
+    Source: `torch.utils._python_dispatch.is_traceable_wrapper_subclass` describes both halves of the protocol.
+    """
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = {name: split(getattr(tensor, name), name) for name in names}
+    size, stride = tuple(tensor.size()), tuple(tensor.stride())
+    return WrappedTensor(describe_kind(type(tensor)), parts, context, size, stride, tensor.dtype)
+
+
+def _put_together(wrapped: WrappedTensor, parts: Mapping[str, Tensor]) -> Tensor:
+    module, _, name = wrapped.kind.partition(":")
+    try:  # nothing is imported for the sake of a name in a file
+        kind: Any = functools.reduce(getattr, name.split("."), sys.modules[module])
+        put_together: Callable[..., Tensor] = kind.__tensor_unflatten__
+    except (KeyError, AttributeError) as error:
+        got, expected = f"{wrapped.kind}, which is not imported", "the sub-class of tensors that was saved"
+        message = explain("a tensor of the checkpoint", got, expected, f"import {module} (and define it at its top)")
+        raise CheckpointError(message) from error
+    return put_together(dict(parts), wrapped.context, torch.Size(wrapped.size), wrapped.stride)
+
+
+def _replace(state: Any, path: str, kind: type | tuple[type, ...], replace: Callable[[Any, str], Any]) -> Any:
     if isinstance(state, kind):
         return replace(state, path)
     begin = f"{path}." if path else ""
@@ -108,7 +164,8 @@ def _memory_of(tensor: Tensor) -> Any:
 
 
 def _require_storable(tensor: Tensor, path: str) -> None:
-    if tensor.layout == torch.strided and tensor.dtype in STORABLE and not tensor.is_meta:
+    is_dense = tensor.layout == torch.strided and tensor.dtype in STORABLE and not tensor.is_meta
+    if is_dense and not (isinstance(tensor, DTensor) and is_made_of_others(tensor.to_local())):
         return
     message = explain(
         path or "state",

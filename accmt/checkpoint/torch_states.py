@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -49,6 +51,32 @@ def plain_parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by plain name; one that is tied stands under each of its names."""
     wrapped = _wrapped_paths(model)
     return {_plain_name(name, wrapped): weight for name, weight in model.named_parameters(remove_duplicate=False)}
+
+
+def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a state dict holds, by plain name; one that is shared stands under each of its names."""
+    wrapped = _wrapped_paths(model)
+    return {
+        _plain_name(f"{path}.{name}".removeprefix("."), wrapped): buffer
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def own_memory_for_buffers(model: nn.Module) -> None:
+    """Give each expanded buffer memory of its own; nothing could be loaded into it. Its values stay."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and is_expanded(buffer):
+                module._buffers[name] = buffer.contiguous()
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether several entries of a tensor are one in memory, as `Tensor.expand` makes them."""
+    if tensor.layout != torch.strided or isinstance(tensor, DTensor):
+        return False
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:

@@ -10,6 +10,8 @@ What JSON lacks is marked by an object with one key that begins with `$`:
 | `inf`, `-inf`, `nan` | `{"$float": "inf"}` |
 | an int that needs more than 53 bits, which other readers would round | `{"$int": "0x20000000000001"}` |
 | a tensor, kept elsewhere under a name | `{"$tensor": "model.weight"}` |
+| a tensor of a sub-class that is made of other tensors | `{"$wrapped": {"kind": "torchao...", "parts": ...}}` |
+| `torch.Size([2])`, `torch.float32` | `{"$size": [2]}`, `{"$dtype": "float32"}` |
 
 None, booleans, strings, lists, other floats (their shortest exact form) and ints stand as they are.
 """
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from accmt.errors import CheckpointCorruptError, CheckpointError, explain
 
@@ -39,6 +42,27 @@ class TensorReference:
     """
 
     name: str
+
+
+@dataclass(frozen=True)
+class WrappedTensor:
+    """Stands in a state for a tensor of a sub-class that is made of other tensors, such as a quantized one.
+
+    Attributes:
+        kind: The sub-class: its module and name.
+        parts: The tensors that it is made of, by attribute, or what stands for them.
+        context: What else it is made of, as its `__tensor_flatten__` returns it.
+        size: Its own shape.
+        stride: Its own strides.
+        dtype: Its own dtype.
+    """
+
+    kind: str
+    parts: dict[str, Any]
+    context: Any
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def encode(value: Any, where: str = "state") -> str:
@@ -139,6 +163,18 @@ def _write_reference(value: TensorReference, where: str) -> Any:
     return {"$tensor": value.name}
 
 
+def _write_wrapped(value: WrappedTensor, where: str) -> Any:
+    return {"$wrapped": _write_dict(vars(value), where)}
+
+
+def _write_size(value: torch.Size, where: str) -> Any:
+    return {"$size": list(value)}
+
+
+def _write_dtype(value: torch.dtype, where: str) -> Any:
+    return {"$dtype": str(value).removeprefix("torch.")}
+
+
 _WRITERS: dict[type, Callable[[Any, str], Any]] = {
     type(None): _as_it_is,
     bool: _as_it_is,
@@ -151,6 +187,9 @@ _WRITERS: dict[type, Callable[[Any, str], Any]] = {
     OrderedDict: _write_dict,
     Counter: _write_counter,
     TensorReference: _write_reference,
+    WrappedTensor: _write_wrapped,
+    torch.Size: _write_size,
+    torch.dtype: _write_dtype,
 }
 
 _READERS: dict[str, Callable[[Any], Any]] = {
@@ -160,6 +199,9 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "$dict": dict,
     "$counter": lambda pairs: Counter(dict(pairs)),
     "$tensor": TensorReference,
+    "$wrapped": lambda fields: WrappedTensor(**fields),
+    "$size": torch.Size,
+    "$dtype": lambda name: getattr(torch, name),
 }
 
 

@@ -15,13 +15,14 @@ from accmt.checkpoint.folders import move_back
 from accmt.checkpoint.manifest import MANIFEST_NAME
 from accmt.checkpoint.names import step_name
 from accmt.checkpoint.store import CheckpointStore
+from accmt.checkpoint.trial import try_optimizer
 from accmt.checkpoint.writer import CheckpointWriter
 from accmt.errors import CheckpointError, NoCheckpointError, explain
 from accmt.loop.boundary import Due
 from accmt.loop.parts import collect_others
 from accmt.loop.run import Run
 from accmt.messages import say, warn, warn_once
-from accmt.processes import close_cpu_group, is_main_process, new_cpu_group
+from accmt.processes import close_cpu_group, is_main_process, new_cpu_group, run_on_every_process
 from accmt.settings import Settings
 
 _UNFINISHED = (
@@ -95,6 +96,11 @@ class Checkpoints:
         )
 
     @property
+    def are_written(self) -> bool:
+        """Whether the run writes checkpoints: regularly, or when it fails."""
+        return self._settings.checkpoints.every is not None or bool(self._settings.failures.kinds)
+
+    @property
     def has_saved(self) -> bool:
         """Whether the run has written a checkpoint, or tried to."""
         return self._latest is not None
@@ -123,6 +129,17 @@ class Checkpoints:
         if not (run.is_resumed or self._has_begun):
             self._previous = store.set_aside_previous()
         self._has_begun = True
+
+    def try_collecting(self, run: Run) -> None:
+        """Find out whether everything else than the optimizer's state can be stored, as it is before training.
+
+        Processes: collective.
+
+        Raises:
+            CheckpointError: Something cannot be stored; the message names it.
+        """
+        if self.are_written:
+            self._collector.collect(collect_others(run))
 
     def request(self, folder: Path | None) -> None:
         """Ask for a checkpoint at the end of the update in work.
@@ -160,7 +177,9 @@ class Checkpoints:
         return None in requests
 
     def _prepare_once(self, run: Run) -> None:
-        """Find at the first update, not at the first checkpoint, what no checkpoint can hold."""
+        """Find at the first update, not at the first checkpoint, what no checkpoint can hold or give back."""
+        if not self._is_prepared and run.settings.running.preflight and self.are_written:
+            run_on_every_process(lambda: try_optimizer(run.model, run.stepper.optimizer))
         if self._writer is not None and not self._is_prepared:
             self._writer.prepare(collect_others(run))
         self._is_prepared = True

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
 from accmt.callbacks import find_hooks
@@ -190,10 +191,19 @@ def _check_model(module: AcceleratorModule) -> None:
 
 def _check_trainable(module: AcceleratorModule) -> None:
     model = module.model
+    _check_initialized(module, model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         _refuse(module, "no parameter of self.model requires a gradient", "leave at least one unfrozen")
     _check_other_models(module, model)
     _check_teacher(module, model)
+
+
+def _check_initialized(module: AcceleratorModule, model: nn.Module) -> None:
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    lazy += [name for name, buffer in model.named_buffers() if is_lazy(buffer)]
+    if lazy:
+        got = f"lazy layers without weights ({', '.join(lazy[:3])}): nothing can train or save them"
+        _refuse(module, got, "run one batch through the model before `fit`, in __init__: self.model(torch.zeros(...))")
 
 
 def _check_other_models(module: AcceleratorModule, model: nn.Module) -> None:

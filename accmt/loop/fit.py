@@ -12,7 +12,7 @@ from accmt.huggingface import computing_without_cache
 from accmt.loop.evaluation import evaluate, evaluate_and_count
 from accmt.loop.going_on import telling_how_to_go_on
 from accmt.loop.leaving import leave_if_asked, settle, watching
-from accmt.loop.preflight import check_room
+from accmt.loop.preflight import check_room, try_saving
 from accmt.loop.prepare import give_back
 from accmt.loop.recovery import Restart
 from accmt.loop.run import Run
@@ -87,6 +87,8 @@ def _tell_complete(run: Run) -> None:
 def _begin(run: Run) -> None:
     if not run.is_resumed:
         _try_evaluation(run)
+    if run.settings.running.preflight:
+        try_saving(run)
     run_on_main_process(lambda: run.tracking.start(describe(run)))
     run.module.tracker = next(iter(run.tracking.loggers), None)
     run.checkpoints.begin(run)

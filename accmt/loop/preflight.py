@@ -5,9 +5,42 @@ from __future__ import annotations
 import torch
 
 from accmt.checkpoint.space import estimate_size, find_shortage
+from accmt.checkpoint.trial import try_model
+from accmt.errors import CheckpointError
 from accmt.files import format_bytes, free_space
+from accmt.huggingface import is_peft_model
 from accmt.loop.run import Run
 from accmt.messages import warn
+from accmt.processes import run_on_every_process
+from accmt.saving import require_storable
+
+
+def try_saving(run: Run) -> None:
+    """Save and load the model in memory, so that what no checkpoint or folder can give back is known now.
+
+    Processes: collective.
+
+    Raises:
+        CheckpointError: It cannot be continued from; a warning where the run writes no checkpoint.
+        WeightsError: The model cannot be saved in its folder.
+    """
+    if run.saver.selection.names or run.settings.saving.save_last:
+        run_on_every_process(lambda: _require_storable(run))
+    if run.is_resumed:  # which has just loaded one
+        return
+    try:
+        run_on_every_process(lambda: try_model(run.model))
+        run.checkpoints.try_collecting(run)
+    except CheckpointError as error:
+        if run.checkpoints.are_written:
+            raise
+        warn(f"{error}\nThe run writes no checkpoints, so it goes on.")
+
+
+def _require_storable(run: Run) -> None:
+    if not is_peft_model(run.unwrapped_model):  # of which only the adapters are saved
+        safe = run.settings.saving.safe_serialization
+        require_storable(run.unwrapped_model.state_dict(), safe_serialization=safe)
 
 
 def check_room(run: Run) -> None:

@@ -7,7 +7,7 @@ from accmt.saving.reading import load_weights
 from accmt.saving.rules import TRAIN_LOSS, VALID_LOSS, name_by_rules, without_validation
 from accmt.saving.selection import Selection
 from accmt.saving.status import read_status, write_status
-from accmt.saving.tensors import gather_shards
+from accmt.saving.tensors import gather_shards, require_storable
 from accmt.saving.weights import SavedWeights, save_weights
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "may_stop",
     "name_by_rules",
     "read_status",
+    "require_storable",
     "save_weights",
     "without_validation",
     "write_command",

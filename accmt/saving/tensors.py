@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accmt.errors import WeightsError, explain
 from accmt.processes import is_main_process
@@ -100,9 +103,10 @@ def require_complete(state_dict: Mapping[str, Tensor], model: nn.Module) -> None
     expected = _count(dict(model.named_parameters()))
     buffers = set(plain_names(name for name, _ in model.named_buffers(remove_duplicate=False)).values())
     names = plain_names(state_dict)
-    got = _count({name: tensor for name, tensor in state_dict.items() if names[name] not in buffers})
+    weights = {name: tensor for name, tensor in state_dict.items() if isinstance(tensor, Tensor)}
+    got = _count({name: tensor for name, tensor in weights.items() if names[name] not in buffers})
     if got < expected:
-        empty = [names[name] for name, tensor in state_dict.items() if not tensor.numel()]
+        empty = [names[name] for name, tensor in weights.items() if not tensor.numel()]
         message = explain(
             f"the weights of {type(model).__name__}",
             f"{got:,} values in {len(state_dict)} tensors" + (f", none in {', '.join(empty[:3])}" if empty else ""),
@@ -130,13 +134,35 @@ def require_dense_tensors(state_dict: Mapping[str, object]) -> None:
             "weights to save",
             "; ".join(faults) or "no tensor at all",
             "dense tensors that hold data",
-            "gather the full state dict first, and keep other values out of it (`get_extra_state`, sparse parameters)",
+            "keep other values out of the state dict (`get_extra_state`, sparse parameters), gather shards first, or "
+            "pass `model_saving=None`",
         )
         raise WeightsError(message)
 
 
+def require_storable(state_dict: Mapping[str, object], *, safe_serialization: bool) -> None:
+    """Refuse at the start of a run what `require_dense_tensors` refuses, and dtypes that safetensors does not have.
+
+    Args:
+        state_dict: The model's state, sharded or not; its values are not looked at.
+        safe_serialization: Whether the files will be those of safetensors.
+
+    Raises:
+        WeightsError: The message names what cannot be saved.
+    """
+    require_dense_tensors(state_dict)
+    dtypes = {value.dtype: name for name, value in state_dict.items() if isinstance(value, Tensor)}
+    for dtype, name in dtypes.items() if safe_serialization else ():
+        try:
+            safetensors.torch.save({name: torch.empty(1, dtype=dtype)})
+        except (KeyError, ValueError, SafetensorError) as error:
+            got, do = f"a tensor of {dtype}", "convert it, or pass `safe_serialization=False`"
+            raise WeightsError(explain(name, got, "a dtype that safetensors has", do)) from error
+
+
 def _view(tensor: Tensor) -> Hashable:
-    if isinstance(tensor, DTensor):
+    anything: object = tensor
+    if is_traceable_wrapper_subclass(anything):  # a DTensor among them
         return id(tensor)  # which has no memory itself
     address = tensor.untyped_storage().data_ptr()
     if address == 0 or tensor.numel() == 0:
@@ -145,8 +171,12 @@ def _view(tensor: Tensor) -> Hashable:
 
 
 def _is_dense(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
+        return False
+    return isinstance(value, DTensor) or not is_traceable_wrapper_subclass(value)
 
 
 def _kind(value: object) -> str:
+    if is_traceable_wrapper_subclass(value):
+        return f"a {type(value).__name__}, which is made of other tensors"
     return f"{value.layout} on {value.device}" if isinstance(value, Tensor) else type(value).__name__

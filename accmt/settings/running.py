@@ -47,7 +47,8 @@ class RunningSettings:
         max_time: Longest time, after which training ends at an update: "DD:HH:MM:SS" or "1h30m", a timedelta, or
             a dict of its arguments. Interruptions do not count, `min_epochs` and `min_steps` come first.
         callbacks: A `Callback` or a list of them.
-        preflight: Whether the room on the disk is compared with what checkpoints and model will need.
+        preflight: Whether a run tries at its start to save and load its state in memory, and compares the room on the
+            disk with what checkpoints and model will need.
         verbose: False silences messages and progress bars.
         enable_progress_bar: True shows a bar even where stderr is no terminal, False shows none, None decides by it.
         enable_model_summary: Whether a table of the model's parts is printed at the start; a number is the depth to

@@ -4,7 +4,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from accmt.checkpoint.engine import StateCollector, load_state, save_state, write_state
-from accmt.checkpoint.frozen import FrozenWeights, digest_of, find_frozen, require_same_frozen
+from accmt.checkpoint.frozen import FrozenWeights, _sums, digest_of, find_frozen, require_same_frozen
 from accmt.checkpoint.space import estimate_size
 from accmt.errors import CheckpointError
 
@@ -77,6 +77,52 @@ def test_a_weight_that_is_trained_or_changed_after_all_is_no_longer_left_out():
     with torch.no_grad():
         head.weight.mul_(2)
     assert frozen.digests().keys() == {name for name in find_frozen(model) if "head" not in name}
+
+
+def test_a_weight_that_is_changed_through_its_data_is_no_longer_left_out(tmp_path):
+    model = build()
+    frozen = FrozenWeights(model)
+    layer = model.base_model.model.first
+    layer.base_layer.weight.data += layer.get_delta_weight("default") + 1  # as PEFT's merge() does
+    model.base_model.model.head.bias.data[0] = 7
+    changed = {"base_model.model.first.base_layer.weight", "base_model.model.head.bias"}
+    assert find_frozen(model).keys() - frozen.digests().keys() == changed
+    layer.base_layer.weight.data -= 1
+    assert find_frozen(model).keys() - frozen.digests().keys() == changed
+
+
+def test_a_changed_base_is_resumed(tmp_path):
+    model, restored = build(), build()
+    collector = StateCollector(model, [])
+    model.base_model.model.first.base_layer.weight.data *= 2
+    write_state(collector.collect({}), tmp_path)
+    load_state(restored, [], tmp_path)
+    assert all(map(torch.equal, model.state_dict().values(), restored.state_dict().values()))
+
+
+def test_the_checksum_on_a_device_sees_every_bit_and_every_place():
+    values = torch.arange(1, 9, dtype=torch.float32)
+    others = [values.flip(0), values.clone().index_fill_(0, torch.tensor([3]), -4.0), values.roll(1), values[:7]]
+    sums = [_sums(tensor) for tensor in (values, *others)]
+    assert len(set(map(tuple, sums))) == len(sums)
+    assert _sums(values.clone()) == sums[0]
+
+
+def test_what_a_module_keeps_with_its_frozen_weight_is_left_out_with_it():
+    class Quantized(nn.Linear):
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[f"{prefix}weight.scales"] = self.scales
+
+    base = Base()
+    base.head = Quantized(6, 4)
+    base.head_again.weight = base.head.weight
+    base.head.scales = torch.ones(2)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["first"]))
+    frozen, name = FrozenWeights(model), "base_model.model.head.weight.scales"
+    assert name in frozen.digests()
+    base.head.scales += 1
+    assert name not in frozen.digests()
 
 
 def test_the_digest_tells_values_dtypes_and_shapes_apart():

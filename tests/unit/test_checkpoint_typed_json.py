@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from accmt.checkpoint.typed_json import TensorReference, decode, encode
+from accmt.checkpoint.typed_json import TensorReference, WrappedTensor, decode, encode
 from accmt.errors import CheckpointCorruptError, CheckpointError
 
 VALUES = [
@@ -46,6 +46,8 @@ VALUES = [
     {"$float": "inf", "plain": 1},
     {"a": {"$dict": {3: (4,)}}},
     TensorReference("model.weight"),
+    [torch.Size([2, 3]), torch.bfloat16],
+    WrappedTensor("torchao:Int8", {"codes": TensorReference("a")}, [True, torch.Size([2])], (2,), (1,), torch.float32),
     {"lr": 1e-3, "betas": (0.9, 0.999), "fused": None, "state": {0: {"step": 3}}},
 ]
 
@@ -102,8 +104,6 @@ def test_an_ordered_dict_comes_back_as_a_dict():
         (b"x", "bytes"),
         ({1}, "set"),
         (Fraction(1, 3), "fractions.Fraction"),
-        (torch.float32, "torch.dtype"),
-        (torch.Size([1]), "torch.Size"),
         (torch.zeros(1), "torch.Tensor"),
         (defaultdict(int), "collections.defaultdict"),
         (len, "builtin_function_or_method"),

@@ -1,0 +1,257 @@
+"""A trial of save and load in memory, before anything depends on it.
+
+What a checkpoint would hold of a model is copied, the model is overwritten, and the copy is loaded as a resume loads
+it. A weight that does not have its bits back then is in no checkpoint, or would not return from one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from accmt.checkpoint.frozen import find_frozen
+from accmt.checkpoint.tensors import join_tensors, plain_parts, split_tensors
+from accmt.checkpoint.torch_states import (
+    State,
+    is_expanded,
+    kept_buffers,
+    model_state,
+    optimizer_state,
+    own_memory_for_buffers,
+    plain_parameter_names,
+    restore_model,
+    restore_optimizer,
+)
+from accmt.checkpoint.typed_json import decode, encode
+from accmt.errors import CheckpointError, explain
+
+_ROOM = 256 * 2**20
+_SHOWN = 5
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def try_model(model: nn.Module) -> None:
+    """Check that everything the model has comes back, bit for bit, from what a checkpoint holds of it.
+
+    Memory: copies of the trainable weights, as their gradients take, or of 256 MiB with buffers and frozen weights.
+
+    Args:
+        model: The model, wrapped or not; afterwards it is as it was.
+
+    Raises:
+        CheckpointError: A weight or buffer does not come back, or the model does not load its own state.
+    """
+    own_memory_for_buffers(model)
+    left_out = find_frozen(model)
+    kept = {name: tensor for name, tensor in _tensors_of(model).items() if name not in left_out}
+    _require_tensors(kept)
+    tried = _choose(kept)
+    live = {name: plain_parts(_local(tensor)) for name, tensor in tried.items()}
+    copies = {name: [part.detach().clone() for part in parts] for name, parts in live.items()}
+    others = {_storage(part) for name in kept.keys() - tried.keys() for part in plain_parts(_local(kept[name]))}
+    tensors, rest = split_tensors({name: entry for name, entry in model_state(model).items() if name not in left_out})
+    text = encode(rest, "the state of the model")
+    copied = {name: entry if _storage(_local(entry)) in others else _as_read(entry) for name, entry in tensors.items()}
+    try:
+        _overwrite(live)
+        _load(model, join_tensors(copied, decode(text)))
+        _require_same_bits(model, tried, copies)
+    finally:
+        _put_back(live, copies)
+
+
+def try_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """Check that an optimizer's state comes back with its bits and types, once it has one.
+
+    Of parameters whose states are alike one is tried, the smallest, on another object of the optimizer's class.
+
+    Args:
+        model: The model, wrapped or not.
+        optimizer: The optimizer, which is not touched.
+
+    Raises:
+        CheckpointError: An entry comes back otherwise, or the optimizer does not load its own state.
+    """
+    state = optimizer_state(model, optimizer)
+    state["state"] = _one_of_each_kind(state["state"])
+    tensors, rest = split_tensors(state)
+    copied = {name: _as_read(tensor) for name, tensor in tensors.items()}
+    loaded = join_tensors(copied, decode(encode(rest, f"the state of {type(optimizer).__name__}")))
+    twin = _twin_of(optimizer)
+    try:
+        restore_optimizer(model, twin, loaded)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise _refusal(f"`{type(optimizer).__name__}.load_state_dict`", f"{type(error).__name__}: {error}") from error
+    returned = optimizer_state(model, twin)
+    faults = list(_differences(state, returned, ""))
+    if faults:
+        got = f"{len(faults)} entries come back otherwise: {'; '.join(faults[:_SHOWN])}"
+        raise _refusal(f"the state of {type(optimizer).__name__}", got)
+
+
+def _as_read(tensor: Tensor) -> Tensor:
+    """Return a copy as it would come out of a file: of no sub-class."""
+    return tensor.clone() if isinstance(tensor, DTensor) else tensor.as_subclass(Tensor).clone()
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {**plain_parameter_names(model), **kept_buffers(model)}
+
+
+def _require_tensors(kept: Mapping[str, Tensor]) -> None:
+    """Refuse parameters that cannot be written in place; buffers have got memory of their own."""
+    for name, tensor in kept.items():
+        if tensor.is_meta or tensor.layout != torch.strided or is_expanded(_local(tensor)):
+            raise _refusal(name, f"a tensor that is expanded, sparse, or without data ({tensor.layout})")
+
+
+def _choose(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    trained = {name: tensor for name, tensor in kept.items() if tensor.requires_grad}
+    room = max(0, _ROOM - sum(_local(tensor).nbytes for tensor in trained.values()))
+    chosen = dict(trained)
+    for name, tensor in kept.items():
+        size = _local(tensor).nbytes
+        if name not in chosen and size <= room:
+            chosen[name] = tensor
+            room -= size
+    return chosen
+
+
+def _overwrite(live: Mapping[str, list[Tensor]]) -> None:
+    """Turn every bit of the tensors over; those that share memory once only."""
+    turned = set()
+    for part in (part for parts in live.values() for part in parts):
+        if part.numel() and part.data_ptr() not in turned:
+            turned.add(part.data_ptr())
+            _bits(part).bitwise_not_()
+
+
+def _put_back(live: Mapping[str, list[Tensor]], copies: Mapping[str, list[Tensor]]) -> None:
+    for name, parts in live.items():
+        for part, copied in zip(parts, copies[name], strict=True):
+            _bits(part).copy_(_bits(copied))
+
+
+def _load(model: nn.Module, state: State) -> None:
+    try:
+        restore_model(model, state)
+    except Exception as error:
+        raise _refusal("the model's `load_state_dict`", f"{type(error).__name__}: {error}") from error
+
+
+def _require_same_bits(model: nn.Module, tried: Mapping[str, Tensor], copies: Mapping[str, list[Tensor]]) -> None:
+    now = _tensors_of(model)
+    lost = [name for name in tried if name not in now or not _has_bits(now[name], copies[name])]
+    replaced = [name for name, tensor in tried.items() if tensor.requires_grad and now.get(name) is not tensor]
+    if lost:
+        got = f"{len(lost)} of its weights and buffers do not come back: {', '.join(lost[:_SHOWN])}"
+        raise _refusal("the model's `state_dict` and `load_state_dict`", got)
+    if replaced:
+        got = f"parameters are replaced, so that the optimizer would train others: {', '.join(replaced[:_SHOWN])}"
+        raise _refusal("the model's `load_state_dict`", got)
+
+
+def _has_bits(tensor: Tensor, copies: list[Tensor]) -> bool:
+    parts = plain_parts(_local(tensor))
+    return len(parts) == len(copies) and all(_same_tensor(*pair) for pair in zip(parts, copies, strict=True))
+
+
+def _same_tensor(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(_bits(one), _bits(other.to(one.device)))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(_INTEGERS[tensor.element_size()])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _twin_of(optimizer: Optimizer) -> Optimizer:
+    """Return an object of the same class without a state: copying one would copy the state."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(vars(optimizer))
+    twin.state = defaultdict(dict)
+    twin.param_groups = [dict(group) for group in optimizer.param_groups]
+    return twin
+
+
+def _one_of_each_kind(states: Mapping[str, Any]) -> dict[str, Any]:
+    chosen: dict[str, str] = {}
+    for name, state in sorted(states.items(), key=lambda item: _size_of(item[1])):
+        chosen.setdefault(_kind_of(state), name)
+    return {name: states[name] for name in chosen.values()}
+
+
+def _size_of(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return _local(value).numel()
+    return sum(map(_size_of, _children(value).values()))
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{type(value)} {value.dtype} {value.dim()}"
+    return f"{type(value)} " + ", ".join(f"{key}: {_kind_of(item)}" for key, item in _children(value).items())
+
+
+def _children(value: Any) -> dict[Any, Any]:
+    if isinstance(value, dict):
+        return value
+    return dict(enumerate(value)) if isinstance(value, list | tuple) else {}
+
+
+def _differences(saved: Any, loaded: Any, path: str) -> Iterable[str]:
+    """Say where a loaded state is another than the saved one."""
+    expected, got = _type_of(saved), _type_of(loaded)
+    if expected is not got:
+        yield f"{path} as {_name(got)} instead of {_name(expected)}"
+    elif isinstance(saved, Tensor):
+        parts, others = plain_parts(_local(saved)), plain_parts(_local(loaded))
+        if saved.dtype != loaded.dtype or not all(_same_tensor(*pair) for pair in zip(parts, others, strict=True)):
+            yield f"{path} with other values" if saved.dtype == loaded.dtype else f"{path} as {loaded.dtype}"
+    elif _children(saved).keys() != _children(loaded).keys():
+        yield f"{path} with other entries"
+    elif not isinstance(saved, dict | list | tuple) and not _same_value(saved, loaded):
+        yield f"{path} as {loaded!r} instead of {saved!r}"
+    else:
+        for key, item in _children(saved).items():
+            yield from _differences(item, _children(loaded)[key], f"{path}.{key}".removeprefix("."))
+
+
+def _type_of(value: Any) -> type:
+    """Return a value's type; what a checkpoint is documented to make of another type counts as that."""
+    value = value.item() if isinstance(value, np.generic) else value
+    kinds: dict[type, type] = {OrderedDict: dict, nn.Parameter: Tensor}
+    return kinds.get(type(value), type(value))
+
+
+def _same_value(one: Any, other: Any) -> bool:
+    return bool(one == other) or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+def _refusal(where: str, got: str) -> CheckpointError:
+    expected = "a state that is saved and loaded without a change, so that a run can be resumed from a checkpoint"
+    do = "mend what is named, or train without checkpoints (`checkpoint_every=None`)"
+    return CheckpointError(explain(where, got, expected, do))

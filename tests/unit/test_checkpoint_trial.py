@@ -1,0 +1,367 @@
+"""The trial of save and load, alone and at the start of a run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from accmt import Callback
+from accmt.checkpoint.engine import StateCollector, load_state, save_state
+from accmt.checkpoint.trial import try_model, try_optimizer
+from accmt.errors import CheckpointError, ModuleContractError, WeightsError
+from tests.low_bit import Rounded, RoundedMomentum
+from tests.toys import Linear, make_points, make_trainer
+
+
+class Net(nn.Linear):
+    """One layer, into which tests put what a checkpoint has trouble with."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(3, 1)
+
+
+class Expanded(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("ids", torch.arange(4).expand(2, 4))
+
+
+class WithoutBias(Net):
+    """Its own `state_dict` leaves a weight out."""
+
+    def state_dict(self, *args, **kwargs):
+        state = super().state_dict(*args, **kwargs)
+        del state[f"{kwargs.get('prefix', '')}bias"]
+        return state
+
+
+class Hooked(Net):
+    """A hook leaves a buffer out."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_state_dict_post_hook(drop_mean)
+
+
+def drop_mean(module, state, prefix, metadata):
+    del state[f"{prefix}mean"]
+
+
+class Deaf(Net):
+    """Does not load what it saves."""
+
+    def _load_from_state_dict(self, *args):
+        pass
+
+
+class Scaled(Net):
+    """Saves its weight times two, and forgets that when it is loaded."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = destination[f"{prefix}weight"] * 2
+
+
+class Replacing(Net):
+    """Makes a new parameter when it is loaded: not the one that the optimizer trains."""
+
+    def _load_from_state_dict(self, state, prefix, *args):
+        self.weight = nn.Parameter(state[f"{prefix}weight"].clone())
+        self.bias.data.copy_(state[f"{prefix}bias"])
+
+
+class Raising(Net):
+    def _load_from_state_dict(self, *args):
+        raise LookupError("no such thing")
+
+
+class Renaming(Net):
+    """Has another name for its weight in what it saves, and knows it when it is loaded."""
+
+    def state_dict(self, *args, **kwargs):
+        state = super().state_dict(*args, **kwargs)
+        state["kernel"] = state.pop("weight").t()
+        return state
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        state = {**state_dict, "weight": state_dict["kernel"].t()}
+        return super().load_state_dict({name: state[name] for name in ("weight", "bias")}, strict, assign)
+
+
+class Extra(Net):
+    """Has a state besides its tensors."""
+
+    def get_extra_state(self):
+        return {"calls": (1, None)}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+FAULTS = {
+    "left out by a state_dict": (WithoutBias, "bias"),
+    "left out by a hook": (Hooked, "mean"),
+    "not loaded": (Deaf, "weight, bias"),
+    "changed": (Scaled, "weight"),
+    "replaced": (Replacing, "parameters are replaced.*weight"),
+    "failing": (Raising, "LookupError: no such thing"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_model_that_does_not_get_its_state_back_is_refused_and_is_as_it_was(fault):
+    kind, message = FAULTS[fault]
+    model = kind()
+    before = [tensor.clone() for tensor in (*model.parameters(), *model.buffers())]
+    with pytest.raises(CheckpointError, match=message):
+        try_model(model)
+    assert all(map(torch.equal, before, (*model.parameters(), *model.buffers())))
+
+
+def test_models_whose_state_comes_back_pass_and_are_as_they_were():
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Embedding(3, 2, dtype=torch.bfloat16))
+    tied[1].weight = tied[0].weight
+    for model in (Net(), Renaming(), Extra(), Expanded(), tied):
+        before = [tensor.clone() for tensor in (*model.parameters(), *model.buffers())]
+        try_model(model)
+        assert all(map(torch.equal, before, (*model.parameters(), *model.buffers())))
+
+
+def test_frozen_weights_beyond_the_room_are_not_copied(monkeypatch):
+    monkeypatch.setattr("accmt.checkpoint.trial._ROOM", 0)
+    model = Deaf()
+    model.weight.requires_grad_(requires_grad=False)
+    with pytest.raises(CheckpointError, match="bias") as caught:
+        try_model(model)
+    assert "weight" not in str(caught.value.args[0]).split("come back: ")[1].split("\n")[0]
+
+
+def test_a_frozen_weight_that_a_model_leaves_out_has_to_be_the_same_at_a_resume(tmp_path):
+    models = [WithoutBias() for _ in range(3)]
+    for model in models:
+        model.bias.requires_grad_(requires_grad=False)
+    try_model(models[0])
+    save_state(models[0], [], {}, tmp_path)
+    load_state(models[1], [], tmp_path)
+    models[2].bias.data += 1
+    with pytest.raises(CheckpointError, match=r"frozen weights(.|\n)*bias"):
+        load_state(models[2], [], tmp_path)
+
+
+def test_an_expanded_buffer_is_saved_and_loaded(tmp_path):
+    model, restored = Expanded(), Expanded()
+    with torch.no_grad():
+        model.ids = (model.ids + 5)[:1].expand(2, 4)
+    save_state(model, [], {}, tmp_path)
+    load_state(restored, [], tmp_path)
+    assert torch.equal(restored.ids, model.ids)
+
+
+def test_a_buffer_that_changes_its_shape_is_refused_where_it_did():
+    model = Expanded()
+    collector = StateCollector(model, [])
+    collector.collect({})
+    model.ids = torch.arange(5)
+    with pytest.raises(CheckpointError, match=r"ids is \(5,\) torch.int64, and was \(2, 4\) torch.int64"):
+        collector.collect({})
+    model.ids = torch.arange(8.0).view(2, 4)
+    with pytest.raises(CheckpointError, match=r"ids is \(2, 4\) torch.float32"):
+        collector.collect({})
+
+
+def step(model, optimizer, number=0):
+    torch.manual_seed(number)
+    model(torch.randn(4, 3)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_states_of_optimizers_come_back():
+    for make in (SGD, AdamW, RoundedMomentum, lambda weights: SGD(weights, momentum=0.9)):
+        model = Net()
+        optimizer = make(model.parameters())
+        step(model, optimizer)
+        state = optimizer.state_dict()
+        try_optimizer(model, optimizer)
+        assert optimizer.state_dict() == state or make is not SGD
+
+
+class Rounding(SGD):
+    """Loses precision when it is loaded."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        for entry in self.state.values():
+            entry["momentum_buffer"] = entry["momentum_buffer"].bfloat16().float()
+
+
+class Forgetful(SGD):
+    """Has its group's settings from elsewhere when it is loaded."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.param_groups[0]["momentum"] = 0.5
+
+
+class Broken(SGD):
+    def load_state_dict(self, state):
+        raise KeyError("momentum")
+
+
+class Tagged(torch.Tensor):
+    """A sub-class without parts: a file of tensors does not know it."""
+
+
+class Tagging(SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for entry in self.state.values():
+            entry["momentum_buffer"] = entry["momentum_buffer"].as_subclass(Tagged)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Rounding, r"momentum_buffer with other values"),
+        (Forgetful, "momentum as 0.5 instead of 0.9"),
+        (Broken, r"`Broken.load_state_dict`(.|\n)*KeyError"),
+        (Tagging, r"momentum_buffer as torch.Tensor instead of .*Tagged"),
+    ],
+)
+def test_an_optimizer_that_does_not_get_its_state_back_is_refused(kind, message):
+    model = Net()
+    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+    step(model, optimizer)
+    with pytest.raises(CheckpointError, match=message):
+        try_optimizer(model, optimizer)
+    assert optimizer.state[model.bias]["momentum_buffer"].dtype == torch.float32
+
+
+def test_a_quantized_state_comes_back_as_it_was(tmp_path):
+    model, restored = Net(), Net()
+    optimizer, loaded = RoundedMomentum(model.parameters()), RoundedMomentum(restored.parameters())
+    for number in range(2):
+        step(model, optimizer, number)
+    save_state(model, [optimizer], {}, tmp_path)
+    load_state(restored, [loaded], tmp_path)
+    momentum = loaded.state[restored.weight]["momentum"]
+    assert type(momentum) is Rounded
+    assert torch.equal(momentum.codes, optimizer.state[model.weight]["momentum"].codes)
+    for number in range(2, 4):
+        step(model, optimizer, number)
+        step(restored, loaded, number)
+    assert all(map(torch.equal, model.parameters(), restored.parameters()))
+
+
+def test_a_quantized_weight_comes_back_as_it_was(tmp_path):
+    model, restored = Net(), Net()
+    model.register_buffer("table", Rounded.of(torch.tensor([1.0, 2.0])))
+    restored.register_buffer("table", Rounded.of(torch.tensor([3.0, 5.0])))
+    save_state(model, [], {}, tmp_path)
+    restored.table.dequantize()
+    with pytest.raises(CheckpointError, match=r"Rounded in the checkpoint"):
+        load_state(Plain(), [], tmp_path)
+
+
+class Plain(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(2))
+
+
+class Toy(Linear):
+    def __init__(self, model):
+        self.model = model
+
+
+def test_a_run_that_could_not_be_resumed_is_refused_before_its_first_step(tmp_path):
+    class Count(Callback):
+        steps = 0
+
+        def on_update_end(self):
+            self.steps += 1
+
+    count = Count()
+    trainer = make_trainer(callbacks=count, checkpoint_every="epoch")
+    with pytest.raises(CheckpointError, match="mean"):
+        trainer.fit(Toy(Hooked()), make_points())
+    assert count.steps == 0
+    assert not list(tmp_path.rglob("step-*"))
+
+
+def test_a_run_without_checkpoints_is_told(caplog):
+    make_trainer(checkpoint_every=None).fit(Toy(Hooked()), make_points())
+    assert "mean" in caplog.text
+
+
+def test_a_run_may_leave_the_trial_out(tmp_path):
+    make_trainer(checkpoint_every="epoch", preflight=False).fit(Toy(Hooked()), make_points())
+    assert list(tmp_path.rglob("step-*"))
+
+
+def test_a_module_whose_state_cannot_be_stored_is_refused_before_the_first_step(tmp_path):
+    class Odd(Linear):
+        def state_dict(self):
+            return {"seen": {1, 2}}
+
+        def training_step(self, batch):
+            raise AssertionError
+
+    with pytest.raises(CheckpointError, match="seen"):
+        make_trainer(checkpoint_every="epoch").fit(Odd(), make_points())
+
+
+def test_an_optimizer_whose_state_does_not_come_back_ends_the_run_at_its_first_update(tmp_path):
+    class Module(Linear):
+        def get_optimizer(self):
+            return Rounding(self.model.parameters(), lr=0.1, momentum=0.9)
+
+    trainer = make_trainer(checkpoint_every="epoch")
+    with pytest.raises(CheckpointError, match="momentum_buffer"):
+        trainer.fit(Module(), make_points())
+    assert trainer.state.global_step == 1
+
+
+def test_a_growing_buffer_is_found_at_the_save_where_it_grew(tmp_path):
+    class Growing(Toy):
+        def training_step(self, batch):
+            if self.state.global_step == 2:
+                self.unwrapped_model.ids = torch.arange(9)
+            return self.step(batch)
+
+    trainer = make_trainer(checkpoint_every="1 step")
+    with pytest.raises(CheckpointError, match=r"ids is \(9,\)"):
+        trainer.fit(Growing(Expanded()), make_points())
+    assert trainer.state.global_step == 3
+    assert {path.name for path in tmp_path.rglob("step-*")} == {"step-00000002"}
+
+
+def test_an_expanded_buffer_and_an_extra_state_are_resumed(tmp_path):
+    for kind in (Expanded, Extra):
+        folder = f"out/{kind.__name__}"
+        make_trainer(model_path=folder, checkpoint_every="epoch").fit(Toy(kind()), make_points())
+        again = make_trainer({"epochs": 2}, folder, checkpoint_every="epoch", resume=True)
+        again.fit(Toy(kind()), make_points())
+        assert again.state.epoch == 2
+
+
+def test_lazy_layers_are_refused_with_what_to_do(tmp_path):
+    with pytest.raises(ModuleContractError, match=r"lazy layers(.|\n)*run one batch through the model"):
+        make_trainer().fit(Toy(nn.LazyLinear(1)), make_points(), make_points())
+
+
+def test_what_a_model_folder_cannot_hold_is_refused_before_the_first_step(tmp_path):
+    class Complex(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("rotation", torch.ones(2, dtype=torch.complex128))
+
+    for model, name in ((Extra(), "_extra_state: dict"), (Complex(), "complex128")):
+        trainer = make_trainer(checkpoint_every=None, model_saving="best_valid_loss")
+        with pytest.raises(WeightsError, match=name):
+            trainer.fit(Toy(model), make_points(), make_points())
+        assert trainer.state.global_step == 0
