@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from accmt.data import Round, derive_seed, seed_generators
 from accmt.loop.guard import Place
-from accmt.loop.run import Run, require_planned
+from accmt.loop.reduction import average_gradients, broadcast_buffers
+from accmt.loop.run import Run, counting_calls, require_call, require_planned
 from accmt.loop.update import advance_schedule, step_optimizer, zero_gradients
 from accmt.messages import say_once
 from accmt.module import ExtendedAcceleratorModule
@@ -28,6 +30,7 @@ class ManualSteps:
     def __init__(self, run: Run, module: ExtendedAcceleratorModule) -> None:
         self._run = run
         self._factor = 1.0
+        self._calls: list[None] = []
         self._has_stepped = False
         before: ManualSteps | None = getattr(module, "manual_steps", None)
         # An update may span two epochs.
@@ -49,6 +52,8 @@ class ManualSteps:
                 run.state.count_batch()
             return False
         run.trained.update()
+        if run.reduces_by_hand:
+            broadcast_buffers(run.unwrapped_model)
         batch = run.place(round_.batch)
         own = run.count_samples(round_, batch)
         samples = self._count_over_processes(round_, own)
@@ -56,7 +61,9 @@ class ManualSteps:
         seed_generators(derive_seed(run.seed, "step", run.state.epoch, round_.index, process_index()), run.device)
         for hook in run.hooks.on_before_training_step:
             hook(batch=batch)
-        with run.autocast():
+        counting: AbstractContextManager[list[None]]
+        counting = counting_calls(run.model) if run.is_wrapped else nullcontext([])
+        with run.autocast(), counting as self._calls:
             outputs = run.training_step(batch)
         run.trained.require_unchanged()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -92,7 +99,11 @@ class ManualSteps:
         self.has_gradients = True
         for hook in run.hooks.on_before_backward:
             hook(loss=loss)
+        if run.is_wrapped:
+            require_call(self._calls)
         run.actions.backward(loss if self._factor == 1.0 else loss * self._factor)
+        if run.reduces_by_hand:  # whichever optimizer steps next, and what was averaged before stays as it is
+            average_gradients(list(run.unwrapped_model.parameters()))
         for hook in run.hooks.on_after_backward:
             hook(loss=loss)
 

@@ -6,14 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from accmt.errors import ModuleContractError, explain
 from accmt.huggingface import enable_gradient_checkpointing, refuse_injected_adapters
 from accmt.loop.cadence import Cadence
 from accmt.loop.contract import require_optimizer
 from accmt.loop.logging import Logs
-from accmt.loop.reduction import broadcast_weights, require_equal_weights, settle_buckets
+from accmt.loop.reduction import (
+    TransparentWrapper,
+    broadcast_buffers,
+    broadcast_weights,
+    is_container,
+    require_equal_weights,
+    settle_buckets,
+)
 from accmt.loop.schedule import RunLength, make_schedule
 from accmt.loop.sync_batchnorm import give_own_batch_norm_back, synchronize_if_told
 from accmt.module import AcceleratorModule
@@ -70,7 +79,7 @@ def prepare(
     optimizer = require_optimizer(module, built)
     _require_own_parameters(module, optimizer)
     scheduler = make_schedule(module, optimizer, settings, cadence, length)
-    model, _ = accelerator.prepare(module.model, optimizer)
+    model = _wrap(module.model, optimizer, accelerator)
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
     require_equal_weights(unwrapped)
     settle_buckets(model)
@@ -82,6 +91,20 @@ def prepare(
         clip_type=settings.optimization.clip_grad_type,
     )
     return Prepared(model, unwrapped, stepper, scheduler)
+
+
+def _wrap(own: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> nn.Module:
+    """Return the model as it is trained: wrapped, unless it is a container of what the steps call."""
+    model: nn.Module
+    if is_container(own):
+        model = accelerator.prepare_model(own, evaluation_mode=True)
+        broadcast_weights(model)
+        broadcast_buffers(model)
+        return model
+    model, _ = accelerator.prepare(own, optimizer)
+    if isinstance(model, DistributedDataParallel):
+        model.__class__ = TransparentWrapper
+    return model
 
 
 def prepare_for_evaluation(module: AcceleratorModule, accelerator: Accelerator, settings: Settings) -> nn.Module:

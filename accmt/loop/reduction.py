@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,37 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accmt.errors import ModuleContractError, explain
 from accmt.processes import gather_objects, num_processes
+
+_NONE, _SPARSE, _DENSE = range(3)
+_BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's
+
+
+class TransparentWrapper(DistributedDataParallel):
+    """The wrapper of a model, with the attributes and parts of the model itself: `self.model.config`, `self.model[0]`.
+
+    A step that computes its loss through these alone is refused: only a call of the wrapper is averaged.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the wrapper's own attribute, else the model's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a part of the model, such as a layer of `nn.Sequential`."""
+        return self.module[key]
+
+
+def is_container(model: nn.Module) -> bool:
+    """Return whether a model is never called itself: an `nn.ModuleDict`, say, of the networks that a step calls.
+
+    Nothing could wrap such a call and average gradients after it, so that is done by hand.
+    """
+    return type(model).forward is nn.Module.forward and "forward" not in vars(model)
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
@@ -25,16 +56,71 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """
     if num_processes() == 1 or not parameters:
         return
-    device = parameters[0].device
-    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32, device=device)
-    dist.all_reduce(present)
-    for parameter, count in zip(parameters, present.tolist(), strict=True):
-        if not count:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad)
-        parameter.grad.div_(num_processes())
+    own = [_kind_of(parameter.grad) for parameter in parameters]
+    kinds = torch.tensor(own, dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(kinds, op=dist.ReduceOp.MAX)
+    dense = []
+    for parameter, kind in zip(parameters, kinds.tolist(), strict=True):
+        if kind == _SPARSE:
+            parameter.grad = _average_sparse(parameter)
+        elif kind == _DENSE:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = gradient.to_dense() if gradient.is_sparse else gradient
+            dense.append(parameter.grad)
+    for bucket in _buckets_of(dense):
+        _average_bucket(bucket)
+
+
+def _buckets_of(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for gradient in gradients:
+        alike = not bucket or (gradient.dtype, gradient.device) == (bucket[0].dtype, bucket[0].device)
+        if bucket and (not alike or size + gradient.nbytes > _BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.nbytes
+    if bucket:
+        yield bucket
+
+
+def _average_bucket(bucket: list[torch.Tensor]) -> None:
+    flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+    dist.all_reduce(flat)
+    flat.div_(num_processes())
+    parts = torch.split(flat, [gradient.numel() for gradient in bucket])
+    torch._foreach_copy_(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)])
+
+
+def _kind_of(gradient: torch.Tensor | None) -> int:
+    if gradient is None:
+        return _NONE
+    return _SPARSE if gradient.is_sparse and gradient.sparse_dim() == 1 else _DENSE
+
+
+def _average_sparse(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the mean of the processes' sparse gradients: their rows one after the other, which `coalesce` adds up."""
+    if parameter.grad is None:
+        rows, values = parameter.new_zeros(0, dtype=torch.long), parameter.new_zeros((0, *parameter.shape[1:]))
+    else:
+        own = parameter.grad.coalesce()
+        rows, values = own.indices()[0], own.values()
+    rows, values = _gather_ragged(rows), _gather_ragged(values) / num_processes()
+    return torch.sparse_coo_tensor(rows[None], values, parameter.shape, check_invariants=False).coalesce()
+
+
+def _gather_ragged(rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows of every process, one after the other; processes may have different numbers of them."""
+    own = torch.tensor([len(rows)], device=rows.device)
+    counts = [torch.zeros_like(own) for _ in range(num_processes())]
+    dist.all_gather(counts, own)
+    numbers = [int(count) for count in counts]
+    padded = rows.new_zeros((max(numbers), *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    every = [torch.zeros_like(padded) for _ in numbers]
+    dist.all_gather(every, padded)
+    return torch.cat([part[:number] for part, number in zip(every, numbers, strict=True)])
 
 
 def settle_buckets(model: nn.Module) -> None:
@@ -53,8 +139,18 @@ def settle_buckets(model: nn.Module) -> None:
     if model.find_unused_parameters or model.static_graph:
         return
     model.reducer.prepare_for_backward([])
-    torch.stack([parameter.sum() for parameter in model.parameters() if parameter.requires_grad]).sum().backward()  # type: ignore[no-untyped-call]
+    sparse = {layer.weight for layer in model.modules() if getattr(layer, "sparse", False) and hasattr(layer, "weight")}
+    sums = [_sum(weight, is_sparse=weight in sparse) for weight in model.parameters() if weight.requires_grad]
+    torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call]
     model.zero_grad(set_to_none=True)
+
+
+def _sum(weight: nn.Parameter, *, is_sparse: bool) -> torch.Tensor:
+    """Return a number whose gradient is such as training will give; DistributedDataParallel takes no other."""
+    if not is_sparse:
+        return weight.sum()
+    row = torch.zeros(1, dtype=torch.long, device=weight.device)
+    return nn.functional.embedding(row, weight, sparse=True).sum()
 
 
 def rebuild_reducer(model: DistributedDataParallel) -> None:

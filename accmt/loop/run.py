@@ -20,6 +20,7 @@ from accmt.messages import say_once, warn_once
 from accmt.metrics import Metric, TrainingWindow
 from accmt.module import AcceleratorModule
 from accmt.optimization.stepper import Stepper
+from accmt.processes import num_processes
 from accmt.saving import may_stop
 from accmt.settings import Settings
 from accmt.state import TrainingState
@@ -45,19 +46,34 @@ TEST_LOSS = "test_loss"
 
 
 @contextmanager
-def _require_call(wrapper: nn.Module) -> Iterator[None]:
-    """Raise unless the wrapper is called: a step that uses another way to the model trains each process alone."""
+def counting_calls(wrapper: nn.Module) -> Iterator[list[None]]:
+    """Give a list that gets an entry with each call of the wrapper."""
     calls: list[None] = []
     handle = wrapper.register_forward_pre_hook(lambda _module, _inputs: calls.append(None))
     try:
-        yield
+        yield calls
     finally:
         handle.remove()
+
+
+def require_call(calls: list[None]) -> None:
+    """Refuse a step that uses another way to the model than its wrapper: each process would train alone.
+
+    Raises:
+        ModuleContractError: There was no call.
+    """
     if not calls:
         got = "self.model was not called, so the gradients of the processes would not be averaged"
-        expected = "the loss computed through self.model(...)"
-        do = "call self.model(...), not self.unwrapped_model or one of its methods; put several calls into its forward"
+        expected = "the loss computed through self.model(...), or a self.model without a forward of its own"
+        do = "call self.model(...), not a part or method of it; or let self.model be an nn.ModuleDict of its parts"
         raise ModuleContractError(explain("training_step", got, expected, do))
+
+
+@contextmanager
+def _require_call(wrapper: nn.Module) -> Iterator[None]:
+    with counting_calls(wrapper) as calls:
+        yield
+    require_call(calls)
 
 
 @dataclass(frozen=True)
@@ -291,8 +307,18 @@ class Run(EvaluationRun):
         rounds = self.train_loader.num_rounds
         return None if rounds is None else -(-rounds // self.accumulation_at(epoch))
 
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether a wrapper averages the gradients over processes."""
+        return num_processes() > 1 and self.model is not self.unwrapped_model
+
+    @property
+    def reduces_by_hand(self) -> bool:
+        """Whether nothing wraps the model that would average gradients, though there are several processes."""
+        return num_processes() > 1 and not self.is_wrapped
+
     def watching_wrapper(self) -> AbstractContextManager[None]:
         """Return a context that refuses a training step which goes around the wrapper that reduces gradients."""
-        if self.module.model is self.unwrapped_model:  # there is none, or this round needs none
+        if not self.is_wrapped or self.module.model is self.unwrapped_model:  # there is none, or this round needs none
             return _NOTHING
         return _require_call(self.model)

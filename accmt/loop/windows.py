@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from accmt.data import Round, derive_seed, seed_generators
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.failures import is_out_of_memory
 from accmt.loop.guard import Place
 from accmt.loop.outputs import TrainingOutput, read_training_output
@@ -35,15 +36,16 @@ class Windows:
         self._run = run
         self._window: Window | None = None
         self._may_halve = run.settings.optimization.auto_micro_batch and current_micro_batch_size(run) > 1
-        self._reduces_by_hand = self._may_halve and num_processes() > 1
+        self._reduces_by_hand = run.reduces_by_hand or (self._may_halve and num_processes() > 1)
         self._synchronized = synchronized_layers(run.unwrapped_model)
+        _require_dynamic_graph(run)
 
     def train(self, round_: Round) -> bool:
         """Run forward and backward of one batch on every process, and the update if it ends a window.
 
         Gradients are reduced over processes in the last round of a window only. A round in which some process has no
         batch, or may run out of memory, runs without any communication; its window's gradients are reduced by hand
-        afterwards.
+        afterwards, and so are those of a model that nothing wraps.
 
         Processes: collective.
 
@@ -62,20 +64,25 @@ class Windows:
         return pass_over(run, window) if window.is_passed_over else finish_window(run, window)
 
     def _way_to_train(self, window: Window, round_: Round, *, ends_window: bool) -> _Way:
+        run = self._run
         if window.is_passed_over:
             return _count_own_batch
         if self._may_halve:
             return self._try_own_batch
         if round_.is_partial:
             return self._train_apart
-        return _train_own_batch if ends_window or num_processes() == 1 else _train_unreduced
+        if ends_window or num_processes() == 1 or run.reduces_by_hand:
+            return _train_own_batch
+        return _train_unreduced
 
     def _open_window(self, first: Round) -> Window:
         run = self._run
         run.trained.update()
         if self._reduces_by_hand:
             broadcast_buffers(run.unwrapped_model)  # as the wrapper does before a window's first batch
-        return _open_window(run, first)
+        window = _open_window(run, first)
+        window.is_unreduced = self._reduces_by_hand
+        return window
 
     def _try_own_batch(self, run: Run, window: Window, round_: Round) -> None:
         """Train on a batch that memory may not suffice for; then the window is only gone through to its end."""
@@ -95,6 +102,19 @@ class Windows:
         window.is_unreduced = True
         with run.using_unwrapped_model(), without_synchronization(self._synchronized):
             _train_own_batch(run, window, round_)
+
+
+def _require_dynamic_graph(run: Run) -> None:
+    """Refuse DDP's `static_graph` with accumulation: it counts the gradients of its first backward, and then asserts.
+
+    Source: `Reducer::autograd_hook` in torch/csrc/distributed/c10d/reducer.cpp.
+    """
+    is_static = isinstance(run.model, DistributedDataParallel) and run.model.static_graph
+    if is_static and run.state.grad_accum_steps > 1:
+        got = f"static_graph=True, and {run.state.grad_accum_steps} micro-batches an optimizer step"
+        expected = "one backward an optimizer step: a static graph has no micro-batch that leaves gradients unreduced"
+        do = "drop static_graph, or accumulate nothing (grad_accumulation_steps, max_micro_batch_size)"
+        raise ArgumentError(explain("Trainer(ddp_kwargs=...)", got, expected, do))
 
 
 def _open_window(run: Run, first: Round) -> Window:
