@@ -1,0 +1,36 @@
+"""Data that a user shares, and batches of which nothing is left on one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launching import SCRIPTS, launch, run_together
+
+
+@pytest.mark.feature("L60")
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_a_run_on_a_distributed_sampler_resumes_within_an_epoch(tmp_path: Path, processes: int) -> None:
+    path = tmp_path / "result.json"
+    launch(SCRIPTS / "own_data.py", str(path), str(tmp_path), "sampler", processes=processes, result=path)
+    result = json.loads(path.read_text())
+    assert len(result["whole"]) == processes
+    assert sorted(sum((seen[: 48 // processes] for seen, _, _ in result["whole"]), [])) == list(range(48))
+    for (seen, weights, count), (first, second) in zip(result["whole"], result["parts"], strict=True):
+        assert count == second[2] == 96
+        assert first[2] == 3 * 4 * processes
+        assert first[0] + second[0] == seen
+        assert second[1] == weights
+
+
+@pytest.mark.feature("T22")
+@pytest.mark.parametrize("processes", [2, 3])
+def test_a_process_whose_batch_lost_all_its_samples_ends_the_run_and_says_why(tmp_path: Path, processes: int) -> None:
+    path = tmp_path / "result.json"
+    forks, printed = run_together(SCRIPTS / "own_data.py", str(path), str(tmp_path), "nothing", processes=processes)
+    assert not path.exists()
+    assert all(fork.poll() not in (0, None) for fork in forks)
+    assert "None: the collate function made no batch of the samples of this process" in printed
+    assert 'pass Trainer(on_bad_sample="skip")' in printed
