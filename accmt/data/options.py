@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -102,6 +102,7 @@ class LoaderOptions:
             in it between epochs; one with `set_epoch`, which is to hear of each, gets others in any case.
         pin_memory: Whether batches are pinned.
         skips_bad: Whether samples that cannot be read are left out.
+        also_read: Other data that are read meanwhile, which may be the same.
         agree_on: The device on which processes then agree, in every round, who has a batch; None where they need not.
     """
 
@@ -120,6 +121,7 @@ class LoaderOptions:
     persistent_workers: bool = False
     pin_memory: bool = False
     skips_bad: bool = False
+    also_read: Sequence[Any] = ()
     agree_on: torch.device | None = None
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -21,15 +21,17 @@ class StreamState:
         owner: The stream, or the loader.
         num_workers: Processes that read ahead.
         source: What a loader reads from.
+        also_read: What is read meanwhile, such as validation data: where it is the same stream, or is derived from it,
+            reading it moves the state of this one.
 
     Attributes:
         why_not: Why the state cannot be used; None where it can.
     """
 
-    def __init__(self, owner: Any, *, num_workers: int = 0, source: Any = None) -> None:
+    def __init__(self, owner: Any, *, num_workers: int = 0, source: Any = None, also_read: Iterable[Any] = ()) -> None:
         self._owner = owner
         self._source = source
-        self.why_not = _find_obstacle(owner, num_workers, source)
+        self.why_not = _find_obstacle(owner, num_workers, source, also_read)
 
     def take(self) -> dict[str, Any]:
         """Return what belongs into the position; nothing where the state cannot be used."""
@@ -53,14 +55,22 @@ class StreamState:
                 data.load_state_dict(None)  # else it would go on from there in that epoch of a later run, too
 
 
-def _find_obstacle(owner: Any, num_workers: int, source: Any) -> str | None:
+def _find_obstacle(owner: Any, num_workers: int, source: Any, also_read: Iterable[Any]) -> str | None:
     if not (hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")):
         return "with state_dict and load_state_dict, and no workers, they would go on at once"
     if num_workers > 0:
         return "their state_dict is of use without workers only (dataloader_num_workers=0)"
     if any(map(_has_shuffle_buffer, [owner, source, *getattr(owner, "__dict__", {}).values()])):
         return "their state_dict leaves out what was waiting in the shuffle buffer"
+    if any(_parts_of(owner, source) & _parts_of(other, getattr(other, "dataset", None)) for other in also_read):
+        return "evaluations read them, too, which moves their state"
     return None
+
+
+def _parts_of(*data: Any) -> set[int]:
+    """Return the identities of data, and of the steps of streaming datasets, which hold their state."""
+    steps = [step for one in filter(_is_streaming_dataset, data) for step in _steps_of(one._ex_iterable)]
+    return {id(part) for part in (*data, *steps) if part is not None}
 
 
 def _has_shuffle_buffer(data: Any) -> bool:

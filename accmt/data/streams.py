@@ -48,7 +48,7 @@ class StreamLoader(ReadThroughLoader):
         self._data = data
         self._readers = _count_readers(options.num_workers)
         self._global_batch_size = options.batch_size * options.share.count
-        self._state = StreamState(data, num_workers=options.num_workers)
+        self._state = StreamState(data, num_workers=options.num_workers, also_read=options.also_read)
         # Several readers may each end with a short batch, so the length tells nothing of the rounds.
         length = length_of(data) if self._readers == 1 else None
         whole = self._global_batch_size if options.drop_last else 1
@@ -188,7 +188,7 @@ class GivenLoader(ReadThroughLoader):
         self._reader = _make_reader(given, options)
         readers = _count_readers(given.num_workers) if is_stream else 1
         self._cut = {"batch_size": given.batch_size, "readers": readers}
-        self._state = _state_of_loader(given, is_stream=is_stream)
+        self._state = _state_of_loader(given, options, is_stream=is_stream)
         length = length_of(given) if readers == 1 else None
         randomness = UserRandomness(given, given.dataset, given.batch_sampler)
         # What is counted are the batches as they are, one a round for each process.
@@ -275,8 +275,8 @@ def _make_reader(given: DataLoader[Any], options: LoaderOptions) -> DataLoader[A
     return own
 
 
-def _state_of_loader(given: DataLoader[Any], *, is_stream: bool) -> StreamState:
+def _state_of_loader(given: DataLoader[Any], options: LoaderOptions, *, is_stream: bool) -> StreamState:
     is_plain = type(given).__iter__ is DataLoader.__iter__
     if is_stream and is_plain:
-        return StreamState(given.dataset, num_workers=given.num_workers)
-    return StreamState(given, source=given.dataset)
+        return StreamState(given.dataset, num_workers=given.num_workers, also_read=options.also_read)
+    return StreamState(given, source=given.dataset, also_read=options.also_read)

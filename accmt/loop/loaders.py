@@ -74,7 +74,13 @@ class Loaders:
         check_recovery(settings, self._module, train_data)
         limit = self._recovery.max_micro_batch_size if settings.optimization.auto_micro_batch else None
         self.train = build_train_loader(
-            self._module, train_data, settings, seed=seed, device=device, max_micro_batch_size=limit
+            self._module,
+            train_data,
+            settings,
+            seed=seed,
+            device=device,
+            max_micro_batch_size=limit,
+            also_read=list(val_data.values()),
         )
         _check_fraction(Cadence.of(settings), self.train)
         for name, data in val_data.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -127,6 +127,7 @@ def build_train_loader(
     seed: int,
     device: torch.device,
     max_micro_batch_size: int | None = None,
+    also_read: Sequence[Any] = (),
 ) -> Loader:
     """Build the loader of training batches.
 
@@ -139,6 +140,7 @@ def build_train_loader(
         seed: Seed of the order.
         device: Where batches go.
         max_micro_batch_size: What was found to fit in memory, beside the limit of the hyper-parameters.
+        also_read: The validation data.
 
     Raises:
         ArgumentError: A sampler stands beside a DataLoader, which has its own, or something beside a curriculum.
@@ -165,6 +167,7 @@ def build_train_loader(
         persistent_workers=told.dataloader_persistent_workers,
         pin_memory=_pins_memory(told, device),
         skips_bad=told.on_bad_sample == "skip",
+        also_read=also_read,
         agree_on=device if told.shard_dataloaders and num_processes() > 1 else None,
     )
     return _end_together(build_loader(data, options), device)

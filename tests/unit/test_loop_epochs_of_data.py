@@ -1,10 +1,12 @@
 """Data that change with the epoch: what evaluations, workers and growth do to what is trained on."""
 
+import datasets
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from accmt import Callback
+from accmt.data.stream_state import StreamState
 from tests.toys import Linear, make_points, make_trainer
 
 POINTS = make_points(24)
@@ -89,7 +91,6 @@ SHARED = {
 }
 
 
-@pytest.mark.feature("P31")
 @pytest.mark.parametrize("name", SHARED)
 def test_an_evaluation_of_the_training_data_leaves_their_epoch_alone(name, tmp_path):
     look = Look()
@@ -206,3 +207,48 @@ def test_a_dataset_that_has_grown_is_read_to_its_end_in_the_next_epoch(shuffle, 
     state = make_trainer({"epochs": 3}, shuffle_train=shuffle, verbose=True).fit(Growing(), points, points)
     assert sum(seen) == state.samples_seen == 4 + 8 + 12
     assert "the training data have 8 samples now; they had 4 before" in caplog.text
+
+
+def stream_of_points():
+    rows = {"x": [x.tolist() for x, _ in POINTS], "y": [y.tolist() for _, y in POINTS]}
+    return datasets.Dataset.from_dict(rows).to_iterable_dataset()
+
+
+def as_batch(samples):
+    return torch.tensor([s["x"] for s in samples]), torch.tensor([s["y"] for s in samples])
+
+
+DERIVED = {
+    "the same": lambda data: data,
+    "a part": lambda data: data.take(8),
+    "a loader": lambda data: DataLoader(data, 4, collate_fn=as_batch),
+    "mapped": lambda data: data.map(lambda row: row),
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_a_stream_that_evaluations_read_resumes_where_training_was(name, tmp_path, caplog):
+    def run(stop, **settings):
+        data, module = stream_of_points(), Linear()
+
+        class Stop(Callback):
+            def on_before_training_step(self):
+                if self.state.global_step == stop:
+                    raise RuntimeError("stopped")
+
+        told = {"evaluate_every_n_steps": 1, "checkpoint_every": "1 step", "collate_fn": as_batch, "verbose": True}
+        trainer = make_trainer({"batch_size": 4, "epochs": 2}, callbacks=Stop(), **{**told, **settings})
+        try:
+            trainer.fit(module, data, DERIVED[name](data))
+        except RuntimeError:
+            assert trainer.state.global_step == stop
+        return module.model.weight.detach().clone()
+
+    whole = run(None, model_path=tmp_path / "whole")
+    run(9, model_path=tmp_path / "part")
+    assert torch.equal(run(None, model_path=tmp_path / "part", resume=True), whole)
+    assert "evaluations read them, too" in caplog.text
+
+
+def test_a_stream_beside_another_goes_on_by_its_own_state():
+    assert StreamState(stream_of_points(), also_read=[stream_of_points(), DataLoader(POINTS)]).why_not is None
