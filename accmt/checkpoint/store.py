@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from accmt.checkpoint.folder_lock import FolderLock
 from accmt.checkpoint.folders import make_durable, move, remove
 from accmt.checkpoint.manifest import (
     Checkpoint,
@@ -38,7 +37,7 @@ from accmt.checkpoint.names import (
 from accmt.checkpoint.retention import dispose, list_by_age, list_published, prune
 from accmt.checkpoint.staging import Failure, Staging, merge
 from accmt.errors import CheckpointError, explain
-from accmt.files import find_free_name, fsync_folder
+from accmt.files import FolderLock, FolderTakenError, find_free_name, fsync_folder
 from accmt.messages import say, warn
 from accmt.processes import gather_objects, run_on_main_process
 
@@ -79,7 +78,14 @@ class CheckpointStore:
 
         def lock() -> None:
             make_durable(self.folder)
-            self._claim = FolderLock.take(self.folder)
+            try:
+                self._claim = FolderLock.take(self.folder)
+            except FolderTakenError as error:
+                got = f"a run is writing there ({error})"
+                expected = "a folder that no other run writes to: each would move and delete the other's checkpoints"
+                do = "wait for that run, stop it, or pass another `checkpoint` folder"
+                message = explain(f"checkpoint folder {self.folder}", got, expected, do)
+                raise CheckpointError(message) from None
 
         self._run_on_main(lock)
 

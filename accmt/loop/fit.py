@@ -89,6 +89,7 @@ def _begin(run: Run) -> None:
         _try_evaluation(run)
     if run.settings.running.preflight:
         try_saving(run)
+    run.saver.claim(run)
     run_on_main_process(lambda: run.tracking.start(describe(run)))
     run.module.tracker = next(iter(run.tracking.loggers), None)
     run.checkpoints.begin(run)
@@ -101,6 +102,7 @@ def _close(run: Run) -> None:
     try:
         run.checkpoints.close(has_result=run.state.finished or run.saver.selection.has_saved)
     finally:
+        run.saver.release()
         run.tracking.finish(_TRACKER_STATUS[run.state.now.status], flush_s=run.settings.tracking.tracker_flush_s)
         restore_model(run)
 

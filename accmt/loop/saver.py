@@ -18,6 +18,7 @@ from accmt.messages import say, warn
 from accmt.processes import run_on_main_process
 from accmt.saving import (
     RUN_KEY,
+    ModelFolderClaim,
     Patience,
     Selection,
     gather_shards,
@@ -47,6 +48,27 @@ class ModelSaver(Callback):
         self.selection = selection
         self.patience = patience
         self.run_id = secrets.token_hex(8)
+        self._claim: ModelFolderClaim | None = None
+
+    def claim(self, run: Run) -> None:
+        """Keep every other run from saving to the model folder, until `release`, or until this process ends.
+
+        Processes: collective; the main process holds the claim.
+
+        Raises:
+            SavingError: Another run saves there.
+        """
+        if self.selection.names or run.settings.saving.save_last:
+            run_on_main_process(lambda: self._take(run.settings.saving.folder))
+
+    def _take(self, folder: Path) -> None:
+        self._claim = ModelFolderClaim.take(folder)
+
+    def release(self) -> None:
+        """Give up what `claim` took; without a claim nothing happens. Needs no other process."""
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
 
     def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
         """Save the model by every rule whose best evaluation this is."""

@@ -1,6 +1,7 @@
 """What lies in a model folder: weights and the status of the run that wrote them; and which weights are kept."""
 
 from accmt.saving.card import write_command, write_hps, write_model_card, write_trainer_config
+from accmt.saving.claim import ModelFolderClaim
 from accmt.saving.patience import Patience, may_stop
 from accmt.saving.previous import RUN_KEY, holds_model_of, keep_previous
 from accmt.saving.reading import load_weights
@@ -11,6 +12,7 @@ from accmt.saving.tensors import gather_shards, require_storable
 from accmt.saving.weights import SavedWeights, save_weights
 
 __all__ = [
+    "ModelFolderClaim",
     "RUN_KEY",
     "TRAIN_LOSS",
     "VALID_LOSS",

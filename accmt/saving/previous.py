@@ -9,7 +9,7 @@ from glob import escape
 from pathlib import Path, PurePath
 from typing import Any
 
-from accmt.files import dumps, find_free_name, fsync_folder, loads, staging_folder, write_text
+from accmt.files import LOCK_NAME, dumps, find_free_name, fsync_folder, loads, staging_folder, write_text
 from accmt.saving.layout import find_entry, weight_files_in
 from accmt.saving.status import STATUS_NAME
 
@@ -99,7 +99,7 @@ def _list_files(folder: Path) -> set[str]:
     files = _read(folder / STATUS_NAME).get("files")
     listed = [PurePath(name) for name in files if isinstance(name, str)] if isinstance(files, list) else []
     inner = {str(path) for path in listed if not path.is_absolute() and ".." not in path.parts}
-    own = {path.name for path in folder.iterdir() if not path.name.startswith(".tmp-")}
+    own = {path.name for path in folder.iterdir() if not path.name.startswith((".tmp-", LOCK_NAME))}
     return {name for name in own | inner if (folder / name).is_file()}
 
 

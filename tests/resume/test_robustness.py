@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from accmt import Callback, ExtendedAcceleratorModule, Trainer
-from accmt.checkpoint.folder_lock import FolderLock
-from accmt.errors import ArgumentError, CheckpointError, DataError, NoCheckpointError
+from accmt.errors import ArgumentError, CheckpointError, DataError, NoCheckpointError, SavingError
+from accmt.files import FolderLock
 from tests.checkpoints import names_in
 from tests.resume.unbroken import HPS, Augmented, Fragile, assert_same, make, state_of, train
 from tests.toys import Linear, make_points, make_trainer
@@ -67,22 +68,29 @@ class TestTheOrderOfAnEpoch:
         assert trainer.state.samples_seen == 66
 
 
+@contextmanager
+def held(folder):
+    """Let another process hold a folder."""
+    Path(folder).mkdir(parents=True)
+    code = (
+        "import sys; from pathlib import Path; from accmt.files import FolderLock;"
+        f"lock = FolderLock.take(Path({folder!r})); print('held', flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    holder = subprocess.Popen([sys.executable, "-c", code], **pipes)
+    assert holder.stdout.readline() == "held\n"
+    try:
+        yield holder
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
 class TestTheFolder:
     def test_two_runs_at_once_are_refused(self):
-        Path("out/checkpoint-m").mkdir(parents=True)
-        code = (
-            "import sys, time; from pathlib import Path; from accmt.checkpoint.folder_lock import FolderLock;"
-            "lock = FolderLock.take(Path('out/checkpoint-m')); print('held', flush=True); sys.stdin.read()"
-        )
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        holder = subprocess.Popen([sys.executable, "-c", code], **pipes)
-        assert holder.stdout.readline() == "held\n"
-        try:
-            with pytest.raises(CheckpointError, match=f"a run is writing there .process {holder.pid} on"):
-                train("out/m")
-        finally:
-            holder.kill()
-            holder.communicate()
+        refused = pytest.raises(CheckpointError, match=r"a run is writing there .process \d+ on")
+        with held("out/checkpoint-m"), refused:
+            train("out/m")
         train("out/m")
         assert names_in(Path("out/checkpoint-m")) == ["step-00000018"]
 
@@ -91,6 +99,17 @@ class TestTheFolder:
         first.release()
         assert names_in(tmp_path) == []
         FolderLock.take(tmp_path).release()
+
+    def test_two_runs_that_save_to_one_folder_are_refused_without_checkpoints_too(self):
+        refused = pytest.raises(SavingError, match=r"a run is saving there .process \d+ on")
+        with held("out/m"), refused:
+            train("out/m", checkpoint_every=None, model_saving="best_train_loss")
+        train("out/m", checkpoint_every=None, model_saving="best_train_loss")
+        assert not Path("out/m/.lock").exists()
+
+    def test_a_run_that_saves_nothing_leaves_no_folder_behind(self):
+        train("deep/out/m", checkpoint_every=None, model_saving="best_train_loss", model_saving_below=-1.0)
+        assert not Path("deep/out/m").exists()
 
     def test_a_checkpoint_by_hand_does_not_delete_those_of_an_earlier_run(self):
         train("out/m")

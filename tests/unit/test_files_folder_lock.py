@@ -1,0 +1,89 @@
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accmt.files import LOCK_NAME, FolderLock, FolderTakenError
+
+TAKE = """
+import sys
+from pathlib import Path
+from accmt.files import FolderLock, FolderTakenError
+try:
+    FolderLock.take(Path(sys.argv[1]))
+except FolderTakenError as error:
+    print(error)
+else:
+    print("taken")
+"""
+
+
+def take_elsewhere(folder):
+    """Return what another process says that tries to take the folder."""
+    return subprocess.run([sys.executable, "-c", TAKE, str(folder)], capture_output=True, text=True).stdout.strip()
+
+
+def test_whatever_opens_and_closes_the_file_does_not_give_the_lock_up(tmp_path):
+    (tmp_path / "folder").mkdir()
+    lock = FolderLock.take(tmp_path / "folder")
+    with (tmp_path / "folder" / LOCK_NAME).open():
+        pass
+    shutil.copytree(tmp_path / "folder", tmp_path / "copy")
+    assert f"process {os.getpid()}" in take_elsewhere(tmp_path / "folder")
+    assert take_elsewhere(tmp_path / "copy") == "taken"
+    lock.release()
+    assert take_elsewhere(tmp_path / "folder") == "taken"
+
+
+def test_a_process_takes_a_folder_twice_and_holds_it_until_both_are_released(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    locks = [FolderLock.take(tmp_path), FolderLock.take(tmp_path / "link")]
+    locks[0].release()
+    assert "process" in take_elsewhere(tmp_path)
+    locks[1].release()
+    assert not (tmp_path / LOCK_NAME).exists()
+
+
+def test_a_forked_process_holds_no_lock_and_releases_none(tmp_path):
+    lock = FolderLock.take(tmp_path)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        lock.release()
+        os.read(reading, 1)
+        os._exit(0)
+    try:
+        assert (tmp_path / LOCK_NAME).exists()
+        assert "process" in take_elsewhere(tmp_path)
+        lock.release()
+        assert take_elsewhere(tmp_path) == "taken"  # though the child lives
+    finally:
+        os.write(writing, b"x")
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_file_system_without_locks_refuses_nobody(tmp_path, monkeypatch):
+    def fail(file, operation):
+        raise OSError("no locks available")
+
+    monkeypatch.setattr("fcntl.flock", fail)
+    assert FolderLock.take(tmp_path) is None
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        FolderLock.take(tmp_path / "missing")
+
+
+def test_the_lock_of_a_process_that_is_gone_is_free(tmp_path):
+    code = "import os; from pathlib import Path; from accmt.files import FolderLock;"
+    code += f"FolderLock.take(Path({str(tmp_path)!r})); os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+    FolderLock.take(Path(tmp_path)).release()
+    with pytest.raises(FolderTakenError):
+        raise FolderTakenError("by none")
