@@ -198,13 +198,14 @@ class Trainer(TrainerTuning, TrainerArguments):
             ArgumentError: Settings that contradict each other, or keywords that nobody reads.
             KeyboardInterrupt: After Ctrl-C; `Preempted` after SIGTERM or SIGUSR1.
         """
-        from accmt.loop.flags import working
+        from accmt.loop.flags import running, working
         from accmt.loop.recovery import Recovery
 
         module, recovery = _as_module(module, kwargs), Recovery()
-        self._given = given = GivenData("fit", {"train": train_dataset, "validate": val_dataset}, datamodule)
+        given = GivenData("fit", {"train": train_dataset, "validate": val_dataset}, datamodule)
         try:
-            with working(self.settings.running), given.ending("fit"):
+            with running(self, module), working(self.settings.running), given.ending("fit"):
+                self._given = given
                 self._fit_once(module, given, recovery)
                 while recovery.checkpoint is not None:
                     self._fit_once(module, given, recovery)

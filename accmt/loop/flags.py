@@ -5,14 +5,40 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from accmt.data import keeping_generators
+from accmt.errors import ModuleContractError, explain
 from accmt.messages import speaking
 from accmt.settings import RunningSettings
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+_running: list[tuple[Any, Any]] = []
+
+
+@contextmanager
+def running(trainer: Any, module: Any) -> Iterator[None]:
+    """Note for the length of a run that Trainer and module are in one, and refuse a second run of either within it.
+
+    Raises:
+        ModuleContractError: A callback or a step of a run begins another one of the same Trainer, module or model.
+    """
+    model = getattr(module, "unwrapped_model", module) if hasattr(module, "model") else module
+    for other_trainer, other_model in _running:
+        if trainer is other_trainer or model is other_model:
+            what = "Trainer" if trainer is other_trainer else "module"
+            got = f"a call within a run of the same {what}: from a callback, or from one of its steps"
+            do = "call it after `fit` has returned, or give a Trainer and a module of its own to what is trained within"
+            raise ModuleContractError(explain("fit", got, "one run at a time", do))
+    _running.append((trainer, model))
+    try:
+        yield
+    finally:
+        _running.pop()
 
 
 @contextmanager

@@ -19,6 +19,17 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _ENGINES_NOT_BUILT_YET = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+_ENGINE_FLAGS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
+_ENGINE_ARGUMENTS = (
+    "fsdp_plugin",
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    "megatron_lm_plugin",
+    "torch_tp_plugin",
+    "parallelism_config",
+)
+_PARALLEL_SIZES = ("tp_size", "cp_size", "sp_size", "dp_shard_size")
+_TRUE = ("true", "1", "yes")
 _current: weakref.ref[Accelerator] | None = None
 _group: dist.ProcessGroup | None = None
 _is_group_closed = False
@@ -40,6 +51,7 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
 
     _refuse_closed_group()
     given = settings.accelerator
+    _refuse_engines(given)
     if isinstance(given, Accelerator):
         accelerator = given
         _check_given(accelerator, settings)
@@ -137,6 +149,35 @@ def _refuse(name: str, trainer: Any, accelerator: Any) -> None:
     raise ArgumentError(
         explain("Trainer(accelerator=...)", got, "one place that says it", f"leave {name} to the Trainer")
     )
+
+
+def _refuse_engines(given: Any) -> None:
+    """Refuse an engine that was asked for; where it has no effect, on CPUs say, Accelerate would train without it.
+
+    Args:
+        given: The Accelerator, or the mapping of its arguments, that the Trainer was given; None without.
+    """
+    asked = [f"{name}={value}" for name in _ENGINE_FLAGS if (value := os.environ.get(name, "")).lower() in _TRUE]
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in _TRUE:
+        sizes = {name: f"PARALLELISM_CONFIG_{name.upper()}" for name in _PARALLEL_SIZES}
+        asked += [f"{name}={os.environ[name]}" for name in sizes.values() if os.environ.get(name, "1") != "1"]
+    for name in _ENGINE_ARGUMENTS:
+        plugin = given.get(name) if isinstance(given, Mapping) else getattr(getattr(given, "state", None), name, None)
+        if plugin is not None and (name != "parallelism_config" or _parallel_sizes(plugin)):
+            asked.append(f"Accelerator({name}=...)" + "".join(f", {size}" for size in _parallel_sizes(plugin)))
+    if asked:
+        message = explain(
+            "the engine that trains",
+            f"{', '.join(asked)}: this engine is not built yet in this version",
+            "DDP, or one process",
+            "launch with DDP (several GPUs, or several processes), and drop that setting",
+        )
+        raise NotImplementedError(message)
+
+
+def _parallel_sizes(plugin: Any) -> list[str]:
+    sizes = {name: getattr(plugin, name, 1) for name in _PARALLEL_SIZES}
+    return [f"{name}={size}" for name, size in sizes.items() if isinstance(size, int) and size > 1]
 
 
 def _check_engine(accelerator: Accelerator) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from accmt import AcceleratorModule, Accuracy, Callback, read_history
+from accmt.errors import ModuleContractError
 from tests.toys import Linear, Numbers, Scripted, logged, make_points, make_trainer
 
 
@@ -337,3 +339,45 @@ def test_a_seed_set_before_is_the_runs_seed_and_generators_are_left_alone():
     set_seed(11)
     Scripted()
     assert first[1] == torch.rand(1).item() != expected
+
+
+class FitsWithin(Callback):
+    """Begins another run during a run."""
+
+    def __init__(self, fit: Any) -> None:
+        self.fit = fit
+        self.done = 0
+
+    def on_update_end(self) -> None:
+        self.fit(self)
+        self.done += 1
+
+
+def another(callback: Any) -> Any:
+    """Train a model of another module within the run, with a Trainer of its own."""
+    return make_trainer({"epochs": 1}, "other/model").fit(Linear(), make_points(2))
+
+
+def same_model(callback: Any) -> Any:
+    module = Linear()
+    module.model = callback.module.unwrapped_model
+    make_trainer({"epochs": 1}, "other/model").fit(module, make_points(2))
+
+
+@pytest.mark.parametrize(
+    ("fit", "what"),
+    [
+        (lambda callback: callback.trainer.fit(Linear(), make_points(2)), "Trainer"),
+        (lambda callback: make_trainer({}, "other/model").fit(callback.module, make_points(2)), "module"),
+        (same_model, "module"),
+    ],
+)
+def test_a_run_within_a_run_of_the_same_trainer_or_module_is_refused(fit: Any, what: str) -> None:
+    with pytest.raises(ModuleContractError, match=f"a call within a run of the same {what}"):
+        make_trainer(callbacks=FitsWithin(fit)).fit(Linear(), make_points())
+    make_trainer().fit(Linear(), make_points())  # afterwards nothing is held
+
+
+def test_another_trainer_may_train_another_module_within_a_run() -> None:
+    make_trainer(callbacks=(within := FitsWithin(another))).fit(Linear(), make_points())
+    assert within.done == 4
