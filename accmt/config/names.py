@@ -96,6 +96,11 @@ def scheduler_names() -> list[str]:
     return _SCHEDULERS.names()
 
 
+def schedulers_of_transformers() -> Mapping[str, str]:
+    """Return the values of transformers' `lr_scheduler_type`, each with the name of the schedule here."""
+    return _SCHEDULERS.foreign
+
+
 def find_optimizer(given: Any) -> type[Optimizer] | Fault:
     """Return the optimizer class for a short name, a dotted import path or a class, or what is wrong with it."""
     found = _find(given, _OPTIMIZERS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -110,10 +110,6 @@ def _refuse_closed_group() -> None:
 def _arguments(given: Any, settings: RunningSettings) -> dict[str, Any]:
     from accelerate import DistributedDataParallelKwargs
 
-    if given is not None and not isinstance(given, Mapping):
-        expected = "an accelerate.Accelerator, or a dict of its arguments"
-        do = "choose the hardware with `accelerate launch`, or pass accelerator=Accelerator(cpu=True)"
-        raise ArgumentError(explain("Trainer(accelerator=...)", repr(given), expected, do))
     arguments = dict(given or {})
     if arguments.get("gradient_accumulation_steps", 1) != 1:
         _refuse("grad_accumulation_steps", "that of the Trainer", arguments["gradient_accumulation_steps"])

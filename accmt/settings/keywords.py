@@ -23,7 +23,8 @@ def check_keywords(extra: Mapping[str, Any], names: Iterable[str], *, has_tracke
         UnknownArgumentError: There is a hyper-parameter, an argument of another trainer, or a misspelt argument; or
             any keyword where there is no tracker.
     """
-    found = [_find_mistake(name, [*names, *FIELDS], has_tracker=has_tracker) for name in extra]
+    known = [*names, *FIELDS]
+    found = [_find_mistake(name, value, known, has_tracker=has_tracker) for name, value in extra.items()]
     mistakes = [mistake for mistake in found if mistake is not None]
     if len(mistakes) > 1:
         mistakes.insert(0, f"{len(mistakes)} arguments that Trainer does not have")
@@ -31,11 +32,11 @@ def check_keywords(extra: Mapping[str, Any], names: Iterable[str], *, has_tracke
         raise UnknownArgumentError("\n\n".join(mistakes))
 
 
-def _find_mistake(name: str, names: Iterable[str], *, has_tracker: bool) -> str | None:
+def _find_mistake(name: str, value: Any, names: Iterable[str], *, has_tracker: bool) -> str | None:
     where, expected = f"Trainer({name}=...)", "an argument of Trainer"
     if name in FIELDS:
         return explain(where, "a hyper-parameter", expected, f"put {name} into the hyper-parameters: it is one of them")
-    foreign = find_foreign(name)
+    foreign = find_foreign(name, value)
     if foreign is not None:
         owner, do = foreign
         do += f"; one meant for a tracker goes to it alone, as in mlflow={{{name!r}: ...}}" if has_tracker else ""

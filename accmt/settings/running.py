@@ -16,6 +16,7 @@ from accmt.settings.checks import (
 )
 from accmt.settings.durations import read_max_time
 from accmt.settings.handlers import Handler, read_handlers
+from accmt.settings.hardware import require_accelerator, require_precision
 from accmt.settings.profiler import require_profiler
 
 
@@ -79,7 +80,8 @@ class RunningSettings:
 
     def __post_init__(self) -> None:
         require_flags(self)
-        require_choice("mixed_precision", self.mixed_precision, (None, "no", "fp16", "bf16"))
+        require_precision(self.mixed_precision)
+        require_accelerator(self.accelerator)
         if self.seed is not None:
             require_int("seed", self.seed, at_least=0)
         if not isinstance(self.fast_dev_run, int) or self.fast_dev_run < 0:

@@ -33,6 +33,10 @@ OTHER_WORDS |= {
     "test",
     "self.model",
     "__init__",
+    "label_smoothing",
+    "cross_entropy",
+    "register_forward_hook",
+    "select_columns",
     "trainer",
     "python train.py",
     "trainer_config.json",
@@ -198,7 +202,11 @@ def essence(here: str) -> set[str]:
     """Return the names in an advice that a reader would look for: the keyword, the hyper-parameter or the command."""
     found = re.match(r"(\w+): ", here)
     keywords = re.findall(r"(\w+)=", here)
-    return {f"hps.{found[1]}"} if found else {*keywords} or {re.split(r"[( ]", here)[0]}
+    if found:
+        return {f"hps.{found[1]}"}
+    if here.startswith("def "):
+        return {re.split(r"[ (]", here)[1]}
+    return {*keywords} or {*re.findall(r"(\w+)\(", here)[-1:]} or {here.partition(" ")[0]}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,66 @@
+"""Device and precision: what other trainers take there is known, and refused when the Trainer is made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from accmt.errors import ArgumentError
+from accmt.settings.hardware import _PRECISIONS
+from tests.toys import make_trainer
+
+
+@pytest.mark.parametrize(
+    ("value", "do"),
+    [
+        ("gpu", "leave it out, .*accmt launch -N 2 train.py"),
+        ("auto", "leave it out"),
+        ("cpu", r'accelerator=\{"cpu": True\}'),
+        (2, "leave it out"),
+        (True, "leave it out"),
+        (torch.device("cpu"), "leave it out"),
+        (Accelerator, r"accelerator=Accelerator\(\)"),
+    ],
+)
+def test_an_accelerator_that_is_none_is_refused_when_the_trainer_is_made(value, do):
+    with pytest.raises(
+        ArgumentError, match=rf"(?s)Trainer\(accelerator=\.\.\.\)\n.*an accelerate.Accelerator.*do: {do}"
+    ):
+        make_trainer(accelerator=value)
+
+
+def test_what_an_accelerator_may_be_is_taken():
+    for value in (None, {}, {"cpu": True}, Accelerator(cpu=True)):
+        assert make_trainer(accelerator=value).settings.running.accelerator is value
+
+
+@pytest.mark.parametrize(
+    ("value", "do"),
+    [
+        (64, r"model.double\(\) before fit: there is no precision of 64 bits"),
+        ("64-true", r"model.double\(\)"),
+        (torch.float64, r"model.double\(\)"),
+        (16, 'mixed_precision="fp16"'),
+        ("16-mixed", 'mixed_precision="fp16"'),
+        (torch.float16, 'mixed_precision="fp16"'),
+        ("bf16-mixed", 'mixed_precision="bf16"'),
+        (torch.bfloat16, 'mixed_precision="bf16"'),
+        ("bf16-true", r"model.bfloat16\(\)"),
+        (32, "leave it out"),
+        ("32-true", "leave it out"),
+        ("fp15", "mixed_precision='fp16'"),
+    ],
+)
+@pytest.mark.parametrize("name", ["precision", "mixed_precision"])
+def test_precisions_of_others_are_told_what_they_are_here(name, value, do):
+    with pytest.raises(ArgumentError, match=rf"got: .*\n  expected: one of None, 'no', 'fp16', 'bf16'\n  do: {do}"):
+        make_trainer(**{name: value})
+
+
+@pytest.mark.parametrize("advice", sorted(set(_PRECISIONS.values())))
+def test_what_is_advised_works(advice):
+    if advice.startswith("mixed_precision="):
+        assert make_trainer(mixed_precision=advice.split('"')[1]).settings
+    else:
+        assert advice.startswith(("model.", "leave it out"))
