@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ArgumentError, ModuleContractError, explain
 
 if TYPE_CHECKING:
     from accmt.loop.logging import Logs
     from accmt.state import TrainingState
     from accmt.tracking.media import MediaLog
+
+
+_OF_LIGHTNING: Mapping[str, str] = {
+    "add_dataloader_idx": "leave it out: the name of the validation set is added where there are several",
+    "batch_size": 'return {"loss": loss, "weight": weight}, or define get_batch_size',
+    "enable_graph": "leave it out: no graph is kept",
+    "metric_attribute": "leave it out: metrics are the Trainer's, Trainer(metrics=[...])",
+    "on_epoch": "leave it out: Trainer(log_every=-1) makes one row of each epoch",
+    "on_step": "leave it out: Trainer(log_every=10) says when there is a row, and instant=True makes one now",
+    "rank_zero_only": "leave it out: a value may be logged on some processes only",
+    "reduce_fx": 'write reduction="sum", or leave it out for the mean',
+    "sync_dist": "leave it out: values are means over all processes",
+    "sync_dist_group": "leave it out: values are means over all processes",
+}
+_KEYWORDS = ("value", "step", "reduction", "instant", "prog_bar", "logger")
+
+
+def _reject_keywords(name: Any, others: Mapping[str, Any]) -> None:
+    for keyword in others:
+        where, expected = f"log({name!r}, {keyword}=...)", f"a keyword of log: {', '.join(_KEYWORDS)}"
+        is_known = keyword in _OF_LIGHTNING
+        got = "a keyword of Lightning's log" if is_known else "a keyword that log does not have"
+        do = _OF_LIGHTNING.get(keyword) or f"did you mean {get_close_matches(keyword, _KEYWORDS, 1, 0.0)[0]}?"
+        raise ArgumentError(explain(where, got, expected, do))
 
 
 class LogsValues:
@@ -34,6 +59,7 @@ class LogsValues:
         instant: bool = False,
         prog_bar: bool = False,
         logger: bool = True,
+        **others: Any,
     ) -> None:
         """Log a value: in training it comes with the next row, in evaluation with its results.
 
@@ -48,11 +74,13 @@ class LogsValues:
             instant: Whether this process makes a row of its own of the value, now. That waits for the device.
             prog_bar: Whether the progress bar shows it.
             logger: Whether trackers and `history.jsonl` get it.
+            **others: None; those of Lightning's `log` are told what to write here.
 
         Raises:
             ModuleContractError: The value is not one number, the name is taken, or nothing is running.
-            ArgumentError: There is no such reduction, or a `step` without `instant`.
+            ArgumentError: There is no such reduction or keyword, or a `step` without `instant`.
         """
+        _reject_keywords(name, others)
         self._require_run(f"log({name!r}, ...)")
         self.logs.log(name, value, step, reduction, instant=instant, prog_bar=prog_bar, logger=logger)
 

@@ -42,7 +42,6 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "average_tokens_across_devices": "leave it out: every token of all processes counts the same",
         "bf16": 'Trainer(mixed_precision="bf16")',
         "data_seed": "Trainer(seed=0)",
-        "dataloader_persistent_workers": "leave it out: workers are the Trainer's",
         "ddp_broadcast_buffers": "leave it out: it is torch's default",
         "ddp_bucket_cap_mb": 'Trainer(ddp_kwargs={"bucket_cap_mb": 25})',
         "ddp_find_unused_parameters": 'Trainer(ddp_kwargs={"find_unused_parameters": True})',

@@ -213,7 +213,6 @@ _BY_NAME: Mapping[str, Advice] = {
     "checkpoint_callback": _flag(
         "leave it out: each epoch ends with a checkpoint", "Trainer(enable_checkpointing=False)"
     ),
-    "dataloader_persistent_workers": _flag("leave it out: workers are the Trainer's", "leave it out"),
     "ddp_broadcast_buffers": _flag("leave it out: buffers are the main process's in evaluations", _DDP),
     "ddp_bucket_cap_mb": _number('Trainer(ddp_kwargs={{"bucket_cap_mb": {0}}})', "it is torch's default"),
     "ddp_find_unused_parameters": _flag(

@@ -166,6 +166,8 @@ class CollateFetched:
             error.add_note(where)
             return
         name = getattr(self.collate, "__qualname__", type(self.collate).__name__)
+        if str(getattr(self.collate, "__module__", "")).startswith("accmt."):
+            name = "torch's default_collate"
         expected = f"samples that {name} can put together"
         error.add_note(explain(where, _say(error), expected, "look at these samples, or pass another collate_fn"))
 

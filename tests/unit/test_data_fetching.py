@@ -166,6 +166,16 @@ def test_an_error_of_the_collate_function_names_the_samples():
     )
 
 
+def test_where_there_is_no_collate_function_the_one_of_torch_is_named():
+    class Unlike(Noisy):
+        def __getitem__(self, index):
+            return {"a": 1} if index else "text"
+
+    with pytest.raises(TypeError) as caught:
+        read(Unlike())
+    assert "samples that torch's default_collate can put together" in caught.value.__notes__[0]
+
+
 def test_an_error_that_is_explained_already_gets_the_samples_only():
     class Uneven(Noisy):
         def __getitem__(self, index):
