@@ -110,7 +110,7 @@ def _advise_devices(value: Any) -> str | None:
         return "accmt launch train.py"
     if _is_number(number):
         return f"accmt launch -N {number} train.py" if number > 1 else "python train.py"
-    listed = number.strip(",") if isinstance(number, str) else ",".join(map(str, number)) if number else ""
+    listed = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value).strip(",")
     return f"accmt launch --gpus {listed} train.py" if listed.replace(",", "").isdigit() else None
 
 
