@@ -15,6 +15,7 @@ from accmt.data.seeding import derive_seed
 from accmt.data.sharding import Share
 from accmt.data.workers import WorkerStart
 from accmt.errors import DataError, explain
+from accmt.processes import gather_objects
 
 
 class Loader(Protocol):
@@ -185,6 +186,34 @@ def require_batch(batch: Any, options: LoaderOptions) -> None:
     got = "None: the collate function made no batch of the samples of this process"
     do = 'raise an error in __getitem__ and pass Trainer(on_bad_sample="skip"), or filter the dataset beforehand'
     raise DataError(explain(f"a batch of the {options.kind} data", got, "a batch on each of the processes", do))
+
+
+def require_same_everywhere(options: LoaderOptions, has: str, order: str = "") -> None:
+    """Check that all processes which share data have the same: each takes its part of what it believes to be the whole.
+
+    Processes: collective.
+
+    Args:
+        options: Whose data.
+        has: What this process has: the number of its samples or batches.
+        order: A digest of their order.
+
+    Raises:
+        DataError: Some process has others, or another order.
+    """
+    if options.share.count == 1:
+        return
+    every = gather_objects((has, order))
+    other = next((rank for rank, one in enumerate(every) if one != every[0]), None)
+    if other is None:
+        return
+    (first, _), (second, _) = every[0], every[other]
+    got = f"{first} on process 0, {second} on process {other}"
+    if first == second:
+        got = f"{first}, in another order on process {other} than on process 0"
+    expected = "the same data in the same order on every process: accmt shares them out"
+    do = "build them alike on all (a sampler draws from a seed that all have), or Trainer(shard_dataloaders=False)"
+    raise DataError(explain(f"the {options.kind} data", got, expected, do))
 
 
 def require_rounds(count: int, options: LoaderOptions, got: str) -> None:

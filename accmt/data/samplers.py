@@ -163,13 +163,13 @@ class Order:
         self._seed = seed
         self._shuffle = shuffle
         self._drawn = None if sampler is None else DrawnByUser(sampler, seed, _read_indices)
-        self._digest: tuple[int, str] | None = None
+        self._digest: tuple[int, int, str] | None = None
 
     def digest(self, epoch: int) -> str:
         """Return a digest of the order of `epoch`; computed once an epoch."""
-        if self._digest is None or self._digest[0] != epoch:
-            self._digest = epoch, _digest(self.at(epoch))
-        return self._digest[1]
+        if self._digest is None or self._digest[:2] != (epoch, self.length):
+            self._digest = epoch, self.length, _digest(self.at(epoch))
+        return self._digest[2]
 
     def size(self, epoch: int) -> int:
         """Return how many samples `epoch` has."""

@@ -12,7 +12,13 @@ from accmt.data.bad_samples import without_bad_samples
 from accmt.data.batches import Round
 from accmt.data.collate import keeps_number
 from accmt.data.fetching import CollateFetched, SeededDataset
-from accmt.data.options import LoaderOptions, length_of, require_batch, require_rounds
+from accmt.data.options import (
+    LoaderOptions,
+    length_of,
+    require_batch,
+    require_rounds,
+    require_same_everywhere,
+)
 from accmt.data.position import BEGINNING, plan_epoch, read_start, require_same_number, require_same_order
 from accmt.data.samplers import BatchShare, GlobalBatchSampler, Order, tell_epoch
 from accmt.data.sharding import Plan
@@ -65,9 +71,12 @@ class _PlannedLoader:
     def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
         """Yield the rounds of an epoch from `first` on; what is passed over is never read.
 
+        Processes: collective when the first is read, where they share the data.
+
         Raises:
             Exception: What the dataset or the collate function raised, with notes that name sample and batch.
-            DataError: Nothing at all could be read, where bad samples are left out.
+            DataError: Processes have other data or another order; or nothing at all could be read, where bad samples
+                are left out.
         """
         rounds = self._every_round(epoch, first)
         if not self._options.skips_bad:
@@ -76,6 +85,7 @@ class _PlannedLoader:
 
     def _every_round(self, epoch: int, first: int) -> Iterator[Round]:
         plan = self._begin(epoch, first)
+        require_same_everywhere(self._options, self._describe(), self._digest(epoch))
         batches = self._reading = self._read()
         last, num_processes = plan.num_rounds - 1, plan.share.count
         for index in range(first, last + 1):
@@ -160,6 +170,10 @@ class _PlannedLoader:
         """Decide what an epoch has, and return how many samples, or batches."""
         raise NotImplementedError
 
+    def _describe(self) -> str:
+        """Return what an epoch has, in words."""
+        raise NotImplementedError
+
     def _digest(self, epoch: int) -> str:
         """Return a digest of what an epoch has, and in which order."""
         raise NotImplementedError
@@ -209,6 +223,9 @@ class SizedLoader(_PlannedLoader):
             self._order.length = length
         return self._order.size(epoch)
 
+    def _describe(self) -> str:
+        return f"{self._size} samples in batches of {self._options.batch_size}"
+
     def _digest(self, epoch: int) -> str:
         return self._order.digest(epoch)
 
@@ -243,6 +260,9 @@ class BatchLoader(_PlannedLoader):
         self._sizes = sizes = self._batches.sizes(epoch)
         require_rounds(len(sizes), self._options, "a DataLoader without a batch")
         return len(sizes)
+
+    def _describe(self) -> str:
+        return f"{self._size} batches"
 
     def _digest(self, epoch: int) -> str:
         return self._batches.digest(epoch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,27 @@ def test_a_process_whose_batch_lost_all_its_samples_ends_the_run_and_says_why(tm
     assert all(fork.poll() not in (0, None) for fork in forks)
     assert "None: the collate function made no batch of the samples of this process" in printed
     assert 'pass Trainer(on_bad_sample="skip")' in printed
+
+
+DIFFERENT = {
+    "lengths": "the training data(.|\n)*48 samples in batches of 4 on process 0, 40 samples in batches of 4 on",
+    "validation lengths": "the validation data(.|\n)*48 samples in batches of 4 on process 0, 40 samples",
+    "loaders": "12 batches on process 0, 10 batches",
+    "streams": "a length of 48 samples on process 0, a length of 40",
+    "kinds": "48 samples in batches of 4 on process 0, a length of 48 samples",
+    "orders": "12 batches, in another order on process 1",
+    "batch sizes": "48 samples in batches of 4 on process 0, 48 samples in batches of 6 on process 1",
+    "growing": "12 samples in batches of 4 on process 0, 16 samples in batches of 4 on process",
+}
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_that_share_data_but_have_others_are_refused_at_once(tmp_path: Path, processes: int) -> None:
+    path = tmp_path / "result.json"
+    launch(SCRIPTS / "own_data.py", str(path), str(tmp_path), "differ", processes=processes, result=path)
+    result = json.loads(path.read_text())
+    assert result.keys() == DIFFERENT.keys()
+    for name, said in result.items():
+        assert len(set(said)) == 1
+        assert re.search(DIFFERENT[name], said[0]), said[0]
+        assert said[0].startswith("1: " if name == "growing" else "0: ")
