@@ -15,6 +15,7 @@ from accmt.callbacks.progress import draw_rounds
 from accmt.data import Loader, Round, draw_seed
 from accmt.errors import ArgumentError, explain
 from accmt.huggingface import computing_without_cache
+from accmt.loop.alike import find_alike
 from accmt.loop.chosen_weights import CheckpointPath, using_average, using_weights
 from accmt.loop.contract import adapt_validation_step, check_untrained_module, check_validation, defines
 from accmt.loop.evaluation import call_hooks, evaluate, in_evaluation_mode, reported
@@ -179,7 +180,8 @@ def _taking_data(request: Request, accelerator: Accelerator) -> Iterator[dict[st
     given, function, trainer = request.given, request.function, request.trainer
     with given.ending(function):
         given.begin(function, trainer, accelerator)
-        yield find_data(request.module, given.load(function), function, trainer.settings.data)
+        told = trainer.settings.data
+        yield dict(find_alike(lambda: find_data(request.module, given.load(function), function, told), told))
 
 
 def _build(request: Request, sets: Mapping[str, Any], accelerator: Accelerator, model: nn.Module) -> EvaluationRun:

@@ -11,6 +11,7 @@ from accmt.callbacks import Callback, Hooks, build_callbacks
 from accmt.data import Loader, draw_seed
 from accmt.errors import ArgumentError, explain
 from accmt.failures import Board, Clock, Interruption, Watch
+from accmt.loop.alike import require_alike
 from accmt.loop.boundary import Boundary
 from accmt.loop.builtin import builtin_callbacks
 from accmt.loop.cadence import Cadence
@@ -60,6 +61,7 @@ def build_run(trainer: Trainer, module: Any, given: GivenData, recovery: Recover
     """
     settings, state = trainer.settings, trainer.state
     accelerator = build_accelerator(settings.running)
+    require_alike(settings)
     check_module(module)
     check_reloading(settings.data, module, given)
     resumed = _find_start(trainer, module, recovery)

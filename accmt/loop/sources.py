@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accmt.data import Loader, LoaderOptions, Share, UnsharedLoader, build_collate, build_loader
 from accmt.errors import ArgumentError, DataError, explain
+from accmt.loop.alike import find_alike
 from accmt.loop.stages import find_sampler
 from accmt.messages import warn
 from accmt.module import AcceleratorModule
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from accmt.loop.given import GivenData
 
 Evaluation = Literal["validate", "test", "predict"]
+
+
+_TRAINING, _VALIDATION = "the training data", "the validation data "
 
 
 class _Source(NamedTuple):
@@ -52,11 +56,20 @@ def find_train_data(module: AcceleratorModule, given: Any) -> Any:
 def find_sets(module: AcceleratorModule, given: GivenData, settings: Settings) -> tuple[Any, dict[str, Any]]:
     """Return the training data and the validation sets of a run, by name.
 
+    Processes: collective.
+
     Raises:
-        DataError: There are no training data, or a set has a name that results cannot carry.
+        DataError: There are no training data, a set has a name that results cannot carry, or processes have other data.
     """
-    train = find_train_data(module, given.load("train"))
-    sets = find_validation_data(module, given.load("validate"), settings.data)
+
+    def find() -> dict[str, Any]:
+        train = find_train_data(module, given.load("train"))
+        sets = find_validation_data(module, given.load("validate"), settings.data)
+        return {_TRAINING: train, **{_VALIDATION + name: data for name, data in sets.items()}}
+
+    found = dict(find_alike(find, settings.data))
+    train = found.pop(_TRAINING)
+    sets = {name.removeprefix(_VALIDATION): data for name, data in found.items()}
     return train, {"": train} if settings.data.overfit_batches and sets else sets
 
 

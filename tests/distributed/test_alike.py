@@ -1,0 +1,47 @@
+"""Processes that were given different data or settings: every one of them says so before the first batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import SCRIPTS, launch
+
+REFUSED = {
+    "training data": ("the training data", "process 0: 8 samples; process 1: 12 samples"),
+    "validation data": ("the validation data", "process 0: 4 samples; process 1: 5 samples"),
+    "a named set": ("the validation data b", "process 0: 4 samples; process 1: 5 samples"),
+    "names of sets": ("the names of the data sets", "set0", "set1"),
+    "validation on one": ("the names of the data sets", "the validation data"),
+    "none on one": ("no training data",),
+    "kinds": ("the training data", "process 0: 8 samples; process 1: a DataLoader of 4 batches from 8 samples"),
+    "loaders": ("the training data", "4 batches", "2 batches"),
+    "streams": ("the training data", "iterator without a length"),
+    "an error on one": ("OSError: no such file on this machine",),
+    "batch size": ("batch_size", "process 0: 2; process 1: 3"),
+    "accumulation": ("grad_accumulation_steps", "process 0: 1; process 1: 2"),
+    "when to save": ("checkpoint_every",),
+    "test data": ("DataError", "process 0: 4 samples; process 1: 5 samples"),
+}
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=lambda r: f"{r}-processes")
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder: Path = tmp_path_factory.mktemp("alike")
+    path = folder / "result.json"
+    launch(SCRIPTS / "alike.py", str(path), str(folder), processes=request.param, result=path)
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_differs_between_processes_is_refused_on_all_of_them(name: str, outcomes: dict[str, Any]) -> None:
+    for message in outcomes[name]:
+        assert all(part in message for part in REFUSED[name]), message
+
+
+@pytest.mark.parametrize("name", ["seeds", "data of their own", "the same"])
+def test_what_may_differ_is_trained_with(name: str, outcomes: dict[str, Any]) -> None:
+    assert set(outcomes[name]) == {""}
