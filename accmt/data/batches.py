@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from accmt.data.fetching import BadSample
 from accmt.errors import DataError, explain
 
-_Array = torch.Tensor | np.ndarray
+_ARRAYS = (torch.Tensor, np.ndarray)
 _MAX_SHAPES = 6
 
 
@@ -61,21 +61,32 @@ def find_batch_size(batch: Any, collated: int | None = None) -> int | None:
     Raises:
         DataError: The batch contradicts itself or `collated`, so the number cannot be told.
     """
-    sizes = {array.shape[0] for array in _arrays_in(batch)}
+    sizes: set[int] = set()
+    _add_sizes(batch, sizes)
     if len(sizes) == 1 and (collated is None or collated in sizes):
-        return int(sizes.pop())
+        return sizes.pop()
     if not sizes:
         return _size_of_lists(batch, collated)
     if collated is not None and (collated in sizes or _is_list_of(batch, collated, sizes)):
         return collated
     if len(sizes) > 1 or _may_be_other_than_samples(batch, collated):
         raise _cannot_tell(batch, collated)
-    return int(sizes.pop())
+    return sizes.pop()
+
+
+def _add_sizes(batch: Any, sizes: set[int]) -> None:
+    """Add the first dimensions of all tensors and arrays; called for each batch, so without a generator."""
+    if isinstance(batch, _ARRAYS):
+        if batch.ndim:
+            sizes.add(len(batch))
+        return
+    for value in _values_of(batch):
+        _add_sizes(value, sizes)
 
 
 def _arrays_in(batch: Any) -> Iterator[Any]:
     """Yield all tensors and arrays with a dimension, at any depth."""
-    if isinstance(batch, _Array):
+    if isinstance(batch, _ARRAYS):
         if batch.ndim:
             yield batch
         return
@@ -83,9 +94,11 @@ def _arrays_in(batch: Any) -> Iterator[Any]:
         yield from _arrays_in(value)
 
 
-def _values_of(batch: Any) -> Sequence[Any]:
+def _values_of(batch: Any) -> Iterable[Any]:
+    if isinstance(batch, (list, tuple)):
+        return batch
     if isinstance(batch, Mapping):
-        return list(batch.values())
+        return batch.values()
     if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
         return batch
     if is_dataclass(batch) and not isinstance(batch, type):
@@ -115,7 +128,7 @@ def _is_list_of(batch: Any, collated: int, sizes: set[int]) -> bool:
     A pair of inputs and targets is no list of two samples: their tensors agree on a first dimension.
     """
     parts = [value for value in _values_of(batch) if isinstance(value, list | tuple)]
-    is_pair = len(sizes) == 1 and any(isinstance(value, _Array) for value in _values_of(batch))
+    is_pair = len(sizes) == 1 and any(isinstance(value, _ARRAYS) for value in _values_of(batch))
     is_list_of_samples = isinstance(batch, list) and not is_pair
     return any(len(part) == collated for part in parts) or (is_list_of_samples and len(batch) == collated)
 
