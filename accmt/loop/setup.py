@@ -61,7 +61,6 @@ def build_run(trainer: Trainer, module: Any, given: GivenData, recovery: Recover
     """
     settings, state = trainer.settings, trainer.state
     accelerator = build_accelerator(settings.running)
-    require_alike(settings)
     check_module(module)
     check_reloading(settings.data, module, given)
     resumed = _find_start(trainer, module, recovery)
@@ -104,6 +103,7 @@ def build_run(trainer: Trainer, module: Any, given: GivenData, recovery: Recover
 
 def _find_start(trainer: Trainer, module: AcceleratorModule, recovery: Recovery) -> Resumed | None:
     """Return what the run continues from, and let the module know where that is before it is asked for data."""
+    require_alike(trainer.settings)
     resumed = find_resumed(trainer.settings, recovery.take_checkpoint() or trainer.chosen_checkpoint)
     if resumed is not None:
         recovery.learn(resumed.others["recovery"])
