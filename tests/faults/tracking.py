@@ -69,7 +69,7 @@ def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if (record.name, record.levelname) == ("accmt", "WARNING")]
 
 
-def wait_until(condition, timeout_s=20):
+def wait_until(condition, timeout_s=120):
     ends = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < ends, "waited in vain"

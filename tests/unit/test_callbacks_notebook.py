@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -275,12 +274,12 @@ def test_the_drawing_is_well_formed_and_inside_its_frame():
     assert "<b>& 5" in texts
 
 
-def test_a_drawing_takes_a_few_milliseconds():
+def test_a_drawing_has_no_more_points_than_can_be_seen():
     curves = {name: Curve() for name in ("train_loss", "val_loss")}
     for step in range(10_000):
         for curve in curves.values():
             curve.add(step, float(step % 17))
-    began = time.perf_counter()
     picture = draw(curves)
-    assert time.perf_counter() - began < 0.05
+    assert all(len(curve.points) <= 2 * MOST_POINTS for curve in curves.values())
+    assert picture.count(",") <= 2 * 2 * MOST_POINTS + 100
     assert len(picture) < 100_000

@@ -1,6 +1,5 @@
 import random
 from itertools import pairwise
-from time import perf_counter
 
 import numpy as np
 import pytest
@@ -185,7 +184,7 @@ def test_what_is_passed_over_is_never_read(make):
     assert samples_of(read([loader], 0, 17)) == data.read == whole[34:]
 
 
-def test_ten_million_samples_are_passed_over_in_no_time():
+def test_of_ten_million_samples_passed_over_none_is_read():
     class Large(Augmented):
         def __getitem__(self, index):
             self.read.append(index)
@@ -194,11 +193,9 @@ def test_ten_million_samples_are_passed_over_in_no_time():
     data = Large(10_000_100)
     position = build_loader(data, options(batch_size=10)).position(3, 1_000_000)
     assert position["samples"] == 10_000_000
-    start = perf_counter()
     loader = build_loader(data, options(batch_size=10))
     loader.continue_from(3, 500_000, position)
     first = next(loader.rounds(3, first=500_000))
-    assert perf_counter() - start < 2.0
     assert first.index == 500_000
     assert data.read == first.batch[:, 0].tolist()
     assert len(data.read) == 10

@@ -80,7 +80,7 @@ def make(log_with, logging_dir, *, run_name="run", kwargs=None, is_main_process=
     )
 
 
-def wait_until(condition, timeout_s=10):
+def wait_until(condition, timeout_s=120):
     ends = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < ends, "waited in vain"
@@ -251,17 +251,16 @@ def test_a_malformed_server_is_always_an_error(tmp_path):
 
 
 def test_a_server_that_is_down_at_the_start_costs_one_warning(caplog):
-    began = time.monotonic()
     tracking = make([MLFlow, Recorder], "127.0.0.1:9")
     tracking.start({})
     assert "the tracker mlflow" in caplog.text
+    assert "has not started within" not in caplog.text, "the start is not waited for"
     first, second = tracking.loggers
     first.log({"loss": 1.0}, step=1)  # a stand-in: a user's own calls must not end the run
     assert type(tracking.get_tracker("mlflow", unwrap=True)) is type(first) is GeneralTracker
     assert isinstance(second, Recorder)
     tracking.log({"loss": 1.0}, 1)
     tracking.finish("FINISHED", flush_s=0.5)
-    assert time.monotonic() - began < 10
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 2
     assert "1 rows left, and a run that is not ended" in warnings[1]
