@@ -188,8 +188,10 @@ def require_batch(batch: Any, options: LoaderOptions) -> None:
     raise DataError(explain(f"a batch of the {options.kind} data", got, "a batch on each of the processes", do))
 
 
-def require_same_everywhere(options: LoaderOptions, has: str, order: str = "") -> None:
-    """Check that all processes which share data have the same: each takes its part of what it believes to be the whole.
+def require_same_everywhere(options: LoaderOptions, has: str, order: str) -> None:
+    """Check that all processes which share data have the same in an epoch: each takes its part of the whole.
+
+    They were alike when the run began; a dataset may have grown since, and a sampler may draw another order.
 
     Processes: collective.
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from accmt.data.batches import Round
-from accmt.data.options import LoaderOptions, require_rounds, require_same_everywhere
+from accmt.data.options import LoaderOptions, require_rounds
 from accmt.data.position import BEGINNING, Start, plan_epoch, read_start
 from accmt.data.samplers import UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
@@ -74,15 +74,11 @@ class ReadThroughLoader:
     def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
         """Yield the rounds of an epoch from `first` on, reading what comes before it too unless told to continue.
 
-        Processes: collective when the first is read, where they share the data.
-
         Raises:
-            DataError: There is none at all, or processes have data of other lengths.
+            DataError: There is none at all.
         """
         start = self._start.of(epoch, first)
         plan = self._arrange(start, first)
-        length = "an unknown length" if self._length is None else f"a length of {self._length} {self._unit}"
-        require_same_everywhere(self._options, length)
         num_rounds = None if plan is None else plan.num_rounds - start.round
         is_empty = start is BEGINNING and num_rounds != 0
         self._keep_only(start)

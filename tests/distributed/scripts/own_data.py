@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset, default_collate
 
 import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Trainer
@@ -88,39 +88,18 @@ class Growing(Seeing):
             self.samples += self.samples[:4]
 
 
-class Numbers(IterableDataset[Any]):
-    """A stream that knows its length."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Any:
-        return (NUMBERS[index] for index in range(self.count))
-
-
 def differ(folder: Path) -> dict[str, list[str]]:
     """Give the processes other data, and return what each says of it."""
-    mine = PartialState(cpu=True).process_index
-    shorter = TensorDataset(NUMBERS.tensors[0][: 48 - 8 * mine])
     growing = [NUMBERS[index] for index in range(12)]
     given: dict[str, tuple[Any, ...]] = {
-        "lengths": (Seeing(), shorter),
-        "validation lengths": (Seeing(), NUMBERS, shorter),
-        "loaders": (Seeing(), DataLoader(shorter, 4)),
-        "streams": (Seeing(), Numbers(48 - 8 * mine)),
-        "kinds": (Seeing(), Numbers(48) if mine else NUMBERS),
         "orders": (Seeing(), DataLoader(NUMBERS, 4, sampler=Unseeded(48))),
-        "batch sizes": (Seeing(), NUMBERS),
+        "validation orders": (Seeing(), NUMBERS, DataLoader(NUMBERS, 4, sampler=Unseeded(48))),
         "growing": (Growing(growing), growing),
     }
     said = {}
     for name, data in given.items():
-        hps = {**HPS, "batch_size": 4 + 2 * mine} if name == "batch sizes" else HPS
         trainer = Trainer(
-            hps, folder / name, model_saving=None, checkpoint_every=None, logging_dir=folder, verbose=False
+            HPS, folder / name, model_saving=None, checkpoint_every=None, logging_dir=folder, verbose=False
         )
         try:
             trainer.fit(*data)
