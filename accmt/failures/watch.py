@@ -28,8 +28,13 @@ from accmt.failures.kinds import kind_of
 _POLL_S = 0.1
 _BEAT_S = 0.5
 _COME_OUT_S = 6.0  # a main thread that waits for a process that failed longer than this will not come out
+_BUSY_S = 60.0  # one that computes comes to the end of its step by itself, and takes its checkpoint there
+_COMPUTING = 0.2  # of the time of one processor: a backward that uses more does not wait for others
 _LEAVE_S = 8.0
-_WAITING = ("torch/distributed/", "torch/autograd/graph.py", "accmt/processes.py")
+_COLLECTIVES = ("torch/distributed/", "accmt/processes.py")
+_WRAPPER = "torch/nn/parallel/distributed.py"
+_BACKWARD = "torch/autograd/graph.py"
+_WAITING = (*_COLLECTIVES, _BACKWARD)
 
 
 class Watch:
@@ -60,6 +65,8 @@ class Watch:
         self.has_failed = False
         self.is_apart = False
         self._failure_seen_at: float | None = None
+        self._waits_since: float | None = None
+        self._cpu_used: tuple[float, float] = (time.monotonic(), time.process_time())
         self._last_beat = 0.0
         self._last_progress: tuple[Any, float] = (None, time.monotonic())
         self._receiver, self._sender = socket.socketpair()
@@ -174,10 +181,26 @@ class Watch:
             self._failure_seen_at = now
 
     def _end_if_stuck(self, now: float) -> None:
-        if self.has_failed or self._failure_seen_at is None or now - self._failure_seen_at < _COME_OUT_S:
+        if self.has_failed or self._failure_seen_at is None:
+            return
+        if not self._waits(now):
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = now
+        waits_long = self._waits_since is not None and now - self._waits_since >= _COME_OUT_S
+        if not waits_long and now - self._failure_seen_at < _BUSY_S:
             return
         index, note = next(iter(self.failures().items()))
         self._end(f"process {index} failed, and this one waits for it in vain:\n{note['text']}")
+
+    def _waits(self, now: float) -> bool:
+        """Return whether the main thread waits for other processes; in a backward only the use of processors tells."""
+        (at, used), self._cpu_used = self._cpu_used, (now, time.process_time())
+        stack = traceback.format_stack(sys._current_frames().get(self._main_thread))[-4:]
+        if _WRAPPER in stack[-1] or any(path in line for line in stack for path in _COLLECTIVES):
+            return True  # the wrapper's frame stands above a forward that computes, too, so there only the last counts
+        is_in_backward = any(_BACKWARD in line for line in stack)
+        return is_in_backward and self._cpu_used[1] - used < _COMPUTING * (now - at)
 
     def _end_if_hung(self, now: float) -> None:
         if self._hang_timeout_s is None or self.has_failed:
