@@ -244,7 +244,7 @@ class Trainer(TrainerTuning, TrainerArguments):
         """
         from accmt.loop.saver import save_model
 
-        save_model(self.run, self.settings.saving.folder if path is None else Path(path))
+        save_model(self.run, self.settings.model_folder if path is None else Path(path))
 
     def register_model_saving(
         self, name: str, saving_below: float | None = None, saving_above: float | None = None

@@ -39,7 +39,7 @@ class TrainerCheckpoints(TrainerControl):
             CheckpointError: The folder cannot be written (`fit` raises that while a run trains), or the run has failed:
                 its state may be that of the middle of an update.
         """
-        folder = None if path is None else Path(path)
+        folder = None if path is None else Path(path).absolute()
         if self.state.status in ("failed", "interrupted"):
             got = "a run that ended in the middle of an update"
             do = "Trainer(handlers=Handler.ALL), which saves the last finished update"

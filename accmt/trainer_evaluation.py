@@ -176,7 +176,7 @@ class TrainerEvaluation(TrainerCheckpoints):
         from accmt.loop.evaluating import evaluate_alone
         from accmt.loop.flags import working
 
-        output = None if results_output is None else Path(results_output)
+        output = None if results_output is None else Path(results_output).absolute()
         with working(self.settings.running):
             if output is not None:
                 require_writable_folder(output.parent, "results_output")

@@ -54,7 +54,7 @@ class EndSummary(MainProcessCallback):
             yield "best", _write_values(state.best)
         settings = self.trainer.settings
         if self.trainer.run.saver.selection.has_saved:
-            yield "model", str(settings.saving.folder)
+            yield "model", str(settings.model_folder)
         yield "report", f"accmt report {self.trainer.log_dir}"
         command = self.trainer.dashboard_command
         if command:

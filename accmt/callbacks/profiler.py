@@ -180,7 +180,7 @@ class TraceProfiler(Profiler):
         if isinstance(self._told, ProfileKwargs):
             kwargs = self._told
         folder = kwargs.output_trace_dir
-        return kwargs.build(), None if folder is None else Path(folder)
+        return kwargs.build(), None if folder is None else self.trainer.settings.home / folder
 
     def _take_trace(self, profile: torch.profiler.profile) -> None:
         self._num_traces += 1

@@ -46,7 +46,7 @@ class FolderLock:
             FolderTakenError: Another process holds it.
             OSError: The folder cannot be written.
         """
-        path = folder / LOCK_NAME
+        path = folder.absolute() / LOCK_NAME  # the program may go elsewhere before the end
         own = _find_own(path)
         if own is not None:
             own._times += 1

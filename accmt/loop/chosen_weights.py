@@ -95,7 +95,7 @@ def _find(settings: Settings, ckpt_path: CheckpointPath, function: Evaluation) -
     where = f"{function}(ckpt_path={str(ckpt_path)!r})"
     if ckpt_path == "last":
         return _find_last(settings, where)
-    folder = settings.saving.folder if ckpt_path == "best" else Path(ckpt_path)
+    folder = settings.model_folder if ckpt_path == "best" else Path(ckpt_path)
     if run_on_main_process(partial(_has_weights, folder)):
         return folder
     if ckpt_path != "best":
@@ -115,7 +115,7 @@ def _find_checkpoint(path: Path, where: str) -> Path:
 
 
 def _find_last(settings: Settings, where: str) -> Path:
-    told, saved_last = settings.checkpoints, settings.saving.folder / "last"
+    told, saved_last = settings.checkpoints, settings.model_folder / "last"
     newest: Path | None = None
     if told.checkpointer is not None:
         newest = told.checkpointer.load()

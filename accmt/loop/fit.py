@@ -134,7 +134,7 @@ def _train(run: Run) -> None:
         evaluate_and_count(run)
     _tell_early_end(run)
     if run.settings.saving.save_last:
-        save_model(run, run.settings.saving.folder / "last")
+        save_model(run, run.settings.model_folder / "last")
     run.checkpoints.save_last(run)
 
 

@@ -76,7 +76,7 @@ def check_inputs(trainer: Trainer, module: AcceleratorModule, given: GivenData, 
     if val_sets:
         check_validation(module)
     if settings.saving.model_saving is not None or trainer.registered_savings:
-        require_writable_folder(settings.saving.folder, "model_path")
+        require_writable_folder(settings.model_folder, "model_path")
     metrics = metrics_of_sets(settings.evaluation.metrics, list(val_sets) or [""])
     return Inputs(
         train_data=train,
@@ -198,9 +198,10 @@ def _build_tracking(settings: Settings, resumed: Resumed | None) -> Tracking:
     name = told.run_name or default_run_name() if resumed is None else resumed.others["run_name"]
     return Tracking(
         resolve_trackers(told.log_with),
-        track_name=told.track_name or default_track_name(settings.saving.model_path),
+        track_name=told.track_name or default_track_name(settings.model_folder),
         run_name=broadcast_object(name),
         logging_dir=told.logging_dir,
+        home=settings.home,
         tracker_kwargs=told.tracker_kwargs,
         is_main_process=is_main_process() and not settings.running.fast_dev_run,  # elsewhere nothing is written
         verbose=settings.running.verbose,

@@ -109,7 +109,7 @@ def restore(run: Run, resumed: Resumed) -> None:
     for name, part in stateful_parts(run).items():
         if name in others["parts"]:
             part.load_state_dict(others["parts"][name])
-    run.saver.forget_missing(run.settings.saving.folder, others["run_id"])
+    run.saver.forget_missing(run.settings.model_folder, others["run_id"])
     if run.checkpoints.owns(resumed.folder):
         run.saver.run_id = others["run_id"]
     run.guard.load_state_dict(others["guard"])

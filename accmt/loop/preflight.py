@@ -58,7 +58,7 @@ def check_room(run: Run) -> None:
 
 
 def _check_model_folder(run: Run) -> None:
-    folder = run.settings.saving.folder
+    folder = run.settings.model_folder
     weights = run.unwrapped_model.state_dict().values()
     needed = sum(tensor.nbytes for tensor in weights if isinstance(tensor, torch.Tensor)) * len(
         run.saver.selection.names

@@ -78,7 +78,7 @@ def _find_folder(settings: Settings) -> Path | None:
     if told.resume in (True, None, "auto"):
         newest = CheckpointStore(settings.checkpoint_folder).newest()
         return _require(newest.folder if newest else None, settings, f"no checkpoint in {settings.checkpoint_folder}")
-    return find_checkpoint(Path(told.resume)).folder
+    return find_checkpoint(settings.from_home(told.resume)).folder
 
 
 def _require(folder: Path | None, settings: Settings, got: str) -> Path | None:

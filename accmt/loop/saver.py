@@ -59,7 +59,7 @@ class ModelSaver(Callback):
             SavingError: Another run saves there.
         """
         if self.selection.names or run.settings.saving.save_last:
-            run_on_main_process(lambda: self._take(run.settings.saving.folder))
+            run_on_main_process(lambda: self._take(run.settings.model_folder.absolute()))
 
     def _take(self, folder: Path) -> None:
         self._claim = ModelFolderClaim.take(folder)
@@ -89,7 +89,7 @@ class ModelSaver(Callback):
 
     def _save(self, rules: list[str]) -> None:
         run = self.trainer.run
-        folders = [self.selection.folder(run.settings.saving.folder, rule) for rule in rules]
+        folders = [self.selection.folder(run.settings.model_folder, rule) for rule in rules]
         save_model(run, *folders)
         for folder in folders:
             for hook in run.hooks.on_save_model:

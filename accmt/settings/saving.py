@@ -62,11 +62,6 @@ class SavingSettings:
             expected = '"best_valid_loss", "best_train_loss", "best_<metric>", "always", a list of them, or None'
             raise_wrong_value("model_saving", self.model_saving, expected, do)
 
-    @property
-    def folder(self) -> Path:
-        """The model folder."""
-        return Path(self.model_path)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,6 +33,7 @@ class Settings:
         data: About batches.
         running: About the run as a whole.
         failures: About errors.
+        home: The working folder when the Trainer was made: paths hold from there, wherever the program goes afterwards.
     """
 
     hps: HyperParameters
@@ -44,6 +45,7 @@ class Settings:
     data: DataSettings
     running: RunningSettings
     failures: FailureSettings
+    home: Path = field(default_factory=Path.cwd, compare=False)
 
     GROUPS: ClassVar[dict[str, type]] = {
         "saving": SavingSettings,
@@ -76,18 +78,27 @@ class Settings:
             check_keywords(given["tracker_kwargs"], names, has_tracker=bool(given["log_with"]))
         for name, group in cls.GROUPS.items():
             with faults.collecting():
-                parts[name] = group(**{field.name: given[field.name] for field in fields(group) if field.name in given})
+                parts[name] = group(**{each.name: given[each.name] for each in fields(group) if each.name in given})
         with faults.collecting():
             parts["hps"] = HyperParameters.from_config(arguments["hps_config"])
         faults.refuse()
         return cls(**parts)
 
+    def from_home(self, path: str | PathLike[str]) -> Path:
+        """Return a path as it was told while the program is where it was then, and from the root on elsewhere."""
+        return Path(path) if Path.cwd() == self.home else self.home / path
+
+    @property
+    def model_folder(self) -> Path:
+        """The model folder."""
+        return self.from_home(self.saving.model_path)
+
     @property
     def checkpoint_folder(self) -> Path:
         """The folder of the checkpoints: as told, or `checkpoint-<name>` beside the model folder."""
         if self.checkpoints.checkpoint is not None:
-            return Path(self.checkpoints.checkpoint)
-        model = self.saving.folder
+            return self.from_home(self.checkpoints.checkpoint)
+        model = self.model_folder
         if model.name in ("", ".."):
             model = model.resolve()
         return model.with_name(f"checkpoint-{model.name}")
@@ -96,16 +107,16 @@ class Settings:
     def defaults(cls) -> dict[str, Any]:
         """Return each argument's default by name; an argument without one is left out."""
         every: list[Field[Any]] = [field for group in cls.GROUPS.values() for field in fields(group)]
-        return {field.name: field.default for field in every if field.default is not MISSING}
+        return {each.name: each.default for each in every if each.default is not MISSING}
 
     def to_arguments(self) -> dict[str, Any]:
         """Return the arguments that give equal settings again, those at their default left out."""
         arguments: dict[str, Any] = {"hps_config": self.hps.to_dict()}
         for name in self.GROUPS:
             group = getattr(self, name)
-            for field in fields(group):
-                value = getattr(group, field.name)
-                if type(value) is not type(field.default) or value != field.default:  # a limit of 1 is not one of 1.0
-                    arguments[field.name] = value
+            for each in fields(group):
+                value = getattr(group, each.name)
+                if type(value) is not type(each.default) or value != each.default:  # a limit of 1 is not one of 1.0
+                    arguments[each.name] = value
         arguments.update(arguments.pop("tracker_kwargs"))
         return arguments

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from typing import Any
 
@@ -48,7 +49,7 @@ class TrackingSettings:
     tracker_flush_s: float = 30
     tracker_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def monitored(self) -> Monitor:
         """What is measured and logged."""
         return Monitor.from_config(self.monitor)

@@ -7,7 +7,7 @@ import re
 import secrets
 import string
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -53,12 +53,14 @@ class RunPlace:
         track_name: Project or experiment, as the user wrote it.
         run_name: Name of this run, as the user wrote it.
         folder: The run folder, where it is not the one that the other three say.
+        home: From where a relative folder of logs holds.
     """
 
     logging_dir: str
     track_name: str
     run_name: str
     folder: Path | None = None
+    home: Path = Path()
 
     @property
     def url(self) -> str | None:
@@ -72,14 +74,20 @@ class RunPlace:
     def base_folder(self) -> Path:
         """The folder of all runs' logs; `logs` when `logging_dir` is a URL."""
         if is_url(self.logging_dir):
-            return Path(DEFAULT_LOGGING_DIR)
+            return self.home / DEFAULT_LOGGING_DIR
         is_file_uri = self.logging_dir.startswith("file:")
-        return Path(unquote(urlsplit(self.logging_dir).path) if is_file_uri else self.logging_dir)
+        return self.home / (unquote(urlsplit(self.logging_dir).path) if is_file_uri else self.logging_dir)
 
     @property
     def run_folder(self) -> Path:
         """`<base_folder>/<track_name>/<run_name>`, the names made fit for a file system."""
         return self.folder or self.base_folder / folder_name(self.track_name) / folder_name(self.run_name)
+
+    @property
+    def told_folder(self) -> Path:
+        """The run folder for people: as they told it while the program is where it was then."""
+        is_there = Path.cwd() == self.home and not Path(self.logging_dir).is_absolute() and self.folder is None
+        return replace(self, home=Path()).run_folder if is_there else self.run_folder
 
 
 def folder_name(name: str) -> str:

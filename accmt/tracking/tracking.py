@@ -44,7 +44,7 @@ class Tracking:
         trackers: What `resolve_trackers` returned.
         track_name: Project or experiment.
         run_name: Name of the run, the same on every process.
-        logging_dir: Folder of logs, or a URL as `is_url` tells it.
+        logging_dir: Folder of logs, seen from `home` (None: the working folder), or a URL as `is_url` tells it.
         tracker_kwargs: Further keywords of the Trainer, as in `kwargs_of_each`.
         is_main_process: Elsewhere nothing is created, and no method does anything.
         verbose: False holds back the trackers' own messages.
@@ -69,9 +69,10 @@ class Tracking:
         is_main_process: bool,
         verbose: bool = True,
         offline: Literal["auto"] | bool = "auto",
+        home: Path | None = None,
     ) -> None:
         self._specs = list(trackers)
-        self._place = RunPlace(os.fspath(logging_dir), track_name, run_name)
+        self._place = RunPlace(os.fspath(logging_dir), track_name, run_name, home=home or Path.cwd())
         self._kwargs = kwargs_of_each(self._specs, tracker_kwargs)
         self._is_main_process = is_main_process
         self._is_quiet = not verbose
@@ -94,7 +95,7 @@ class Tracking:
     @property
     def run_folder(self) -> Path:
         """The folder of this run, the same on every process; `start` makes it."""
-        return self._place.run_folder
+        return self._place.told_folder
 
     @property
     def loggers(self) -> list[GeneralTracker]:
@@ -157,9 +158,9 @@ class Tracking:
         """
         if not self._is_main_process:
             return
-        require_writable_folder(self.run_folder, "logging_dir")
-        self.run_folder.mkdir(parents=True, exist_ok=True)
-        self._history = history = History(self.run_folder)
+        require_writable_folder(self._place.run_folder, "logging_dir")
+        self._place.run_folder.mkdir(parents=True, exist_ok=True)
+        self._history = history = History(self._place.run_folder)
         history.is_ours_alone()  # `accmt sync` leaves the folder alone meanwhile
         self._ledger = self._open_ledger(history)
         self._ledger.save()
@@ -266,8 +267,8 @@ class Tracking:
 
     def _open_ledger(self, history: History) -> Ledger:
         """Open an account for each tracker: the one that an earlier attempt at this run left, or a new one."""
-        ledger = Ledger(self.run_folder, self._place.track_name, self._place.run_name)
-        before = Ledger.read(self.run_folder)
+        ledger = Ledger(self._place.run_folder, self._place.track_name, self._place.run_name)
+        before = Ledger.read(self._place.run_folder)
         if before is not None and self._resumed is None:
             _warn_of_rows_left_behind(history.path, before)
             if not _came_to_its_end(history.path):

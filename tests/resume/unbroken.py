@@ -89,7 +89,7 @@ def train(path: str, *, stop: int | None = None, module: Any = None, data: Any =
 
 def state_of(trainer: Trainer, module: Any) -> dict[str, Any]:
     """Return everything by which two runs can differ at their end."""
-    path = trainer.settings.saving.folder / "model.safetensors"
+    path = trainer.settings.model_folder / "model.safetensors"
     optimizer = trainer.run.stepper.optimizer.state_dict()["state"]
     return {
         "model": {name: tensor.clone() for name, tensor in module.model.state_dict().items()},

@@ -188,7 +188,7 @@ def test_a_model_path_that_is_no_path_is_refused(path):
 @pytest.mark.feature("A03")
 @pytest.mark.parametrize("path", ["out/m", Path("out/m"), "a:b", "C:/models"])
 def test_a_model_path_may_be_text_or_a_path(path):
-    assert Trainer(HPS, path).settings.saving.folder == Path(path)
+    assert Trainer(HPS, path).settings.model_folder == Path(path)
 
 
 @pytest.mark.feature("L15")

@@ -28,7 +28,7 @@ def test_every_argument_stands_in_one_group_only():
 
 
 def test_groups_and_attributes_are_the_same():
-    assert set(Settings.GROUPS) | {"hps"} == {field.name for field in fields(Settings)}
+    assert set(Settings.GROUPS) | {"hps", "home"} == {field.name for field in fields(Settings)}
 
 
 @pytest.mark.feature("A01")
