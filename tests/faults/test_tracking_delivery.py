@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import mlflow
 import pytest
 from accelerate.state import PartialState
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 
 from accmt.errors import ArgumentError
 from accmt.tracking import MLFlow, sync_run
@@ -122,6 +123,30 @@ def test_a_row_refused_for_its_content_is_passed_over_and_said(tmp_path, caplog)
     assert "the row of step 4 was refused: ValueError: name too long" in said
     assert "2 rows were refused" in said
     assert "left" not in said
+
+
+@pytest.mark.parametrize("refused", [1, 5, 8])
+def test_of_a_batch_with_one_row_that_is_refused_all_others_arrive(store, monkeypatch, caplog, refused):
+    """MLflow gets many rows in one call, and refuses the call: that says nothing about its first row."""
+    sizes, log_batch = [], mlflow.MlflowClient.log_batch
+
+    def refuse(self, run_id, metrics=(), **kwargs):
+        sizes.append(len(metrics))
+        if refused in [metric.step for metric in metrics]:
+            raise mlflow.exceptions.MlflowException("no", error_code=INVALID_PARAMETER_VALUE)
+        return log_batch(self, run_id, metrics=metrics, **kwargs)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", refuse)
+    tracking = make(MLFlow, store, run_name=f"refuses {refused}")
+    tracking.start({})
+    log_steps(tracking, 1, 8)
+    run_id = tracking.run_ids["mlflow"]
+    tracking.finish("FINISHED")
+    points = points_of(mlflow.MlflowClient(f"sqlite:///{store}/mlflow.db"), run_id)
+    assert [step for step, _ in points] == [step for step in range(1, 9) if step != refused]
+    assert max(sizes) > 1, "there was a batch"
+    (warning,) = warnings_of(caplog)
+    assert f"the row of step {refused} was refused" in warning
 
 
 def test_the_training_thread_calls_no_tracker_and_waits_for_none(tmp_path, monkeypatch):

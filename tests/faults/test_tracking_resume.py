@@ -12,6 +12,8 @@ import pytest
 from accelerate.state import PartialState
 
 from accmt.tracking import MLFlow, TensorBoard, read_history, sync_run
+from accmt.tracking.history import History
+from accmt.tracking.ledger import LEDGER_FILE
 from tests.faults.tracking import (
     Faulty,
     accounts_of,
@@ -117,6 +119,32 @@ def test_a_resumed_run_whose_delivery_file_is_gone_is_still_one_curve(store):
     assert [step for step, _ in tensorboard_points(tracking.run_folder)] == list(range(END + 1))
     client = mlflow.MlflowClient(f"sqlite:///{store}/mlflow.db")
     assert [step for step, _ in points_of(client, tracking.run_ids["mlflow"])] == list(range(END + 1))
+
+
+def test_rows_that_a_killed_tracker_had_in_memory_are_delivered_again(store):
+    """TensorBoard has them in its memory for two minutes; `delivery.json` says which it had written for good."""
+    first = make([TensorBoard], store, run_name="in memory")
+    first.start({"lr": 0.1})
+    log_steps(first, 1, 3)
+    wait_until(lambda: all(own.delivered == 4 for own in accounts_of(first.run_folder)))
+    first._deliveries[0].tracker.writer.flush()
+    state = json.loads(json.dumps(first.state_dict()))
+    kill(first)
+    history = History(first.run_folder)
+    for step in range(4, 11):
+        history.add_values({"loss": float(step)}, step)
+    history.close()
+    path = first.run_folder / LEDGER_FILE
+    ledger = json.loads(path.read_text())
+    [account] = ledger["trackers"].values()
+    account |= {"delivered": 11, "handed": 11, "settled": 4}
+    path.write_text(json.dumps(ledger))
+    second = make([TensorBoard], store, run_name="in memory")
+    second.load_state_dict({**state, "line": 11, "step": 10})
+    second.start({"lr": 0.1})
+    log_steps(second, 11, 12)
+    second.finish("FINISHED")
+    assert tensorboard_points(second.run_folder) == [(step, float(step)) for step in range(1, 13)]
 
 
 def test_a_users_own_tracker_gets_the_rows_after_the_checkpoint_again(store):

@@ -51,6 +51,12 @@ def test_a_change_says_key_old_value_new_value_and_what_becomes_of_it():
         ({"max_steps": 100}, {}, "max_steps: 100 -> not set (applied)"),
         ({}, {"batch_size": 32}, "batch_size: 16 -> 32 (applied)"),
         ({}, {"batch_size": [16, 32]}, "batch_size: 16 -> [16, 32] (applied)"),
+        (
+            {"batch_size": [16, 32]},
+            {"batch_size": [16, 32, 16]},
+            "batch_size: [16, 32] -> [16, 32, 16] (applied)",
+        ),
+        ({"batch_size": [16, 32]}, {"batch_size": 16}, "batch_size: [16, 32] -> 16 (applied)"),
         ({}, {"max_micro_batch_size": 4}, "max_micro_batch_size: not set -> 4 (applied)"),
         ({}, {"step_scheduler_per_epoch": True}, "step_scheduler_per_epoch: False -> True (refused)"),
         ({}, {"optim": "SGD"}, "optim.type: AdamW -> SGD (refused)"),
@@ -71,6 +77,8 @@ def test_each_key_has_its_rule(old, new, line):
     [
         ({}, {"optim": adam(lr=1e-3, betas=[0.9, 0.999], foreach=None)}),
         ({}, {"batch_size": [16, 16]}),
+        ({}, {"batch_size": [16, 16, 16]}),
+        ({"batch_size": [16, 32]}, {"batch_size": [16, 32, 32]}),
         ({}, {"optim": adam(weight_decay=0.01)}),
         ({"scheduler": "LinearWithWarmup"}, {"scheduler": {"type": "LinearWithWarmup", "num_warmup_steps": 0}}),
         ({"scheduler": "LinearLR"}, {"scheduler": {"type": "LinearLR", "total_iters": 5}}),

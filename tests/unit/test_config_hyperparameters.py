@@ -277,3 +277,15 @@ def test_objects_compare_by_content_and_show_it():
 def test_the_shipped_files_are_right(path):
     hps = HyperParameters.from_config(path)
     assert HyperParameters.from_config(hps.to_dict()) == hps
+
+
+@pytest.mark.parametrize(
+    ("limit", "largest", "expected"),
+    [(None, None, 12), (None, 4, 4), (8, None, 6), (8, 4, 4), (4, 8, 4), (2, 3, 2), (3, 2, 2), (5, 5, 4), (99, 99, 12)],
+)
+def test_a_micro_batch_is_within_both_limits_and_an_even_part(limit, largest, expected):
+    """One limit is that of what was found out, such as where memory ends; the other is the hyper-parameters'."""
+    hps = {"epochs": 1, "batch_size": 12, "optim": "SGD"} | (
+        {} if largest is None else {"max_micro_batch_size": largest}
+    )
+    assert HyperParameters.from_config(hps).micro_batch_size_within(limit) == expected

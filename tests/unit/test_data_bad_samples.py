@@ -99,6 +99,21 @@ def test_a_hundred_samples_in_a_row_that_cannot_be_read_are_an_error():
     assert len(read(Numbers(999, range(300, 398)))) == 333
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_far_more_than_a_hundred_in_all_that_are_not_in_a_row_are_left_out(batch_size):
+    bad = [index for index in range(400) if index % 3 != 1] if batch_size == 1 else range(0, 400, 3)
+    rounds = read(Numbers(400, bad), batch_size=batch_size)
+    assert sum(round_.num_bad for round_ in rounds) == len(bad) > 100
+    assert sum(round_.own_samples for round_ in rounds) == 400 - len(bad)
+
+
+def test_a_hundred_are_counted_from_the_last_that_could_be_read():
+    """Ninety-nine, one that can be read, and ninety-nine more."""
+    assert len(read(Numbers(200, {*range(99), *range(100, 199)}), batch_size=1)) == 200
+    with pytest.raises(DataError, match="100 samples in a row"):
+        read(Numbers(201, {*range(99), *range(100, 200)}), batch_size=1)
+
+
 def test_the_rest_of_an_epoch_may_be_bad():
     assert numbers_of(read(Numbers(7, {6}), first=2)) == [None]
 

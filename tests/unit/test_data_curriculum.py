@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from itertools import accumulate
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -48,7 +51,23 @@ def test_ratios_become_whole_updates_that_sum_to_those_of_the_run(max_steps):
     ratios = [1 / 3, 1 / 7, 0.2, 1 - 1 / 3 - 1 / 7 - 0.2]
     updates = RatioCurriculum([(ratio, EASY) for ratio in ratios]).updates(max_steps)
     assert sum(updates) == max_steps
-    assert all(abs(found - ratio * max_steps) <= 1 for found, ratio in zip(updates, ratios, strict=True))
+    ends = [Fraction(1, 3), Fraction(10, 21), Fraction(71, 105), Fraction(1)]
+    assert [*accumulate(updates)] == [round(end * max_steps) for end in ends], "the nearest whole updates"
+
+
+@pytest.mark.feature("N31")
+@pytest.mark.parametrize(
+    ("ratios", "max_steps", "updates"),
+    [
+        ((0.29, 0.71), 100, [29, 71]),  # 0.29 * 100 is 28.999999999999996
+        ((0.39, 0.61), 10, [4, 6]),
+        ((0.31, 0.69), 10, [3, 7]),
+        ((0.57, 0.43), 100, [57, 43]),
+        ((0.28, 0.29, -1), 100, [28, 29, 43]),
+    ],
+)
+def test_a_stage_ends_at_the_nearest_whole_update(ratios, max_steps, updates):
+    assert RatioCurriculum([(ratio, EASY) for ratio in ratios]).updates(max_steps) == updates
 
 
 @pytest.mark.feature("N31")

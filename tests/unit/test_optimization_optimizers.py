@@ -54,7 +54,9 @@ def test_the_fused_implementation_is_used_where_it_works(name):
     assert build_optimizer(HyperParameters(optim=name), [weights()]).defaults["fused"] is True
 
 
-@pytest.mark.parametrize("said", [{"fused": False}, {"fused": None}, {"foreach": True}, {"differentiable": True}])
+@pytest.mark.parametrize(
+    "said", [{"fused": False}, {"fused": None}, {"foreach": True}, {"foreach": False}, {"differentiable": True}]
+)
 def test_an_implementation_that_the_user_chose_stays(said):
     optimizer = build_optimizer(HyperParameters(optim="AdamW", optim_kwargs=said), [weights()])
     assert not optimizer.defaults["fused"]

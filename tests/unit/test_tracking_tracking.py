@@ -358,3 +358,22 @@ def test_the_first_tracker_with_a_dashboard_gives_the_command(tmp_path):
     assert make(None, tmp_path).dashboard_command() == []
     assert make([Recorder(), TensorBoard, MLFlow], tmp_path).dashboard_command()[0] == "tensorboard"
     assert make([MLFlow, TensorBoard], tmp_path).dashboard_command()[:2] == ["mlflow", "ui"]
+
+
+def test_a_run_that_is_resumed_before_its_first_new_row_knows_the_step_of_the_last(tmp_path):
+    """Its own checkpoint, and the rewind of the next resume, have the step of the row before both."""
+    first = make(None, tmp_path)
+    first.start({})
+    for step in (1, 2, 3):
+        first.log({"loss": 1.0}, step)
+    state = first.state_dict()
+    first.finish("FAILED")
+    for _ in range(2):
+        again = make(None, tmp_path)
+        again.load_state_dict(state)
+        assert again.state_dict()["step"] == 3
+        again.start({})
+        state = again.state_dict()
+        again.finish("FAILED")
+    rewinds = [row["rewind"] for row in read_history(again.run_folder, include_superseded=True) if "rewind" in row]
+    assert [rewind["step"] for rewind in rewinds] == [3, 3]
