@@ -218,11 +218,13 @@ class Trainer(TrainerTuning, TrainerArguments):
 
     def _fit_once(self, module: Any, given: GivenData, recovery: Recovery) -> None:
         from accmt.loop.fit import fit
+        from accmt.loop.setting_up import telling_failed_setup
         from accmt.loop.setup import build_run
 
         self.state = TrainingState()
         self._run = None  # what an earlier run holds is free before the next is built
-        self._run = build_run(self, module, given, recovery)
+        with telling_failed_setup():
+            self._run = build_run(self, module, given, recovery)
         self.chosen_checkpoint = None
         fit(self._run)
 

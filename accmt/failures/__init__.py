@@ -11,3 +11,4 @@ from accmt.failures.kinds import kind_of as kind_of
 from accmt.failures.signals import listening as listening
 from accmt.failures.watch import Watch as Watch
 from accmt.failures.watch import is_consequence as is_consequence
+from accmt.failures.watch import record_for_launcher as record_for_launcher

@@ -29,6 +29,18 @@ class Board:
         self._seen = 0
 
     @classmethod
+    def of_setup(cls, number: int) -> Board | None:
+        """Open the board of a run that is being set up, if the processes know of one another; others need not.
+
+        Args:
+            number: How many runs this process began before; as many as the others.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return None
+        store = PrefixStore(f"accmt-setup-{number}", _get_default_store().clone())  # type: ignore[attr-defined]
+        return cls(store, dist.get_rank(), dist.get_world_size())
+
+    @classmethod
     def open(cls) -> Board:
         """Open the board of the next run.
 

@@ -22,7 +22,7 @@ from accmt.loop.starts import note_end, tell_repetition
 from accmt.loop.training import finish_update, log_row, save_if_due, train_epoch
 from accmt.loop.update import step_schedule
 from accmt.messages import say, warn
-from accmt.processes import run_on_main_process
+from accmt.processes import run_on_every_process, run_on_main_process
 from accmt.state import Progress
 from accmt.tracking import RunStatus
 
@@ -113,15 +113,18 @@ def _train_and_tell(run: Run) -> None:
         run.state.now.status = "finished"
         run.saver.warn_if_nothing_was_saved()
     except Restart:
+        _call_end_hooks(run)
         raise
     except BaseException as error:
-        failure = settle(run, error)
-        _tell_failure(run, failure)
+        try:
+            failure = settle(run, error)
+            _tell_failure(run, failure)
+        finally:
+            _call_end_hooks(run)
         if failure is not error:
             raise failure from None
         raise
-    finally:
-        _call_end_hooks(run)
+    run_on_every_process(lambda: _call_end_hooks(run))  # who is done must not leave as if all were well
 
 
 def _train(run: Run) -> None:

@@ -132,6 +132,18 @@ def test_where_one_process_fails_all_end_and_a_checkpoint_is_there(
     assert (counters["epoch"], counters["global_step"], counters["samples_seen"]) == (3, 6, 66)
 
 
+@pytest.mark.parametrize(("where", "said"), [("get_optimizer", "process 1"), ("on_fit_end", "ValueError")])
+def test_where_one_process_fails_before_or_after_training_all_end_with_that_error(
+    tmp_path: Path, where: str, said: str
+) -> None:
+    forks, printed = run_together(SCRIPTS / "one_fails.py", where, str(tmp_path), processes=2)
+    assert all(fork.poll() for fork in forks)
+    of_main = "\n".join(line for line in printed.splitlines() if line.startswith("[rank0]"))
+    assert said in of_main
+    assert "the fault of this test" in of_main
+    assert "Connection reset" not in of_main
+
+
 @pytest.mark.slow
 def test_a_hang_of_one_process_ends_all_and_says_where_it_was(tmp_path: Path) -> None:
     settings = {"hang_timeout_s": 5.0, "checkpoint_every": "1 step"}

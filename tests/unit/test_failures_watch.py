@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from accmt.failures import Board, Interruption, Watch
+from accmt.failures import Board, Interruption, Watch, record_for_launcher
 
 
 @contextmanager
@@ -65,3 +67,15 @@ def test_a_process_that_waits_for_one_that_failed_ends_soon(file: str) -> None:
 def test_a_process_that_computes_comes_to_the_end_of_its_step(file: str) -> None:
     with main_thread_in(file) as thread:
         assert end_of_waiting(thread)[0] == 60
+
+
+def test_the_launcher_is_told_of_the_error_that_came_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "error.json"
+    record_for_launcher(ValueError("without a launcher"))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    record_for_launcher(RuntimeError("gloo: connection closed by peer"))
+    record_for_launcher(KeyboardInterrupt())
+    assert not file.exists()
+    record_for_launcher(ValueError("broke"))
+    assert json.loads(file.read_text())["message"]["message"] == "ValueError: broke"
+    monkeypatch.undo()
