@@ -5,6 +5,7 @@ from accmt.files.folder_lock import LOCK_NAME, FolderLock, FolderTakenError
 from accmt.files.space import format_bytes, free_space
 from accmt.files.staging import find_free_name, staging_folder
 from accmt.files.strict_json import JsonLines, dumps, loads, read_json_lines
+from accmt.files.waiting import taking_turns
 
 __all__ = [
     "LOCK_NAME",
@@ -22,5 +23,6 @@ __all__ = [
     "replace_file",
     "require_writable_folder",
     "staging_folder",
+    "taking_turns",
     "write_text",
 ]

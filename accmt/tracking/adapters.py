@@ -10,14 +10,14 @@ import os
 import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from accelerate.tracking import DVCLiveTracker, MLflowTracker, TensorBoardTracker
 
 from accmt.errors import explain
-from accmt.files import write_text
+from accmt.files import taking_turns, write_text
 from accmt.messages import warn
 from accmt.tracking.media_adapters import DVCLiveMedia, MLFlowMedia, TensorBoardMedia
 from accmt.tracking.replay import Resume, Row
@@ -25,6 +25,7 @@ from accmt.tracking.spec import NEW_RUN
 from accmt.tracking.values import Scalar
 
 TRACKING_URI_VARIABLE = "MLFLOW_TRACKING_URI"
+_SQLITE = "sqlite:///"
 _HURRY = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "1",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -126,12 +127,18 @@ class MLFlowRun(MLFlowMedia, MLflowTracker):  # type: ignore[misc]
         os.environ.update(self._environment)
         try:
             with _hushed("mlflow" if self._is_quiet else "mlflow.store"):
-                self._forget_a_run_that_is_gone()
-                super().start()
+                self._start_in_turn()
         except BaseException:
             self._restore_environment()
             raise
         self.run_id = self.active_run.info.run_id
+
+    def _start_in_turn(self) -> None:
+        """Start the run; runs that begin at once on one database would create its tables, and experiments, together."""
+        path = Path(self.tracking_uri.removeprefix(_SQLITE))
+        with taking_turns(path.parent) if self.tracking_uri.startswith(_SQLITE) else nullcontext():
+            self._forget_a_run_that_is_gone()
+            super().start()
 
     def store_init_configuration(self, values: dict[str, Scalar]) -> None:
         """Store parameters; long ones are cut, and one that changed in a continued run gets a name of its own."""
