@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from accmt.errors import Preempted
 from tests.checkpoints import names_in
 from tests.launching import run_script
 from tests.resume.unbroken import Augmented, Fragile, assert_same, make, state_of, train
+from tests.slow import Ticks
 
 SETTINGS = {"checkpoint_every": None, "evaluate_every_n_steps": 3}
 SETTINGS |= {"grad_accumulation_steps": 2, "eval_when_start": True}
@@ -218,6 +220,29 @@ def test_a_signal_ends_the_run_at_a_checkpoint_that_continues_it(hook, sent, err
     assert_same(unbroken, {**state_of(resumed, module), "seen": counting.seen})
 
 
+@pytest.mark.parametrize("report_loss_after_eval", [True, False])
+def test_a_signal_in_an_evaluation_is_not_kept_waiting_by_the_rest_of_it(report_loss_after_eval):
+    class Validated(Callback):
+        batches = 0
+
+        def on_before_validation_step(self):
+            self.batches += 1
+
+    validated = Validated()
+    trainer = make(
+        "out/m",
+        {"batch_size": [4, 1]},
+        checkpoint_every="100 epochs",
+        evaluate_every_n_steps=2,
+        report_loss_after_eval=report_loss_after_eval,
+        callbacks=[validated, SignalAt("on_before_validation_step", 3, signal.SIGTERM)],
+    )
+    with pytest.raises(Preempted):
+        trainer.fit(Fragile(), Augmented(), Augmented(40))
+    assert validated.batches == 3
+    assert trainer.state.global_step == 2
+
+
 def test_a_signal_without_checkpoints_ends_the_run_at_once():
     for sent, error in ((signal.SIGTERM, Preempted), (signal.SIGINT, KeyboardInterrupt)):
         trainer = make("out/m", checkpoint_every=None, callbacks=[SignalAt("on_before_training_step", 2, sent)])
@@ -237,6 +262,19 @@ def test_a_second_ctrl_c_leaves_at_once(monkeypatch, capfd):
     assert trainer.state.global_step == 1
     assert not list(trainer.checkpoint_path.glob("step-*"))
     assert "once more leaves at once" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("again_after_s", "is_same"), [(0.0, True), (0.1, True), (0.5, True), (0.6, False)])
+def test_a_ctrl_c_that_a_launcher_sends_on_is_the_same_one(monkeypatch, again_after_s, is_same):
+    """The terminal sends it to every process of its group; a launcher sends it on to its own: each gets it twice."""
+    times = iter([100.0, 100.0 + again_after_s])
+    monkeypatch.setattr("accmt.failures.signals.time", SimpleNamespace(monotonic=lambda: next(times)))
+    twice = SignalAt("on_before_training_step", 2, signal.SIGINT, signal.SIGINT)
+    trainer = make("out/m", checkpoint_every="100 epochs", callbacks=[twice])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Fragile(), Augmented(), Augmented(9))
+    assert trainer.state.global_step == (2 if is_same else 1)
+    assert len(list(trainer.checkpoint_path.glob("step-*"))) == is_same
 
 
 def test_the_handler_of_the_program_is_called_when_the_run_is_left():
@@ -323,6 +361,22 @@ def test_the_time_of_a_run_goes_on_counting_when_it_continues(caplog):
     again, _ = train("out/m", resume=True, max_time={"seconds": 3600})
     assert again.run.clock.elapsed_s > first
     assert again.state.global_step == 18
+
+
+@pytest.mark.feature("L42")
+def test_the_time_before_an_interruption_counts_towards_the_longest_time(monkeypatch):
+    """Each update takes a second: after four, three more are left of seven."""
+    clock = Ticks()
+    monkeypatch.setattr("accmt.failures.clock.time", SimpleNamespace(monotonic=clock))
+
+    class Second(Callback):
+        def on_before_optimizer_step(self):
+            clock.now += 1
+
+    train("out/m", stop=4, callbacks=[Second()])
+    clock.now += 1000  # between the two nothing runs
+    trainer, _ = train("out/m", resume=True, max_time={"seconds": 7}, callbacks=[Second()])
+    assert (trainer.state.global_step, trainer.state.status) == (7, "finished")
 
 
 @pytest.mark.feature("L42")

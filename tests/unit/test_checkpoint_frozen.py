@@ -3,6 +3,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from accmt.checkpoint import frozen
 from accmt.checkpoint.engine import StateCollector, load_state, save_state, write_state
 from accmt.checkpoint.frozen import FrozenWeights, _sums, digest_of, find_frozen, require_same_frozen
 from accmt.checkpoint.space import estimate_size
@@ -185,8 +186,16 @@ def test_a_weight_that_is_not_there_counts_as_another():
 
 
 def test_nothing_is_read_where_nothing_was_left_out(monkeypatch):
-    monkeypatch.setattr("accmt.checkpoint.frozen.plain_parameter_names", lambda model: pytest.fail("it was read"))
-    require_same_frozen(build(), {})
+    read = []
+    for name in ("model_state", "plain_parameter_names", "digest_of"):
+        own = getattr(frozen, name)
+        monkeypatch.setattr(frozen, name, lambda entry, own=own, name=name: read.append(name) or own(entry))
+    model, digests = build(), FrozenWeights(build()).digests()
+    read.clear()
+    require_same_frozen(model, {})
+    assert read == []
+    require_same_frozen(model, digests)
+    assert set(read) == {"model_state", "plain_parameter_names", "digest_of"}, "this is how it would be seen"
 
 
 def test_the_estimated_size_is_that_of_what_is_stored(tmp_path):

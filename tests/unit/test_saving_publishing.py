@@ -1,3 +1,6 @@
+import os
+from pathlib import Path
+
 import pytest
 
 from accmt.saving.publishing import list_files, publish, remove_leftovers
@@ -22,6 +25,22 @@ def test_the_file_that_loaders_start_from_is_moved_last(staged, monkeypatch):
     publish(staged, staged.parent, "model.safetensors")
     assert moved == ["a.json", "b.txt", "model.safetensors"]
     assert list_files(staged.parent) == ["a.json", "model.safetensors", "z/b.txt"]
+
+
+def test_files_are_durable_before_they_are_visible_and_the_one_that_loaders_start_from_comes_last(staged, monkeypatch):
+    """A name that outlives a power cut must not stand for an empty file."""
+    fill(staged, ["a.json", "model.safetensors", "z/b.txt"])
+    calls, replace = [], type(staged).replace
+    name_of = lambda descriptor: Path(f"/proc/self/fd/{descriptor}").readlink().name  # noqa: E731
+    move = lambda path, target: calls.append(f"move {path.name}") or replace(path, target)  # noqa: E731
+    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append(name_of(descriptor)))
+    monkeypatch.setattr(type(staged), "replace", move)
+    publish(staged, staged.parent, "model.safetensors")
+    assert calls[:3] == ["a.json", "model.safetensors", "b.txt"]
+    assert calls[3:5] == ["move a.json", "move b.txt"]
+    last = calls.index("move model.safetensors")
+    assert set(calls[5:last]) == {"model", "z"}
+    assert calls[last + 1] == "model"
 
 
 def test_everything_that_another_loader_would_start_from_goes(staged):
