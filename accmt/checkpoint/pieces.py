@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
+from accmt.files import follow_umask
 from accmt.processes import gather_objects, num_processes, process_index
 
 
@@ -120,4 +121,5 @@ def write_pieces(pieces: Pieces, folder: Path) -> Path:
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
+    follow_umask(path)
     return path

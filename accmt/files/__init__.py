@@ -1,6 +1,6 @@
 """Writing files so that a reader sees the old content or the new, never half of either; and room on the disk."""
 
-from accmt.files.atomic import fsync_file, fsync_folder, replace_file, require_writable_folder, write_text
+from accmt.files.atomic import follow_umask, fsync_file, fsync_folder, replace_file, require_writable_folder, write_text
 from accmt.files.folder_lock import LOCK_NAME, FolderLock, FolderTakenError
 from accmt.files.space import format_bytes, free_space
 from accmt.files.staging import find_free_name, staging_folder
@@ -14,6 +14,7 @@ __all__ = [
     "JsonLines",
     "dumps",
     "find_free_name",
+    "follow_umask",
     "format_bytes",
     "free_space",
     "fsync_file",

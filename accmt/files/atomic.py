@@ -25,6 +25,16 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def follow_umask(path: Path) -> None:
+    """Give a file the permissions that a new one has here; some libraries write theirs for the user alone."""
+    probe = path.with_name(f".tmp-mode-{os.getpid()}")
+    probe.touch()
+    try:
+        path.chmod(probe.stat().st_mode & 0o777)
+    finally:
+        probe.unlink()
+
+
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     """Write a file under a temporary name beside `path`, make it durable and rename it to `path`.
 

@@ -16,7 +16,6 @@ from accmt.loop.preflight import check_room, try_saving
 from accmt.loop.prepare import give_back
 from accmt.loop.recovery import Restart
 from accmt.loop.run import Run
-from accmt.loop.saver import save_model
 from accmt.loop.sources import end_workers
 from accmt.loop.starts import note_end, tell_repetition
 from accmt.loop.training import finish_update, log_row, save_if_due, train_epoch
@@ -137,8 +136,9 @@ def _train(run: Run) -> None:
         evaluate_and_count(run)
     _tell_early_end(run)
     if run.settings.saving.save_last:
-        save_model(run, run.settings.model_folder / "last")
+        run.saver.save_last(run)
     run.checkpoints.save_last(run)
+    run.saver.require_saved()
 
 
 def _start_training(run: Run) -> None:

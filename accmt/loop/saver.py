@@ -5,12 +5,14 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accmt import huggingface
 from accmt.callbacks import Callback
+from accmt.errors import SavingError, explain
 from accmt.loop.card import describe_trainer, write_card
 from accmt.loop.reduction import broadcast_buffers
 from accmt.loop.run import Run
@@ -31,6 +33,10 @@ from accmt.saving import (
 )
 
 
+class _NotSavedError(Exception):
+    """A model could not be written, which was said and noted."""
+
+
 class ModelSaver(Callback):
     """Saves the model when an evaluation is the best, after all other callbacks have seen (or changed) its results.
 
@@ -49,6 +55,7 @@ class ModelSaver(Callback):
         self.patience = patience
         self.run_id = secrets.token_hex(8)
         self._claim: ModelFolderClaim | None = None
+        self._unsaved: dict[Path, dict[int, OSError]] = {}
 
     def claim(self, run: Run) -> None:
         """Keep every other run from saving to the model folder, until `release`, or until this process ends.
@@ -80,9 +87,10 @@ class ModelSaver(Callback):
         rules = self.selection.consider_all(values)
         try:
             self._save(rules)
-        except BaseException:
+        except BaseException as error:
             self.selection.load_state_dict(before)  # a best value that no folder holds would be a lie
-            raise
+            if not isinstance(error, _NotSavedError):
+                raise
         if self.patience is not None:
             self.patience.consider(values)
             self.state.patience_left = self.patience.left
@@ -90,10 +98,47 @@ class ModelSaver(Callback):
     def _save(self, rules: list[str]) -> None:
         run = self.trainer.run
         folders = [self.selection.folder(run.settings.model_folder, rule) for rule in rules]
-        save_model(run, *folders)
+        self._try_saving(run, folders)
         for folder in folders:
             for hook in run.hooks.on_save_model:
                 hook(folder=folder)
+
+    def save_last(self, run: Run) -> None:
+        """Save the weights at the end of the run.
+
+        Processes: collective.
+        """
+        with suppress(_NotSavedError):
+            self._try_saving(run, [run.settings.model_folder / "last"])
+
+    def _try_saving(self, run: Run, folders: list[Path]) -> None:
+        """Save, and note where that failed: training, checkpoints and logs go on, and the end says it."""
+        try:
+            save_model(run, *folders)
+        except OSError as error:
+            where = ", ".join(map(str, folders))
+            for folder in folders:
+                self._unsaved.setdefault(folder, {})[self.state.global_step] = error
+            warn(
+                f"the model could not be saved in {where}: {error}\nTraining goes on; the next best one is tried again."
+            )
+            raise _NotSavedError from error
+        for folder in folders:
+            self._unsaved.pop(folder, None)
+
+    def require_saved(self) -> None:
+        """Check at the end of a run that every model which was to be saved is, or a later one in its place.
+
+        Raises:
+            SavingError: One is not; all else of the run is kept.
+        """
+        if not self._unsaved:
+            return
+        folder, failures = next(iter(self._unsaved.items()))
+        *_, error = failures.values()
+        got = f"the model of step {', '.join(map(str, failures))} could not be written: {error}"
+        do = "free space there; a checkpoint of such a step, where one is kept, gives its weights: `accmt get`"
+        raise SavingError(explain(f"model folder {folder}", got, "every best model saved", do)) from error
 
     def forget_missing(self, model_path: Path, run_id: str) -> None:
         """Forget the best values of a run that goes on, where the folder does not hold the model that had them.

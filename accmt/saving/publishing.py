@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path, PurePath
 
-from accmt.files import fsync_file, fsync_folder
+from accmt.files import follow_umask, fsync_file, fsync_folder
 from accmt.saving.layout import ADAPTER_NAMES, ENTRY_NAMES
 
 
@@ -22,6 +22,7 @@ def publish(staged: Path, folder: Path, entry: str) -> None:
     """
     files = list_files(staged)
     for name in files:
+        follow_umask(staged / name)
         fsync_file(staged / name)
     for name in files:
         if name != entry:

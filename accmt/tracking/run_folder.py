@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
@@ -13,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 DEFAULT_LOGGING_DIR = "logs"
 
+_MAX_BYTES = 180  # file systems take 255; names of files are made from it, too
 _HOST = re.compile(r"localhost|[\w.-]+:\d{1,5}", re.ASCII)
 
 
@@ -91,5 +93,9 @@ class RunPlace:
 
 
 def folder_name(name: str) -> str:
-    """Return a name as a folder can have it: other characters become `_`."""
-    return re.sub(r"[^\w.\- ]", "_", name).strip(" .") or "_"
+    """Return a name as a folder can have it: other characters become `_`, a long one ends in a digest of the whole."""
+    fit = re.sub(r"[^\w.\- ]", "_", name).strip(" .") or "_"
+    if len(fit.encode()) <= _MAX_BYTES:
+        return fit
+    digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+    return f"{fit.encode()[: _MAX_BYTES - len(digest) - 1].decode(errors='ignore')}-{digest}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import math
 import threading
 
 import pytest
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, AdamW
 from transformers import Adafactor
 
-from accmt.checkpoint.engine import STATE_FILE, StateCollector, load_state, save_state, write_state
+from accmt.checkpoint.engine import STATE_FILE, StateCollector, load_state, require_numbers, save_state, write_state
 from accmt.checkpoint.snapshot import HostSnapshot
 from accmt.checkpoint.tensors import split_tensors
 from accmt.errors import CheckpointCorruptError, CheckpointError, ModuleContractError
@@ -409,3 +410,25 @@ def test_an_error_of_the_disk_keeps_its_number(tmp_path):
     with pytest.raises(OSError, match="No such file") as caught:
         save_state(model, [optimizer], {}, tmp_path / "absent")
     assert caught.value.errno == errno.ENOENT
+
+
+@pytest.mark.parametrize("place", [(0, 0), (0, 2), (5, 3)])
+def test_nan_anywhere_in_a_tensor_is_no_number_to_continue_from(place):
+    model, optimizer = build()
+    collector = StateCollector(model, [optimizer])
+    require_numbers(collector.collect({}))
+    with torch.no_grad():
+        model.layers[0].weight[place] = math.nan
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.weight"):
+        require_numbers(collector.collect({}))
+
+
+def test_nan_in_an_optimizers_state_is_refused_and_infinity_is_not():
+    model, optimizer = build()
+    update(model, optimizer, 0)
+    collector = StateCollector(model, [optimizer])
+    optimizer.state[model.layers[0].weight]["exp_avg"][1, 1] = math.inf
+    require_numbers(collector.collect({}))
+    optimizer.state[model.layers[2].weight]["exp_avg_sq"][1, 1] = math.nan
+    with pytest.raises(CheckpointError, match=r"layers\.2\.weight\.exp_avg_sq"):
+        require_numbers(collector.collect({}))

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from accmt.errors import SavingError
-from accmt.files import replace_file, require_writable_folder, write_text
+from accmt.files import follow_umask, replace_file, require_writable_folder, write_text
 
 
 def names_in(folder):
@@ -80,3 +80,15 @@ def test_file_where_a_folder_should_be_is_refused_with_the_argument_in_the_messa
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(SavingError, match=r"model_path=.*\n.*it is a file\n"):
         require_writable_folder(tmp_path / "taken" / below, "model_path")
+
+
+def test_a_file_gets_the_permissions_of_a_new_one(tmp_path):
+    path = tmp_path / "weights"
+    before = os.umask(0o027)
+    try:
+        path.touch(mode=0o600)
+        follow_umask(path)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert [entry.name for entry in tmp_path.iterdir()] == ["weights"]

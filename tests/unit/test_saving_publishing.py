@@ -70,3 +70,10 @@ def test_leftovers_outside_the_folder_are_not_touched(tmp_path):
     fill(tmp_path, ["outside.txt", "model/inside.txt"])
     remove_leftovers(tmp_path / "model", ["../outside.txt", str(tmp_path / "outside.txt"), "a/../../outside.txt"], [])
     assert list_files(tmp_path) == ["model/inside.txt", "outside.txt"]
+
+
+def test_all_files_have_the_permissions_of_new_ones(staged):
+    fill(staged, ["a.json", "model.safetensors"])
+    (staged / "model.safetensors").chmod(0o600)
+    publish(staged, staged.parent, "model.safetensors")
+    assert len({(staged.parent / name).stat().st_mode for name in list_files(staged.parent)}) == 1

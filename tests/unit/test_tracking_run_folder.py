@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from accmt.tracking.run_folder import RunPlace, default_run_name, default_track_name, is_url
+from accmt.tracking.run_folder import RunPlace, default_run_name, default_track_name, folder_name, is_url
 
 
 @pytest.mark.feature("A04")
@@ -95,3 +95,12 @@ def test_no_name_leads_out_of_the_logging_dir(name):
     assert len(folder.parts) == 3
     assert ".." not in folder.parts
     assert "\0" not in str(folder)
+
+
+def test_a_long_name_is_shortened_and_stays_its_own():
+    names = ["x" * 300, "x" * 301, "é" * 200]
+    folders = [folder_name(name) for name in names]
+    assert len(set(folders)) == 3
+    assert all(len(folder.encode()) <= 180 for folder in folders)
+    assert folder_name("é" * 90) == "é" * 90
+    (Path() / folders[2]).mkdir()

@@ -1,0 +1,74 @@
+"""A model that cannot be written ends no run, and is no secret at its end."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from accmt.errors import SavingError
+from tests.checkpoints import names_in
+from tests.toys import Numbers, Scripted, logged, make_trainer
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """A disk for models that is full while `disk` holds something."""
+    full = []
+    from accmt import huggingface
+
+    save = huggingface.save_model
+
+    def save_if_there_is_room(*args, **kwargs):
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(*args, **kwargs)
+
+    monkeypatch.setattr(huggingface, "save_model", save_if_there_is_room)
+    return full
+
+
+class Filling(Scripted):
+    """Fills the disk for some evaluations."""
+
+    def __init__(self, losses, disk, full):
+        super().__init__(losses)
+        self.disk, self.full = disk, full
+
+    def on_evaluation_start(self):
+        self.disk[:] = [True] if self.state.evaluations_done in self.full else []
+
+
+def train(module, **settings):
+    settings = {"model_saving": "best_valid_loss", "checkpoint_every": "epoch", **settings}
+    trainer = make_trainer({"epochs": len(module.val_losses)}, **settings)
+    try:
+        trainer.fit(module, Numbers(4), Numbers(2))
+    except SavingError as error:
+        return trainer, error
+    return trainer, None
+
+
+def test_training_goes_on_and_the_next_best_is_saved(disk, caplog):
+    trainer, error = train(Filling([3.0, 2.0, 1.0], disk, {1}))
+    assert error is None
+    assert caplog.text.count("the model could not be saved") == 1
+    assert trainer.state.best["best_valid_loss"] == 1.0
+    assert names_in(Path("out/checkpoint-model")) == ["step-00000006"]
+
+
+def test_what_is_not_saved_at_the_end_is_an_error_and_nothing_else_is_lost(disk, caplog):
+    trainer, error = train(Filling([3.0, 2.0, 2.5], disk, {1, 2}))
+    assert "the model of step 4, 6 could not be written" in str(error)
+    assert "No space left" in str(error)
+    assert trainer.state.best["best_valid_loss"] == 3.0  # which the folder still holds
+    assert (Path("out/model/model.safetensors")).exists()
+    assert names_in(Path("out/checkpoint-model")) == ["step-00000006"]
+    assert len(logged(trainer, "val_loss")) == 3
+
+
+def test_the_last_model_too(disk):
+    disk.append(True)
+    trainer, error = train(Scripted([3.0]), model_saving=None, save_last=True)
+    assert "last" in str(error)
+    assert trainer.state.epoch == 1
+    assert names_in(Path("out/checkpoint-model")) == ["step-00000002"]
