@@ -93,7 +93,11 @@ class ModelSaver(Callback):
                 raise
         if self.patience is not None:
             self.patience.consider(values)
-            self.state.patience_left = self.patience.left
+        self.tell_patience()
+
+    def tell_patience(self) -> None:
+        """Let the state tell how many evaluations without a better value are still allowed."""
+        self.state.patience_left = None if self.patience is None else self.patience.left
 
     def _save(self, rules: list[str]) -> None:
         run = self.trainer.run

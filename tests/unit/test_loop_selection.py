@@ -40,9 +40,9 @@ class TwoSets(AcceleratorModule):
 
 
 def fit(val_losses, samples=4, **settings):
-    settings = {"model_saving": "best_valid_loss", **settings}
     recorder = Recorder()
-    trainer = make_trainer({"epochs": len(val_losses)}, callbacks=recorder, **settings)
+    settings = {"model_saving": "best_valid_loss", "callbacks": recorder, **settings}
+    trainer = make_trainer({"epochs": len(val_losses)}, **settings)
     trainer.fit(Scripted(val_losses), Numbers(samples), Numbers(2))
     return trainer, recorder
 
@@ -125,6 +125,33 @@ class TestPatience:
         longer = make_trainer({"epochs": 6}, resume=True, **{**settings, "patience": 4})
         longer.fit(Scripted(losses), Numbers(4), Numbers(2))
         assert longer.state.epoch == 5
+
+    def test_what_is_left_is_known_before_the_first_evaluation_of_each_part(self):
+        class Told(Callback):
+            def __init__(self):
+                self.left = []
+
+            def on_fit_start(self):
+                self.left.append(self.state.patience_left)
+
+        losses, told = [1.0, 2.0, 3.0, 4.0, 5.0], Told()
+        settings = {"patience": 3, "model_saving": "best_valid_loss", "checkpoint_every": "epoch", "callbacks": told}
+        make_trainer({"epochs": 3}, **settings).fit(Scripted(losses), Numbers(4), Numbers(2))
+        make_trainer({"epochs": 5}, resume=True, **settings).fit(Scripted(losses), Numbers(4), Numbers(2))
+        make_trainer({"epochs": 1}, callbacks=told).fit(Scripted(losses), Numbers(4), Numbers(2))
+        assert told.left == [3, 1, None]
+
+    def test_a_run_that_was_left_when_it_was_used_up_says_so_when_it_goes_on(self, caplog):
+        class Broken(Callback):
+            def on_epoch_end(self):
+                raise RuntimeError
+
+        settings = {"patience": 1, "model_saving": "best_valid_loss", "checkpoint_every": "epoch", "handlers": "all"}
+        with pytest.raises(RuntimeError):
+            fit([1.0, 2.0], samples=8, evaluate_every_n_steps=1, **settings | {"callbacks": Broken()})
+        with caplog.at_level(logging.INFO):
+            fit([1.0, 2.0], samples=8, evaluate_every_n_steps=1, resume=True, verbose=True, **settings)
+        assert "training ends early at update 2: patience with best_valid_loss is used up" in caplog.text
 
     def test_a_value_that_never_comes_is_told_before_training(self):
         trainer = make_trainer(patience={"f1": 2}, metrics=[Mean("f1")])
