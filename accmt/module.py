@@ -269,6 +269,14 @@ class AcceleratorModule(LogsValues):
 
         return FunctionModule(model, train_step, eval_step, optim)
 
+    def __getattr__(self, name: str) -> Any:
+        """Say what a missing attribute is here, where another trainer's module has it."""
+        if hasattr(super(), "__getattr__"):  # that of an nn.Module, where the user mixes the two
+            return super().__getattr__(name)  # type: ignore[misc]
+        from accmt.config.foreign_methods import describe_missing
+
+        raise AttributeError(describe_missing(self, name), name=name, obj=self)
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the module without its run, so that loader processes and copies do not drag a run along."""
         return {name: value for name, value in self.__dict__.items() if name not in _OF_RUN}

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
+from accmt.errors import explain
+
 _OPTIMIZER_AND_SCHEDULER = "def get_optimizer(self): return optimizer, and get_scheduler for its scheduler"
 _EVALUATION = "def validation_step(self, batch), and on_evaluation_end(self, metrics) for what comes after it"
 
@@ -105,6 +107,27 @@ FOREIGN_METHODS: Mapping[str, Mapping[str, str]] = {
 }
 """By whose method it is: each name, and what to write instead."""
 
+FOREIGN_ATTRIBUTES: Mapping[str, str] = {
+    "args": "self.trainer.settings",
+    "clip_gradients": "Trainer(clip_grad=1.0)",
+    "current_epoch": "self.state.epoch",
+    "eval": "self.model.eval()",
+    "global_rank": "self.accelerator.process_index",
+    "global_step": "self.state.global_step",
+    "hparams": "self.trainer.hps",
+    "local_rank": "self.accelerator.local_process_index",
+    "logger": "self.tracker, or self.trainer.logger",
+    "lr_schedulers": "self.scheduler",
+    "manual_backward": "self.backward(loss), in a class derived from ExtendedAcceleratorModule",
+    "named_parameters": "self.model.named_parameters()",
+    "optimizers": "self.optimizer",
+    "parameters": "self.model.parameters()",
+    "save_hyperparameters": "nothing: hps.yaml and trainer_config.json lie beside the model",
+    "toggle_optimizer": "nothing: there is one optimizer, with a group for each part of the model",
+    "train": "self.model.train()",
+}
+"""Attributes of a LightningModule or of transformers' Trainer, and where the same is found here."""
+
 ONLY_WITH: Mapping[str, str] = {
     "evaluate": "ignore_keys",
     "log": "logs",
@@ -124,6 +147,15 @@ def find_foreign_method(name: str) -> tuple[str, str] | None:
             here = methods[name]
             return owner, f"do {here}" if here.startswith("the same ") else f"write {here}"
     return None
+
+
+def describe_missing(module: object, name: str) -> str:
+    """Return what is said of an attribute that a module does not have."""
+    here = FOREIGN_ATTRIBUTES.get(name)
+    if here is None:
+        return f"{type(module).__name__!r} object has no attribute {name!r}"
+    got = "an attribute of another trainer's module"
+    return explain(f"self.{name}", got, "an attribute of an AcceleratorModule", f"write {here}")
 
 
 def find_unused_foreign_methods(kinds: Mapping[type, Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:

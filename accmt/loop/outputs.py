@@ -39,7 +39,9 @@ def read_training_output(output: Any) -> TrainingOutput:
     if isinstance(output, torch.Tensor):
         return TrainingOutput(_require_trainable(output))
     if not isinstance(output, Mapping):
-        _refuse(_describe(output), "return loss" if output is None else 'return loss.mean(), or {"loss": loss.mean()}')
+        do = "return loss" if output is None else 'return loss.mean(), or {"loss": loss.mean()}'
+        do = "return the tensor itself, not loss.item()" if isinstance(output, int | float) else do
+        _refuse(_describe(output), do)
     if "loss" not in output:
         _refuse(f"a dict with the keys {sorted(map(str, output))}", 'return {"loss": loss, ...}')
     loss = output["loss"]

@@ -42,6 +42,8 @@ def _find_mistake(name: str, value: Any, names: Iterable[str], *, has_tracker: b
         do += f"; one meant for a tracker goes to it alone, as in mlflow={{{name!r}: ...}}" if has_tracker else ""
         return explain(where, f"an argument of {owner}", expected, do)
     nearest = get_close_matches(name, names, n=1, cutoff=0.8 if has_tracker else 0.7)
+    if not has_tracker and not nearest:
+        nearest = [known for known in names if known.endswith(f"_{name}")][:1]
     if has_tracker and not nearest:
         return None
     do = "drop it, or give a tracker: log_with=MLFlow"

@@ -98,7 +98,7 @@ def test_a_wrong_weight_is_refused(weight):
         (None, "got: None\n.*\n  do: return loss$"),
         ([1.0], r"got: list \[1.0\]"),
         ((torch.ones(()), "logits"), "got: tuple"),
-        (0.5, "got: float 0.5"),
+        (0.5, r"got: float 0.5\n.*\n  do: return the tensor itself, not loss.item\(\)"),
         ("loss", "got: str"),
         (torch.ones(3, requires_grad=True), r"a tensor of shape \(3,\)\n.*\n  do: return loss.mean\(\)"),
         (torch.ones(1, requires_grad=True), r"a tensor of shape \(1,\)"),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
 
 from accmt import AcceleratorModule, TrainingState
+from accmt.config.foreign_methods import FOREIGN_ATTRIBUTES
 from accmt.module_kinds import HuggingFaceModule
+from tests.toys import Linear, make_points, make_trainer
 
 
 class Classifier(AcceleratorModule):
@@ -158,3 +163,35 @@ def test_parts_of_the_model_are_frozen_and_trained_again():
     assert [p.requires_grad for p in module.model.parameters()] == [False, False, True, True]
     module.unfreeze()
     assert all(p.requires_grad for p in module.model.parameters())
+
+
+@pytest.mark.parametrize("name", sorted(FOREIGN_ATTRIBUTES))
+def test_attributes_of_other_modules_are_told_where_they_are_here(name):
+    module = Linear()
+    with pytest.raises(AttributeError, match=rf"self\.{name}\n(.|\n)*do: write ") as caught:
+        getattr(module, name)
+    assert caught.value.name == name
+    assert not hasattr(module, name)
+    setattr(module, name, 3)
+    assert getattr(module, name) == 3
+
+
+@pytest.mark.parametrize("name", sorted(FOREIGN_ATTRIBUTES))
+def test_where_attributes_are_said_to_be_there_is_something(name):
+    found = []
+
+    class Looking(Linear):
+        def training_step(self, batch):
+            here = FOREIGN_ATTRIBUTES[name].partition("(")[0].partition(",")[0]
+            found.append(eval(here, {"self": self}) if here.startswith("self.") and here != "self.backward" else True)
+            return self.step(batch)
+
+    make_trainer({"max_steps": 1}).fit(Looking(), make_points(2))
+    assert len(found) == 1
+
+
+def test_other_attributes_that_are_missing_are_ordinary_errors_and_copies_work():
+    with pytest.raises(AttributeError, match="^'Linear' object has no attribute 'own'$"):
+        Linear().own  # noqa: B018
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(Linear())))
+    assert torch.equal(copied.model.weight, Linear().model.weight)

@@ -74,3 +74,13 @@ def test_faults_in_arguments_alone_are_an_argument_error():
     with pytest.raises(ArgumentError, match=r"(?s)log_every=.*seed=") as caught:
         Trainer(HPS, "out", log_every=0, seed="x")
     assert type(caught.value) is ArgumentError
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("num_workers", "dataloader_num_workers"), ("pin_memory", "dataloader_pin_memory")],
+)
+def test_the_end_of_a_name_is_known_where_no_tracker_could_be_meant(name, meant):
+    with pytest.raises(UnknownArgumentError, match=f"did you mean {meant}"):
+        Trainer(HPS, "out", **{name: 1})
+    Trainer(HPS, "out", log_with="mlflow", workers=1)
