@@ -1,0 +1,92 @@
+"""What each process does in its steps, where processes differ; writes what they saw.
+
+torchrun --nproc-per-node 2 steps.py RESULT.json FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import tests.many_runs  # noqa: F401
+from accmt import AcceleratorModule, ExtendedAcceleratorModule
+from accmt.metrics import TrainingWindow
+from accmt.processes import acting_alone, gather_objects, is_main_process, num_processes
+from tests.toys import Linear, Numbers, logged, make_points, make_trainer
+
+EPOCHS = 3
+
+
+class Drawing(AcceleratorModule):
+    """Draws as dropout does."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(1, 1)
+        self.drawn: list[float] = []
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        self.drawn.append(torch.rand(()).item())
+        return self.model(batch[:, None]).mean()
+
+
+class Uneven(ExtendedAcceleratorModule):
+    """Learns the mean of the samples, whose batches are of unequal size."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(self.model.weight)
+
+    def training_step(self, batch: torch.Tensor) -> None:
+        self.backward(self.model(batch[:, None]).mean())
+        self.step()
+
+
+def draw() -> list[float]:
+    make_trainer({"epochs": EPOCHS}).fit(module := Drawing(), Numbers(4 * int(os.environ["WORLD_SIZE"])))
+    return module.drawn
+
+
+def learn_unevenly() -> float:
+    """Take one step of rate 1 on samples of which process 0 has one more than the others."""
+    values = [6.0] + [0.0] * (2 * num_processes() - 2)
+    trainer = make_trainer({"optim": {"type": "SGD", "lr": 1.0}}, shuffle_train=False)
+    trainer.fit(module := Uneven(), Numbers(values))
+    return float(module.model.weight)
+
+
+def continue_row() -> dict[str, float]:
+    """Add values of each process to those that a run of one process had not logged yet."""
+    window = TrainingWindow(torch.device("cpu"))
+    with acting_alone():
+        window.add(torch.tensor(1.0), 2)
+        state = window.state_dict()
+    window = TrainingWindow(torch.device("cpu"))
+    window.load_state_dict(state)
+    window.add(torch.tensor(4.0), 1)
+    return window.take_row("loss")
+
+
+def throughput() -> list[list[float]]:
+    """Return what the rows say of samples and batches a second."""
+    trainer = make_trainer({"batch_size": 4}, monitor={"throughput": True})
+    trainer.fit(Linear(), make_points(16 * num_processes()))
+    rows = [logged(trainer, name) for name in ("samples_per_s", "batches_per_s")] if is_main_process() else []
+    return [[value for _, value in row] for row in rows]
+
+
+def main(result: str, folder: str) -> None:
+    os.chdir(folder)
+    own: dict[str, Any] = {"drawn": draw(), "weight": learn_unevenly(), "row": continue_row(), "rates": throughput()}
+    every = gather_objects(own)
+    if is_main_process():
+        Path(result).write_text(json.dumps(every))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,41 @@
+"""What differs between processes within a step, and what must not depend on it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.distributed.scripts.steps import EPOCHS
+from tests.launching import SCRIPTS, launch
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda r: f"{r}-processes")
+def every(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("steps")
+    path = folder / "result.json"
+    launch(SCRIPTS / "steps.py", str(path), str(folder), processes=request.param, result=path)
+    return json.loads(path.read_text())
+
+
+def test_no_two_steps_draw_the_same_in_any_epoch_or_process(every) -> None:
+    drawn = [number for own in every for number in own["drawn"]]
+    assert len(drawn) == len(set(drawn)) == 2 * EPOCHS * len(every)
+
+
+def test_batches_of_a_manual_step_weigh_by_their_samples(every) -> None:
+    samples = 2 * len(every) - 1
+    for own in every:
+        assert own["weight"] == pytest.approx(-6.0 if samples == 1 else -6.0 / samples)
+
+
+def test_a_row_begun_by_one_process_counts_once_on_several(every) -> None:
+    expected = (2 * 1.0 + len(every) * 4.0) / (2 + len(every))
+    assert [own["row"]["loss"] for own in every] == pytest.approx([expected] * len(every))
+
+
+def test_samples_and_batches_a_second_are_those_of_all_processes(every) -> None:
+    samples, batches = every[0]["rates"]
+    assert samples == pytest.approx([4 * rate for rate in batches])
+    assert len(samples) == 4
