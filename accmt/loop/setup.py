@@ -98,7 +98,6 @@ def build_run(trainer: Trainer, module: Any, given: GivenData, recovery: Recover
     if resumed is not None:
         restore(run, resumed)
         recovery.clear_up(resumed.folder)
-    saver.tell_patience()
     return run
 
 
