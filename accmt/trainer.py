@@ -164,6 +164,10 @@ class Trainer(TrainerTuning, TrainerArguments):
         self.registered_savings: list[RegisteredSaving] = []
         self.state = TrainingState()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled and copied: settings and counters. What a run works with stays with this object."""
+        return {name: value for name, value in vars(self).items() if name not in ("_run", "_given")}
+
     def fit(
         self,
         module: AcceleratorModule | str | tuple[Any, ...],

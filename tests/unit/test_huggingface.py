@@ -199,6 +199,16 @@ def test_weights_tied_only_at_run_time_are_written_under_both_names(tmp_path):
     assert torch.equal(outputs(loaded), outputs(model))
 
 
+def test_a_weight_declared_as_tied_that_is_another_is_written_too():
+    model = bert()
+    assert "cls.predictions.decoder.weight" not in to_saved_format(model, model.state_dict())
+    decoder = model.cls.predictions.decoder
+    decoder.weight = nn.Parameter(decoder.weight.detach() + 1)
+    saved = to_saved_format(model, model.state_dict())
+    assert torch.equal(saved["cls.predictions.decoder.weight"], decoder.weight)
+    assert torch.equal(saved["bert.embeddings.word_embeddings.weight"], model.bert.embeddings.word_embeddings.weight)
+
+
 def test_weights_that_the_model_does_not_save_stay_out():
     model = bert()
     model._keys_to_ignore_on_save = ["bert.embeddings.position_embeddings.weight"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -138,3 +140,14 @@ def test_a_checkpoint_after_a_reset_continues_bit_for_bit():
 def test_without_a_run_there_is_no_optimizer_to_reset():
     with pytest.raises(RuntimeError, match="there is no run yet"):
         make_trainer().reset_optimizer()
+
+
+def test_a_trainer_is_pickled_after_a_run_as_before_it():
+    trainer = make_trainer()
+    trainer.fit(Linear(), make_points())
+    again = pickle.loads(pickle.dumps(trainer))  # noqa: S301 - our own
+    assert again.settings == trainer.settings
+    assert again.state.global_step == 4
+    assert copy.deepcopy(trainer).state.global_step == 4
+    again.fit(Linear(), make_points())
+    assert trainer.run.state.global_step == 4
