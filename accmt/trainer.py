@@ -122,6 +122,7 @@ class Trainer(TrainerTuning, TrainerArguments):
         sync_batchnorm: bool = False,
         auto_micro_batch: bool = False,
         max_checkpoints: int | None = None,
+        max_previous_runs: int | None = 3,
         checkpointer: Any = None,
         async_checkpointing: bool = True,
         enable_checkpointing: bool = True,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from accmt.checkpoint.folders import make_durable, move, remove
 from accmt.checkpoint.manifest import (
+    MANIFEST_NAME,
     Checkpoint,
     Damage,
     FileEntry,
@@ -37,7 +39,16 @@ from accmt.checkpoint.names import (
 from accmt.checkpoint.retention import dispose, list_by_age, list_published, prune
 from accmt.checkpoint.staging import Failure, Staging, merge
 from accmt.errors import CheckpointError, explain
-from accmt.files import FolderLock, FolderTakenError, find_free_name, fsync_folder
+from accmt.files import (
+    LOCK_NAME,
+    FolderLock,
+    FolderTakenError,
+    find_free_name,
+    find_surplus,
+    fsync_folder,
+    place_beside,
+    place_inside,
+)
 from accmt.messages import say, warn
 from accmt.processes import gather_objects, run_on_main_process
 
@@ -225,6 +236,25 @@ class CheckpointStore:
         """
         return self._run_on_main(self._set_aside_previous)
 
+    def remove_surplus(self, keep: int | None) -> None:
+        """Delete the checkpoints of the oldest earlier runs that were set aside; other files there stay.
+
+        Args:
+            keep: How many earlier runs are kept; None is all.
+
+        Raises:
+            OSError: The folders cannot be read.
+
+        Processes:
+            Main only.
+        """
+        for place in find_surplus(self.folder.resolve(), keep, _newest_manifest_in):
+            for path in filter(_is_checkpoint, sorted(place.iterdir())):
+                remove(path)
+            with suppress(OSError):  # it holds something else, too
+                place.rmdir()
+            say(f"the checkpoints of an earlier run in {place} were deleted (max_previous_runs={keep})")
+
     def _run_on_main(self, action: Callable[[], T], *, step: int | None = None) -> T:
         def act() -> T:
             try:
@@ -309,19 +339,30 @@ class CheckpointStore:
     def _set_aside_previous(self) -> Path | None:
         self._clean()
         entries = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
-        ours = [path for path in entries if STEP.fullmatch(path.name) or SET_ASIDE.fullmatch(path.name)]
+        ours = list(filter(_is_checkpoint, entries))
         if not ours:
             return None
         folder = self.folder.resolve()  # a link may lead to another disk, and nothing is renamed across disks
-        previous = find_free_name(folder.with_name(f"{folder.name}.previous"))
+        previous = place_beside(folder)
         try:
-            previous = move(ours, previous, otherwise=find_free_name(folder / "previous"))
+            previous = move(ours, previous, otherwise=place_inside(folder))
         except OSError as error:
             expected = f"a folder whose checkpoints can be moved to {previous}"
             do = "move them away, pass another `checkpoint` folder, or continue the earlier run with `resume=True`"
             raise CheckpointError(explain(f"checkpoint folder {self.folder}", str(error), expected, do)) from error
         say(f"the checkpoints of an earlier run in {self.folder} were moved to {previous}")
         return previous
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return bool(STEP.fullmatch(path.name) or SET_ASIDE.fullmatch(path.name))
+
+
+def _newest_manifest_in(place: Path) -> int | None:
+    if (place / LOCK_NAME).exists():  # a run writes there
+        return None
+    manifests = [path / MANIFEST_NAME for path in place.iterdir() if _is_checkpoint(path)]
+    return max((path.stat().st_mtime_ns for path in manifests if path.is_file()), default=None)
 
 
 def _age(folder: Path) -> float:

@@ -81,7 +81,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "num_train_epochs": "epochs: 3",
         "optim_args": "optim: {type: AdamW, lr: 1e-4, betas: [0.9, 0.95]}",
         "output_dir": 'Trainer(model_path="out/model")',
-        "overwrite_output_dir": "leave it out: an earlier run's model is kept beside the new one",
+        "overwrite_output_dir": "Trainer(max_previous_runs=0)",
         "per_device_eval_batch_size": "batch_size: [16, 32]",
         "per_device_train_batch_size": "batch_size: 16",
         "push_to_hub": "after fit `hf upload user/name out/model`, or module.unwrapped_model.push_to_hub",

@@ -286,7 +286,9 @@ _BY_NAME: Mapping[str, Advice] = {
     "num_processes": _advise_devices,
     "num_train_epochs": _advise_epochs,
     "output_dir": _text('Trainer(model_path="{0}")', 'Trainer(model_path="out/model")'),
-    "overwrite_output_dir": lambda value: "leave it out: an earlier run's model is kept beside the new one",
+    "overwrite_output_dir": _flag(
+        "Trainer(max_previous_runs=0)", "leave it out: an earlier run's model is kept beside the new one"
+    ),
     "per_device_eval_batch_size": _number("batch_size: [16, {0}]", "batch_size is both"),
     "per_device_train_batch_size": _number("batch_size: {0}", "batch_size has no default"),
     "plugins": lambda value: None if value else "leave it out: there is nothing in it",

@@ -128,6 +128,7 @@ class Checkpoints:
     def _begin_folder(self, run: Run, store: CheckpointStore) -> None:
         if not (run.is_resumed or self._has_begun):
             self._previous = store.set_aside_previous()
+            self._remove_surplus(at_least=1)
         self._has_begun = True
 
     def try_collecting(self, run: Run) -> None:
@@ -303,10 +304,22 @@ class Checkpoints:
             self._writer = None
         if not has_result and self._previous is not None and is_main_process():
             self._put_back(self._previous)
+        elif self._previous is not None and self._latest is not None:
+            self._remove_surplus()
         self._store.release()
         self._store = CheckpointStore(self.folder, max_checkpoints=self._settings.checkpoints.max_checkpoints)
         close_cpu_group(self._group)
         self._group = None
+
+    def _remove_surplus(self, *, at_least: int = 0) -> None:
+        """Delete the oldest earlier runs' checkpoints; until this run has a result, those of the last one stay."""
+        keep = self._settings.checkpoints.max_previous_runs
+        if keep is None or not is_main_process():
+            return
+        try:
+            self._store.remove_surplus(max(keep, at_least))
+        except OSError as error:
+            warn(f"the checkpoints of earlier runs cannot be deleted: {error}")
 
     def _put_back(self, previous: Path) -> None:
         if self.find_newest_known() is not None:

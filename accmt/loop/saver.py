@@ -27,6 +27,7 @@ from accmt.saving import (
     holds_model_of,
     keep_previous,
     name_by_rules,
+    remove_surplus,
     write_hps,
     write_status,
     write_trainer_config,
@@ -227,10 +228,16 @@ def _write_model(run: Run, folder: Path, state_dict: dict[str, Any]) -> None:
 
 
 def _keep_previous(run: Run, folder: Path) -> None:
+    keep = run.settings.checkpoints.max_previous_runs
+    if holds_model_of(folder, run.saver.run_id):
+        return
     try:
-        kept = keep_previous(folder, run.saver.run_id)
+        kept = None if keep == 0 else keep_previous(folder, run.saver.run_id)
+        removed = remove_surplus(folder, keep)
     except OSError as error:
         warn(f"the model of an earlier run in {folder} cannot be kept, and is replaced: {error}")
-    else:
-        if kept is not None:
-            say(f"the model of an earlier run in {folder} is kept in {kept}")
+        return
+    if kept is not None:
+        say(f"the model of an earlier run in {folder} is kept in {kept}")
+    for place in removed:
+        say(f"the model of an earlier run in {place} was deleted (max_previous_runs={keep})")

@@ -3,7 +3,7 @@
 from accmt.saving.card import write_command, write_hps, write_model_card, write_trainer_config
 from accmt.saving.claim import ModelFolderClaim
 from accmt.saving.patience import Patience, may_stop
-from accmt.saving.previous import RUN_KEY, holds_model_of, keep_previous
+from accmt.saving.previous import RUN_KEY, holds_model_of, keep_previous, remove_surplus
 from accmt.saving.reading import load_weights
 from accmt.saving.rules import TRAIN_LOSS, VALID_LOSS, name_by_rules, without_validation
 from accmt.saving.selection import Selection
@@ -26,6 +26,7 @@ __all__ = [
     "may_stop",
     "name_by_rules",
     "read_status",
+    "remove_surplus",
     "require_storable",
     "save_weights",
     "without_validation",

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from glob import escape
+from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any
 
-from accmt.files import LOCK_NAME, dumps, find_free_name, fsync_folder, loads, staging_folder, write_text
+from accmt.files import (
+    LOCK_NAME,
+    dumps,
+    find_surplus,
+    fsync_folder,
+    loads,
+    place_beside,
+    place_inside,
+    staging_folder,
+    write_text,
+)
 from accmt.saving.layout import find_entry, weight_files_in
 from accmt.saving.status import STATUS_NAME
 
@@ -44,17 +53,52 @@ def keep_previous(folder: Path, run_id: str) -> Path | None:
     if find_entry(folder) is None or holds_model_of(folder, run_id):
         return None
     folder = folder.resolve()  # a link may lead to another disk
-    beside, inside = folder.with_name(f"{folder.name}.previous"), folder / "previous"
     with staging_folder(folder, "previous") as staged:
-        if any(_read(mark).get(RUN_KEY) == run_id for place in (beside, inside) for mark in _marks(place)):
+        if any(_read(place / MARK_NAME).get(RUN_KEY) == run_id for place in find_surplus(folder, 0, _when_kept)):
             return None  # the run was killed after this, and before the status of its own model was written
         kept = staged / "kept"
         _copy(folder, kept)
-        write_text(kept / MARK_NAME, dumps({RUN_KEY: run_id}) + "\n")
+        mark = {RUN_KEY: run_id, "files": sorted(_list_files(kept))}
+        write_text(kept / MARK_NAME, dumps(mark) + "\n")
         try:
-            return _put(kept, beside)
+            place = _put(kept, place_beside(folder))
         except OSError:
-            return _put(kept, inside)
+            place = _put(kept, place_inside(folder))
+    (folder / MARK_NAME).unlink(missing_ok=True)  # from here on a model folder like any other, not one that is kept
+    return place
+
+
+def remove_surplus(folder: Path, keep: int | None) -> list[Path]:
+    """Delete the models of the oldest earlier runs that were kept; files that somebody else put there stay.
+
+    Args:
+        folder: The model folder.
+        keep: How many earlier runs are kept; None is all.
+
+    Returns:
+        Where they were.
+
+    Raises:
+        OSError: Something cannot be deleted.
+
+    Processes:
+        Main only.
+    """
+    surplus = find_surplus(folder.resolve(), keep, _when_kept)
+    for place in surplus:
+        files = _read(place / MARK_NAME).get("files", [])
+        for name in [*files, MARK_NAME]:
+            (place / name).unlink(missing_ok=True)
+        inner = {place / parent for name in files for parent in PurePath(name).parents}
+        for path in sorted(inner | {place}, reverse=True):
+            with suppress(OSError):  # it holds something else, too
+                path.rmdir()
+    return surplus
+
+
+def _when_kept(place: Path) -> int | None:
+    mark = place / MARK_NAME
+    return mark.stat().st_mtime_ns if mark.is_file() else None
 
 
 def holds_model_of(folder: Path, run_id: str) -> bool:
@@ -68,10 +112,6 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _marks(place: Path) -> Iterator[Path]:
-    return place.parent.glob(f"{escape(place.name)}*/{MARK_NAME}")
 
 
 def _copy(folder: Path, target: Path) -> None:
@@ -104,7 +144,6 @@ def _list_files(folder: Path) -> set[str]:
 
 
 def _put(kept: Path, place: Path) -> Path:
-    place = find_free_name(place)
     kept.rename(place)
     fsync_folder(place.parent)
     return place

@@ -75,6 +75,8 @@ class CheckpointSettings:
         checkpoint_every: How often: a number and a unit of "epoch", "step" or "eval", such as "2 epochs"; None is
             never. The end of the run is saved too.
         max_checkpoints: How many are kept; None keeps the newest.
+        max_previous_runs: How many earlier runs' models and checkpoints are kept (`<folder>.previous`, `.previous-2`
+            ...) when a run starts anew in their folders; 0 overwrites them, None keeps all.
         checkpointer: An object of yours that stores checkpoints instead: `accmt.Checkpointer`.
         async_checkpointing: Whether files are written while training goes on.
         reset_optimizer_on_resume: Whether optimizer and schedule start anew when training continues.
@@ -85,6 +87,7 @@ class CheckpointSettings:
     resume: Any = False
     checkpoint_every: str | None = "epoch"
     max_checkpoints: int | None = None
+    max_previous_runs: int | None = 3
     checkpointer: Any = None
     async_checkpointing: bool = True
     reset_optimizer_on_resume: bool = False
@@ -96,6 +99,8 @@ class CheckpointSettings:
             parse_checkpoint_every(self.checkpoint_every)
         if self.max_checkpoints is not None:
             require_int("max_checkpoints", self.max_checkpoints, at_least=1)
+        if self.max_previous_runs is not None:
+            require_int("max_previous_runs", self.max_previous_runs, at_least=0)
         if isinstance(self.resume, str) and self.resume != "auto":
             _refuse_word(self.resume)
         for name in ("checkpoint", "resume"):

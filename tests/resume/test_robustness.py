@@ -185,10 +185,42 @@ class TestTheFolder:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
         first = state_of(*train("out/m"))["saved"]
-        monkeypatch.setattr("accmt.saving.previous.find_free_name", refuse)
+        monkeypatch.setattr("accmt.saving.previous.place_beside", refuse)
+        monkeypatch.setattr("accmt.saving.previous.place_inside", refuse)
         second = state_of(*train("out/m", seed=4))["saved"]
         assert "the model of an earlier run in out/m cannot be kept, and is replaced: " in caplog.text
         assert not torch.equal(second["0.weight"], first["0.weight"])
+
+    def test_of_earlier_runs_the_newest_are_kept(self, caplog):
+        firsts = []
+        for seed in range(6):
+            trainer, module = train("out/m", seed=seed, max_previous_runs=2, verbose=True)
+            firsts.append(state_of(trainer, module)["saved"]["0.weight"])
+            Path("out/m.previous").mkdir(exist_ok=True)
+            Path("out/m.previous/notes.txt").write_text("mine")
+        assert len(list(Path("out").glob("checkpoint-m.previous*"))) == 2
+        kept = [load_file(path)["0.weight"] for path in sorted(Path("out").glob("m.previous*/*.safetensors"))]
+        assert sum(any(torch.equal(one, first) for first in firsts[3:5]) for one in kept) == len(kept) == 2
+        assert Path("out/m.previous/notes.txt").read_text() == "mine"
+        assert "was deleted (max_previous_runs=2)" in caplog.text
+        assert "were deleted (max_previous_runs=2)" in caplog.text
+
+    def test_earlier_runs_are_overwritten_where_none_is_to_be_kept(self):
+        first = state_of(*train("out/m"))["saved"]
+        train("out/m", stop=1, max_previous_runs=0)  # before it has a result of its own
+        assert names_in(Path("out")) == ["checkpoint-m", "m"]
+        assert names_in(Path("out/checkpoint-m")) == ["step-00000018"]
+        train("out/m", seed=4, max_previous_runs=0)
+        assert names_in(Path("out")) == ["checkpoint-m", "m"]
+        assert not torch.equal(load_file("out/m/model.safetensors")["0.weight"], first["0.weight"])
+
+    def test_a_kept_folder_that_a_run_works_in_is_no_earlier_run(self):
+        for _ in range(2):
+            train("out/m", max_previous_runs=None)
+        train("out/m.previous", checkpoint="out/checkpoint-m.previous", seed=4, max_previous_runs=None)
+        saved = load_file("out/m.previous/model.safetensors")
+        train("out/m", max_previous_runs=0)
+        assert torch.equal(load_file("out/m.previous/model.safetensors")["0.weight"], saved["0.weight"])
 
     def test_a_folder_on_a_disk_of_its_own_keeps_the_earlier_run_inside(self, request):
         train("out/m", stop=5)

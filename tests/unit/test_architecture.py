@@ -156,8 +156,8 @@ def depth_of(node: ast.AST) -> int:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_file_is_longer_than_350_lines(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 350
+def test_no_file_is_longer_than_500_lines(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 500
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

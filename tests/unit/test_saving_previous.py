@@ -47,7 +47,7 @@ def test_the_model_of_another_run_is_kept_and_that_of_the_own_run_replaced():
     assert names_in(PREVIOUS) == ["model.safetensors", "replaced_by.json", "status.json"]
 
 
-def test_none_is_deleted():
+def test_none_is_deleted_that_is_not_asked_to_be():
     for number, run_id in enumerate("abc"):
         save(number, run_id)
     assert [value_in(Path(f"out/m{end}")) for end in ("", ".previous", ".previous-2")] == [2, 0, 1]
