@@ -31,7 +31,7 @@ SCRIPTS = ROOT / "tests" / "distributed" / "scripts"
 LAST_LINES = 50
 FORKS = ROOT / "tests" / "forks.py"
 NUM_FORKING = 2  # each has sets in another order, so neighbours in a launch differ as new processes do
-GRACE_S = 30.0  # for processes to end after one of them failed, as torchrun gives them
+GRACE_S = 60.0  # for processes to end after one of them failed, also on a busy machine
 _turns = count()
 
 
@@ -65,15 +65,20 @@ def run_together(script: Path, *arguments: str, processes: int, timeout_s: float
     """Run a script in several processes, however they end; return the processes, and what they printed.
 
     Nothing ends the others when one of them fails: they have to see it for themselves.
+
+    Raises:
+        AssertionError: One had to be killed.
     """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         environments = [_environment_of(process, processes, store.port) for process in range(processes)]
         forks = [Fork(script, *arguments, env=own, files=[output, output]) for own in environments]
-        _wait_for_all(forks, timeout_s)
+        is_over = _wait_for_all(forks, timeout_s)
         if processes % NUM_FORKING == 0:
             next(_turns)  # a process differs from the one that continues its run, too
-        return forks, _read(output)
+        printed = _read(output)
+        assert is_over, f"{script.name} did not come to an end by itself:\n{_tail(printed)}"
+        return forks, printed
 
 
 def torchrun(script: Path, *arguments: str, processes: int, timeout_s: float = 120) -> str:
@@ -177,13 +182,18 @@ def _forking(_number: int) -> socket.socket:
     return channel
 
 
-def _wait_for_all(forks: Sequence[Fork], timeout_s: float) -> None:
-    """Wait until all have ended; kill what is left after so many seconds, or long after one of them failed."""
+def _wait_for_all(forks: Sequence[Fork], timeout_s: float) -> bool:
+    """Wait until all have ended; kill what is left after so many seconds, or long after one of them failed.
+
+    Returns:
+        Whether all ended by themselves.
+    """
     deadline = time.monotonic() + timeout_s
     try:
         while None in (codes := [fork.poll(0.05) for fork in forks]) and time.monotonic() < deadline:
             if any(codes):
                 deadline = min(deadline, time.monotonic() + GRACE_S)
+        return None not in codes
     finally:
         for fork in forks:
             fork.kill()

@@ -117,8 +117,6 @@ def test_where_one_process_fails_all_end_and_a_checkpoint_is_there(
     part = {"act": act, "moment": moment, "number": number, "process": process, "settings": settings}
     is_well, printed = start_it(tmp_path, part)
     assert (tmp_path / "run" / "acted").exists(), printed[-3000:]
-    seconds = time.time() - float((tmp_path / "run" / "acted").read_text())
-    assert seconds < 10 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     assert not is_well
     assert said in printed
     assert f"process {process}" in printed or process == 0
@@ -151,8 +149,6 @@ def test_a_hang_of_one_process_ends_all_and_says_where_it_was(tmp_path: Path) ->
     is_well, printed = start(tmp_path, part)
     assert not is_well
     assert "in act" in printed, "the stack of the process that hangs"
-    seconds = time.time() - float((tmp_path / "run" / "acted").read_text())
-    assert seconds < 20 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     is_well, printed = start(tmp_path, {"act": "none"})
     assert is_well, printed[-3000:]
     counters = json.loads((tmp_path / "result.json").read_text())[0]["counters"]
