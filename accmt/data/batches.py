@@ -11,9 +11,11 @@ import torch
 
 from accmt.data.fetching import BadSample
 from accmt.errors import DataError, explain
+from accmt.messages import say_once
 
 _ARRAYS = (torch.Tensor, np.ndarray)
 _MAX_SHAPES = 6
+_COUNT_YOURSELF = "if the collate function leaves samples out or adds some, define get_batch_size(self, batch) in the module"
 
 
 @dataclass(slots=True)
@@ -47,9 +49,10 @@ class Round:
 def find_batch_size(batch: Any, collated: int | None = None) -> int | None:
     """Return the number of samples that a batch holds.
 
-    That is the first dimension of its tensors and arrays, else the length of its lists. A collate function may make
-    fewer samples of those that it gets, or more: then what the batch holds counts. The number that it got tells apart
-    batches whose first dimension is something else, such as time.
+    That is the first dimension of its tensors and arrays, else the length of its lists; of a batch of another class,
+    that of its attributes. A collate function may make fewer samples of those that it gets, or more: then what the
+    batch holds counts. The number that it got tells apart batches whose first dimension is something else, such as
+    time. Where it is taken although the batch does not show it, one line says so.
 
     Args:
         batch: The batch.
@@ -66,8 +69,9 @@ def find_batch_size(batch: Any, collated: int | None = None) -> int | None:
     if len(sizes) == 1 and (collated is None or collated in sizes):
         return sizes.pop()
     if not sizes:
-        return _size_of_lists(batch, collated)
+        return _size_without_arrays(batch, collated)
     if collated is not None and (collated in sizes or _is_list_of(batch, collated, sizes)):
+        _say_if_doubtful(batch, collated)
         return collated
     if len(sizes) > 1 or _may_be_other_than_samples(batch, collated):
         raise _cannot_tell(batch, collated)
@@ -106,9 +110,28 @@ def _values_of(batch: Any) -> Iterable[Any]:
     return ()
 
 
-def _size_of_lists(batch: Any, collated: int | None) -> int | None:
+def _size_without_arrays(batch: Any, collated: int | None) -> int | None:
     lengths = list(_lengths_of_lists(batch))
-    return collated if collated in lengths or not lengths else lengths[0]
+    if lengths:
+        return collated if collated in lengths else lengths[0]
+    if hasattr(batch, "__dict__") and not isinstance(batch, Mapping):  # what looks into containers found nothing in it
+        return find_batch_size(vars(batch), collated)
+    if collated is not None:
+        say_once(
+            f"how many samples a batch holds cannot be seen in it, so it counts the samples that it was made of, here "
+            f"{collated}; {_COUNT_YOURSELF}"
+        )
+    return collated
+
+
+def _say_if_doubtful(batch: Any, collated: int) -> None:
+    """Say once that first dimensions differ: those of other things, or of the samples that a collate function kept."""
+    others = {len(array) for array in _arrays_in(batch) if collated not in array.shape[:2]}
+    if others and not _is_list_of(batch, collated, set()):
+        say_once(
+            f"a batch counts the samples that it was made of, here {collated}, although it has tensors whose first "
+            f"dimension is {', '.join(map(str, sorted(others)[:_MAX_SHAPES]))}; {_COUNT_YOURSELF}"
+        )
 
 
 def _lengths_of_lists(batch: Any) -> Iterator[int]:

@@ -1,3 +1,4 @@
+import re
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import torch
 
 from accmt.data import Round, find_batch_size
 from accmt.errors import DataError
+from accmt.messages import speaking
 
 Pair = namedtuple("Pair", ["inputs", "labels"])
 
@@ -47,6 +49,13 @@ def test_a_round_knows_nothing_that_it_was_not_told():
     assert (round_.num_samples, round_.own_samples, round_.is_last, round_.is_partial) == (None, None, False, False)
 
 
+class Graphs:
+    """A batch of a class of its own, as graph libraries have."""
+
+    def __init__(self, **parts):
+        self.__dict__.update(parts)
+
+
 @dataclass
 class Fields:
     inputs: torch.Tensor
@@ -77,6 +86,10 @@ COLLATED = {
     "a dict of texts": ({"text": ["a", "b", "c"], "of": ["x", "y"]}, 2, 2),
     "fields of a dataclass": (Fields(torch.zeros(3, 2), torch.zeros(3)), 4, 3),
     "nothing that shows": (object(), 4, 4),
+    "attributes, one sample left out": (Graphs(x=torch.zeros(3, 9), y=torch.zeros(3), of=Graphs(y=3)), 4, 3),
+    "attributes of graphs": (Graphs(x=torch.zeros(30, 8), edges=torch.zeros(2, 70), y=torch.zeros(4)), 4, 4),
+    "attributes that are lists": (Graphs(text=["a", "b", "c"]), 4, 3),
+    "an object in an object": (Graphs(inner=Graphs(x=torch.zeros(3, 9))), 4, 4),
     "an empty batch": (torch.zeros(0, 2), 4, 0),
 }
 
@@ -104,3 +117,36 @@ def test_what_a_batch_holds_counts_and_what_was_collated_says_where_to_look(form
 def test_a_batch_that_contradicts_what_was_collated_is_an_error_with_its_shapes(batch, collated):
     with pytest.raises(DataError, match=r"a batch of shapes \[\d+, (.|\n)*def get_batch_size\(self, batch\)"):
         find_batch_size(batch, collated)
+
+
+@pytest.mark.feature("T22")
+@pytest.mark.parametrize(
+    ("batch", "what"),
+    [
+        ({"x": torch.zeros(3, 9), "y": torch.zeros(3), "weights": torch.zeros(4)}, "although it has tensors(.*) 3;"),
+        (object(), "cannot be seen in it(.*)here 4;"),
+        ({"inner": Graphs(x=torch.zeros(3, 9))}, "cannot be seen in it(.*)here 4;"),
+    ],
+    ids=["another first dimension", "nothing to look into", "an object in a dict"],
+)
+def test_the_number_that_was_collated_is_not_taken_in_silence_where_the_batch_does_not_show_it(batch, what, caplog):
+    with speaking(verbose=True):
+        assert [find_batch_size(batch, 4) for _ in range(2)] == [4, 4]
+    assert len(re.findall(f"{what} if the collate function leaves samples out", caplog.text)) == 1
+
+
+@pytest.mark.feature("T22")
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (torch.zeros(9, 4), torch.zeros(4)),
+        (tuple(images(3, 3, 3, 3)), (*boxes, {"boxes": torch.zeros(4, 4)})),
+        [torch.zeros(4, 2), torch.zeros(5, 2), torch.zeros(4, 2), torch.zeros(1, 2)],
+        torch.zeros(4, 2),
+    ],
+    ids=["time first", "detection", "a list of samples", "a tensor"],
+)
+def test_nothing_is_said_where_the_batch_shows_the_number_that_was_collated(batch, caplog):
+    with speaking(verbose=True):
+        assert find_batch_size(batch, 4) == 4
+    assert not caplog.text
