@@ -130,6 +130,11 @@ class LoaderOptions:
         """What people call these data."""
         return {"train": "training", "validate": "validation"}.get(self.purpose, self.purpose)
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether an epoch may have fewer batches than there are."""
+        return isinstance(self.limit, int) or self.limit < 1.0
+
     def limit_rounds(self, num_rounds: int) -> int:
         """Return how many of an epoch's rounds are used; a fraction above 0 keeps at least one batch."""
         wanted = self.limit

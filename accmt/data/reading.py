@@ -55,6 +55,7 @@ class ReadThroughLoader:
         self.share = options.share
         self._options = options
         self._randomness = randomness
+        self._told_length = length
         self._length = _bound(length, options)
         self._whole = whole
         self._start = BEGINNING
@@ -84,7 +85,7 @@ class ReadThroughLoader:
         self._keep_only(start)
         self._epoch = epoch
         with self._randomness.of_epoch(epoch):
-            for round_ in _with_last_marked(islice(self._every_round(epoch, start, plan), num_rounds)):
+            for round_ in _with_last_marked(self._as_planned(self._every_round(epoch, start, plan), num_rounds)):
                 is_empty = False
                 if round_.position is not None:
                     self._kept.append((round_.index, round_.position))
@@ -92,6 +93,24 @@ class ReadThroughLoader:
                     yield round_
         got = "nothing to read (an iterator can be read only once: give something that begins anew)"
         require_rounds(not is_empty, self._options, got)
+
+    def _as_planned(self, rounds: Iterator[Round], num_rounds: int | None) -> Iterator[Round]:
+        """Yield as many rounds as are planned, and warn where the length of the data is not what they have."""
+        index, position = -1, None
+        for index, round_ in enumerate(islice(rounds, num_rounds)):
+            position = round_.position
+            yield round_
+        if self._told_length is None or num_rounds is None or position is None:
+            return
+        if index + 1 < num_rounds:
+            self._warn_of_length(f"{position[self._unit]}", "what is planned by it, such as the LR schedule, is too long")
+        elif not self._options.is_limited and next(rounds, None) is not None:
+            self._warn_of_length("more", "the rest is left out of each epoch")
+
+    def _warn_of_length(self, number: str, consequence: str) -> None:
+        what = f"the {self._options.kind} data say that they have {self._told_length} {self._unit}"
+        warn_once(f"{what}, and have {number}: {consequence}; correct their __len__", about=f"{what} falsely")
+        self._told_length = None  # said: nothing need be read again to see it
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         """Return None: what is read through has no indices."""

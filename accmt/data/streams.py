@@ -221,7 +221,8 @@ class GivenLoader(ReadThroughLoader):
 
     def _batches(self, epoch: int, start: Start, plan: Plan | None) -> Iterator[tuple[Any, int]]:
         read_before = start.passed if self._state.is_in(start.position) else 0
-        end = None if plan is None else plan.num_samples - read_before
+        is_cut = plan is not None and self._options.is_limited  # else what is beyond the length would not be seen
+        end = plan.num_samples - read_before if plan is not None and is_cut else None
         return islice(self._read(epoch, self._reader, read_before), start.passed - read_before, end)
 
     def _size_of(self, batch: Any) -> int:

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_wor
 from accmt.data import LoaderOptions, Share, build_loader
 from accmt.data.streams import GivenLoader, StreamLoader
 from accmt.errors import DataError
+from accmt.messages import speaking
 
 
 class Stream(IterableDataset):
@@ -257,6 +258,44 @@ def test_a_stream_that_is_shorter_than_it_says_ends_where_it_ends():
     loader = build_loader(Boasting(5), options())
     assert loader.num_rounds == 50
     assert in_global_order([loader]) == list(range(5))
+
+
+class Says(Sized):
+    """A stream of another length than it says."""
+
+    def __init__(self, length, says):
+        super().__init__(length)
+        self.says = says
+
+    def __len__(self):
+        return self.says
+
+
+SAYING = {
+    "more": (20, {}, "have 20 samples, and have more: the rest is left out of each epoch"),
+    "fewer": (30, {}, "have 30 samples, and have 24: what is planned by it"),
+    "as many": (24, {}, None),
+    "a limit": (20, {"limit": 3}, None),
+    "drop_last": (24, {"drop_last": True, "batch_size": 5}, None),
+}
+
+
+@pytest.mark.feature("A60")
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("saying", SAYING)
+@pytest.mark.parametrize("kind", ["stream", "loader"])
+def test_a_length_that_is_not_that_of_the_stream_is_a_warning_before_the_epoch_ends(kind, saying, count, caplog):
+    says, told, expected = SAYING[saying]
+    if kind == "loader":
+        expected = expected and expected.replace("30 samples", "15 batches").replace("20 samples", "10 batches")
+        expected = expected and expected.replace("have 24", "have 12")
+    data = (lambda: Says(24, says)) if kind == "stream" else (lambda: DataLoader(Says(24, says), batch_size=2))
+    with speaking(verbose=True):
+        for loader in build_all(data, count, **told):
+            for epoch in range(2):
+                for round_ in loader.rounds(epoch):
+                    assert not round_.is_last or (expected or "") in caplog.text
+    assert caplog.text.count("correct their __len__") == (expected is not None)
 
 
 @pytest.mark.feature("N15")
