@@ -15,7 +15,7 @@ from accmt.messages import say_once
 
 _ARRAYS = (torch.Tensor, np.ndarray)
 _MAX_SHAPES = 6
-_COUNT_YOURSELF = "if the collate function leaves samples out or adds some, define get_batch_size(self, batch) in the module"
+_COUNT_YOURSELF = "if the collate function leaves samples out or adds some, define get_batch_size in the module"
 
 
 @dataclass(slots=True)

@@ -96,14 +96,15 @@ class ReadThroughLoader:
 
     def _as_planned(self, rounds: Iterator[Round], num_rounds: int | None) -> Iterator[Round]:
         """Yield as many rounds as are planned, and warn where the length of the data is not what they have."""
-        index, position = -1, None
-        for index, round_ in enumerate(islice(rounds, num_rounds)):
-            position = round_.position
+        num_read, position = 0, None
+        for round_ in islice(rounds, num_rounds):
+            num_read, position = num_read + 1, round_.position
             yield round_
         if self._told_length is None or num_rounds is None or position is None:
             return
-        if index + 1 < num_rounds:
-            self._warn_of_length(f"{position[self._unit]}", "what is planned by it, such as the LR schedule, is too long")
+        if num_read < num_rounds:
+            consequence = "what is planned by it, such as the LR schedule, is too long"
+            self._warn_of_length(f"{position[self._unit]}", consequence)
         elif not self._options.is_limited and next(rounds, None) is not None:
             self._warn_of_length("more", "the rest is left out of each epoch")
 
