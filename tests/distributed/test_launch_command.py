@@ -18,6 +18,7 @@ ACCMT = [sys.executable, "-c", "import sys; from accmt.cli.main import main; sys
 
 TRAIN = """
 import os
+from accmt.errors import ArgumentError
 from tests.toys import Linear, make_points, make_trainer
 
 trainer = make_trainer(model_path="out/model", checkpoint_every="epoch")
@@ -27,6 +28,12 @@ if trainer.is_main:
     with open("trained", "w") as file:
         file.write(f"{state.num_processes} {trainer.device.type} {state.global_step}")
 trainer.close()
+try:
+    make_trainer().fit(Linear(), make_points(2))
+except ArgumentError as error:
+    if trainer.is_main:
+        with open("refused", "w") as file:
+            file.write(str(error))
 os._exit(3 if trainer.is_main else 0)
 """
 
@@ -60,6 +67,7 @@ def test_processes_train_together_their_checkpoint_is_had_and_the_exit_code_is_t
     _, errors = run.communicate(timeout=120)
     assert run.returncode == 3, errors[-2000:]
     assert (tmp_path / "trained").read_text() == "2 cpu 2"
+    assert "a launched program that has left its process group" in (tmp_path / "refused").read_text()
     assert main(["get", str(tmp_path / "out" / "checkpoint-model"), str(tmp_path / "got")]) == 0
     saved, got = (tmp_path / folder / "model.safetensors" for folder in ("saved", "got"))
     assert contents(got) == contents(saved)

@@ -78,3 +78,9 @@ def test_a_change_that_cannot_be_averaged_is_refused_at_that_step(how: str, said
     assert all(fork.poll() for fork in forks)
     assert "freezing or unfreezing parameters" in printed
     assert said in printed
+
+
+def test_a_communication_hook_averages_what_is_unfrozen_too(tmp_path: Path) -> None:
+    forks, printed = run_together(SCRIPT, "hooked", str(tmp_path), processes=2)
+    assert not any(fork.poll() for fork in forks), printed
+    assert "averaged at [0, 1, 2, 3, 4, 5]" in printed

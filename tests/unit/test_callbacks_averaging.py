@@ -9,7 +9,7 @@ import torch
 
 from accmt import EMA, Callback
 from accmt.errors import ArgumentError
-from tests.resume.unbroken import assert_same, state_of, train
+from tests.resume.unbroken import Fragile, assert_same, state_of, train
 from tests.toys import Linear, make_points, make_trainer
 
 
@@ -99,6 +99,23 @@ class TestAverage:
         assert all(torch.equal(value, resumed.average[name]) for name, value in whole.average.items())
         assert whole.num_averaged == resumed.num_averaged > 7
 
+    def test_a_layer_that_is_unfrozen_during_the_run_is_averaged_from_then_on(self):
+        class Unfreeze(Callback):
+            def on_epoch_end(self):
+                self.module.unwrapped_model.weight.requires_grad_(True)
+
+        ema, watching, module = EMA(decay=0.9, warmup=False), Watching(), Linear()
+        module.model.weight.requires_grad_(False)
+        trainer = make_trainer({"epochs": 3}, callbacks=[ema, watching, Unfreeze()])
+        trainer.fit(module, make_points(), make_points(2))
+        first, *weights = watching.weights[5:]  # an epoch has four updates; it begins as the weight is after the fifth
+        expected = first.clone()
+        for weight in weights:
+            expected = 0.9 * expected + 0.1 * weight
+        assert torch.allclose(ema.average["weight"], expected, rtol=1e-6)
+        assert torch.equal(watching.evaluated[-1], ema.average["weight"])
+        assert torch.equal(module.model.weight, weights[-1])
+
     def test_a_broken_evaluation_leaves_the_trained_weights(self):
         class Failing(Linear):
             def validation_step(self, batch):
@@ -111,6 +128,23 @@ class TestAverage:
             make_trainer(callbacks=[EMA(0.5), watching]).fit(module, make_points(), make_points(2))
         assert torch.equal(module.model.weight, watching.weights[-1])
         assert not Path("out/model").exists()
+
+    def test_a_checkpoint_out_of_a_broken_evaluation_holds_the_trained_weights(self):
+        class Failing(Fragile):
+            def validation_step(self, batch):
+                if self.state.global_step == 12:
+                    raise ValueError("broken")
+                return self.step(batch)
+
+        def of(path, **more):
+            return train(path, callbacks=[EMA(0.8)], checkpoint_every="epoch", **more)
+
+        whole = state_of(*of("out/a"))
+        with pytest.raises(ValueError, match="broken"):
+            of("out/b", module=Failing(), handlers="all")
+        trainer, module = of("out/b", resume=True)
+        assert trainer.run.is_resumed
+        assert_same(whole, state_of(trainer, module))
 
     def test_a_second_run_begins_anew(self):
         ema = EMA(0.5)

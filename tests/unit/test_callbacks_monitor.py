@@ -121,6 +121,15 @@ def test_norms_are_taken_of_updates_that_end_a_row_only(monkeypatch):
     assert [step for step, _ in logged(trainer, "grad_norm")] == [3, 4]
 
 
+def test_a_row_has_the_norm_of_the_update_that_ends_it():
+    every = dict(logged(fit(["grad_norm"], {"epochs": 2}, log_every=1), "grad_norm"))
+    assert len(set(every.values())) == 8
+    for log_every in (2, 3, 5):
+        shown = logged(fit(["grad_norm"], {"epochs": 2}, log_every=log_every), "grad_norm")
+        assert {step for step, _ in shown} >= set(range(log_every, 9, log_every))
+        assert shown == [(step, every[step]) for step, _ in shown]
+
+
 def test_a_row_at_the_end_of_each_epoch_has_a_norm_too():
     assert [step for step, _ in logged(fit(["grad_norm"], {"epochs": 2}, log_every=-1), "grad_norm")] == [4, 8]
 

@@ -66,6 +66,14 @@ def test_the_end_of_a_run_says_the_essentials_in_ten_lines(caplog):
     assert f"val_loss {trainer.state.metrics['val_loss']:.5g}" in said[5]
 
 
+def test_the_samples_per_second_of_a_run_that_goes_on_are_those_of_this_part(caplog, monkeypatch):
+    monkeypatch.setattr("accmt.callbacks.ending.monotonic", iter(range(0, 1000, 4)).__next__)
+    settings = {"checkpoint_every": "epoch", "verbose": True, "resume": "auto"}
+    for epochs, samples in ((3, 24), (4, 8), (6, 16)):
+        make_trainer({"epochs": epochs}, **settings).fit(Linear(), make_points(8))
+        assert f"4.0 s, {samples / 4:.1f} samples/s" in caplog.messages[-1]
+
+
 def test_a_run_that_fails_says_so(caplog):
     class Failing(Linear):
         def training_step(self, batch):

@@ -38,6 +38,17 @@ class WithoutBias(Net):
         return state
 
 
+class TiedWithoutEither(nn.Sequential):
+    """Its own `state_dict` leaves a weight out that it has under two names."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(2, 2), nn.Linear(2, 2))
+        self[1].weight = self[0].weight
+
+    def state_dict(self, *args, **kwargs):
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "weight" not in name}
+
+
 class Hooked(Net):
     """A hook leaves a buffer out."""
 
@@ -105,6 +116,7 @@ class Extra(Net):
 FAULTS = {
     "left out by a state_dict": (WithoutBias, "bias"),
     "left out by a hook": (Hooked, "mean"),
+    "left out under both names": (TiedWithoutEither, "0.weight, 1.weight"),
     "not loaded": (Deaf, "weight, bias"),
     "changed": (Scaled, "weight"),
     "replaced": (Replacing, "parameters are replaced.*weight"),

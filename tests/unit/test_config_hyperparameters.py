@@ -188,6 +188,8 @@ def test_a_batch_size_that_is_left_out_equals_the_one_before_it(given, sizes):
     hps = HyperParameters(batch_size=given)
     assert (hps.train_batch_size, hps.val_batch_size, hps.test_batch_size) == sizes
     assert hps.batch_size == (given if isinstance(given, int) else tuple(map(int, given)))
+    hps.set_train_batch_size(64)
+    assert (hps.train_batch_size, hps.val_batch_size, hps.test_batch_size) == (64, *sizes[1:])
 
 
 @pytest.mark.feature("P21")

@@ -72,6 +72,19 @@ def in_global_order(loaders, epoch=0, first=0):
     return samples
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_batches_of_a_dataloader_are_those_that_torch_cuts(count, drop_last):
+    for length in range(3, 11):
+        given = DataLoader(Counted(length), batch_size=3, drop_last=drop_last)
+        expected = [batch.tolist() for batch in given]
+        loaders = build_all(lambda given=given: given, count)
+        rounds = zip(*(loader.rounds(0) for loader in loaders), strict=True)
+        found = [one.batch.tolist() for each in rounds for one in each if one.batch is not None]
+        assert found == expected
+        assert {loader.num_rounds for loader in loaders} == {-(-len(expected) // count)}
+
+
 @pytest.mark.feature("A60", "L58", "A28")
 def test_every_sample_is_seen_once_over_all_processes_whatever_the_sizes():
     for length in (1, 2, 3, 7, 12, 40):

@@ -67,6 +67,22 @@ def test_a_forked_process_holds_no_lock_and_releases_none(tmp_path):
         os.close(writing)
 
 
+def test_a_forked_process_that_outlives_the_killed_one_holds_no_lock(tmp_path):
+    """As a loader's worker does until it sees that its parent is gone."""
+    code = "import os, signal; from pathlib import Path; from accmt.files import FolderLock;"
+    code += f"lock = FolderLock.take(Path({str(tmp_path)!r})); child = os.fork();"
+    code += "child and print(child, flush=True); os.kill(os.getpid(), signal.SIGKILL if child else signal.SIGSTOP)"
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = int(run.stdout.readline())
+    try:
+        assert run.wait() == -9
+        assert (tmp_path / LOCK_NAME).exists()
+        assert take_elsewhere(tmp_path) == "taken"  # though the child lives
+    finally:
+        os.kill(child, 9)
+        run.stdout.close()
+
+
 def test_a_file_system_without_locks_refuses_nobody(tmp_path, monkeypatch):
     def fail(file, operation):
         raise OSError("no locks available")

@@ -353,3 +353,22 @@ def test_a_step_that_draws_gets_the_same_numbers_however_data_are_loaded(workers
     assert results[0] == results[1]
     assert 0 < results[0]["drawn"] < 1
     assert results[0]["random"] != make_trainer(seed=1).validate(Drawing(), Numbers(5))["random"]
+
+
+@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+def test_each_batch_draws_numbers_of_its_own(method: str):
+    drawn: list[float] = []
+
+    class Drawing(Scripted):
+        def validation_step(self, batch):
+            drawn.append(torch.rand(()).item())
+            return {"loss": batch.mean()}
+
+        def predict_step(self, batch):
+            drawn.append(torch.rand(()).item())
+            return batch
+
+    for _ in range(2):
+        getattr(make_trainer({"batch_size": 1}), method)(Drawing(), Numbers(4))
+    assert len(set(drawn)) == 4
+    assert drawn[:4] == drawn[4:], "the same in each evaluation"

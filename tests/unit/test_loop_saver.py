@@ -92,6 +92,15 @@ def test_none_saves_nothing():
     assert not Path("out").exists()
 
 
+def test_a_run_that_saved_nothing_leaves_no_folder_of_a_model():
+    Path("kept").mkdir()
+    for path in ("a/b/model", "kept/a/model", "kept/model"):
+        trainer = make_trainer({"epochs": 1}, path, model_saving="best_valid_loss")
+        trainer.fit(Scripted([float("nan")]), Numbers(4), Numbers(2))
+    assert not Path("a").exists()
+    assert not list(Path("kept").iterdir())
+
+
 @pytest.mark.feature("D22")
 def test_the_best_weights_are_in_the_folder_not_the_last():
     weights = []

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accmt import Trainer
+from accmt import HyperParameters, Trainer
 from accmt.errors import ArgumentError
 from tests.toys import HPS, Linear, Numbers, Recorder, Scripted, make_points, make_trainer
 
@@ -25,6 +25,14 @@ def test_a_trial_run_has_so_many_batches_of_each_kind_and_then_ends(number: Any)
     assert len(module.seen) == len(module.validated) == int(number)
     predictions = trainer.predict(Linear(), make_points(20).tensors[0])
     assert len(predictions) == 2 * int(number)
+
+
+def test_a_trial_run_leaves_the_hyper_parameters_of_the_user_alone() -> None:
+    hps = HyperParameters(epochs=3, batch_size=2, max_steps=5)
+    trainer = Trainer(hps, "out/model", fast_dev_run=True, verbose=False)
+    trainer.fit(Linear(), make_points())
+    assert trainer.state.global_step == 1
+    assert (hps.epochs, hps.max_steps) == (3, 5)
 
 
 @pytest.mark.feature("L29")

@@ -54,6 +54,19 @@ def test_values_of_several_kinds_add_up_without_loss():
     assert window.take()[0] == math.fsum([0.1, 3, 0.5])
 
 
+@pytest.mark.parametrize("count", [1, _COMPACT_AT, 2 * _COMPACT_AT + 3])
+def test_the_states_of_several_processes_add_up(count):
+    values, weights = values_and_weights(3 * count)
+    whole, own = WeightedSum(), WeightedSum()
+    for part in range(3):
+        process = WeightedSum()
+        for value, weight in zip(values[part::3], weights[part::3], strict=True):
+            process.add(value, weight.item())
+            whole.add(value, weight.item())
+        own.add_state(process.state_dict())
+    assert own.take() == pytest.approx(whole.take(), rel=1e-13)
+
+
 @pytest.mark.parametrize("count", [2, 2 * _COMPACT_AT])
 def test_a_value_of_weight_zero_counts_for_nothing(count):
     window = WeightedSum()

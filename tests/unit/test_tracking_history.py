@@ -1,5 +1,7 @@
+import errno
 import json
 import math
+import os
 import time
 
 import pytest
@@ -119,3 +121,31 @@ def test_one_process_at_a_time_claims_the_file(tmp_path):
     first.close()
     assert second.is_ours_alone()
     second.close()
+
+
+def test_on_a_full_disk_the_first_rows_wait_and_those_beyond_the_limit_are_counted(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("accmt.tracking.history.MAX_UNWRITTEN", 3)
+    history, write, is_full = History(tmp_path), os.write, True
+
+    def write_if_there_is_room(descriptor, data):
+        if is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write_if_there_is_room)
+    reader = HistoryReader(history)
+    for step in range(1, 4):
+        history.add_values({"loss": 1.0}, step)
+    waiting = reader.read(2)
+    for step in range(4, 7):
+        history.add_values({"loss": 1.0}, step)
+    waiting += reader.read(9)
+    is_full = False
+    history.add_values({"loss": 1.0}, 7)
+    waiting += reader.read(9)
+    reader.close()
+    history.close()
+    steps = [1, 2, 3, 7]  # the first three wait, and rows keep the lines under which readers got them
+    assert [row["step"] for row in read_history(tmp_path)] == steps
+    assert [(line, row["step"]) for line, row in waiting] == list(enumerate(steps))
+    assert "3 rows that were never written" in caplog.text

@@ -99,6 +99,23 @@ def test_rows_of_an_earlier_run_in_the_same_folder_are_left_alone(history, rewin
     assert (replay.start, replay.first_step, replay.kept_steps) == (15, None, None)
 
 
+@pytest.mark.parametrize("rewinding", [KEEPS, WITHDRAWS])
+def test_what_an_earlier_run_of_the_same_name_took_back_is_none_of_the_points_of_the_new_one(history, rewinding):
+    """Lines 0 to 14 are those of a run that nothing could be continued from; the new one begins with line 15."""
+    later = History(history.parent)
+    later.add_rewind(line=0, step=None, attempt=1)
+    for step in range(4):
+        later.add_values({"loss": 3.0}, step)
+    later.add_rewind(line=18, step=1, attempt=2)
+    for step in range(2, 9):
+        later.add_values({"loss": 4.0}, step)
+    later.close()
+    replay = Replay(history, account(20, first=15), rewinding)  # the tracker has steps 0 to 3, and not more
+    assert (replay.first_step, replay.kept_steps) == ((2, None) if rewinding is WITHDRAWS else (None, (2, 3)))
+    lines = range(21, 28) if rewinding is WITHDRAWS else range(23, 28)
+    assert delivered(history, replay) == dict.fromkeys(lines, ["loss"])
+
+
 @pytest.fixture
 def media_history(tmp_path):
     """Images and a file at steps 1 and 2 in lines 0 to 3, taken back to step 1 (line 2), and those of step 2 again."""

@@ -115,3 +115,11 @@ def test_names_of_an_earlier_process_stay_as_they_were_whatever_comes_first():
     later = CleanNames(lambda name: name.replace("@", "_"), dict(names))
     assert later.rename({"a@b": 2, "a_b": 1}) == {names["a@b"]: 2, "a_b": 1}
     assert names["a@b"] != "a_b"
+
+
+def test_a_new_name_is_never_one_that_an_earlier_process_gave_another():
+    known = {"f1@5": "f1_5"}
+    later = CleanNames(lambda name: name.replace("@", "_"), known)
+    renamed = later.rename({"f1_5": 1, "f1@5": 2})
+    assert renamed["f1_5"] == 2
+    assert sorted(renamed.values()) == [1, 2]

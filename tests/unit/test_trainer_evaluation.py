@@ -562,6 +562,27 @@ def test_callbacks_of_the_module_are_called_too():
     assert recorder.calls == EVALUATION_HOOKS
 
 
+def test_another_module_than_that_of_fit_is_evaluated_with_callbacks_and_data_of_its_own():
+    ours, theirs = Recorder(), Recorder()
+
+    class With(Linear):
+        def __init__(self, recorder: Recorder):
+            super().__init__()
+            self.recorder = recorder
+
+        def get_callbacks(self):
+            return self.recorder
+
+    trainer, other = make_trainer(callbacks=EMA(0.5)), With(theirs)
+    trainer.fit(With(ours), make_points(), make_points(2))
+    before = list(ours.calls)
+    with torch.no_grad():
+        other.model.weight.add_(1.0)
+    assert trainer.test(other, make_points(2)) == make_trainer().test(other, make_points(2))
+    assert theirs.calls == 2 * EVALUATION_HOOKS
+    assert ours.calls == before
+
+
 @pytest.mark.parametrize("hook", ["on_epoch_end", "on_update_end", "on_evaluation_end", "on_fit_end"])
 @pytest.mark.parametrize("ckpt_path", [None, "out/other"])
 def test_a_hook_of_a_run_may_evaluate_without_any_effect_on_training(hook: str, ckpt_path: str | None):

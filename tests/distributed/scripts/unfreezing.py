@@ -1,7 +1,7 @@
 """Runs in which layers are frozen and unfrozen, unbroken and continued; writes the weights of each.
 
 torchrun --nproc-per-node 2 unfreezing.py RESULT.json FOLDER
-torchrun --nproc-per-node 2 unfreezing.py one-process|in-a-step FOLDER
+torchrun --nproc-per-node 2 unfreezing.py one-process|in-a-step|hooked FOLDER
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.data import Subset, TensorDataset
 
 import tests.many_runs  # noqa: F401
 from accmt import EMA, AcceleratorModule, Callback, Trainer
@@ -125,15 +126,33 @@ class InAStep(Regression):
         return self.step(batch)
 
 
-def fail(how: str, folder: Path) -> None:
+class Hooked(Regression):
+    """Has its gradients averaged by a function of its own, and notes at which updates."""
+
+    def on_fit_start(self) -> None:
+        self.averaged_at: list[int] = []
+        self.model.register_comm_hook(self, note_and_average)
+
+
+def note_and_average(module, bucket):  # torch takes annotations that are texts for wrong ones
+    module.averaged_at.append(module.state.global_step)
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+def train_otherwise(how: str, folder: Path) -> None:
     hps = {"epochs": 2, "batch_size": BATCH_SIZE, "optim": "SGD"}
-    trainer = Trainer(hps, folder / "model", logging_dir=folder, callbacks=OnOneProcess(), model_saving=None)
-    trainer.fit(Regression({}) if how == "one-process" else InAStep({0: False}), make_points())
+    freezing = Freezing(PLANS["unfrozen"], MOMENTS["unfrozen"]) if how == "hooked" else OnOneProcess()
+    kinds = {"one-process": Regression({}), "in-a-step": InAStep({0: False}), "hooked": Hooked({0: False, 2: False})}
+    module = kinds[how]
+    trainer = Trainer(hps, folder / "model", logging_dir=folder, callbacks=freezing, model_saving=None)
+    trainer.fit(module, Subset(make_points(), range(12)))  # whole batches: else some process has none at the end
+    if is_main_process():
+        sys.stdout.write(f"averaged at {sorted(set(module.averaged_at))}\n")
 
 
 def main(result: str, folder: str) -> None:
     if not result.endswith(".json"):
-        fail(result, Path(folder))
+        train_otherwise(result, Path(folder))
         return
     outcomes = {}
     for name, plan in PLANS.items():
