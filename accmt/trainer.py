@@ -19,6 +19,7 @@ from accmt.module import AcceleratorModule
 from accmt.settings import Settings
 from accmt.settings.trial import apply_trials
 from accmt.state import TrainingState
+from accmt.tracking import find_specs
 from accmt.trainer_arguments import TrainerArguments
 from accmt.trainer_tuning import TrainerTuning
 
@@ -160,6 +161,7 @@ class Trainer(TrainerTuning, TrainerArguments):
             self.settings = apply_trials(Settings.from_arguments(arguments | {"tracker_kwargs": tracker_kwargs}))
             build_callbacks(self.settings.running.callbacks)
             check_metrics(self.settings)
+            find_specs(self.settings.tracking.log_with)
         except AccmtError as error:  # it says where; the frames of the checks, on each process, would bury that
             raise error.with_traceback(None) from error.__cause__
         self.registered_savings: list[RegisteredSaving] = []

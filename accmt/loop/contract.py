@@ -96,7 +96,11 @@ def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
     num_optimizers = sum(hasattr(part, "param_groups") for part in parts)
     do = "def get_optimizer(self): return torch.optim.SGD(self.model.parameters(), lr=0.1)"
     if num_optimizers > 1:
-        do = "return one optimizer with a group for each part; or derive from ExtendedAcceleratorModule"
+        do = "return one optimizer with a group for each part; "
+        if isinstance(module, ExtendedAcceleratorModule):
+            do += "before each self.step, p.grad = None for the parameters that it leaves as they are"
+        else:
+            do += "to step each part by itself, derive from ExtendedAcceleratorModule"
     elif len(parts) > 1:
         do = "def get_optimizer(self): return optimizer, and " + _GET_SCHEDULER
     elif parts:

@@ -191,6 +191,8 @@ class EvaluationRun:
             if not has_weight:
                 raise
             samples = round_.own_samples
+            what = "what a batch holds cannot be told from its shapes, so samples_seen counts those collated"
+            say_once(f"{what}; get_batch_size(self, batch) in the module can count otherwise")
         if samples is None:
             what = "how many samples a batch has cannot be told, so each batch weighs 1"
             say_once(f"{what}; define get_batch_size(self, batch) in the module")

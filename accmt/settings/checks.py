@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from accmt.config.numbers import read_numbers, whole
@@ -105,6 +106,30 @@ def require_mapping(name: str, value: Any) -> None:
     """
     if value is not None and not isinstance(value, Mapping):
         raise_wrong_value(name, value, "a dict", f"{name}={{...}}")
+
+
+def require_keywords(name: str, value: Mapping[str, Any] | None, function: Callable[..., Any], owner: str) -> None:
+    """Check that a dict of arguments has those of the function that they are for.
+
+    Args:
+        name: The argument of the Trainer that holds the dict.
+        value: The dict; None has nothing to check.
+        function: What is called with it.
+        owner: What the function is called in the message.
+
+    Raises:
+        ArgumentError: One of them is no argument of the function; the message names the nearest.
+    """
+    known = [name for name, parameter in signature(function).parameters.items() if parameter.kind in _BY_NAME]
+    for keyword in value or {}:
+        if keyword not in known:
+            nearest = get_close_matches(str(keyword), known, n=1, cutoff=0.6)
+            do = f"did you mean {nearest[0]}?" if nearest else f"leave {keyword!r} out"
+            expected = f"an argument of {owner}: {', '.join(known)}"
+            raise ArgumentError(explain(f"Trainer({name}={{...}})", f"{keyword!r}", expected, do))
+
+
+_BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 def raise_wrong_value(name: str, value: Any, expected: str, do: str) -> NoReturn:

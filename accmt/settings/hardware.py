@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accmt.errors import ArgumentError, explain
-from accmt.settings.checks import require_choice
+from accmt.settings.checks import require_choice, require_keywords, require_mapping
 
 _PRECISIONS: Mapping[str, str] = {
     "16": 'mixed_precision="fp16"',
@@ -49,12 +49,29 @@ def require_precision(value: Any) -> None:
     raise ArgumentError(explain(where, got, expected, do))
 
 
-def require_accelerator(value: Any) -> None:
-    """Check `accelerator`, without importing Accelerate.
+def require_ddp_kwargs(value: Any) -> None:
+    """Check `ddp_kwargs`; Accelerate is imported for a dict only.
 
     Raises:
-        ArgumentError: It is neither None, a dict nor an object that prepares models.
+        ArgumentError: It is neither None nor a dict of arguments that exist.
     """
+    require_mapping("ddp_kwargs", value)
+    if value:
+        from accelerate import DistributedDataParallelKwargs
+
+        require_keywords("ddp_kwargs", value, DistributedDataParallelKwargs, "accelerate.DistributedDataParallelKwargs")
+
+
+def require_accelerator(value: Any) -> None:
+    """Check `accelerator`; Accelerate is imported for a dict only.
+
+    Raises:
+        ArgumentError: It is neither None, a dict of arguments that exist nor an object that prepares models.
+    """
+    if isinstance(value, Mapping) and value:
+        from accelerate import Accelerator
+
+        require_keywords("accelerator", value, Accelerator, "accelerate.Accelerator")
     is_object = hasattr(value, "prepare") and not isinstance(value, type)
     if value is None or isinstance(value, Mapping) or is_object:
         return

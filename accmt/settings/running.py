@@ -6,17 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from accmt.settings.checks import (
     raise_wrong_value,
     require_choice,
     require_flags,
     require_int,
+    require_keywords,
     require_mapping,
     require_positive,
 )
 from accmt.settings.durations import read_max_time
 from accmt.settings.handlers import Handler, read_handlers
-from accmt.settings.hardware import require_accelerator, require_precision
+from accmt.settings.hardware import require_accelerator, require_ddp_kwargs, require_precision
 from accmt.settings.profiler import require_profiler
 
 
@@ -93,7 +96,8 @@ class RunningSettings:
         require_profiler(self.profiler)
         read_max_time(self.max_time)
         require_mapping("compile_kwargs", self.compile_kwargs)
-        require_mapping("ddp_kwargs", self.ddp_kwargs)
+        require_keywords("compile_kwargs", self.compile_kwargs, torch.compile, "torch.compile")
+        require_ddp_kwargs(self.ddp_kwargs)
         if not isinstance(self.gradient_checkpointing, bool | Mapping):
             expected = "True, False, or arguments of torch.utils.checkpoint.checkpoint by name"
             value = self.gradient_checkpointing

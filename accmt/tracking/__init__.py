@@ -4,7 +4,7 @@ from accmt.tracking.history import read_history
 from accmt.tracking.run_folder import RunPlace, default_run_name, default_track_name, is_url
 from accmt.tracking.services import Aim, ClearML, CometML, SwanLab, Trackio, WandB
 from accmt.tracking.spec import TrackerSpec
-from accmt.tracking.specs import DVCLive, MLFlow, TensorBoard, resolve_trackers
+from accmt.tracking.specs import DVCLive, MLFlow, TensorBoard, find_specs, resolve_trackers
 from accmt.tracking.sync import Synced, sync_run
 from accmt.tracking.tracking import RunStatus, Tracking
 
@@ -25,6 +25,7 @@ __all__ = [
     "WandB",
     "default_run_name",
     "default_track_name",
+    "find_specs",
     "is_url",
     "read_history",
     "resolve_trackers",

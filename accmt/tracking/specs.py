@@ -234,12 +234,22 @@ def resolve_trackers(log_with: Any) -> list[TrackerSpec]:
         ArgumentError: An entry is no tracker (the nearest name is in the message), or one is named twice.
         MissingPackageError: The tracker's package is not installed.
     """
+    specs = find_specs(log_with)
+    for spec in specs:
+        _require_package(spec)
+    return specs
+
+
+def find_specs(log_with: Any) -> list[TrackerSpec]:
+    """Do what `resolve_trackers` does, but for looking whether packages are installed.
+
+    Raises:
+        ArgumentError: An entry is no tracker (the nearest name is in the message), or one is named twice.
+    """
     if log_with is None or log_with is False:
         return []
     entries = log_with if isinstance(log_with, list | tuple) else [TensorBoard if log_with is True else log_with]
     specs = [_find_spec(entry) for entry in entries]
-    for spec in specs:
-        _require_package(spec)
     names = [spec.name for spec in specs if not isinstance(spec, GivenTracker)]
     for name in names:
         if names.count(name) > 1:
@@ -273,6 +283,7 @@ def _require_package(spec: TrackerSpec) -> None:
 
 
 def _raise_unknown(entry: Any) -> None:
-    nearest = get_close_matches(str(entry).lower(), list(_BY_NAME), n=1, cutoff=0.0)
+    nearest = get_close_matches(str(entry).lower(), list(_BY_NAME), n=1, cutoff=0.5)
     got = f"{entry!r} ({type(entry).__name__})"
-    raise ArgumentError(explain("Trainer(log_with=...)", got, _SUPPORTED, f"log_with={nearest[0]!r}?"))
+    do = f"log_with={nearest[0]!r}?" if nearest else "log_with='tensorboard', say"
+    raise ArgumentError(explain("Trainer(log_with=...)", got, _SUPPORTED, do))

@@ -157,3 +157,15 @@ def test_of_a_batch_nothing_may_be_left_where_no_other_process_waits():
 
     state, _ = fit(Unreadable(), collate_fn=drop_all)
     assert state.samples_seen == 8
+
+
+def test_samples_that_only_weights_stand_for_are_counted_with_a_message(caplog):
+    class Weighted(Linear):
+        def step(self, batch):
+            return {"loss": (self.model(batch[:, :1]) - 1).square().mean(), "weight": 2.0}
+
+    trainer = make_trainer({"batch_size": 3}, collate_fn=lambda rows: torch.stack(rows[:2])[:, :3], verbose=True)
+    module = Weighted()
+    module.model = nn.Linear(1, 1)
+    assert trainer.fit(module, torch.ones(6, 3)).samples_seen == 6
+    assert caplog.text.count("samples_seen counts those collated; get_batch_size(self, batch)") == 1

@@ -319,6 +319,19 @@ def test_an_optimizer_that_is_none_is_refused_before_training_with_the_line_to_w
     assert trainer.state.train_step == 0
 
 
+def test_two_optimizers_are_told_what_the_module_does_not_do_already():
+    making_two = {"get_optimizer": RETURNED_OPTIMIZERS["two"][0]}
+    trainer = Trainer(HPS, "out/m", checkpoint_every=None, verbose=False)
+    by_hand = type("ByHand", (ExtendedAcceleratorModule,), {**vars(Base), **making_two})
+    by_hand.training_step = Trains.training_step
+    with pytest.raises(ModuleContractError, match="before each self.step, p.grad = None") as error:
+        trainer.fit(by_hand(), TensorDataset(torch.ones(4, 2)))
+    assert "derive from" not in str(error.value)
+    by_itself = type("ByItself", (Whole,), {**vars(Whole), **making_two})
+    with pytest.raises(ModuleContractError, match="derive from ExtendedAcceleratorModule"):
+        trainer.fit(by_itself(), TensorDataset(torch.ones(4, 2)))
+
+
 @pytest.mark.parametrize(
     ("make", "got", "do"),
     [
