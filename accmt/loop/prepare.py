@@ -82,7 +82,7 @@ def prepare(
     model = _wrap(module.model, optimizer, accelerator)
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
     require_equal_weights(unwrapped)
-    settle_buckets(model)
+    settle_buckets(model, set_to_none=settings.optimization.set_to_none)
     stepper = Stepper(
         accelerator,
         optimizer,

@@ -123,7 +123,7 @@ def _gather_ragged(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([part[:number] for part, number in zip(every, numbers, strict=True)])
 
 
-def settle_buckets(model: nn.Module) -> None:
+def settle_buckets(model: nn.Module, *, set_to_none: bool) -> None:
     """Let DistributedDataParallel form its buckets of gradients for good, before the first update.
 
     It forms them anew after its first backward. Where more than two processes add up, the order in which they do
@@ -132,7 +132,13 @@ def settle_buckets(model: nn.Module) -> None:
 
     Processes: collective.
 
-    Source: `Reducer::should_rebuild_buckets` in torch/csrc/distributed/c10d/reducer.cpp, which says when it does.
+    Args:
+        model: The model.
+        set_to_none: Whether gradients are dropped after each step. Where they stay, and are views of their buckets,
+            they have to be there from the first step on: the mean is rounded otherwise for one that is new.
+
+    Source: `Reducer::should_rebuild_buckets` in torch/csrc/distributed/c10d/reducer.cpp, which says when it does, and
+        `Reducer::mark_variable_ready_dense`, which divides, or multiplies by the reciprocal.
     """
     if num_processes() <= 2 or not isinstance(model, DistributedDataParallel):
         return
@@ -142,7 +148,7 @@ def settle_buckets(model: nn.Module) -> None:
     sparse = {layer.weight for layer in model.modules() if getattr(layer, "sparse", False) and hasattr(layer, "weight")}
     sums = [_sum(weight, is_sparse=weight in sparse) for weight in model.parameters() if weight.requires_grad]
     torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call]
-    model.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=set_to_none)
 
 
 def _sum(weight: nn.Parameter, *, is_sparse: bool) -> torch.Tensor:
@@ -153,7 +159,7 @@ def _sum(weight: nn.Parameter, *, is_sparse: bool) -> torch.Tensor:
     return nn.functional.embedding(row, weight, sparse=True).sum()
 
 
-def rebuild_reducer(model: DistributedDataParallel) -> None:
+def rebuild_reducer(model: DistributedDataParallel, *, set_to_none: bool) -> None:
     """Let DistributedDataParallel average the gradients of those parameters that require them now.
 
     It notes them once, when it is built. This is what it does when it is unpickled, with its communication hooks.
@@ -174,7 +180,7 @@ def rebuild_reducer(model: DistributedDataParallel) -> None:
         for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):  # PowerSGD's, by number of bucket
             getattr(state, memory, {}).clear()
         dist._register_comm_hook(model.reducer, state, hook)  # type: ignore[attr-defined]
-    settle_buckets(model)
+    settle_buckets(model, set_to_none=set_to_none)
 
 
 def broadcast_buffers(model: nn.Module) -> None:

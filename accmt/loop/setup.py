@@ -145,7 +145,9 @@ def _make_parts(
         "recovery": recovery,
         "clock": Clock(read_max_time(settings.running.max_time)),
         **watch,
-        "trained": TrainedParameters(module, *parts, watch["watch"]),
+        "trained": TrainedParameters(
+            module, *parts, watch["watch"], set_to_none=trainer.settings.optimization.set_to_none
+        ),
         "counts_own_samples": defines(module, "get_batch_size"),
     }
 

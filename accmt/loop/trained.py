@@ -39,6 +39,7 @@ class TrainedParameters:
         unwrapped_model: The model itself.
         optimizer: Its optimizer.
         watch: Where processes leave notes; None where a process is alone.
+        set_to_none: Whether gradients are dropped after each step.
     """
 
     def __init__(
@@ -48,7 +49,10 @@ class TrainedParameters:
         unwrapped_model: nn.Module,
         optimizer: torch.optim.Optimizer,
         watch: Watch | None,
+        *,
+        set_to_none: bool = True,
     ) -> None:
+        self._set_to_none = set_to_none
         self._model, self._unwrapped_model, self._optimizer = model, unwrapped_model, optimizer
         self._agreement = None if watch is None or num_processes() == 1 else _Agreement(watch)
         self._steps_by_itself = isinstance(module, ExtendedAcceleratorModule)
@@ -102,7 +106,7 @@ class TrainedParameters:
         self._flags = flags
         self._warn_if_not_in_optimizer()
         if isinstance(self._model, DistributedDataParallel):
-            rebuild_reducer(self._model)
+            rebuild_reducer(self._model, set_to_none=self._set_to_none)
 
     def require_unchanged(self) -> None:
         """Check, where a wrapper averages gradients, that a window has trained what it began with.

@@ -15,8 +15,8 @@ from tests.launching import SCRIPTS, launch
 Outcome = dict[str, Any]
 
 
-def train(folder: Path, processes: int, *parts: tuple[str, int, int, int | None]) -> list[Outcome]:
-    """Train parts (folder, batch size, accumulation, update to stop at) in one launch."""
+def train(folder: Path, processes: int, *parts: tuple[Any, ...]) -> list[Outcome]:
+    """Train parts (folder, batch size, accumulation, update to stop at, settings) in one launch."""
     result = folder / "result.json"
     result.unlink(missing_ok=True)
     placed = [[str(folder / name), *part] for name, *part in parts]
@@ -66,9 +66,12 @@ def test_four_two_three_and_one_process_see_every_sample_once_in_one_order(tmp_p
     assert parts[-1]["ended"]["samples_seen"] == EPOCHS * SAMPLES
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_the_same_processes_end_with_the_same_bits(tmp_path, processes) -> None:
-    parts = [("a", 5, 2, None), ("b", 5, 2, 3), ("b", 5, 2, 6), ("b", 5, 2, None)]
+KEPT_GRADIENTS = {"set_to_none": False, "ddp_kwargs": {"gradient_as_bucket_view": True}}
+
+
+@pytest.mark.parametrize(("processes", "settings"), [(2, {}), (3, {}), (3, KEPT_GRADIENTS)])
+def test_the_same_processes_end_with_the_same_bits(tmp_path, processes, settings) -> None:
+    parts = [(name, 5, 2, stop, settings) for name, stop in (("a", None), ("b", 3), ("b", 6), ("b", None))]
     whole, *_, resumed = train(tmp_path, processes, *parts)
     assert resumed["began"]["global_step"] == 6
     assert (resumed["weights"], resumed["ended"]) == (whole["weights"], whole["ended"])

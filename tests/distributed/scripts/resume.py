@@ -1,6 +1,7 @@
 """Parts of runs that are interrupted and continued; writes which samples each process saw in each part.
 
-torchrun --nproc-per-node 2 resume.py RESULT.json '[["FOLDER", BATCH_SIZE, ACCUMULATION, STOP_AT_UPDATE or null], ...]'
+torchrun --nproc-per-node 2 resume.py RESULT.json PARTS, with PARTS a JSON list of
+["FOLDER", BATCH_SIZE, ACCUMULATION, STOP_AT_UPDATE or null, SETTINGS]
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class StopAt(Callback):
             raise InterruptedError
 
 
-def train(folder: str, batch_size: int, accumulation: int, stop: int | None) -> dict[str, Any]:
+def train(
+    folder: str, batch_size: int, accumulation: int, stop: int | None, settings: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Train a new module from the newest checkpoint in `folder`, to the end or to an update."""
     trainer = Trainer(
         {
@@ -87,6 +90,7 @@ def train(folder: str, batch_size: int, accumulation: int, stop: int | None) -> 
         verbose=False,
         logging_dir=f"{folder}/logs",
         callbacks=[begin := Begin(), *([] if stop is None else [StopAt(stop)])],
+        **(settings or {}),
     )
     module = Recording()
     with contextlib.suppress(InterruptedError):
