@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -26,11 +27,11 @@ def windows_of(case: Any, processes: int) -> list[list[int]]:
     """Return the samples of each window of an epoch that can be read."""
     size = windows.BATCH_SIZE * case.accumulation
     bad = set(bad_samples.BAD[case.bad])
-    if case.data != "unshared":
+    if case.data not in bad_samples.OF_EACH:
         size *= processes
         parts = [range(start, min(start + size, bad_samples.SAMPLES)) for start in range(0, bad_samples.SAMPLES, size)]
     else:
-        own = [windows.own_samples(bad_samples.SAMPLES, process, processes) for process in range(processes)]
+        own = [bad_samples.samples_of(case, process, processes) for process in range(processes)]
         starts = range(0, max(map(len, own)), size)
         parts = [[index for samples in own for index in samples[start : start + size]] for start in starts]
     return [[index for index in part if index not in bad] for part in parts]
@@ -73,7 +74,7 @@ def test_updates_are_those_of_the_samples_that_can_be_read(name: str, results: d
     losses = [row["train_loss"] for row in result["rows"] if "train_loss" in row]
     assert losses == pytest.approx(expected["losses"], rel=1e-6)
     assert (torch.tensor(result["weights"]) - expected["weights"]).norm() / expected["weights"].norm() <= 1e-6
-    if case.data != "unshared":
+    if case.data not in bad_samples.OF_EACH:
         assert result["metrics"] == {"val_loss": pytest.approx(expected["validation"], rel=1e-6)}
 
 
@@ -81,13 +82,16 @@ def test_updates_are_those_of_the_samples_that_can_be_read(name: str, results: d
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_left_out_is_counted_and_logged(name: str, results: dict[str, Any]) -> None:
     case, result = CASES[name], results[name]
-    bad, state, rows = len(bad_samples.BAD[case.bad]), result["state"], result["rows"]
+    state, rows, processes = result["state"], result["rows"], result["processes"]
+    each = [bad_samples.samples_of(case, process, processes) for process in range(processes)]
+    every = list(chain(*each)) if case.data in bad_samples.OF_EACH else list(range(bad_samples.SAMPLES))
+    bad = sum(index in bad_samples.BAD[case.bad] for index in every)
     assert state["bad_samples"] == bad * case.epochs
-    assert state["samples_seen"] == (bad_samples.SAMPLES - bad) * case.epochs
-    empty = [window for window in windows_of(case, result["processes"]) if not window]
+    assert state["samples_seen"] == (len(every) - bad) * case.epochs
+    empty = [window for window in windows_of(case, processes) if not window]
     assert state["skipped_updates"] == len(empty) * case.epochs
     logged = [row["bad_samples"] for row in rows if "bad_samples" in row]
     assert logged == sorted(logged)
     assert logged[-1] <= bad * case.epochs
-    if case.data != "unshared":
+    if case.data not in bad_samples.OF_EACH:
         assert [row["val_bad_samples"] for row in rows if "val_bad_samples" in row] == [bad] * case.epochs

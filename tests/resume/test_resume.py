@@ -276,6 +276,16 @@ class TestSavingByHand:
         resumed = train("out/n", resume="pinned", checkpoint_every=None)
         assert_same(whole, state_of(*resumed), but=("rows",))
 
+    def test_one_elsewhere_does_not_take_the_place_of_a_regular_one(self):
+        class At3(Callback):
+            def on_update_end(self):
+                if self.state.global_step == 3:
+                    self.trainer.save_checkpoint("pinned")
+
+        trainer, _ = train("out/m", callbacks=[At3()], checkpoint_every="3 steps", max_checkpoints=9)
+        assert names_in(trainer.checkpoint_path) == [f"step-{step:08}" for step in range(3, 19, 3)]
+        assert names_in(Path("pinned")) == ["step-00000003"]
+
     def test_after_a_run_it_is_written_at_once(self):
         trainer, _ = train("out/m", checkpoint_every=None)
         trainer.save_checkpoint("later")

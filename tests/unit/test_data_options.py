@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
@@ -60,6 +62,8 @@ def test_data_that_a_distributed_sampler_shares_are_not_shared_twice():
     by_rank = [told.without_second_sharing(sampler) for sampler in samplers]
     assert [o.share for o in by_rank] == [Share(), Share()]
     assert by_rank[0].seed != by_rank[1].seed
+    agreeing = replace(told, agree_on=torch.device("cpu"))  # each has data of its own then
+    assert [agreeing.without_second_sharing(sampler) for sampler in samplers] == by_rank
     assert told.without_second_sharing(None, BatchSampler(samplers[0], 2, drop_last=False)) == by_rank[0]
     assert told.without_second_sharing(SequentialSampler(range(8)), None) is told
 

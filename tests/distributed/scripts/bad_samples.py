@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from accmt import Trainer, read_history
-from accmt.processes import gather_objects, is_main_process, num_processes, process_index
+from accmt.processes import gather_objects, is_main_process, num_processes
 from tests.distributed.scripts.windows import (
     BATCH_SIZE,
     LR,
@@ -36,6 +36,8 @@ BAD = {
     "all of a batch": [1, *range(8, 12), *range(16, 24), 27],  # of one process, and of all
     "the first": list(range(8)),
 }
+OF_EACH = ("unshared", "shared by a sampler")
+"""Data of which each process has a part of its own."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Case:
 def make_cases() -> list[Case]:
     """Return the grid."""
     cases = [Case(bad, a, w) for bad, a, w in itertools.product(BAD, (1, 2, 4), (False, True))]
-    cases += [Case(bad, 2, data=data) for bad, data in itertools.product(BAD, ("loader", "unshared"))]
+    cases += [Case(bad, 2, data=data) for bad, data in itertools.product(BAD, ("loader", *OF_EACH))]
     return cases + [Case(bad, 2, workers=2) for bad in BAD]
 
 
@@ -81,18 +83,30 @@ class Evaluated(Regression):
         return compute_loss(self.model, batch, weighted=False)[0]
 
 
+def samples_of(case: Case, process: int, processes: int) -> list[int]:
+    """Return the samples of a process that has a part of its own; a sampler gives some twice."""
+    if case.data == "unshared":
+        return own_samples(SAMPLES, process, processes)
+    return list(DistributedSampler(range(SAMPLES), processes, process, shuffle=False))
+
+
+def place() -> tuple[int, int]:
+    """Return this process and how many there are, before there is a group."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def make_data(case: Case) -> Any:
     """Return the case's data in the form it asks for."""
     if case.data == "unshared":
-        own = own_samples(SAMPLES, process_index(), int(os.environ.get("WORLD_SIZE", "1")))
-        return Unreadable(own, case.bad)
+        return Unreadable(samples_of(case, *place()), case.bad)
     samples = Unreadable(range(SAMPLES), case.bad)
     return DataLoader(samples, BATCH_SIZE) if case.data == "loader" else samples
 
 
 def run_case(case: Case, folder: Path) -> dict[str, Any]:
     """Train one case and return what its updates were made of."""
-    recorder = GradientRecorder()
+    recorder, process, processes = GradientRecorder(), *place()
+    by_sampler = {"sampler": DistributedSampler(range(SAMPLES), processes, process, shuffle=False)}
     trainer = Trainer(
         {"epochs": case.epochs, "batch_size": BATCH_SIZE, "optim": {"type": "SGD", "lr": LR}},
         folder / "model",
@@ -106,9 +120,10 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
         callbacks=recorder,
         verbose=False,
         on_bad_sample="skip",
+        **(by_sampler if case.data == "shared by a sampler" else {}),
     )
     module = Evaluated(weighted=case.weighted)
-    state = trainer.fit(module, make_data(case), None if case.data == "unshared" else make_data(case))
+    state = trainer.fit(module, make_data(case), None if case.data in OF_EACH else make_data(case))
     weights = torch.cat([p.detach().flatten() for p in module.model.parameters()]).tolist()
     every = gather_objects((recorder.gradients, state.state_dict(), weights, state.metrics))
     rows = [row["values"] for row in read_history(trainer.log_dir) if "values" in row] if is_main_process() else []
