@@ -34,6 +34,8 @@ def require_same_layout(begun: Mapping[str, str], now: Mapping[str, str]) -> Non
     faults += [f"{name} is gone" for name in begun.keys() - now.keys()]
     expected = "the entries, shapes and dtypes that it was built with: only into those a resume can load"
     do = "give a buffer its final size when the model is built, and count how much of it is in use"
+    if begun.keys() != now.keys():
+        do = "add, replace or prune layers when the module is built, before fit"
     raise CheckpointError(explain("the state of the model", "; ".join(faults[:5]), expected, do))
 
 

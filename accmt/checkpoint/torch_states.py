@@ -82,6 +82,8 @@ def is_expanded(tensor: Tensor) -> bool:
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
     """Return an optimizer's state: its class, `state` by parameter name, `param_groups` with names; nothing is copied.
 
+    What its own `state_dict` adds, such as the slow weights of Lookahead, is in `added`.
+
     Raises:
         CheckpointError: It keeps a state that belongs to no parameter.
     """
@@ -98,7 +100,9 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
         raise CheckpointError(message)
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
     entries = {names[index]: entry for index, entry in state["state"].items()}
-    return {"class": type(optimizer).__qualname__, "state": entries, "param_groups": groups}
+    added = {key: entry for key, entry in state.items() if key not in ("state", "param_groups")}
+    kept = {"class": type(optimizer).__qualname__, "state": entries, "param_groups": groups}
+    return {**kept, "added": added} if added else kept
 
 
 def restore_model(model: nn.Module, state: State) -> None:
@@ -127,6 +131,7 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> N
     indices = {name: index for index, name in enumerate(names)}
     optimizer.load_state_dict(
         {
+            **state.get("added", {}),
             "state": {indices[name]: entry for name, entry in state["state"].items()},
             "param_groups": [
                 {**saved, "params": group["params"]} for saved, group in zip(state["param_groups"], groups, strict=True)

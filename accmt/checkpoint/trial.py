@@ -32,9 +32,11 @@ from accmt.checkpoint.torch_states import (
 )
 from accmt.checkpoint.typed_json import decode, encode
 from accmt.errors import CheckpointError, explain
+from accmt.messages import warn
 
 _ROOM = 256 * 2**20
 _SHOWN = 5
+_PARTS_OF_OPTIMIZERS = ("state", "param_groups", "defaults")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -78,9 +80,11 @@ def try_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         optimizer: The optimizer, which is not touched.
 
     Raises:
-        CheckpointError: An entry comes back otherwise, or the optimizer does not load its own state.
+        CheckpointError: An entry comes back otherwise, the optimizer does not load its own state, or holds another
+            optimizer whose state is not in its own.
     """
     state = optimizer_state(model, optimizer)
+    _require_nothing_left_out(optimizer, state)
     state["state"] = _one_of_each_kind(state["state"])
     tensors, rest = split_tensors(state)
     copied = {name: _as_read(tensor) for name, tensor in tensors.items()}
@@ -97,6 +101,36 @@ def try_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     if faults:
         got = f"{len(faults)} entries come back otherwise: {'; '.join(faults[:_SHOWN])}"
         raise _refusal(f"the state of {type(optimizer).__name__}", got)
+
+
+def _require_nothing_left_out(optimizer: Optimizer, state: State) -> None:
+    """Refuse an optimizer that holds another one whose state its own leaves out.
+
+    Copies of the weights in an attribute are only warned of: they may be of use within a step alone. A `state_dict`
+    that adds entries of its own is believed to know what it needs.
+    """
+    if "added" in state:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    kept = {id(tensor) for tensor in (*parameters, *_tensors_in(state))}
+    where = f"`{type(optimizer).__name__}.state_dict`"
+    for name, value in vars(optimizer).items():
+        if name in _PARTS_OF_OPTIMIZERS:
+            continue
+        inner = value if isinstance(value, Optimizer) else None
+        left_out = [one for one in _tensors_in(dict(inner.state) if inner else value) if id(one) not in kept]
+        if inner and left_out:
+            got = f"it leaves out the state of the optimizer in its attribute `{name}` ({type(inner).__name__})"
+            raise _refusal(where, got)
+        if left_out and sorted(one.shape for one in left_out) == sorted(one.shape for one in parameters):
+            what = f"{where} leaves out the tensors in `{name}`, which are shaped like the parameters"
+            warn(f"{what}: if steps depend on them, a resumed run goes on otherwise; add them to its `state_dict`")
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for item in _children(value).values() for tensor in _tensors_in(item)]
 
 
 def _as_read(tensor: Tensor) -> Tensor:

@@ -253,6 +253,74 @@ def test_an_optimizer_that_does_not_get_its_state_back_is_refused(kind, message)
     assert optimizer.state[model.bias]["momentum_buffer"].dtype == torch.float32
 
 
+class Lookahead(SGD):
+    """Goes back to slow weights, which it keeps beside its state, every second step."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, lr=lr, momentum=0.9)
+        self.steps = 0
+        self.slow = [parameter.detach().clone() for parameter in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for slow, parameter in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+class SavedLookahead(Lookahead):
+    """Saves its slow weights in entries of its own."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "slow": self.slow, "steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.slow, self.steps = [slow.clone() for slow in state["slow"]], state["steps"]
+        super().load_state_dict(state)
+
+
+class Sharpness(SGD):
+    """Leaves its steps to an optimizer of its own, whose state it does not save."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, lr=lr)
+        self.base = AdamW(self.param_groups, lr=lr)
+
+    def step(self, closure=None):
+        self.base.step(closure)
+
+
+def with_optimizer(kind):
+    class Module(Linear):
+        def get_optimizer(self):
+            return kind(self.model.parameters())
+
+    return Module()
+
+
+def test_what_an_optimizer_adds_to_its_state_is_resumed(tmp_path):
+    whole, part = with_optimizer(SavedLookahead), with_optimizer(SavedLookahead)
+    make_trainer({"epochs": 2}, "out/whole").fit(whole, make_points())
+    make_trainer({"epochs": 2, "max_steps": 5}, "out/part", checkpoint_every="1 step").fit(part, make_points())
+    part = with_optimizer(SavedLookahead)
+    make_trainer({"epochs": 2}, "out/part", resume=True).fit(part, make_points())
+    assert torch.equal(whole.model.weight, part.model.weight)
+
+
+def test_an_optimizer_whose_own_optimizer_is_not_saved_is_refused_at_the_first_step(tmp_path):
+    trainer = make_trainer(checkpoint_every="epoch")
+    with pytest.raises(CheckpointError, match=r"`base` \(AdamW\)"):
+        trainer.fit(with_optimizer(Sharpness), make_points())
+    assert trainer.state.global_step == 1
+
+
+def test_copies_of_weights_that_an_optimizer_does_not_save_are_a_warning(tmp_path, caplog):
+    make_trainer(checkpoint_every="epoch").fit(with_optimizer(Lookahead), make_points())
+    assert caplog.text.count("`Lookahead.state_dict` leaves out the tensors in `slow`") == 1
+
+
 def test_a_quantized_state_comes_back_as_it_was(tmp_path):
     model, restored = Net(), Net()
     optimizer, loaded = RoundedMomentum(model.parameters()), RoundedMomentum(restored.parameters())
@@ -350,6 +418,15 @@ def test_a_growing_buffer_is_found_at_the_save_where_it_grew(tmp_path):
         trainer.fit(Growing(Expanded()), make_points())
     assert trainer.state.global_step == 3
     assert {path.name for path in tmp_path.rglob("step-*")} == {"step-00000002"}
+
+
+def test_a_layer_added_during_a_run_is_refused_with_where_to_add_it(tmp_path):
+    class Adding(Toy):
+        def on_epoch_start(self):
+            self.model.more = nn.Linear(1, 1).requires_grad_(False)
+
+    with pytest.raises(CheckpointError, match=r"more.weight is new(.|\n)*add, replace or prune layers"):
+        make_trainer(checkpoint_every="1 step").fit(Adding(Net()), make_points())
 
 
 def test_an_expanded_buffer_and_an_extra_state_are_resumed(tmp_path):
