@@ -24,6 +24,13 @@ def tell_epoch(part: Any, epoch: int) -> None:
         part.set_epoch(epoch)
 
 
+def is_of_user(sampler: Any) -> bool:
+    """Return whether a sampler, or what a batch sampler cuts, is a class of the user's, of which nothing is known."""
+    if type(sampler) is BatchSampler:
+        return is_of_user(sampler.sampler)
+    return type(sampler).__module__.partition(".")[0] not in ("torch", "accmt", "builtins")
+
+
 class UserRandomness:
     """Makes a user's samplers draw the same on every process: a function of (seed, epoch).
 

@@ -20,11 +20,11 @@ from accmt.data.options import (
     require_same_everywhere,
 )
 from accmt.data.position import BEGINNING, plan_epoch, read_start, require_same_number, require_same_order
-from accmt.data.samplers import BatchShare, GlobalBatchSampler, Order, tell_epoch
+from accmt.data.samplers import BatchShare, GlobalBatchSampler, Order, is_of_user, tell_epoch
 from accmt.data.sharding import Plan
 from accmt.data.temperature import check_labels
 from accmt.data.workers import WorkerStart, end_workers, note_dead_worker
-from accmt.messages import say
+from accmt.messages import say, warn
 
 
 class _PlannedLoader:
@@ -41,6 +41,7 @@ class _PlannedLoader:
 
     _kind: str
     _unit: str
+    _is_of_user: bool  # whether a sampler of the user's own class draws the order
 
     def __init__(
         self,
@@ -136,7 +137,10 @@ class _PlannedLoader:
     def position(self, epoch: int, num_rounds: int) -> dict[str, Any]:
         """Return where the data are after `num_rounds` rounds of an epoch."""
         if num_rounds == 0:  # what the epoch will have may not have been drawn yet
-            return {"kind": self._kind, self._unit: 0, "of": None}
+            position = {"kind": self._kind, self._unit: 0, "of": None}
+            if self._is_of_user and self._epoch == epoch - 1:
+                position["before"] = {"of": self._size, "order": self._digest(epoch - 1)}
+            return position
         if epoch != self._epoch:
             self._begin(epoch, num_rounds)
         passed = self._plan.samples_before(num_rounds)
@@ -149,10 +153,24 @@ class _PlannedLoader:
             DataError: The position is one in other data.
         """
         self._start = read_start(epoch, first_round, position, kind=self._kind, unit=self._unit, options=self._options)
+        if first_round == 0:
+            self._compare_before(epoch, position)
         self._begin(epoch, first_round)
         require_same_number(self._start, self._size, self._unit, self._options)
         if self._start.position:
             require_same_order(self._start, self._digest(epoch), self._options)
+
+    def _compare_before(self, epoch: int, position: Mapping[str, Any]) -> None:
+        """Warn where the user's sampler does not draw the epoch before as it did: then no later one either."""
+        before = position.get("before")
+        if before is None or not self._is_of_user or position["kind"] != self._kind:
+            return
+        if self._draw(epoch - 1) == before["of"] and self._digest(epoch - 1) != before["order"]:
+            warn(
+                f"the sampler of the {self._options.kind} data draws epoch {epoch} in another order than before the "
+                "interruption, so later epochs are not those of an unbroken run either: it is another sampler, or its "
+                "order depends on more than set_epoch(epoch), a seed, and torch's, numpy's or Python's generators"
+            )
 
     def _begin(self, epoch: int, first: int) -> Plan:
         tell_epoch(self._dataset, epoch)
@@ -205,6 +223,7 @@ class SizedLoader(_PlannedLoader):
             sampler = sampler(dataset)
         check_labels(sampler, dataset)
         options = options.without_second_sharing(sampler)
+        self._is_of_user = sampler is not None and is_of_user(sampler)
         self._order = Order(len(dataset), options.seed, shuffle=options.shuffle, sampler=sampler)
         whole_batch = options.batch_size * options.share.count * options.micro_batches
         super().__init__(
@@ -252,7 +271,9 @@ class BatchLoader(_PlannedLoader):
         self._sizes: list[int] | None = None
         self._batches = BatchShare(given.batch_sampler, seed=options.seed, purpose=options.purpose)  # type: ignore[arg-type]
         options = replace(options, batch_size=1, micro_batches=1)  # the plan counts batches as they are
-        num_batches = length_of(given.batch_sampler) or 0
+        self._is_of_user = is_of_user(given.batch_sampler)
+        # The length of a user's own may be an estimate; what it draws for the first epoch is kept for it.
+        num_batches = len(self._batches.sizes(0)) if self._is_of_user else length_of(given.batch_sampler) or 0
         require_rounds(num_batches, options, "a DataLoader without a batch")
         super().__init__(given.dataset, options, self._batches, _torch_options_of(given), size=num_batches)
 
