@@ -88,9 +88,11 @@ def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
     """Return what `get_optimizer` returned, if it is one optimizer.
 
     Raises:
-        ModuleContractError: It is a list, a pair, a dict or the like; the message shows the line to write.
+        ModuleContractError: It is a list, a pair, a dict or the like, or steps with a closure only; the message shows
+            the line to write.
     """
     if hasattr(own, "param_groups") and hasattr(own, "step") and not isinstance(own, type):
+        _require_step_without_closure(module, own)
         return own
     parts = list(own.values()) if isinstance(own, dict) else list(own) if isinstance(own, list | tuple) else []
     num_optimizers = sum(hasattr(part, "param_groups") for part in parts)
@@ -107,6 +109,15 @@ def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
         do = "def get_optimizer(self): return optimizer, without brackets"
     where, expected = f"{type(module).__name__}.get_optimizer", "one torch.optim.Optimizer, or None"
     raise ModuleContractError(explain(where, _describe_returned(own), expected, do))
+
+
+def _require_step_without_closure(module: AcceleratorModule, optimizer: Any) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is None or closure.default is not inspect.Parameter.empty:
+        return
+    got = f"{type(optimizer).__name__}, which evaluates the loss several times in one step (it needs a closure)"
+    do = "choose an optimizer that takes one gradient a step, such as torch.optim.AdamW"
+    raise ModuleContractError(explain(f"{type(module).__name__}.get_optimizer", got, "step() without a closure", do))
 
 
 def require_scheduler(module: AcceleratorModule, own: Any) -> Any:

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from accmt.data import Loader, derive_seed, seed_generators
-from accmt.errors import ModuleContractError, explain
+from accmt.data import Loader, Round, derive_seed, find_batch_size, seed_generators
+from accmt.errors import DataError, ModuleContractError, explain
 from accmt.loop.bad_samples import BadSamples, tell_bad_samples_of_set
 from accmt.loop.contract import defines
 from accmt.loop.evaluation import without_gradients, without_training
@@ -19,6 +19,7 @@ from accmt.loop.run import EvaluationRun
 from accmt.metrics.gathering import gather_on_main_process, to_cpu
 from accmt.processes import is_main_process, process_index
 
+_KEEP_SAMPLES = "keep the dimension of samples: squeeze(-1) instead of squeeze(), say; or return a list of them"
 _Numbered = tuple[int, Any]  # the round of a batch, and its predictions
 
 
@@ -52,9 +53,10 @@ def _predict_set(run: EvaluationRun, key: str, loader: Loader, *, keeps: bool) -
         has_batch |= round_.batch is not None
         if round_.batch is not None:
             seed_generators(derive_seed(run.seed, "predict_step", round_.index, process_index()), run.device)
-            output = _predict_batch(run, key, run.place(round_.batch))
+            batch = run.place(round_.batch)
+            output = _predict_batch(run, key, batch)
             if keeps:
-                _count_predictions("predictions", output)
+                _require_one_each(run, round_, batch, _count_predictions("predictions", output))
                 kept.append((round_.index, to_cpu(output)))
         run.state.count_validation_batch()
     tell_bad_samples_of_set(run, key, bad, has_batch=has_batch)
@@ -74,6 +76,19 @@ def _predict_batch(run: EvaluationRun, key: str, batch: Any) -> Any:
         raise ModuleContractError(explain(type(run.module).__name__, got, expected, do)) from error
 
 
+def _require_one_each(run: EvaluationRun, round_: Round, batch: Any, count: int) -> None:
+    """Refuse a number of predictions that is neither that of the samples in the batch nor that of which it was made."""
+    try:
+        held = find_batch_size(batch, round_.own_samples)
+    except DataError:  # it cannot be told
+        return
+    said = run.module.get_batch_size(batch) if run.counts_own_samples else None
+    numbers = {number for number in (round_.own_samples, held, said) if number is not None}
+    if numbers and count not in numbers:
+        got = f"{count} predictions for a batch of {' or '.join(map(str, sorted(numbers)))} samples"
+        _refuse(got, _KEEP_SAMPLES)
+
+
 def _count_predictions(what: str, output: Any) -> int:
     """Return how many samples the predictions are of.
 
@@ -85,7 +100,10 @@ def _count_predictions(what: str, output: Any) -> int:
     if isinstance(output, list):
         return len(output)
     if not isinstance(output, Mapping | tuple) or not output:
-        _refuse(f"{what}: {type(output).__name__} {output!r:.80}")
+        got = f"{what}: {type(output).__name__} {output!r:.80}"
+        if what == "predictions" and isinstance(output, torch.Tensor | np.ndarray):
+            _refuse(got, _KEEP_SAMPLES)
+        _refuse(got)
     parts = output.items() if isinstance(output, Mapping) else enumerate(output)
     counts = {f"{what}[{name!r}]": _count_predictions(f"{what}[{name!r}]", part) for name, part in parts}
     if len(set(counts.values())) > 1:
@@ -93,9 +111,9 @@ def _count_predictions(what: str, output: Any) -> int:
     return next(iter(counts.values()))
 
 
-def _refuse(got: str) -> NoReturn:
+def _refuse(got: str, do: str = "return the logits, without the loss, say") -> NoReturn:
     expected = "one prediction for each sample: a tensor [samples, ...], a list, or a dict or tuple of these"
-    raise ModuleContractError(explain("predict_step", got, expected, "return the logits, without the loss, say"))
+    raise ModuleContractError(explain("predict_step", got, expected, do))
 
 
 def _bring_together(run: EvaluationRun, own: list[_Numbered]) -> Any:

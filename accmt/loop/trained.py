@@ -53,6 +53,7 @@ class TrainedParameters:
         set_to_none: bool = True,
     ) -> None:
         self._set_to_none = set_to_none
+        self._module = module
         self._model, self._unwrapped_model, self._optimizer = model, unwrapped_model, optimizer
         self._agreement = None if watch is None or num_processes() == 1 else _Agreement(watch)
         self._steps_by_itself = isinstance(module, ExtendedAcceleratorModule)
@@ -88,9 +89,11 @@ class TrainedParameters:
         Processes: all, for the same windows; they wait for one another only where something has changed.
 
         Raises:
-            ModuleContractError: Processes have frozen or unfrozen different parameters, or none is left to train.
+            ModuleContractError: Processes have frozen or unfrozen different parameters, none is left to train, or
+                `self.model` is another model now.
             ProcessFailedError: A process does not answer.
         """
+        self._require_same_model()
         flags = self._look()
         has_changed = flags != self._flags
         if self._agreement is not None:
@@ -107,6 +110,20 @@ class TrainedParameters:
         self._warn_if_not_in_optimizer()
         if isinstance(self._model, DistributedDataParallel):
             rebuild_reducer(self._model, set_to_none=self._set_to_none)
+
+    def _require_same_model(self) -> None:
+        """Refuse another `self.model`: the run would go on with the optimizer, and save the weights, of the first."""
+        model = self._module.model
+        if model is self._model:
+            return
+        if num_processes() == 1 and {*model.parameters()} == {*self._unwrapped_model.parameters()}:
+            return  # the same in a wrapper, such as torch.compile's
+        got = f"another model ({type(model).__name__}) since the run began"
+        expected = (
+            "the model with which the run began: its parameters are those that the optimizer has and that are saved"
+        )
+        do = "build it in __init__ or before fit; during a run, change layers within self.model"
+        raise ModuleContractError(explain(f"{type(self._module).__name__}.model", got, expected, do))
 
     def require_unchanged(self) -> None:
         """Check, where a wrapper averages gradients, that a window has trained what it began with.

@@ -303,6 +303,11 @@ RETURNED_OPTIMIZERS = {
     "a class": (lambda m: torch.optim.SGD, "the class SGD", r"return torch.optim.SGD\(self"),
     "a scheduler": (make_scheduler, r"StepLR", r"return torch.optim.SGD\(self"),
     "a name": (lambda m: "SGD", r"'SGD' \(str\)", r"return torch.optim.SGD\(self"),
+    "one with a closure": (
+        lambda m: torch.optim.LBFGS(m.model.parameters()),
+        "LBFGS, which evaluates the loss several times",
+        "choose an optimizer that takes one gradient",
+    ),
     "false": (lambda m: False, r"False \(bool\)", r"return torch.optim.SGD\(self"),
 }
 

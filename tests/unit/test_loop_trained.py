@@ -122,3 +122,29 @@ def test_what_the_program_freezes_when_it_starts_does_not_count_as_changed() -> 
 def test_nothing_left_to_train_is_an_error_at_that_step() -> None:
     with pytest.raises(ModuleContractError, match="every parameter of self.model is frozen"):
         make_trainer(callbacks=At(1, lambda module: module.freeze())).fit(Linear(), make_points())
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_epoch_start", "on_update_end"])
+def test_another_model_during_a_run_is_refused_before_it_is_trained_in_vain(hook) -> None:
+    class Swapping(Linear):
+        pass
+
+    def swap(self):
+        self.model = nn.Linear(3, 1)
+
+    setattr(Swapping, hook, swap)
+    trainer = make_trainer({"epochs": 2})
+    with pytest.raises(ModuleContractError, match=r"Swapping.model\n  got: another model \(Linear\)(.|\n)*before fit"):
+        trainer.fit(Swapping(), make_points())
+    assert trainer.state.global_step == (hook == "on_update_end")
+
+
+def test_the_same_model_in_a_wrapper_is_trained_on() -> None:
+    class Wrapping(Linear):
+        def on_fit_start(self):
+            self.model = nn.Sequential(self.model)
+
+    plain, wrapped = Linear(), Wrapping()
+    for module in (plain, wrapped):
+        make_trainer().fit(module, make_points())
+    assert torch.equal(plain.model.weight, wrapped.model.weight)

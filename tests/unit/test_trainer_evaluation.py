@@ -148,7 +148,7 @@ def test_modes_and_graphs_are_those_of_an_evaluation_and_modes_come_back():
             return self.step(batch)
 
         def predict_step(self, batch):
-            return self.validation_step(batch).reshape(1)
+            return self.validation_step(batch).expand(2)
 
     for inference_mode in (True, False):
         module, trainer = Looking(), make_trainer(inference_mode=inference_mode)
@@ -325,7 +325,9 @@ def test_a_transformers_model_predicts_its_logits_without_labels():
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        (lambda batch: batch.mean(), r"predictions: Tensor tensor\(0.5"),
+        (lambda batch: batch.mean(), r"predictions: Tensor tensor\(0.5(.|\n)*squeeze\(-1\)"),
+        (lambda batch: batch[:1], r"1 predictions for a batch of 2 samples(.|\n)*squeeze\(-1\)"),
+        (lambda batch: torch.cat([batch, batch]), "4 predictions for a batch of 2 samples"),
         (lambda batch: None, "predictions: NoneType None"),
         (lambda batch: {"loss": batch.mean(), "n": batch}, r"predictions\['loss'\]"),
         (lambda batch: (batch, batch[:1]), r"different numbers of samples.*\[0\]'?\"?: 2, .*\[1\]'?\"?: 1"),
@@ -335,6 +337,23 @@ def test_a_transformers_model_predicts_its_logits_without_labels():
 def test_what_is_no_prediction_for_each_sample_is_refused(form: Any, message: str):
     with pytest.raises(ModuleContractError, match=message):
         make_trainer().predict(Predicting(form), Numbers(4))
+
+
+def test_a_last_batch_of_one_that_is_squeezed_is_not_taken_for_many_samples():
+    module = Predicting(lambda batch: torch.stack([batch, -batch, batch], 1).squeeze())
+    with pytest.raises(ModuleContractError, match="3 predictions for a batch of 1 samples"):
+        make_trainer().predict(module, Numbers(5))
+
+
+@pytest.mark.parametrize("keep", [1, 2, 8])
+def test_predictions_may_be_of_the_samples_that_a_batch_was_made_of_or_that_it_holds(keep):
+    def cut(samples):
+        return torch.stack(samples)[:keep]
+
+    module = Predicting(lambda batch: batch.clone())
+    assert len(make_trainer(collate_fn=cut).predict(module, Numbers(4))) == min(4, 2 * keep)
+    module = Predicting(lambda batch: torch.zeros(2))
+    assert len(make_trainer(collate_fn=cut).predict(module, Numbers(4))) == 4
 
 
 def test_batches_that_forward_does_not_take_need_a_predict_step():
@@ -492,7 +511,7 @@ def test_steps_and_hooks_see_what_is_going_on_and_the_state_is_that_of_training_
             return super().step(batch)
 
         def predict_step(self, batch):
-            return self.step(batch).reshape(1)
+            return self.step(batch).expand(2)
 
     trainer, module = make_trainer(), Looking()
     trainer.fit(module, make_points(), make_points(2))
