@@ -103,6 +103,7 @@ FAULTS = [
     (start_with_torchrun, "raise", "on_after_backward", 1, "ValueError: the fault of this test"),
     (start, "raise", "on_validation_end", 0, "ValueError: the fault of this test"),
     (start, "exit", "on_before_training_step", 1, "SystemExit: 0"),
+    (start, "memory", "on_after_backward", 1, "OutOfMemoryError: the fault of this test"),
     (start_with_torchrun, "SIGKILL", "on_before_training_step", 1, "it is gone without a word"),
 ]
 
@@ -112,7 +113,7 @@ FAULTS = [
 def test_where_one_process_fails_all_end_and_a_checkpoint_is_there(
     tmp_path: Path, start_it: Start, act: str, moment: str, process: int, said: str
 ) -> None:
-    settings = {"handlers": "all"}
+    settings = {"handlers": "CUDA_OUT_OF_MEMORY" if act == "memory" else "all"}
     number = 1 if moment == "on_validation_end" else 5
     part = {"act": act, "moment": moment, "number": number, "process": process, "settings": settings}
     is_well, printed = start_it(tmp_path, part)

@@ -20,6 +20,7 @@ from tests.checkpoints import names_in
 from tests.launching import run_script
 from tests.resume.unbroken import Augmented, Fragile, assert_same, make, state_of, train
 from tests.slow import Ticks
+from tests.toys import Recorder
 
 SETTINGS = {"checkpoint_every": None, "evaluate_every_n_steps": 3}
 SETTINGS |= {"grad_accumulation_steps": 2, "eval_when_start": True}
@@ -440,3 +441,20 @@ def test_loader_workers_go_on_when_the_whole_job_is_asked_to_end(tmp_path):
     )
     ended = run_script(script)
     assert ended.stdout.strip() == "the same", ended.stderr
+
+
+def test_an_epoch_whose_evaluation_failed_ends_once_where_the_run_goes_on():
+    class Failing(Fragile):
+        def validation_step(self, batch):
+            if self.state.global_step == 6:  # at the end of the first epoch
+                raise ValueError("broken")
+            return self.step(batch)
+
+    hooks = "on_epoch_start", "on_epoch_end", "on_evaluation_end"
+    unbroken, broken, resumed = Recorder(), Recorder(), Recorder()
+    whole = state_of(*train("out/a", callbacks=[unbroken]))
+    with pytest.raises(ValueError, match="broken"):
+        train("out/b", callbacks=[broken], module=Failing(), handlers="all", checkpoint_every="100 epochs")
+    continued = train("out/b", callbacks=[resumed], resume=True)
+    assert_same(whole, state_of(*continued))
+    assert broken.names(*hooks) + resumed.names(*hooks) == unbroken.names(*hooks)

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from accmt import Callback, ExtendedAcceleratorModule, Trainer
 from accmt.errors import ArgumentError, CheckpointError, DataError, NoCheckpointError, SavingError
 from accmt.files import FolderLock
+from accmt.saving.status import read_status
 from tests.checkpoints import names_in
 from tests.resume.unbroken import HPS, Augmented, Fragile, assert_same, make, state_of, train
 from tests.toys import Linear, make_points, make_trainer
@@ -145,10 +146,23 @@ class TestTheFolder:
             killed.setattr("accmt.loop.checkpoints.Checkpoints._put_back", lambda *previous: None)
             train("out/m", stop=1)
         previous = Path("out/checkpoint-m.previous").resolve()
+        for older in ("out/checkpoint-m.previous-2", "out/checkpoint-m.previous-9"):
+            Path(older).mkdir()
+            os.utime(older, (0, 0))
         with pytest.raises(NoCheckpointError, match=f'resume="{previous}" goes on with the earlier run'):
             train("out/m", resume=True)
         assert not train("out/m", resume="auto")[0].run.is_resumed
         assert train("out/m", resume=str(previous))[0].run.is_resumed
+
+    def test_a_run_that_goes_on_from_where_it_was_moved_has_its_model_still(self, monkeypatch):
+        train("out/m", stop=7)
+        with monkeypatch.context() as killed:
+            killed.setattr("accmt.loop.checkpoints.Checkpoints._put_back", lambda *previous: None)
+            train("out/m", stop=1)
+        run_id = read_status("out/m")["run_id"]
+        trainer, _ = train("out/m", resume="out/checkpoint-m.previous")
+        assert trainer.run.saver.run_id == read_status("out/m")["run_id"] == run_id
+        assert not Path("out/m.previous").exists()
 
     def test_the_model_of_an_earlier_run_is_kept_by_one_that_begins_anew_and_goes_on(self, caplog):
         settings = {"evaluate_every_n_steps": 3, "checkpoint_every": "2 steps"}

@@ -1,9 +1,11 @@
 import shutil
 
 import pytest
+import torch
 
-from accmt.checkpoint.space import find_shortage
+from accmt.checkpoint.space import estimate_size, find_shortage
 from accmt.checkpoint.store import CheckpointStore
+from tests.toys import Linear, make_points, make_trainer
 
 
 @pytest.fixture
@@ -38,3 +40,14 @@ def test_what_the_checkpoints_of_the_folder_occupy_counts_as_room(tmp_path, free
     free(1000)
     assert find_shortage(6000, tmp_path) is None
     assert find_shortage(9000, tmp_path) is not None
+
+
+@pytest.mark.parametrize(("kept", "needed"), [(None, 2), (1, 2), (3, 4)])
+def test_a_run_needs_room_for_the_checkpoints_it_keeps_and_the_next_one_beside_them(kept, needed, free, caplog):
+    module = Linear()
+    size = estimate_size(module.model, torch.optim.SGD(module.model.parameters(), lr=0.1))
+    for missing in (0, 1):
+        free(needed * size - missing)
+        settings = {"max_checkpoints": kept, "checkpoint_every": "100 steps"}
+        make_trainer({"optim": "SGD"}, f"out/{missing}", **settings).fit(module, make_points(2))
+        assert ("checkpoints will need" in caplog.text) == bool(missing)

@@ -150,6 +150,15 @@ def test_workers_read_the_same_samples_of_a_stream(kind, count):
         assert sorted(in_global_order(loaders, epoch)) == list(range(13))
 
 
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset:UserWarning")
+@pytest.mark.parametrize("given", [False, True])
+def test_each_worker_may_end_with_a_short_batch_whatever_the_length_says(given):
+    """Two workers have 5 of 10 samples each, in batches of 4 and 1; a length of 10 would be 3 batches."""
+    data = DataLoader(Sized(10), batch_size=4, num_workers=2) if given else Sized(10)
+    (loader,) = build_all(lambda: data, 1, batch_size=4, num_workers=2)
+    assert sorted(in_global_order([loader])) == list(range(10))
+
+
 def test_a_plain_iterable_which_knows_nothing_of_workers_gets_one():
     assert build_loader(Plain(3), options(num_workers=2)).dataloader.num_workers == 1
     assert build_loader(Stream(3), options(num_workers=2)).dataloader.num_workers == 2

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import random
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,6 +89,27 @@ def test_evaluation_before_training_is_logged_at_step_0_and_saves_nothing():
     assert [step for step, _ in logged(trainer, "val_loss")] == [0, 1]
     assert (state.evaluations_done, recorder.calls.count("on_save_model")) == (1, 1)
     assert recorder.calls.count("on_evaluation_start") == 2
+
+
+def test_the_model_as_it_was_before_training_is_none_of_the_best():
+    class Worse(Scripted):
+        def validation_step(self, batch):
+            return {"loss": torch.tensor(5.0 if self.state.global_step else 1.0)}
+
+    trainer = make_trainer(eval_when_start=True, model_saving="best_valid_loss", patience=1)
+    state = trainer.fit(Worse(), Numbers(2), Numbers(2))
+    assert dict(state.best) == {"best_valid_loss": 5.0}
+    assert json.loads(Path("out/model/status.json").read_text())["global_step"] == 1
+    assert state.patience_left == 1
+
+
+@pytest.mark.parametrize(("every", "updates", "evaluated"), [(2, 5, [4, 5]), (3, 2, [2]), (3, 6, [6]), (2, 8, [4, 8])])
+def test_a_run_that_max_steps_ends_is_evaluated_at_its_end(every: int, updates: int, evaluated: list[int]):
+    """An epoch has two updates."""
+    hps = {"epochs": -1, "max_steps": updates, "batch_size": 1}
+    trainer = make_trainer(hps, evaluate_every_n_epochs=every)
+    trainer.fit(Scripted(), Numbers(2), Numbers(2))
+    assert [step for step, _ in logged(trainer, "val_loss")] == evaluated
 
 
 @pytest.mark.feature("L44")

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from accmt import AcceleratorModule, Trainer
 from accmt.errors import ArgumentError, NonFiniteError
 from accmt.loop.guard import LossGuard, Place
+from accmt.loop.recovery import MAX_ROLLBACKS
 from tests.toys import Recorder, logged, make_trainer
 
 SAMPLES = 24
@@ -188,6 +189,14 @@ def test_a_run_that_is_resumed_still_passes_over_what_it_was_rolled_back_for(tmp
     assert trainer.run.recovery.rollbacks == 1, "the first epoch's was known"
 
 
+def test_rollbacks_to_ever_newer_checkpoints_end_no_run(tmp_path: Any) -> None:
+    data = make_data(dict.fromkeys(range(0, SAMPLES, 4), NO_LOSS))  # every second update
+    trainer, module = train(data, tmp_path, on_nonfinite="rollback", checkpoint_every="1 step")
+    bad = {(epoch, number) for epoch in range(2) for number in range(0, 12, 2)}
+    assert trainer.state.skipped_updates == len(bad) > MAX_ROLLBACKS
+    assert_equal_weights(module.model, train_by_hand(data, bad))
+
+
 def test_rollbacks_that_lead_nowhere_end(tmp_path: Any) -> None:
     bad = dict.fromkeys(range(4, SAMPLES), NO_LOSS)
     settings = {"hps": {"batch_size": 1}, "on_nonfinite": "rollback", "checkpoint_every": "2 steps"}
@@ -238,6 +247,15 @@ def test_a_spike_after_enough_losses_is_left_out(reaction: str, tmp_path: Any) -
     trainer.fit(module, TensorDataset(inputs, targets))
     assert trainer.state.skipped_updates == 1
     assert module.model.weight.abs().max() < 2
+
+
+@pytest.mark.parametrize(("before", "found"), [(19, 0), (20, 1), (21, 1)])
+def test_the_21st_loss_is_the_first_that_may_be_a_spike(before: int, found: int) -> None:
+    guard = LossGuard("stop", 3.0)
+    for number in range(before):
+        guard.add(torch.tensor(1.0 + 0.1 * (number % 2)), 1, Place(number, 0, number, number))
+    guard.add(torch.tensor(100.0), 1, Place(before, 0, before, before))
+    assert len(guard.find()) == found
 
 
 def test_losses_are_compared_with_the_hundred_before_them() -> None:

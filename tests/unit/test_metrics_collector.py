@@ -11,6 +11,7 @@ import torch
 from accmt import Accuracy, Metric
 from accmt.errors import MetricError, ModuleContractError
 from accmt.metrics import ValidationCollector
+from accmt.metrics.logged import LoggedValues
 
 
 class Seen(Metric):
@@ -208,3 +209,14 @@ def test_a_metric_may_have_an_entry_in_some_batches_only():
     metric = Seen()
     collect([metric], ({"a": 1.0}, 1), ({"seen": ([7], [8])}, 1), ({"a": 2.0}, 1))
     assert (metric.predictions, metric.references) == ([7], [8])
+
+
+def test_what_a_set_logged_whose_evaluation_failed_is_in_no_later_one():
+    logged = LoggedValues()
+    failed = ValidationCollector([], logged)
+    logged.add("odd", 5.0)
+    failed.add({"loss": 1.0}, 1)
+    logged.add("odd", 7.0)  # in the batch that failed
+    later = ValidationCollector([], logged)
+    later.add({"loss": 3.0}, 1)
+    assert later.compute() == {"loss": 3.0}

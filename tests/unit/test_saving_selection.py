@@ -393,3 +393,12 @@ def test_a_resume_with_other_rules_keeps_those_that_stayed():
 )
 def test_it_is_known_whether_validation_is_needed(rule, needed):
     assert Selection(rule, DIRECTIONS).needs_validation is needed
+
+
+def test_only_what_a_rule_had_saved_can_be_missing():
+    selection = Selection(["best_valid_loss", "best_train_loss"], {}, below={"valid_loss": 0.5})
+    assert selection.consider_all({"best_valid_loss": 1.0, "best_train_loss": 1.0}) == ["best_train_loss"]
+    assert selection.forget(lambda rule: True) == []
+    assert selection.forget(lambda rule: False) == ["best_train_loss (1)"]
+    assert selection.best == {"best_valid_loss": 1.0}, "its threshold held it back: no folder can hold it"
+    assert selection.forget(lambda rule: False) == []

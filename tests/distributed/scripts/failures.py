@@ -6,7 +6,7 @@ torchrun --nproc-per-node 2 failures.py RESULT.json '[PART, ...]', each part a d
     process     which process acts
     moment      a hook, or seconds after the first training step
     number      which call of the hook
-    act         "SIGTERM", "SIGINT", "SIGUSR1", "raise", "exit", "SIGKILL", "hang", or "none"
+    act         "SIGTERM", "SIGINT", "SIGUSR1", "raise", "memory", "exit", "SIGKILL", "hang", or "none"
     settings    of the Trainer
 """
 
@@ -66,6 +66,8 @@ class Fault(Callback):
         (self.folder / "acted").write_text(str(time.time()))
         if self.name == "raise":
             raise ValueError("the fault of this test")
+        if self.name == "memory":
+            raise torch.OutOfMemoryError("the fault of this test")
         if self.name == "exit":
             sys.exit(0)
         if self.name == "hang":
