@@ -253,6 +253,7 @@ class Trainer(TrainerTuning, TrainerArguments):
         """
         from accmt.loop.saver import save_model
 
+        self.run.note_call("trainer.save_model")
         save_model(self.run, self.settings.model_folder if path is None else Path(path))
 
     def register_model_saving(

@@ -44,6 +44,7 @@ class TrainerCheckpoints(TrainerControl):
             got = "a run that ended in the middle of an update"
             do = "Trainer(handlers=Handler.ALL), which saves the last finished update"
             raise CheckpointError(explain("save_checkpoint", got, "a run that is training, or came to its end", do))
+        self.run.note_call("trainer.save_checkpoint")
         if self.state.status == "running":
             self.run.checkpoints.request(folder)
         else:

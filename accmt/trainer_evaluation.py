@@ -162,6 +162,8 @@ class TrainerEvaluation(TrainerCheckpoints):
             do = f"trainer.{function}(module, ...), or fit first"
             raise ArgumentError(explain(function, "no module, and no run that had one", "a module", do))
         self._evaluated = module
+        if last is not None and self.state.status == "running":
+            last.note_call(f"trainer.{function}")
         return Request(
             trainer=cast("Trainer", self),
             function=function,

@@ -22,9 +22,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from accmt.errors import AccmtError
 from accmt.failures.board import Board
 from accmt.failures.interruption import Interruption, Reason
 from accmt.failures.kinds import kind_of
+from accmt.failures.lone_calls import LoneCalls
 
 _POLL_S = 0.1
 _BEAT_S = 0.5
@@ -49,6 +51,7 @@ class Watch:
 
     Attributes:
         board: Where processes leave notes.
+        calls: Those of the user that need every process.
         has_failed: Whether this process has told of its failure.
         is_apart: Whether it failed while others did not, so that nothing can be done together any more.
     """
@@ -57,6 +60,7 @@ class Watch:
         self, board: Board, interruption: Interruption, *, hang_timeout_s: float | None, progress: Callable[[], Any]
     ) -> None:
         self.board = board
+        self.calls = LoneCalls(board)
         self._answers: list[Callable[[], None]] = []
         self._interruption = interruption
         self._hang_timeout_s = hang_timeout_s
@@ -175,7 +179,9 @@ class Watch:
             for answer in self._answers:
                 answer()
             self._look_for_failures(now)
+            self.calls.hear()
         self._end_if_stuck(now)
+        self._end_if_called_alone(now)
         self._end_if_hung(now)
 
     def _look_for_failures(self, now: float) -> None:
@@ -194,6 +200,18 @@ class Watch:
             return
         index, note = next(iter(self.failures().items()))
         self._end(f"process {index} failed, and this one waits for it in vain:\n{note['text']}")
+
+    def _end_if_called_alone(self, now: float) -> None:
+        if self.has_failed or self._failure_seen_at is not None or not self.calls.are_open():
+            return
+        error = self.calls.find(now, waits=self._waits(now))
+        if error is not None:
+            try:
+                raise error  # the launcher's summary has its traceback
+            except AccmtError as raised:
+                record_for_launcher(raised)
+            self._post_failure(str(error), is_consequence=False)
+            self._end(str(error))
 
     def _waits(self, now: float) -> bool:
         """Return whether the main thread waits for other processes; in a backward only the use of processors tells."""

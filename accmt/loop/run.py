@@ -319,6 +319,11 @@ class Run(EvaluationRun):
         """Whether nothing wraps the model that would average gradients, though there are several processes."""
         return num_processes() > 1 and not self.is_wrapped
 
+    def note_call(self, name: str) -> None:
+        """Tell the other processes of a call of the user's which all have to make, so that one alone is an error."""
+        if self.watch is not None:
+            self.watch.calls.note(name)
+
     def watching_wrapper(self) -> AbstractContextManager[None]:
         """Return a context that refuses a training step which goes around the wrapper that reduces gradients."""
         if not self.is_wrapped or self.module.model is self.unwrapped_model:  # there is none, or this round needs none

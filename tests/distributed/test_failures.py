@@ -144,6 +144,16 @@ def test_where_one_process_fails_before_or_after_training_all_end_with_that_erro
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["save_model", "save_checkpoint", "validate"])
+def test_a_call_by_the_main_process_alone_is_no_hang_but_an_error(tmp_path: Path, name: str) -> None:
+    forks, printed = run_together(SCRIPTS / "called_alone.py", name, str(tmp_path), processes=2)
+    assert all(fork.poll() for fork in forks)
+    assert f"trainer.{name}\n" in printed
+    assert "a call by process 0, while process 1 waits for it elsewhere" in printed
+    assert "call it without `if trainer.is_main`" in printed
+
+
+@pytest.mark.slow
 def test_a_hang_of_one_process_ends_all_and_says_where_it_was(tmp_path: Path) -> None:
     settings = {"hang_timeout_s": 5.0, "checkpoint_every": "1 step"}
     part = {"act": "hang", "moment": "on_before_training_step", "number": 5, "process": 1, "settings": settings}

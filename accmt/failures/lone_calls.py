@@ -1,0 +1,76 @@
+"""Calls that need every process, such as saving the model, where only some of the processes make them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from accmt.errors import ArgumentError, explain
+from accmt.failures.board import Board
+
+_WAITS_S = 6.0
+_CALL, _BEHIND = "call", "behind"
+
+
+class LoneCalls:
+    """Finds a call that this process cannot come to, since it waits elsewhere for the one that has made it.
+
+    Without that both would wait for ever: collectives have no names, so neither hears of what the other is at.
+
+    Args:
+        board: Where processes leave notes.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._made = 0
+        self._newest: tuple[int, int, str] | None = None
+        self._waits_since: float | None = None
+        self._behind = 0
+
+    def note(self, name: str) -> None:
+        """Tell the others that this process begins a call that they have to make, too."""
+        self._made += 1
+        self._post(_CALL, {"number": self._made, "name": name})
+
+    def hear(self) -> None:
+        """Read what the others have noted."""
+        notes = self._board.read(_CALL)
+        self._newest = max(((note["number"], index, note["name"]) for index, note in notes.items()), default=None)
+
+    def find(self, now: float, *, waits: bool) -> ArgumentError | None:
+        """Return what to say where a call is made by some processes only.
+
+        Args:
+            now: The time in seconds.
+            waits: Whether the main thread of this process waits for others.
+        """
+        if not waits or not self.are_open():
+            self._waits_since = None
+            return None
+        self._waits_since = now if self._waits_since is None else self._waits_since
+        if self._newest is None or now - self._waits_since < _WAITS_S:
+            return None
+        number, index, name = self._newest
+        if self._behind != number:
+            self._behind = number
+            self._post(_BEHIND, number)
+        # A third process may only be slow; then this one waits for that, and will make the call as well.
+        calls, behind = self._board.read(_CALL), self._board.read(_BEHIND)
+        made = {other for other, note in calls.items() if note["number"] >= number}
+        apart = {other for other, noted in behind.items() if noted == number} - made
+        return _explain(name, index, self._board.index) if len(made | apart) == self._board.count else None
+
+    def are_open(self) -> bool:
+        """Return whether another process has made a call that this one has not."""
+        return self._newest is not None and self._newest[0] > self._made
+
+    def _post(self, topic: str, note: Any) -> None:
+        with contextlib.suppress(RuntimeError, OSError):  # the process that held the store is gone
+            self._board.post(topic, note)
+
+
+def _explain(name: str, caller: int, other: int) -> ArgumentError:
+    got = f"a call by process {caller}, while process {other} waits for it elsewhere"
+    do = "call it without `if trainer.is_main` or the like: files are written by the main process alone"
+    return ArgumentError(explain(name, got, "the same call on every process", do))
