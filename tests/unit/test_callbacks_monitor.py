@@ -253,6 +253,24 @@ def test_operations_are_counted_from_the_model(clock):
     assert logged(trainer, "mfu") == [(step, pytest.approx(2 * 12 / 1e3)) for step in (1, 2, 3, 4)]
 
 
+def test_the_utilization_of_several_processes_that_do_alike_is_that_of_one(clock):
+    class Together(Callback):
+        def __init__(self, processes):
+            self.processes = processes
+
+        def on_fit_start(self):
+            self.state.num_processes = self.processes
+
+        def on_before_backward(self):
+            clock.now += 1
+
+        def on_after_training_step(self):
+            self.state.count_samples(2 * (self.processes - 1))  # those of the others
+
+    of_one, of_three = (logged(fit({"mfu": 1e3}, callbacks=Together(processes)), "mfu") for processes in (1, 3))
+    assert of_one == of_three
+
+
 def test_an_unknown_peak_is_warned_about(caplog):
     trainer = fit(["mfu"])
     assert "the peak of this device (cpu) is not known" in caplog.text

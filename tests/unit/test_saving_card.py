@@ -1,10 +1,11 @@
+import json
 import shlex
 
 import pytest
 import yaml
 
 from accmt import HyperParameters
-from accmt.saving.card import CARD_MARK, write_command, write_hps, write_model_card
+from accmt.saving.card import CARD_MARK, TRAINER_NAME, write_command, write_hps, write_model_card, write_trainer_config
 
 
 def read(folder):
@@ -82,3 +83,19 @@ def test_somebody_elses_hyper_parameters_stay(tmp_path):
 def test_a_command_is_a_line_for_the_shell_without_secrets(arguments, shown):
     assert write_command(arguments) == shown
     assert shlex.split(shown)[0] == "python"
+
+
+def test_no_password_is_written_whatever_it_stands_in(tmp_path):
+    secret = "hunter2"
+    arguments = {
+        "hps_config": {"hps": {"epochs": 1}},
+        "logging_dir": f"https://me:{secret}@example.org:5000",
+        "comet": {"api_key": secret, "project": "mine"},
+        "mlflow": {"store": f"postgresql://me:{secret}@db/x", "tags": ["a", f"https://h/?token={secret}"]},
+        "seed": 3,
+    }
+    assert write_trainer_config(tmp_path, arguments)
+    text = (tmp_path / TRAINER_NAME).read_text()
+    assert secret not in text
+    kept = {"comet": {"project": "mine"}, "mlflow": {"tags": ["a"]}, "seed": 3, "hps_config": {"hps": {"epochs": 1}}}
+    assert json.loads(text) == kept
