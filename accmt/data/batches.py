@@ -11,7 +11,7 @@ import torch
 
 from accmt.data.fetching import BadSample
 from accmt.errors import DataError, explain
-from accmt.messages import say_once
+from accmt.messages import warn_once
 
 _ARRAYS = (torch.Tensor, np.ndarray)
 _MAX_SHAPES = 6
@@ -71,7 +71,7 @@ def find_batch_size(batch: Any, collated: int | None = None) -> int | None:
     if not sizes:
         return _size_without_arrays(batch, collated)
     if collated is not None and (collated in sizes or _is_list_of(batch, collated, sizes)):
-        _say_if_doubtful(batch, collated)
+        _warn_if_doubtful(batch, collated)
         return collated
     if len(sizes) > 1 or _may_be_other_than_samples(batch, collated):
         raise _cannot_tell(batch, collated)
@@ -117,20 +117,22 @@ def _size_without_arrays(batch: Any, collated: int | None) -> int | None:
     if hasattr(batch, "__dict__") and not isinstance(batch, Mapping):  # what looks into containers found nothing in it
         return find_batch_size(vars(batch), collated)
     if collated is not None:
-        say_once(
+        warn_once(
             f"how many samples a batch holds cannot be seen in it, so it counts the samples that it was made of, here "
-            f"{collated}; {_COUNT_YOURSELF}"
+            f"{collated}; {_COUNT_YOURSELF}",
+            about="samples that no batch shows",
         )
     return collated
 
 
-def _say_if_doubtful(batch: Any, collated: int) -> None:
-    """Say once that first dimensions differ: those of other things, or of the samples that a collate function kept."""
+def _warn_if_doubtful(batch: Any, collated: int) -> None:
+    """Warn once that first dimensions differ: those of other things, or of the samples that a collate function kept."""
     others = {len(array) for array in _arrays_in(batch) if collated not in array.shape[:2]}
     if others and not _is_list_of(batch, collated, set()):
-        say_once(
+        warn_once(
             f"a batch counts the samples that it was made of, here {collated}, although it has tensors whose first "
-            f"dimension is {', '.join(map(str, sorted(others)[:_MAX_SHAPES]))}; {_COUNT_YOURSELF}"
+            f"dimension is {', '.join(map(str, sorted(others)[:_MAX_SHAPES]))}; {_COUNT_YOURSELF}",
+            about="samples beside other first dimensions",
         )
 
 

@@ -126,6 +126,7 @@ class Rule:
             return
         if missing.key.startswith(VALID_LOSS):
             do = f'return {{"loss": loss}} from validation_step, or choose another {argument.name}'
+            do += "; an evaluation whose weights are all 0 has no loss"
         else:
             do = f"return it from validation_step, or choose one of {sorted(values)}"
         expected = " and ".join(missing.keys_of_sets) or missing.key

@@ -71,6 +71,8 @@ def test_a_batch_that_shows_no_samples_weighs_1_and_says_so(caplog):
             return self.step(batch.points)
 
     class Points:
+        __slots__ = ("points",)  # no attributes that could be looked at
+
         def __init__(self, points):
             self.points = points
 
