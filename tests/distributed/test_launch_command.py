@@ -84,3 +84,10 @@ def test_a_signal_reaches_every_process(tmp_path):
     run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGTERM
     assert all((tmp_path / f"told-{rank}").exists() for rank in range(2))
+
+
+@pytest.mark.feature("N42")
+def test_the_exit_code_of_a_process_that_was_killed_is_that_of_a_shell(tmp_path):
+    run = start("import os; os.kill(os.getpid(), 9)", tmp_path)
+    run.communicate(timeout=60)
+    assert run.returncode == 128 + 9
