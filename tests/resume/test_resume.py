@@ -294,6 +294,21 @@ class TestSavingByHand:
         with pytest.raises(CheckpointError, match="later"):
             trainer.save_checkpoint("blocked/later")
 
+    @pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
+    def test_after_a_run_that_was_broken_off_it_is_refused(self, kind):
+        class Broken(Fragile):
+            def training_step(self, batch):
+                if self.state.global_step == 3:
+                    raise kind
+                return self.step(batch)
+
+        trainer = make("out/m")
+        with pytest.raises(kind):
+            trainer.fit(Broken(), Augmented(), Augmented(9))
+        with pytest.raises(CheckpointError, match="a run that ended in the middle of an update"):
+            trainer.save_checkpoint("later")
+        assert not Path("later").exists()
+
     @pytest.mark.feature("P17")
     def test_the_next_run_continues_from_a_chosen_one(self, unbroken):
         train("out/b", stop=7, max_checkpoints=9)
