@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,10 +78,7 @@ class HuggingFaceModule(AcceleratorModule):
         """
         loss = getattr(self.model(**batch), "loss", None)
         if loss is None:
-            where = f"the transformers model {type(self.unwrapped_model).__name__}"
-            got = f"no loss from a batch with {sorted(batch)}"
-            do = 'fit((path, "AutoModelForSequenceClassification"), ...), with "labels" in each batch'
-            raise ModuleContractError(explain(where, got, "a model with a head that computes its loss", do))
+            raise _explain_missing_loss(self.unwrapped_model, batch)
         weight = _count_targets(self.unwrapped_model, batch.get("labels"))
         return loss if weight is None else {"loss": loss, "weight": weight}
 
@@ -89,6 +87,16 @@ class HuggingFaceModule(AcceleratorModule):
         outputs = self.model(**{name: value for name, value in batch.items() if name != "labels"})
         named = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
         return named.get("logits", named)
+
+
+def _explain_missing_loss(model: nn.Module, batch: Any) -> ModuleContractError:
+    expected = "a model with a head that computes its loss"
+    do = 'fit((path, "AutoModelForSequenceClassification"), ...), with "labels" in each batch'
+    if "labels" not in batch and "labels" in signature(model.forward).parameters:
+        expected = '"labels" in each batch: the model computes its loss of them'
+        do = 'add the targets to the dataset as "labels", such as by dataset.rename_column("label", "labels")'
+    where, got = f"the transformers model {type(model).__name__}", f"no loss from a batch with {sorted(batch)}"
+    return ModuleContractError(explain(where, got, expected, do))
 
 
 def _count_targets(model: Any, labels: Any) -> torch.Tensor | None:

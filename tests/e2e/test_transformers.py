@@ -57,6 +57,15 @@ def test_a_path_alone_is_a_model_too(pretrained: Path):
         make_trainer().fit(str(pretrained), make_data(2).select_columns(["input_ids"]))
 
 
+@pytest.mark.feature("A57")
+def test_a_head_without_labels_asks_for_labels_not_for_a_head(pretrained: Path):
+    data = make_data(2).select_columns(["input_ids"])
+    with pytest.raises(TypeError, match=r'expected: "labels" in each batch') as error:
+        make_trainer().fit((str(pretrained), "AutoModelForSequenceClassification"), data)
+    assert "AutoModelForSequenceClassification" not in str(error.value)
+    assert 'dataset.rename_column("label", "labels")' in str(error.value)
+
+
 @pytest.mark.feature("D12")
 def test_a_wrong_class_name_gives_the_nearest(pretrained: Path):
     with pytest.raises(ValueError, match="AutoModelForSequenceClassification"):
