@@ -355,6 +355,17 @@ def test_a_dataloader_class_that_iterates_in_its_own_way_keeps_its_way():
 
 
 @pytest.mark.feature("T03")
+def test_persistent_workers_of_such_a_class_begin_anew_with_each_epoch():
+    class Own(DataLoader):
+        def __iter__(self):
+            return super().__iter__()
+
+    (loader,) = build_all(lambda: Own(Stream(4), batch_size=2, num_workers=1, persistent_workers=True), 1)
+    for epoch in range(3):
+        assert in_global_order([loader], epoch) == [0, 1, 2, 3]
+    loader.end_workers()
+
+
 def test_the_generator_of_such_a_loader_is_a_function_of_the_epoch_and_left_as_it_was():
     generator = torch.Generator().manual_seed(5)
     before = generator.get_state()

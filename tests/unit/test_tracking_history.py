@@ -149,3 +149,16 @@ def test_on_a_full_disk_the_first_rows_wait_and_those_beyond_the_limit_are_count
     assert [row["step"] for row in read_history(tmp_path)] == steps
     assert [(line, row["step"]) for line, row in waiting] == list(enumerate(steps))
     assert "3 rows that were never written" in caplog.text
+
+
+def test_rows_that_waited_for_room_are_written_at_the_end(tmp_path, monkeypatch, caplog):
+    def fail(descriptor, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    history = History(tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", fail)
+        history.add_values({"loss": 1.0}, 1)
+    history.close()
+    assert [row["step"] for row in read_history(tmp_path)] == [1]
+    assert "never written" not in caplog.text

@@ -126,3 +126,11 @@ def test_a_wrong_search_is_refused(tmp_path: Path) -> None:
 @pytest.mark.feature("L79")
 def test_a_trainer_has_all_six_methods() -> None:
     assert all(callable(getattr(Trainer, name)) for name in ("__init__", "fit", "validate", "test", "predict", "tune"))
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_the_model_is_in_the_mode_that_it_was_in(mode: bool) -> None:
+    module = Linear()
+    module.model.train(mode)
+    make_trainer().tune(module, make_points(), lr=True)
+    assert module.model.training is mode
