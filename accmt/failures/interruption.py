@@ -68,6 +68,7 @@ class Interruption:
         self._wish: Reason | None = None
         self._points = 0
         self._is_held = False
+        self._held_at: int | None = None
         self._round = 0
         self._decided = threading.Event()
         self._decision: tuple[int, Reason] | None = None
@@ -82,6 +83,8 @@ class Interruption:
         if self._board is None:
             self._is_held, self._decision = True, (0, self._wish)
             self._decided.set()
+        else:
+            self._hold()  # at once: where all ask at the same update, they end there, however fast updates are
 
     @property
     def reason_to_leave(self) -> Reason | None:
@@ -128,9 +131,9 @@ class Interruption:
             return
         notes = board.read(topic)
         if board.index not in notes and (self._wish is not None or notes):
-            self._is_held = True  # before the number is read: a point that is passed now is held at, or counted
+            self._hold()
             wish = None if self._wish is None else asdict(self._wish)
-            board.post(topic, {"points": self._points, "reason": wish})
+            board.post(topic, {"points": self._points if self._held_at is None else self._held_at, "reason": wish})
             notes = board.read(topic)
         if len(notes) == board.count:
             reasons = [Reason(**note["reason"]) for _, note in sorted(notes.items()) if note["reason"] is not None]
@@ -139,7 +142,12 @@ class Interruption:
             self._decision = max(note["points"] for note in notes.values()) + 1, reason
             self._decided.set()
 
+    def _hold(self) -> None:
+        if not self._is_held:
+            self._is_held = True  # before the number is read: a point that is passed now is held at, or counted
+            self._held_at = self._points
+
     def _begin_anew(self) -> None:
         self._round += 1
-        self._wish, self._is_held, self._decision = None, False, None
+        self._wish, self._is_held, self._held_at, self._decision = None, False, None, None
         self._decided.clear()

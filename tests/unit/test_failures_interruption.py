@@ -76,6 +76,22 @@ def test_processes_in_step_leave_at_the_same_point_whenever_one_is_asked(seed):
     assert processes[0].left_at not in (None, -1)
 
 
+def test_where_all_ask_at_the_same_point_all_end_there_however_late_they_agree():
+    store = dist.HashStore()
+    processes = [Interruption(is_listening=True, board=Board(store, index, 2)) for index in range(2)]
+    for one in processes:
+        assert one.pass_point() is None
+        one.request(FINISH)
+    passing = [threading.Thread(target=one.pass_point) for one in processes]
+    for thread in passing:
+        thread.start()
+    for one in processes * 2:
+        one.agree()
+    for thread in passing:
+        thread.join()
+    assert [one.ends_training for one in processes] == [True, True]
+
+
 def test_a_process_that_does_not_answer_is_an_error(monkeypatch):
     monkeypatch.setattr("accmt.failures.interruption.ANSWER_S", 0.05)
     interruption = Interruption(is_listening=True, board=Board(dist.HashStore(), 0, 2))
