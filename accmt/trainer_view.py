@@ -118,7 +118,7 @@ class TrainerView:
         """End training early, if `value` is true."""
         from accmt.failures import Reason
 
-        if value:
+        if value and not self.run.interruption.ends_training:
             self.run.interruption.request(Reason("trainer.should_stop", "finish"))
 
     @property
