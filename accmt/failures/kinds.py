@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 from accmt.settings.handlers import Handler
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that a device has no memory left."""
-    return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+    is_said = isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+    return is_said or isinstance(error, torch.OutOfMemoryError)
 
 
 def kind_of(error: BaseException) -> Handler | None:
