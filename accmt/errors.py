@@ -132,3 +132,10 @@ def explain(where: str, got: str, expected: str, do: str) -> str:
         One message of four short lines.
     """
     return f"{where}\n  got: {got}\n  expected: {expected}\n  do: {do}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that a device has no memory left: `torch.OutOfMemoryError`, or by its words."""
+    if not isinstance(error, RuntimeError):
+        return False
+    return type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error).lower()

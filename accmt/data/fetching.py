@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accmt.data.seeding import BatchIndices, seed_generators
-from accmt.errors import AccmtError, explain
+from accmt.errors import AccmtError, explain, is_out_of_memory
 
 _MAX_NAMED = 16
 _MAX_TEXT = 200
@@ -174,8 +174,7 @@ class CollateFetched:
 
 def is_of_machine(error: Exception) -> bool:
     """Return whether memory ran out, which is no fault of a sample."""
-    is_of_device = isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
-    return isinstance(error, MemoryError) or is_of_device
+    return isinstance(error, MemoryError) or is_out_of_memory(error)
 
 
 def _say(error: Exception) -> str:

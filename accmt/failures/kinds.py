@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
+from accmt.errors import is_out_of_memory as is_out_of_memory
 from accmt.settings.handlers import Handler
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that a device has no memory left."""
-    is_said = isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
-    return is_said or isinstance(error, torch.OutOfMemoryError)
 
 
 def kind_of(error: BaseException) -> Handler | None:

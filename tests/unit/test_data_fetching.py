@@ -193,7 +193,13 @@ def test_of_a_large_batch_the_first_samples_are_named():
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError("no"), torch.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt()]
+    "error",
+    [
+        MemoryError("no"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.OutOfMemoryError("no"),
+        KeyboardInterrupt(),
+    ],
 )
 @pytest.mark.parametrize("skips_bad", [False, True])
 @pytest.mark.parametrize("kind", [Broken, BrokenBatches])

@@ -230,7 +230,8 @@ def test_data_of_an_evaluation_are_fetched_with_gradients_as_those_of_training_a
             number = super().__getitem__(index).requires_grad_()
             return torch.autograd.grad(number**2, number)[0]
 
-    make_trainer(num_sanity_val_steps=0).fit(Scripted(), Differentiated(4), Differentiated(4))
+    state = make_trainer(num_sanity_val_steps=0).fit(Scripted(), Differentiated(4), Differentiated(4))
+    assert state.metrics["val_loss"] == 3.0  # the mean of 0, 2, 4 and 6
 
 
 @pytest.mark.feature("D23")
