@@ -15,7 +15,7 @@ from accmt.data.position import BEGINNING, Start, plan_epoch, read_start
 from accmt.data.samplers import UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
 from accmt.data.sharding import Plan
-from accmt.data.workers import end_workers, note_dead_worker
+from accmt.data.workers import end_workers, note_dead_worker, start_reading
 from accmt.errors import DataError, explain
 from accmt.messages import say_once, warn_once
 
@@ -170,7 +170,7 @@ class ReadThroughLoader:
         seed_generators(derive_seed(seed, purpose, epoch))
         if dataloader.persistent_workers:  # their randomness would run on from the epoch before
             end_workers(dataloader, self._reading)
-        batches = self._reading = iter(dataloader)
+        batches = self._reading = start_reading(dataloader)
         while True:
             seed_generators(derive_seed(seed, purpose, epoch, passed))
             batch = self._next(batches, epoch, passed)

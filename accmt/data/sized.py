@@ -23,7 +23,7 @@ from accmt.data.position import BEGINNING, plan_epoch, read_start, require_same_
 from accmt.data.samplers import BatchShare, GlobalBatchSampler, Order, is_of_user, tell_epoch
 from accmt.data.sharding import Plan
 from accmt.data.temperature import check_labels
-from accmt.data.workers import WorkerStart, end_workers, note_dead_worker
+from accmt.data.workers import WorkerStart, end_workers, note_dead_worker, start_reading
 from accmt.messages import say, warn
 
 
@@ -111,7 +111,7 @@ class _PlannedLoader:
         """Yield what the DataLoader would; without workers its iterator costs as much as a small batch itself."""
         loader = self.dataloader
         if loader.num_workers or loader.pin_memory:
-            return iter(loader)
+            return start_reading(loader)
         collate: Callable[[Any], Any] = loader.collate_fn
         return (collate(self._seeded.__getitems__(indices)) for indices in self._sampler)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import wait
 from types import FrameType
 from typing import Any
@@ -17,12 +21,32 @@ from accmt.errors import explain
 
 _LEAVE_S = 30.0
 _DIE_S = 1.0
+_THREADS_S = 0.002  # for threads of torch to finish with the collective before
 _DEAD = explain(
     "a process that loads data",
     "it is gone without a word: the system ends a process so when memory, or room in /dev/shm, is used up",
     "all of them alive as long as the run",
     "look at `dmesg` and `df /dev/shm`; fewer dataloader_num_workers, or smaller batches, need less of both",
 )
+
+
+def start_reading(dataloader: DataLoader[Any]) -> Iterator[Any]:
+    """Return the DataLoader's iterator; its workers are forked while no other thread enters the interpreter.
+
+    Just after a collective, a thread of torch may take the GIL to release the tensors. Before CPython 3.11.8, a process
+    that is forked at that moment waits for ever for a lock that the thread held (python/cpython#112275), and so does
+    whoever waits for its batches.
+    """
+    if dataloader.num_workers and sys.version_info < (3, 12):
+        _wait_at_each_fork()
+        time.sleep(_THREADS_S)
+    return iter(dataloader)
+
+
+@cache
+def _wait_at_each_fork() -> None:
+    """Let each fork wait first for whoever holds the lock on the list of threads, which the call takes and releases."""
+    os.register_at_fork(before=sys._current_frames)
 
 
 def leave_signals_to_parent() -> None:

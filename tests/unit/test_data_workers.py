@@ -1,6 +1,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from accmt.data import LoaderOptions, build_loader, note_dead_worker
-from accmt.data.workers import leave_signals_to_parent
+from accmt.data.workers import _wait_at_each_fork, leave_signals_to_parent
 
 
 class Numbers:
@@ -97,3 +98,17 @@ def test_other_errors_are_left_as_they_are():
     error = RuntimeError("something else")
     note_dead_worker(error)
     assert not hasattr(error, "__notes__")
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="there a fork waits for no lock that another thread held")
+def test_each_fork_waits_for_the_lock_on_the_list_of_threads(monkeypatch):
+    registered = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **hooks: registered.append(hooks))
+    _wait_at_each_fork.cache_clear()
+    for data in (Numbers(), Stream()):
+        list(build(data, workers=0).rounds(0))
+    assert registered == []
+    for data in (Numbers(), Stream()):
+        list(build(data).rounds(0))
+    assert registered == [{"before": sys._current_frames}]
+    _wait_at_each_fork.cache_clear()
