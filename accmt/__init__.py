@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from accmt.decorators import on_last_process as on_last_process
     from accmt.decorators import on_local_main_process as on_local_main_process
     from accmt.decorators import on_main_process as on_main_process
-    from accmt.loop.checkpoints import Checkpointer as Checkpointer
     from accmt.metrics import Accuracy as Accuracy
     from accmt.metrics import Metric as Metric
     from accmt.metrics import OutputCollector as OutputCollector
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from accmt.module import AcceleratorModule as AcceleratorModule
     from accmt.module import ExtendedAcceleratorModule as ExtendedAcceleratorModule
     from accmt.precision import allow_tf32 as allow_tf32
+    from accmt.recovery.checkpoints import Checkpointer as Checkpointer
     from accmt.settings.handlers import Handler as Handler
     from accmt.settings.monitor import Monitor as Monitor
     from accmt.state import TrainingState as TrainingState
@@ -52,7 +52,7 @@ _HOMES = {
     "Accuracy": "accmt.metrics",
     "Aim": "accmt.tracking",
     "Callback": "accmt.callbacks",
-    "Checkpointer": "accmt.loop.checkpoints",
+    "Checkpointer": "accmt.recovery.checkpoints",
     "ClearML": "accmt.tracking",
     "CometML": "accmt.tracking",
     "DVCLive": "accmt.tracking",
@@ -90,7 +90,7 @@ __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - names of strings
 
 def __getattr__(name: str) -> Any:
     if name == "accelerator":
-        from accmt.loop.launch import current_accelerator
+        from accmt.setup.accelerator import current_accelerator
 
         return current_accelerator()
     if name == "seed_everything":

@@ -273,7 +273,7 @@ class AcceleratorModule(LogsValues):
         """Say what a missing attribute is here, where another trainer's module has it."""
         if hasattr(super(), "__getattr__"):  # that of an nn.Module, where the user mixes the two
             return super().__getattr__(name)  # type: ignore[misc]
-        from accmt.config.foreign_methods import describe_missing
+        from accmt.compat.method_hints import describe_missing
 
         raise AttributeError(describe_missing(self, name), name=name, obj=self)
 

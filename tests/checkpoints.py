@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from accmt.checkpoint.store import CheckpointStore
-from accmt.failures.starts import FILE_NAME
+from accmt.failures.run_starts import FILE_NAME
 from accmt.files import dumps
 
 

@@ -21,7 +21,7 @@ import torch
 import transformers.optimization  # noqa: F401
 
 import accmt.config.schema  # noqa: F401
-import accmt.loop.setup  # noqa: F401
+import accmt.setup.build  # noqa: F401
 import accmt.trainer  # noqa: F401
 import tests.many_runs  # noqa: F401
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import NoReturn
 
-from accmt.config.foreign_methods import find_foreign_method
+from accmt.compat.method_hints import find_foreign_method
 from accmt.errors import ModuleContractError, explain
 
 HOOKS: dict[str, tuple[str, ...]] = {

@@ -30,14 +30,14 @@ from torch.optim import Optimizer
 
 from accmt.checkpoint.fitting import layout_of, require_same_layout, require_same_model, require_same_number
 from accmt.checkpoint.frozen import FrozenWeights, require_same_frozen
-from accmt.checkpoint.pieces import PiecePlanner, Pieces, file_names, write_pieces
-from accmt.checkpoint.snapshot import HostSnapshot
-from accmt.checkpoint.tensors import (
+from accmt.checkpoint.nested_tensors import (
     join_tensors,
     referred_tensors,
     split_tensors,
 )
-from accmt.checkpoint.torch_states import (
+from accmt.checkpoint.pieces import PiecePlanner, Pieces, file_names, write_pieces
+from accmt.checkpoint.snapshot import HostSnapshot
+from accmt.checkpoint.torch_state_dicts import (
     State,
     model_state,
     optimizer_state,

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from accmt.checkpoint.tensors import describe_kind, is_made_of_others
-from accmt.checkpoint.torch_states import State
+from accmt.checkpoint.nested_tensors import describe_kind, is_made_of_others
+from accmt.checkpoint.torch_state_dicts import State
 from accmt.checkpoint.typed_json import TensorReference, WrappedTensor
 from accmt.errors import CheckpointError, explain
 

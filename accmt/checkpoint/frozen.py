@@ -14,8 +14,8 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from accmt.checkpoint.tensors import plain_parts
-from accmt.checkpoint.torch_states import kept_buffers, model_state, plain_parameter_names
+from accmt.checkpoint.nested_tensors import plain_parts
+from accmt.checkpoint.torch_state_dicts import kept_buffers, model_state, plain_parameter_names
 from accmt.errors import CheckpointError, explain
 from accmt.processes import gather_objects
 

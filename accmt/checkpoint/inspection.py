@@ -9,8 +9,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from accmt.checkpoint.folder_names import STEP
 from accmt.checkpoint.manifest import MANIFEST_NAME, Damage, Manifest, find_faults, read_manifest
-from accmt.checkpoint.names import STEP
 from accmt.checkpoint.retention import PIN_NAME, list_published
 from accmt.errors import CheckpointError, NoCheckpointError, explain
 

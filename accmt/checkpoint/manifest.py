@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import xxhash
 
-from accmt.checkpoint.names import STEP
+from accmt.checkpoint.folder_names import STEP
 from accmt.errors import CheckpointCorruptError, CheckpointError, NoCheckpointError, explain
 from accmt.files import dumps, loads, write_text
 from accmt.processes import num_processes

@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from accmt.checkpoint.folder_names import SET_ASIDE, STEP, make_unfinished_name, step_name
 from accmt.checkpoint.manifest import MANIFEST_NAME, Damage, Manifest, read_manifest
-from accmt.checkpoint.names import SET_ASIDE, STEP, make_unfinished_name, step_name
 from accmt.errors import CheckpointError
 from accmt.files import find_free_name
 from accmt.messages import warn

@@ -15,6 +15,15 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from accmt.checkpoint.folder_names import (
+    SET_ASIDE,
+    STEP,
+    Kind,
+    is_abandoned,
+    make_unfinished_name,
+    parse_unfinished_name,
+    step_name,
+)
 from accmt.checkpoint.folders import make_durable, move, remove
 from accmt.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -27,17 +36,8 @@ from accmt.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from accmt.checkpoint.names import (
-    SET_ASIDE,
-    STEP,
-    Kind,
-    is_abandoned,
-    make_unfinished_name,
-    parse_unfinished_name,
-    step_name,
-)
 from accmt.checkpoint.retention import dispose, list_by_age, list_published, prune
-from accmt.checkpoint.staging import Failure, Staging, merge
+from accmt.checkpoint.staged_checkpoint import Failure, Staging, merge
 from accmt.errors import CheckpointError, explain
 from accmt.files import (
     LOCK_NAME,

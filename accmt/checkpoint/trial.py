@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accmt.checkpoint.frozen import find_frozen
-from accmt.checkpoint.tensors import join_tensors, plain_parts, split_tensors
-from accmt.checkpoint.torch_states import (
+from accmt.checkpoint.nested_tensors import join_tensors, plain_parts, split_tensors
+from accmt.checkpoint.torch_state_dicts import (
     State,
     is_expanded,
     kept_buffers,

@@ -9,8 +9,8 @@ from typing import Any, get_origin
 import torch
 
 from accmt.config.faults import Fault, describe, nearest
-from accmt.config.names import name_of
 from accmt.config.numbers import whole
+from accmt.config.optimizer_names import name_of
 
 COMPUTED = frozenset({"last_epoch", "num_training_steps", "total_steps", "epochs", "steps_per_epoch"})
 """Arguments of schedules that only the run knows: accmt fills them in, and nobody else may."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accmt.config.document import Document
 from accmt.config.faults import Fault
 from accmt.config.numbers import read_numbers
-from accmt.config.reading import read_document
+from accmt.config.yaml_reader import read_document
 
 if TYPE_CHECKING:
     import torch
@@ -171,7 +171,7 @@ class HyperParameters:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a YAML file would hold, names instead of classes; `from_config` reads it back as an equal."""
-        from accmt.config.names import name_of
+        from accmt.config.optimizer_names import name_of
 
         scheduler = None
         if self.scheduler_class is not None:

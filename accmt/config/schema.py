@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, ValidationError, field_validator
 
+from accmt.compat.argument_hints import advise_key
 from accmt.config.arguments import check_optimizer, check_scheduler
 from accmt.config.document import Document
 from accmt.config.faults import Fault, KeyPath, describe, suggest
-from accmt.config.foreign import advise_key
-from accmt.config.names import find_optimizer, find_scheduler
 from accmt.config.numbers import whole
+from accmt.config.optimizer_names import find_optimizer, find_scheduler
 
 
 class ComponentSchema(BaseModel):

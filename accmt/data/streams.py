@@ -16,9 +16,9 @@ from accmt.data.batches import Round
 from accmt.data.collate import Collate, keeps_number
 from accmt.data.options import LoaderOptions, length_of, require_batch
 from accmt.data.position import BEGINNING, Start, cannot_continue
-from accmt.data.reading import ReadThroughLoader
 from accmt.data.samplers import UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
+from accmt.data.sequential import ReadThroughLoader
 from accmt.data.sharding import Plan, Share
 from accmt.data.stream_state import StreamState
 from accmt.messages import warn_once

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from accmt.failures.board import Board as Board
 from accmt.failures.clock import Clock as Clock
+from accmt.failures.error_kinds import is_out_of_memory as is_out_of_memory
+from accmt.failures.error_kinds import kind_of as kind_of
 from accmt.failures.interruption import Interruption as Interruption
 from accmt.failures.interruption import Reason as Reason
-from accmt.failures.kinds import is_out_of_memory as is_out_of_memory
-from accmt.failures.kinds import kind_of as kind_of
 from accmt.failures.signals import listening as listening
 from accmt.failures.watch import Watch as Watch
 from accmt.failures.watch import is_consequence as is_consequence

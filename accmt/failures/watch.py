@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from accmt.errors import AccmtError
 from accmt.failures.board import Board
+from accmt.failures.error_kinds import kind_of
 from accmt.failures.interruption import Interruption, Reason
-from accmt.failures.kinds import kind_of
 from accmt.failures.lone_calls import LoneCalls
 
 _POLL_S = 0.1

@@ -2,7 +2,7 @@
 
 from accmt.files.atomic import follow_umask, fsync_file, fsync_folder, replace_file, require_writable_folder, write_text
 from accmt.files.folder_lock import LOCK_NAME, FolderLock, FolderTakenError
-from accmt.files.previous import find_surplus, place_beside, place_inside
+from accmt.files.previous_folders import find_surplus, place_beside, place_inside
 from accmt.files.space import format_bytes, free_space
 from accmt.files.staging import find_free_name, staging_folder
 from accmt.files.strict_json import JsonLines, dumps, loads, read_json_lines

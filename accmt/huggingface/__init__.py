@@ -4,7 +4,7 @@ Nothing here imports transformers or peft before a function that needs it is cal
 """
 
 from accmt.huggingface.folder import load_model_weights, save_model, to_saved_format
-from accmt.huggingface.kinds import (
+from accmt.huggingface.model_kinds import (
     advise_wrapping,
     describe_model,
     is_peft_model,

@@ -11,7 +11,7 @@ from torch import Tensor
 from accmt.errors import WeightsError, explain
 from accmt.huggingface.folder import save_model
 from accmt.saving import SavedWeights
-from accmt.saving.reading import require_fit
+from accmt.saving.load_weights import require_fit
 
 CONFIG = "config.json"
 

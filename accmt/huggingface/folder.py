@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from accmt.errors import WeightsError, explain
-from accmt.huggingface.adapters import load_adapters, save_adapters
-from accmt.huggingface.kinds import is_peft_model, is_transformers_model, refuse_injected_adapters
+from accmt.huggingface.model_kinds import is_peft_model, is_transformers_model, refuse_injected_adapters
+from accmt.huggingface.peft_adapters import load_adapters, save_adapters
 from accmt.huggingface.pretrained import load_pretrained_weights
 from accmt.messages import warn_once
 from accmt.saving import SavedWeights, load_weights, save_weights
 from accmt.saving.layout import ADAPTER_CONFIG
+from accmt.saving.load_weights import require_files
 from accmt.saving.publishing import remove_leftovers
-from accmt.saving.reading import require_files
+from accmt.saving.state_dict import find_tied, plain_names, require_complete
 from accmt.saving.status import read_status
-from accmt.saving.tensors import find_tied, plain_names, require_complete
 
 if TYPE_CHECKING:
     from torch import Tensor

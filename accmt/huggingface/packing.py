@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accmt.errors import DataError, explain
-from accmt.huggingface.kinds import is_transformers_model
+from accmt.huggingface.model_kinds import is_transformers_model
 
 _ISOLATING = frozenset(
     "gemma3 gemma3_text gpt2 gpt_neox llama mistral mixtral phi3 qwen2 qwen3".split()  # noqa: SIM905 - easier to read

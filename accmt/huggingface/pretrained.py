@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accmt.errors import ArgumentError, ModuleContractError, explain
-from accmt.huggingface.adapters import build_with_adapter, read_base_name
-from accmt.huggingface.kinds import advise_wrapping, refuse_injected_adapters
+from accmt.huggingface.model_kinds import advise_wrapping, refuse_injected_adapters
+from accmt.huggingface.peft_adapters import build_with_adapter, read_base_name
 from accmt.saving.layout import ADAPTER_CONFIG
-from accmt.saving.reading import describe_shapes, misfit
-from accmt.saving.tensors import plain_names
+from accmt.saving.load_weights import describe_shapes, misfit
+from accmt.saving.state_dict import plain_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

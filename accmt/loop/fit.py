@@ -10,18 +10,18 @@ from accmt.errors import DataError, Preempted, explain
 from accmt.failures import is_out_of_memory, listening
 from accmt.huggingface import computing_without_cache
 from accmt.loop.evaluation import evaluate, evaluate_and_count
-from accmt.loop.going_on import telling_how_to_go_on
-from accmt.loop.leaving import leave_if_asked, settle, watching
-from accmt.loop.preflight import check_room, try_saving
-from accmt.loop.prepare import give_back
-from accmt.loop.recovery import Restart
-from accmt.loop.run import Run
-from accmt.loop.sources import end_workers
-from accmt.loop.starts import note_end, tell_repetition
+from accmt.loop.optimizer_step import step_schedule
 from accmt.loop.training import finish_update, log_row, save_if_due, train_epoch
-from accmt.loop.update import step_schedule
 from accmt.messages import say, warn
 from accmt.processes import run_on_every_process, run_on_main_process
+from accmt.recovery.crash_loop import note_end, tell_repetition
+from accmt.recovery.restart import Restart
+from accmt.recovery.resume_hint import telling_how_to_go_on
+from accmt.recovery.shutdown import leave_if_asked, settle, watching
+from accmt.run import Run
+from accmt.setup.datasets import end_workers
+from accmt.setup.model import give_back
+from accmt.setup.preflight import check_room, try_saving
 from accmt.state import Progress
 from accmt.tracking import RunStatus
 

@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from accmt.data import Round, derive_seed, seed_generators
-from accmt.loop.guard import Place
+from accmt.loop.optimizer_step import advance_schedule, step_optimizer, zero_gradients
 from accmt.loop.reduction import average_gradients, broadcast_buffers
-from accmt.loop.run import Run, counting_calls, require_call, require_planned
-from accmt.loop.update import advance_schedule, step_optimizer, zero_gradients
 from accmt.messages import say_once
 from accmt.module import ExtendedAcceleratorModule
 from accmt.processes import num_processes, process_index, sum_over_processes
+from accmt.recovery.loss_guard import Place
+from accmt.run import Run, counting_calls, require_call, require_planned
 
 
 class ManualSteps:

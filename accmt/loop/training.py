@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 
 from accmt.errors import DataError, explain
-from accmt.loop.bad_samples import count_bad_samples, tell_bad_samples
-from accmt.loop.boundary import Due
+from accmt.loop.bad_sample_counts import count_bad_samples, tell_bad_samples
 from accmt.loop.evaluation import evaluate_and_count
-from accmt.loop.guard import look_at_losses
-from accmt.loop.leaving import leave_if_asked
 from accmt.loop.manual import ManualSteps
-from accmt.loop.run import Run
-from accmt.loop.windows import Windows
+from accmt.loop.train_step import Windows
 from accmt.module import ExtendedAcceleratorModule
+from accmt.recovery.loss_guard import look_at_losses
+from accmt.recovery.shutdown import leave_if_asked
+from accmt.recovery.step_snapshot import Due
+from accmt.run import Run
 
 
 def train_epoch(run: Run) -> bool:

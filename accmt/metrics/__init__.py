@@ -7,9 +7,9 @@ from accmt.metrics.collector import ValidationCollector
 from accmt.metrics.metric import Metric
 from accmt.metrics.outputs import OutputCollector, gather_on_cpu
 from accmt.metrics.parallel import MetricBatch, MetricParallel
+from accmt.metrics.running_averages import TrainingWindow
 from accmt.metrics.streaming import StreamingMetric
 from accmt.metrics.torch_metrics import TorchMetric
-from accmt.metrics.windows import TrainingWindow
 
 __all__ = [
     "OutputCollector",

@@ -18,7 +18,7 @@ from accmt.errors import MetricError, MissingPackageError, explain
 from accmt.metrics.gathering import CHUNK_BYTES
 from accmt.metrics.metric import Accumulation, IsBetter, Metric
 from accmt.metrics.results import describe, find_scalar, is_pair, refuse_result
-from accmt.metrics.torch_states import KeptLists, begin_anew, bring_together, has_network, place, put_together
+from accmt.metrics.torchmetrics_states import KeptLists, begin_anew, bring_together, has_network, place, put_together
 from accmt.processes import run_on_main_process
 
 if TYPE_CHECKING:

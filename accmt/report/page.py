@@ -9,8 +9,8 @@ from pathlib import Path
 
 from accmt.files import write_text
 from accmt.report.charts import COLOURS, Chart, draw_charts
-from accmt.report.images import write_images
 from accmt.report.records import RunRecord
+from accmt.report.thumbnails import write_images
 
 SECTIONS = ("Losses", "Values", "System", "Time")
 MOST_EVALUATIONS = 200

@@ -26,7 +26,7 @@ from accmt.saving.layout import (
     remove_unnamed_shards,
 )
 from accmt.saving.publishing import list_files, publish
-from accmt.saving.tensors import find_tied, give_own_memory, plain_names, require_dense_tensors
+from accmt.saving.state_dict import find_tied, give_own_memory, plain_names, require_dense_tensors
 
 SHARED_KEY = "accmt.shared"
 DIGEST_KEY = "accmt.digest"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from accmt.config.foreign import find_foreign
+from accmt.compat.argument_hints import find_foreign
 from accmt.config.hyperparameters import FIELDS
 from accmt.errors import UnknownArgumentError, explain
 

@@ -5,7 +5,7 @@ from accmt.tracking.run_folder import RunPlace, default_run_name, default_track_
 from accmt.tracking.services import Aim, ClearML, CometML, SwanLab, Trackio, WandB
 from accmt.tracking.spec import TrackerSpec
 from accmt.tracking.specs import DVCLive, MLFlow, TensorBoard, find_specs, resolve_trackers
-from accmt.tracking.sync import Synced, sync_run
+from accmt.tracking.sync_run import Synced, sync_run
 from accmt.tracking.tracking import RunStatus, Tracking
 
 __all__ = [

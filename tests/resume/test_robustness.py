@@ -136,14 +136,14 @@ class TestTheFolder:
     def test_places_that_cannot_be_given_back_are_named(self, caplog, monkeypatch):
         train("out/m", stop=5)
         with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
-            patched.setattr("accmt.loop.checkpoints.move_back", Path.rename)  # onto a folder that is there
+            patched.setattr("accmt.recovery.checkpoints.move_back", Path.rename)  # onto a folder that is there
             train("out/m", stop=1)
         assert "the checkpoints of an earlier run stay in" in caplog.text
 
     def test_after_a_kill_before_the_first_checkpoint_the_earlier_run_is_not_taken_for_the_new_one(self, monkeypatch):
         train("out/m", stop=5)
         with monkeypatch.context() as killed:
-            killed.setattr("accmt.loop.checkpoints.Checkpoints._put_back", lambda *previous: None)
+            killed.setattr("accmt.recovery.checkpoints.Checkpoints._put_back", lambda *previous: None)
             train("out/m", stop=1)
         previous = Path("out/checkpoint-m.previous").resolve()
         for older in ("out/checkpoint-m.previous-2", "out/checkpoint-m.previous-9"):
@@ -157,7 +157,7 @@ class TestTheFolder:
     def test_a_run_that_goes_on_from_where_it_was_moved_has_its_model_still(self, monkeypatch):
         train("out/m", stop=7)
         with monkeypatch.context() as killed:
-            killed.setattr("accmt.loop.checkpoints.Checkpoints._put_back", lambda *previous: None)
+            killed.setattr("accmt.recovery.checkpoints.Checkpoints._put_back", lambda *previous: None)
             train("out/m", stop=1)
         run_id = read_status("out/m")["run_id"]
         trainer, _ = train("out/m", resume="out/checkpoint-m.previous")
@@ -199,8 +199,8 @@ class TestTheFolder:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
         first = state_of(*train("out/m"))["saved"]
-        monkeypatch.setattr("accmt.saving.previous.place_beside", refuse)
-        monkeypatch.setattr("accmt.saving.previous.place_inside", refuse)
+        monkeypatch.setattr("accmt.saving.previous_model.place_beside", refuse)
+        monkeypatch.setattr("accmt.saving.previous_model.place_inside", refuse)
         second = state_of(*train("out/m", seed=4))["saved"]
         assert "the model of an earlier run in out/m cannot be kept, and is replaced: " in caplog.text
         assert not torch.equal(second["0.weight"], first["0.weight"])

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 
 from accmt.callbacks.notebook import MOST_POINTS, Curve, NotebookView, draw, is_notebook
-from accmt.loop.builtin import builtin_callbacks
+from accmt.setup.builtin_callbacks import builtin_callbacks
 from accmt.state import TrainingState
 from tests.toys import logged, make_points, make_trainer
 

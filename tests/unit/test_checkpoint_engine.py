@@ -20,8 +20,8 @@ from torch.optim import LBFGS, SGD, AdamW
 from transformers import Adafactor
 
 from accmt.checkpoint.engine import STATE_FILE, StateCollector, load_state, require_numbers, save_state, write_state
+from accmt.checkpoint.nested_tensors import split_tensors
 from accmt.checkpoint.snapshot import HostSnapshot
-from accmt.checkpoint.tensors import split_tensors
 from accmt.errors import CheckpointCorruptError, CheckpointError, ModuleContractError
 
 OPTIMIZERS = {

@@ -137,7 +137,7 @@ def test_strats_lists_what_there_is_and_what_there_is_not(capsys):
 
 
 def test_the_engines_that_are_not_there_are_those_that_a_run_refuses():
-    from accmt.loop.launch import _ENGINES_NOT_BUILT_YET
+    from accmt.setup.accelerator import _ENGINES_NOT_BUILT_YET
 
     refused = {name.replace("_", "-").lower() for name in _ENGINES_NOT_BUILT_YET}
     assert refused == {engine.lower() for engine in ENGINES}

@@ -3,7 +3,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from accmt.config.arguments import check_optimizer, check_scheduler, optimizer_arguments, parameters_of
-from accmt.config.names import find_optimizer, find_scheduler
+from accmt.config.optimizer_names import find_optimizer, find_scheduler
 
 
 class Open(torch.optim.SGD):

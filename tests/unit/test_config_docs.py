@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from accmt.config import HyperParameters
-from accmt.config.names import optimizer_names, scheduler_names
+from accmt.config.optimizer_names import optimizer_names, scheduler_names
 from accmt.errors import HyperParameterError
 
 ROOT = Path(__file__).parents[2]

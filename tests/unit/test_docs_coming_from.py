@@ -18,10 +18,10 @@ from accmt import AcceleratorModule, Trainer, TrainingState
 from accmt.callbacks import ALIASES as HOOK_ALIASES
 from accmt.callbacks import HOOKS
 from accmt.cli.main import COMMANDS
-from accmt.config.foreign import FOREIGN
-from accmt.config.foreign_methods import FOREIGN_METHODS
+from accmt.compat.argument_hints import FOREIGN
+from accmt.compat.method_hints import FOREIGN_METHODS
 from accmt.config.hyperparameters import FIELDS
-from accmt.trainer import ALIASES as ARGUMENTS
+from accmt.trainer.trainer import ALIASES as ARGUMENTS
 from tests.e2e.markdown import ROOT, read_table
 
 PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")

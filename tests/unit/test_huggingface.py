@@ -40,7 +40,7 @@ from accmt.huggingface import (
 )
 from accmt.messages import speaking
 from accmt.saving import read_status, write_status
-from accmt.saving.reading import load_weights
+from accmt.saving.load_weights import load_weights
 
 SIZES = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
 TOKENS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 2]])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accmt import AcceleratorModule, TrainingState
-from accmt.config.foreign_methods import FOREIGN_ATTRIBUTES
+from accmt.compat.method_hints import FOREIGN_ATTRIBUTES
 from accmt.module_kinds import HuggingFaceModule
 from tests.toys import Linear, make_points, make_trainer
 

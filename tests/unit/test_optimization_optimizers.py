@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from accmt.config import HyperParameters
-from accmt.config.names import optimizer_names
+from accmt.config.optimizer_names import optimizer_names
 from accmt.errors import HyperParameterError, ModuleContractError
 from accmt.optimization import build_optimizer
 

@@ -7,7 +7,7 @@ from torch.optim import lr_scheduler
 from transformers.optimization import get_linear_schedule_with_warmup
 
 from accmt.config import HyperParameters
-from accmt.config.names import scheduler_names
+from accmt.config.optimizer_names import scheduler_names
 from accmt.optimization import build_optimizer, build_scheduler
 from accmt.optimization.resuming import group_arguments, restore_schedule
 

@@ -4,7 +4,7 @@ import transformers.optimization
 from torch.optim import lr_scheduler
 
 from accmt.config import HyperParameters
-from accmt.config.names import scheduler_names
+from accmt.config.optimizer_names import scheduler_names
 from accmt.errors import HyperParameterError
 from accmt.optimization import build_optimizer, build_scheduler
 

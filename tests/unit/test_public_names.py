@@ -69,7 +69,7 @@ for name in accmt.__all__:
 assert accmt.accelerator is None
 heavy = {"accelerate", "transformers", "mlflow", "datasets", "pydantic", "tensorboard", "torchmetrics"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
-import accmt.loop.setup, accmt.loop.fit
+import accmt.setup.build, accmt.loop.fit
 assert torch.get_float32_matmul_precision() == precision and torch.backends.cudnn.allow_tf32 == cudnn
 assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()
 assert dict(os.environ) == environment and torch.get_num_threads() == threads

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from torch import nn
 
 from accmt.errors import SavingError, WeightsError
-from accmt.saving.reading import load_weights
+from accmt.saving.load_weights import load_weights
 from accmt.saving.weights import save_adapter, save_weights
 
 FORMATS = {"safetensors": True, "bin": False}

@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from accmt.saving.reading import load_weights
+from accmt.saving.load_weights import load_weights
 from accmt.saving.weights import save_adapter, save_weights
 
 OPERATIONS = [

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from accmt import Trainer
-from accmt.config.foreign import FOREIGN
+from accmt.compat.argument_hints import FOREIGN
 from accmt.errors import ArgumentError, HyperParameterError, SeveralFaultsError, UnknownArgumentError
 from accmt.settings.keywords import check_keywords
 from tests.toys import HPS

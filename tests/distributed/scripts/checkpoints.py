@@ -24,8 +24,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from transformers import Adafactor
 
 from accmt.checkpoint.engine import StateCollector, load_state, write_state
-from accmt.checkpoint.tensors import split_tensors
-from accmt.checkpoint.torch_states import model_state, optimizer_state
+from accmt.checkpoint.nested_tensors import split_tensors
+from accmt.checkpoint.torch_state_dicts import model_state, optimizer_state
 
 
 class TiedModel(nn.Module):

@@ -1,0 +1,1 @@
+"""For people from other trainers: what to write here."""

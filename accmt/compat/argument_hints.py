@@ -1,0 +1,168 @@
+"""What other trainers call things, and what to write here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from accmt.compat.value_hints import advise_value
+
+FOREIGN: Mapping[str, Mapping[str, str]] = {
+    "Lightning's Trainer": {
+        "accumulate_grad_batches": "Trainer(grad_accumulation_steps=4)",
+        "auto_lr_find": "trainer.tune(module, data, lr=True)",
+        "auto_scale_batch_size": 'trainer.tune(module, data, batch_size="power")',
+        "barebones": "leave it out: what nobody asked for costs nothing",
+        "check_val_every_n_epoch": "Trainer(evaluate_every_n_epochs=2)",
+        "checkpoint_callback": "Trainer(enable_checkpointing=False)",
+        "default_root_dir": 'Trainer(model_path="out/model", logging_dir="logs")',
+        "devices": "accmt launch -N 2 train.py",
+        "gpus": "accmt launch -N 2 train.py",
+        "gradient_clip_algorithm": 'Trainer(clip_grad_type="norm")',
+        "gradient_clip_val": "Trainer(clip_grad=1.0)",
+        "log_every_n_steps": "Trainer(log_every=50)",
+        "logger": "Trainer(log_with=accmt.TensorBoard)",
+        "max_epochs": "epochs: 3",
+        "num_nodes": "accelerate launch --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 train.py",
+        "num_processes": "accmt launch -N 2 train.py",
+        "plugins": 'Trainer(accelerator={"kwargs_handlers": [handler]})',
+        "replace_sampler_ddp": "Trainer(shard_dataloaders=False)",
+        "strategy": "accmt launch --strat ddp train.py",
+        "tpu_cores": "there is no TPU in this version",
+        "track_grad_norm": 'Trainer(monitor=["grad_norm"])',
+        "use_distributed_sampler": "Trainer(shard_dataloaders=False)",
+        "val_check_interval": "Trainer(evaluate_every_n_steps=0.25)",
+    },
+    "transformers' TrainingArguments": {
+        "adam_beta1": "optim: {type: AdamW, lr: 1e-4, betas: [0.9, 0.999]}",
+        "adam_beta2": "optim: {type: AdamW, lr: 1e-4, betas: [0.9, 0.999]}",
+        "adam_epsilon": "optim: {type: AdamW, lr: 1e-4, eps: 1e-8}",
+        "auto_find_batch_size": "Trainer(auto_micro_batch=True)",
+        "average_tokens_across_devices": "leave it out: every token of all processes counts the same",
+        "bf16": 'Trainer(mixed_precision="bf16")',
+        "data_seed": "Trainer(seed=0)",
+        "ddp_broadcast_buffers": "leave it out: it is torch's default",
+        "ddp_bucket_cap_mb": 'Trainer(ddp_kwargs={"bucket_cap_mb": 25})',
+        "ddp_find_unused_parameters": 'Trainer(ddp_kwargs={"find_unused_parameters": True})',
+        "ddp_static_graph": 'Trainer(ddp_kwargs={"static_graph": True})',
+        "ddp_timeout": 'Trainer(accelerator={"kwargs_handlers": [handler]})',
+        "deepspeed": "there is no DeepSpeed in this version",
+        "disable_tqdm": "Trainer(enable_progress_bar=False)",
+        "do_eval": "leave it out: what is called says it, trainer.fit, trainer.validate or trainer.predict",
+        "do_predict": "leave it out: what is called says it, trainer.fit, trainer.validate or trainer.predict",
+        "do_train": "leave it out: what is called says it, trainer.fit, trainer.validate or trainer.predict",
+        "eval_accumulation_steps": 'Trainer(gather_chunk_size="32MB")',
+        "eval_on_start": "Trainer(eval_when_start=True)",
+        "eval_steps": "Trainer(evaluate_every_n_steps=500)",
+        "eval_strategy": "Trainer(evaluate_every_n_steps=500)",
+        "evaluation_strategy": "Trainer(evaluate_every_n_steps=500)",
+        "fp16": 'Trainer(mixed_precision="fp16")',
+        "fsdp": "there is no FSDP in this version",
+        "full_determinism": "Trainer(seed=0, deterministic=True)",
+        "gradient_accumulation_steps": "Trainer(grad_accumulation_steps=4)",
+        "gradient_checkpointing_kwargs": 'Trainer(gradient_checkpointing={"use_reentrant": False})',
+        "greater_is_better": 'Trainer(model_saving="best_f1", metrics=["f1"])',
+        "group_by_length": "Trainer(batch_sampler=sampler)",
+        "hub_model_id": "after fit `hf upload user/name out/model`, or module.unwrapped_model.push_to_hub",
+        "hub_strategy": "after fit `hf upload user/name out/model`, or module.unwrapped_model.push_to_hub",
+        "hub_token": "after fit `hf upload user/name out/model`, or module.unwrapped_model.push_to_hub",
+        "label_smoothing_factor": "torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)",
+        "learning_rate": "optim: {type: AdamW, lr: 1e-4}",
+        "load_best_model_at_end": 'Trainer(model_saving="best_f1", metrics=["f1"])',
+        "logging_steps": "Trainer(log_every=10)",
+        "logging_strategy": "Trainer(log_every=10)",
+        "lr_scheduler_kwargs": "scheduler: {type: CosineWithWarmup, num_cycles: 2}",
+        "lr_scheduler_type": "scheduler: {type: LinearWithWarmup, warmup_ratio: 0.1}",
+        "max_grad_norm": "Trainer(clip_grad=1.0)",
+        "metric_for_best_model": 'Trainer(model_saving="best_f1", metrics=["f1"])',
+        "neftune_noise_alpha": "model.get_input_embeddings().register_forward_hook(hook)",
+        "no_cuda": 'Trainer(accelerator={"cpu": True})',
+        "num_train_epochs": "epochs: 3",
+        "optim_args": "optim: {type: AdamW, lr: 1e-4, betas: [0.9, 0.95]}",
+        "output_dir": 'Trainer(model_path="out/model")',
+        "overwrite_output_dir": "Trainer(max_previous_runs=0)",
+        "per_device_eval_batch_size": "batch_size: [16, 32]",
+        "per_device_train_batch_size": "batch_size: 16",
+        "push_to_hub": "after fit `hf upload user/name out/model`, or module.unwrapped_model.push_to_hub",
+        "remove_unused_columns": 'dataset.select_columns(["input_ids", "attention_mask", "labels"])',
+        "report_to": "Trainer(log_with=accmt.TensorBoard)",
+        "resume_from_checkpoint": "Trainer(resume=True)",
+        "save_safetensors": "Trainer(safe_serialization=True)",
+        "save_steps": 'Trainer(checkpoint_every="500 steps")',
+        "save_strategy": 'Trainer(checkpoint_every="500 steps")',
+        "save_total_limit": "Trainer(max_checkpoints=2)",
+        "tf32": "accmt.allow_tf32()",
+        "torch_compile": "Trainer(compile=True)",
+        "torch_compile_backend": 'Trainer(compile=True, compile_kwargs={"backend": "inductor"})',
+        "torch_compile_mode": 'Trainer(compile=True, compile_kwargs={"mode": "max-autotune"})',
+        "torch_empty_cache_steps": "torch.cuda.empty_cache() in on_update_end",
+        "use_cpu": 'Trainer(accelerator={"cpu": True})',
+        "warmup_ratio": "scheduler: {type: LinearWithWarmup, warmup_ratio: 0.1}",
+        "warmup_steps": "scheduler: {type: LinearWithWarmup, num_warmup_steps: 100}",
+        "weight_decay": "optim: {type: AdamW, lr: 1e-4, weight_decay: 0.01}",
+    },
+    "transformers' Trainer": {
+        "args": 'Trainer(model_path="out/model"), and its other values as arguments and hyper-parameters',
+        "compute_loss_func": "def training_step(self, batch): return loss",
+        "compute_metrics": 'Trainer(metrics=["accuracy", "f1"])',
+        "data_collator": "Trainer(collate_fn=collator)",
+        "eval_dataset": "trainer.fit(module, train_dataset, val_dataset)",
+        "model": "trainer.fit(module, train_dataset, val_dataset)",
+        "model_init": "def __init__(self): self.model = MyNetwork()",
+        "optimizers": "def get_optimizer(self): return optimizer, and get_scheduler for its scheduler",
+        "preprocess_logits_for_metrics": 'def validation_step(self, batch): return {"f1": (predictions, labels)}',
+        "processing_class": "module.processor = tokenizer",
+        "tokenizer": "module.processor = tokenizer",
+        "train_dataset": "trainer.fit(module, train_dataset, val_dataset)",
+    },
+    "an optimizer": {
+        "lr": "optim: {type: AdamW, lr: 1e-4}",
+        "momentum": "optim: {type: SGD, lr: 1e-2, momentum: 0.9}",
+    },
+}
+"""By where it is an argument: each name, and the line of the hyper-parameters, the program or the shell to write."""
+
+
+EXAMPLE = object()
+"""Stands for a value that is not known: the advice is the line of the table."""
+
+
+def find_foreign(name: str, value: Any = EXAMPLE) -> tuple[str, str] | None:
+    """Return where a name is an argument and what to do here, or None for a name that nobody else has.
+
+    Args:
+        name: The name.
+        value: What was given for it, which is then in the line to write.
+    """
+    for owner, names in FOREIGN.items():
+        if name in names:
+            return owner, _write((None if value is EXAMPLE else advise_value(name, value)) or names[name])
+    return None
+
+
+def _write(here: str) -> str:
+    if re.match(r"\w+: ", here):
+        return f"write `{here}` in the hyper-parameters"
+    if here.startswith(("after fit ", "leave ", "there is ")):
+        return here
+    is_command = " launch " in here or here.startswith("python ")
+    return f"start the program with `{here}`" if is_command else f"write {here}"
+
+
+def advise_key(key: str, value: Any) -> str | None:
+    """Return what to do about a key of the hyper-parameters that is something else, or None if nobody knows it.
+
+    Args:
+        key: The key.
+        value: What was written there.
+    """
+    from accmt.settings.settings import Settings
+
+    foreign = find_foreign(key, value)
+    if foreign is not None:
+        owner, do = foreign
+        return f"{do}: `{key}` is an argument of {owner}"
+    if key in ("model_path", *Settings.defaults()):
+        return f"write Trainer({key}={value!r}): `{key}` is an argument of the Trainer"
+    return None

@@ -1,0 +1,194 @@
+"""Adapters of PEFT: saved without the model around which they are, loaded into one, and built from their folder."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accmt.errors import WeightsError, explain
+from accmt.saving.layout import ADAPTER_NAMES
+from accmt.saving.load_weights import read_weights, require_fit
+from accmt.saving.state_dict import give_own_memory, plain_names
+from accmt.saving.weights import SavedWeights, save_adapter, write_tensors
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from torch import Tensor
+
+
+def save_adapters(
+    model: PeftModel,
+    state_dict: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    processor: Any = None,
+    safe_serialization: bool = True,
+) -> SavedWeights:
+    """Replace what is saved in `folder` by the adapters of a model, as PEFT loads them.
+
+    The main adapter lies in the folder itself: the one called "default", else the active one. Others lie in folders
+    of their names below it.
+
+    Args:
+        model: The model, without the wrapper of the launch.
+        state_dict: Its full state dict; names may carry wrappers.
+        folder: The model folder; made if it is missing.
+        processor: A tokenizer or the like, saved beside the adapters.
+        safe_serialization: Safetensors if True, `.bin` files of `torch.save` if False.
+
+    Raises:
+        WeightsError: As `save_weights`.
+        OSError: As `save_weights`. What was saved before still loads.
+
+    Processes:
+        Main only.
+    """
+    state = _under_own_names(model, state_dict)
+    main, *others = _list_adapters(model)
+    file_name = ADAPTER_NAMES[0 if safe_serialization else 1]
+
+    def write_others(staged: Path) -> None:
+        _write_config(model, main, staged)
+        for name in others:
+            (staged / name).mkdir()
+            _write_config(model, name, staged / name)
+            weights = give_own_memory(_by_plain_name(_read_adapter(model, state, name)))
+            write_tensors(weights, staged / name / file_name, {"format": "pt"})
+        if processor is not None:
+            processor.save_pretrained(staged)
+
+    weights = _read_adapter(model, state, main)
+    return save_adapter(weights, folder, safe_serialization=safe_serialization, write_others=write_others)
+
+
+def load_adapters(model: PeftModel, folder: Path, *, strict: bool = True) -> None:
+    """Load every adapter of a model from where `save_adapters` puts it.
+
+    Args:
+        model: The model, without the wrapper of the launch, with adapters of the kinds and sizes that were saved.
+        folder: The folder of the main adapter.
+        strict: Whether every weight must be there. Shapes must fit in any case.
+
+    Raises:
+        WeightsError: An adapter or a file is missing or damaged, or names or shapes do not fit.
+
+    Processes:
+        All, each for itself; before the model is sharded.
+    """
+    from peft import set_peft_model_state_dict
+
+    main, *others = _list_adapters(model)
+    parts = {main: folder} | {name: folder / name for name in others}
+    state = model.state_dict()
+    current = {name: _read_adapter(model, state, name) for name in parts}
+    saved = {name: read_weights(part) for name, part in parts.items()}
+    for name, part in parts.items():
+        what = f"the adapter {name!r} of {type(model).__name__}"
+        require_fit(saved[name], _by_plain_name(current[name]), part, what=what, strict=strict)
+    for name, weights in current.items():
+        names = plain_names(weights)
+        set_peft_model_state_dict(
+            model, {own: saved[name].get(names[own], tensor) for own, tensor in weights.items()}, adapter_name=name
+        )
+
+
+def read_base_name(folder: Path) -> str:
+    """Return the path or the hub's name of the model around which the adapter in `folder` was trained.
+
+    Raises:
+        WeightsError: The adapter does not say it.
+    """
+    from peft import PeftConfig
+
+    name: str | None = PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
+    if name:
+        return name
+    do = "build the model, and PEFT around it: PeftModel.from_pretrained(model, folder, is_trainable=True)"
+    message = explain(f"the adapter in {folder}", "no `base_model_name_or_path`", "the path of its model", do)
+    raise WeightsError(message)
+
+
+def build_with_adapter(base: Any, folder: Path) -> PeftModel:
+    """Put PEFT around a model, with the adapter in `folder`, ready to be trained on.
+
+    Raises:
+        WeightsError: The adapter does not fit the model.
+    """
+    from peft import PeftConfig, get_peft_model
+
+    config = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = False
+    model: PeftModel = get_peft_model(base, config)
+    load_adapters(model, folder)
+    return model
+
+
+def _list_adapters(model: PeftModel) -> list[str]:
+    """Return the names of the adapters, the main one first."""
+    main = "default" if "default" in model.peft_config else model.active_adapters[0]
+    return [main, *(name for name in model.peft_config if name != main)]
+
+
+def _under_own_names(model: PeftModel, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state dict under the names that the model's modules have: PEFT finds by those what it saves."""
+    own = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
+    names = {plain: name for name, plain in plain_names(own).items()}
+    return {names.get(plain, plain): state_dict[name] for name, plain in plain_names(state_dict).items()}
+
+
+def _by_plain_name(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    names = plain_names(weights)
+    return {names[name]: tensor for name, tensor in weights.items()}
+
+
+def _read_adapter(model: PeftModel, state: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    from peft import get_peft_model_state_dict
+
+    # PEFT's own choice ("auto") asks the hub at each save.
+    saves_embeddings = _saves_embeddings(model, model.peft_config[name])
+    weights: dict[str, Tensor] = get_peft_model_state_dict(
+        model, state_dict=state, adapter_name=name, save_embedding_layers=saves_embeddings
+    )
+    return weights
+
+
+def _saves_embeddings(model: PeftModel, config: PeftConfig) -> bool:
+    """Say whether an adapter needs the embeddings beside it: it adapts them, or tokens were added to the model's.
+
+    Source: `get_peft_model_state_dict` of peft 0.21.
+    """
+    if getattr(config, "trainable_token_indices", None) is not None or config.peft_type == "TRAINABLE_TOKENS":
+        is_adapted = False
+    else:
+        embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+        is_adapted = hasattr(embeddings, "base_layer")
+    return is_adapted or _is_resized(model, config)
+
+
+def _is_resized(model: PeftModel, config: PeftConfig) -> bool:
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if not (size and config.base_model_name_or_path):
+        return False
+    from transformers import AutoConfig
+
+    try:
+        base = AutoConfig.from_pretrained(config.base_model_name_or_path, local_files_only=True)
+    except (OSError, ValueError):  # not on this machine: PEFT takes it for unchanged, too
+        return False
+    return bool(getattr(base, "vocab_size", size) != size)
+
+
+def _write_config(model: PeftModel, name: str, folder: Path) -> None:
+    """Write `adapter_config.json`, with what `PeftModel.save_pretrained` adds to the configuration.
+
+    Source: `PeftModel.save_pretrained` of peft 0.21.
+    """
+    config = copy.copy(model.peft_config[name])
+    base = model.get_base_model()
+    config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
+    config.inference_mode = True
+    kind = type(base)
+    mapping = {"base_model_class": kind.__name__.removeprefix("FSDP"), "parent_library": kind.__module__}
+    config.save_pretrained(str(folder), auto_mapping_dict=mapping if config.task_type is None else None)

@@ -1,0 +1,125 @@
+"""One update: reduce, scale, clip, step, schedule, and begin the next window; each with its hooks."""
+
+from __future__ import annotations
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from accmt.loop.reduction import average_gradients
+from accmt.loop.weighting import Window
+from accmt.processes import sum_over_processes
+from accmt.recovery.restart import restart_with_smaller_batches
+from accmt.run import Run
+
+
+def finish_window(run: Run, window: Window) -> bool:
+    """Make the update of a finished window, and count it.
+
+    Processes: collective.
+
+    Returns:
+        Whether there was an update: none where all weights are 0, or where the gradient scaler met inf.
+
+    Raises:
+        Restart: A process ran out of memory, and the run goes on with smaller micro-batches.
+    """
+    stepper = run.stepper
+    if run.settings.optimization.auto_micro_batch and _has_run_out_of_memory(run, window):
+        restart_with_smaller_batches(run)
+    run.trained.require_unchanged()
+    if window.is_unreduced:  # before unscaling, so that all processes find the same inf
+        average_gradients(stepper.parameters)
+    stepper.unscale()
+    factor, samples = run.weighting.close(window)
+    stepper.multiply_gradients(factor)
+    is_done = step_optimizer(run) if factor > 0 and _is_wanted(run, window) else _skip(run)
+    if is_done:
+        step_schedule(run, at_epoch_end=False)
+    elif run.accelerator.scaler is not None:
+        run.guard.forgive(window.samples_before)
+    zero_gradients(run)
+    _count(run, samples, is_done=is_done)
+    return is_done
+
+
+def pass_over(run: Run, window: Window) -> bool:
+    """Count a window that was not trained on as one without an update.
+
+    Processes: collective.
+
+    Returns:
+        False.
+    """
+    _, samples = run.weighting.close(window)
+    _count(run, samples, is_done=False)
+    return False
+
+
+def _count(run: Run, samples: int, *, is_done: bool) -> None:
+    run.state.count_samples(samples)
+    run.state.count_update(is_skipped=not is_done)
+    run.boundary.mark(run, "update" if is_done else "skipped")
+
+
+def _has_run_out_of_memory(run: Run, window: Window) -> bool:
+    return sum_over_processes((float(window.ran_out_of_memory),), run.device)[0] > 0
+
+
+def _is_wanted(run: Run, window: Window) -> bool:
+    """Return whether the gradients are such that the optimizer may step; a gradient scaler sees to that by itself."""
+    if run.accelerator.scaler is not None or not run.guard.judges_before_step(window.samples_before):
+        return True
+    gradients = [parameter.grad for parameter in run.stepper.parameters if parameter.grad is not None]
+    return run.guard.lets_pass(gradients, run.state.global_step + 1, window.samples_before)
+
+
+def _skip(run: Run) -> bool:
+    run.boundary.is_torn = True
+    return run.stepper.skip()
+
+
+def step_optimizer(run: Run) -> bool:
+    """Clip the unscaled gradients and let the optimizer step.
+
+    Returns:
+        Whether it really stepped.
+    """
+    optimizer = run.stepper.optimizer
+    run.stepper.clip()
+    for hook in run.hooks.on_before_optimizer_step:
+        hook(optimizer=optimizer)
+    run.boundary.is_torn = True
+    is_done = run.actions.optimizer_step()
+    for hook in run.hooks.on_after_optimizer_step:
+        hook(optimizer=optimizer)
+    return is_done
+
+
+def step_schedule(run: Run, *, at_epoch_end: bool) -> None:
+    """Advance the schedule if its turn is now: after an update, or after an epoch where the hyper-parameters say so.
+
+    At its end it stays: with loaders that are reloaded a run may have more updates than it was planned for.
+    """
+    is_turn = run.settings.hps.step_scheduler_per_epoch == at_epoch_end
+    is_at_end = not at_epoch_end and run.total_updates is not None and run.state.global_step >= run.total_updates
+    if run.scheduler is not None and is_turn and not is_at_end and not isinstance(run.scheduler, ReduceLROnPlateau):
+        advance_schedule(run)
+
+
+def advance_schedule(run: Run) -> None:
+    """Advance the schedule by one step."""
+    run.boundary.is_torn = True
+    for hook in run.hooks.on_before_scheduler_step:
+        hook(scheduler=run.scheduler)
+    run.scheduler.step()
+    for hook in run.hooks.on_after_scheduler_step:
+        hook(scheduler=run.scheduler)
+
+
+def zero_gradients(run: Run) -> None:
+    """Begin the next window without gradients."""
+    optimizer = run.stepper.optimizer
+    for hook in run.hooks.on_before_zero_grad:
+        hook(optimizer=optimizer)
+    run.actions.zero_grad()
+    for hook in run.hooks.on_after_zero_grad:
+        hook(optimizer=optimizer)

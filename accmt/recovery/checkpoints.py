@@ -1,0 +1,353 @@
+"""The checkpoints of a run: when one is due, what is said when it cannot be written, and the last one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from accmt.checkpoint.engine import StateCollector, write_state
+from accmt.checkpoint.folder_names import step_name
+from accmt.checkpoint.folders import move_back
+from accmt.checkpoint.manifest import MANIFEST_NAME
+from accmt.checkpoint.store import CheckpointStore
+from accmt.checkpoint.trial import try_optimizer
+from accmt.checkpoint.writer import CheckpointWriter
+from accmt.errors import CheckpointError, NoCheckpointError, explain
+from accmt.messages import say, warn, warn_once
+from accmt.processes import close_cpu_group, is_main_process, new_cpu_group, run_on_every_process
+from accmt.recovery.run_state import collect_others
+from accmt.recovery.step_snapshot import Due
+from accmt.run import Run
+from accmt.settings import Settings
+
+_UNFINISHED = (
+    "a checkpoint is due in the middle of an update: the module has called backward and not yet step_optimizer, and "
+    "gradients are in no checkpoint; it is written when one is due after an update"
+)
+
+
+class Checkpointer(Protocol):
+    """What stores checkpoints instead of accmt: `Trainer(checkpointer=...)` takes any object with these two methods.
+
+    Both are called on every process, together.
+    """
+
+    def save(self, write: Callable[[Path], object], step: int, *, force: bool) -> None:
+        """Store a checkpoint.
+
+        Args:
+            write: Puts this process's files into an existing empty folder, the same for all processes.
+            step: Updates done.
+            force: Whether it was asked for, rather than due by `checkpoint_every`: it should not be left out.
+        """
+
+    def load(self) -> Path | None:
+        """Return a folder with the files of the checkpoint to continue from; None where there is none."""
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run.
+
+    Args:
+        settings: What the Trainer was told.
+        model: The model, wrapped.
+        optimizer: Its optimizer.
+    """
+
+    def __init__(self, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        told = settings.checkpoints
+        self.folder = settings.checkpoint_folder.absolute()  # a program may go to another folder while it trains
+        self._settings = settings
+        self._collector = StateCollector(model, [optimizer])
+        self._checkpointer: Checkpointer | None = told.checkpointer
+        self._is_failing = False
+        self._is_prepared = False
+        self._saved: tuple[dict[str, Any], Due | None] | None = None
+        self.began_elsewhere = False
+        self._newest: Path | None = None
+        self._latest: Path | None = None
+        self._previous: Path | None = None
+        self._requests: list[Path | None] = []
+        is_on = told.every is not None and told.checkpointer is None
+        self._group = new_cpu_group() if is_on else None
+        self._store = CheckpointStore(self.folder, max_checkpoints=told.max_checkpoints, group=self._group)
+        self._writer = self._build_writer() if is_on else None
+        self._has_begun = False
+
+    def _build_writer(self) -> CheckpointWriter:
+        is_async = self._settings.checkpoints.async_checkpointing
+        return CheckpointWriter(self._store, self._collector, is_async=is_async, on_failure=self._report_failure)
+
+    def continue_from(self, folder: Path) -> None:
+        """Know the checkpoint that the run begins with."""
+        self._newest = folder.absolute()
+        self.began_elsewhere = self._newest.parent != self.folder
+
+    def owns(self, folder: Path) -> bool:
+        """Return whether a checkpoint lies where this run's do, or was moved aside from there; else a branch begins."""
+        place, parent = str(self.folder), str(folder.absolute().parent)
+        return (
+            self._checkpointer is not None or parent == place or parent.startswith((f"{place}.previous", f"{place}/"))
+        )
+
+    @property
+    def are_written(self) -> bool:
+        """Whether the run writes checkpoints: regularly, or when it fails."""
+        return self._settings.checkpoints.every is not None or bool(self._settings.failures.kinds)
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether the run has written a checkpoint, or tried to."""
+        return self._latest is not None
+
+    def find_newest_known(self) -> Path | None:
+        """Return the newest checkpoint that this run wrote, or else began with, if it is still there; None without.
+
+        Unlike `newest` it verifies no file and needs no other process.
+        """
+        known = (folder for folder in (self._latest, self._newest) if folder is not None)
+        return next((folder for folder in known if (folder / MANIFEST_NAME).is_file()), None)
+
+    def begin(self, run: Run) -> None:
+        """Make the folder this run's own.
+
+        Processes: collective.
+
+        Raises:
+            CheckpointError: Another run is writing there, or an earlier run's checkpoints cannot be moved away.
+        """
+        if self._writer is not None:
+            self._store.claim()
+            self._begin_folder(run, self._store)
+
+    def _begin_folder(self, run: Run, store: CheckpointStore) -> None:
+        if not (run.is_resumed or self._has_begun):
+            self._previous = store.set_aside_previous()
+            self._remove_surplus(at_least=1)
+        self._has_begun = True
+
+    def try_collecting(self, run: Run) -> None:
+        """Find out whether everything else than the optimizer's state can be stored, as it is before training.
+
+        Processes: collective.
+
+        Raises:
+            CheckpointError: Something cannot be stored; the message names it.
+        """
+        if self.are_written:
+            self._collector.collect(collect_others(run))
+
+    def request(self, folder: Path | None) -> None:
+        """Ask for a checkpoint at the end of the update in work.
+
+        Args:
+            folder: A folder of checkpoints of its own, in which none is deleted; None is that of the run.
+        """
+        self._requests.append(folder)
+
+    def is_due(self, run: Run, *, epoch_ended: bool, evaluated: bool) -> bool:
+        """Return whether a checkpoint is due at this update boundary, or was asked for."""
+        is_due = run.cadence.is_checkpoint_due(run.state, epoch_ended=epoch_ended, evaluated=evaluated)
+        return is_due or bool(self._requests)
+
+    def save_if_due(self, run: Run, *, epoch_ended: bool = False, evaluated: bool = False) -> None:
+        """Save at an update boundary, after everything else that is due there.
+
+        Processes: collective.
+        """
+        is_due = run.cadence.is_checkpoint_due(run.state, epoch_ended=epoch_ended, evaluated=evaluated)
+        if run.has_unfinished_update:
+            if is_due or self._requests:
+                warn_once(_UNFINISHED, about="unfinished update")
+            return
+        self._prepare_once(run)
+        has_saved = self._serve_requests(run)
+        if is_due and not has_saved:
+            self._save(run, force=False)
+
+    def _serve_requests(self, run: Run) -> bool:
+        """Write the checkpoints that were asked for, and return whether one of them is in the run's own folder."""
+        requests, self._requests = self._requests, []
+        for folder in dict.fromkeys(requests):
+            self.save(run, folder)
+        return None in requests
+
+    def _prepare_once(self, run: Run) -> None:
+        """Find at the first update, not at the first checkpoint, what no checkpoint can hold or give back."""
+        if not self._is_prepared and run.settings.running.preflight and self.are_written:
+            run_on_every_process(lambda: try_optimizer(run.model, run.stepper.optimizer))
+        if self._writer is not None and not self._is_prepared:
+            self._writer.prepare(collect_others(run))
+        self._is_prepared = True
+
+    def save_last(self, run: Run) -> None:
+        """Save the end of the run, unless the last checkpoint holds it.
+
+        Processes: collective.
+        """
+        if run.has_unfinished_update:
+            warn_once(_UNFINISHED, about="unfinished update")
+            return
+        self._serve_requests(run)
+        if self._settings.checkpoints.every is not None and self._saved != (run.state.state_dict(), run.boundary.due):
+            self._save(run, force=True)
+
+    def save_boundary(self, run: Run, *, is_alone: bool = False) -> None:
+        """Save the last update boundary, whatever the run was doing since, and wait until it is durable.
+
+        Processes: collective, unless the main one is alone.
+
+        Args:
+            run: The run.
+            is_alone: Whether the other processes are gone.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        told, boundary = self._settings.checkpoints, run.boundary
+        if self._saved == (boundary.own["parts"]["state"], boundary.due):
+            return
+        with boundary.given_back(run):
+            if is_alone or (self._writer is None and self._checkpointer is None):
+                store = CheckpointStore(self.folder, max_checkpoints=told.max_checkpoints)
+                self._begin_folder(run, store)
+                collector = StateCollector(run.model, [run.stepper.optimizer])  # its plan is one for these processes
+                self._writer = CheckpointWriter(store, collector, is_async=False, on_failure=_raise)
+            self._save(run, force=True, at=boundary.own)
+        if self._writer is not None:
+            self._writer.wait()
+
+    def save(self, run: Run, folder: Path | None = None) -> None:
+        """Save at once.
+
+        Processes: collective.
+
+        Args:
+            run: The run, at an update boundary.
+            folder: As in `request`; it is waited until the checkpoint is durable.
+
+        Raises:
+            CheckpointError: It cannot be written to `folder`.
+        """
+        if folder is None and (self._writer is not None or self._checkpointer is not None):
+            self._save(run, force=True)
+            return
+        if folder is None:
+            self._begin_folder(run, self._store)
+        store = self._store if folder is None else CheckpointStore(folder, max_checkpoints=sys.maxsize)
+        writer = CheckpointWriter(store, self._collector, is_async=False, on_failure=_raise)
+        writer.save(run.state.global_step, collect_others(run), describe(run, run.state.state_dict()))
+        self._note(run, store.folder / step_name(run.state.global_step))
+
+    def _save(self, run: Run, *, force: bool, at: Mapping[str, Any] | None = None) -> None:
+        others = collect_others(run, at)
+        counters = others["parts"]["state"]
+        step = counters["global_step"]
+        if self._checkpointer is not None:
+            collected = self._collector.collect(others)
+            self._checkpointer.save(lambda folder: write_state(collected, folder), step, force=force)
+        elif self._writer is not None:
+            self._writer.save(step, others, describe(run, counters))
+        self._saved = counters, run.boundary.due
+        self._note(run, self.folder / step_name(step))
+
+    def _note(self, run: Run, folder: Path) -> None:
+        if folder.absolute().parent == self.folder:
+            self._newest = self.find_newest_known()  # what became of the one before is known now
+            self._latest = folder
+        for hook in run.hooks.on_save_checkpoint:
+            hook(folder=folder)
+
+    def wait(self) -> None:
+        """Wait until the checkpoint in work is durable.
+
+        Processes: collective.
+        """
+        if self._writer is not None:
+            self._writer.wait()
+
+    def newest(self) -> Path:
+        """Return the newest checkpoint of the run, when it is durable; every file is verified.
+
+        Processes: collective.
+
+        Raises:
+            NoCheckpointError: There is none.
+        """
+        self.wait()
+        if self._checkpointer is not None:
+            folder = self._checkpointer.load()
+        else:
+            newest = CheckpointStore(self.folder).newest()
+            folder = None if newest is None else newest.folder
+        if folder is None:
+            do = "look above for why it could not be written"
+            raise NoCheckpointError(explain("going on from a checkpoint", f"none in {self.folder}", "one", do))
+        return folder
+
+    def close(self, *, has_result: bool) -> None:
+        """Wait until the last checkpoint is durable.
+
+        Processes: collective.
+
+        Args:
+            has_result: Whether the run came to its end, or saved a model. If not, and it wrote no checkpoint, those of
+                an earlier run get their place back.
+        """
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if not has_result and self._previous is not None and is_main_process():
+            self._put_back(self._previous)
+        elif self._previous is not None and self._latest is not None:
+            self._remove_surplus()
+        self._store.release()
+        self._store = CheckpointStore(self.folder, max_checkpoints=self._settings.checkpoints.max_checkpoints)
+        close_cpu_group(self._group)
+        self._group = None
+
+    def _remove_surplus(self, *, at_least: int = 0) -> None:
+        """Delete the oldest earlier runs' checkpoints; until this run has a result, those of the last one stay."""
+        keep = self._settings.checkpoints.max_previous_runs
+        if keep is None or not is_main_process():
+            return
+        try:
+            self._store.remove_surplus(max(keep, at_least))
+        except OSError as error:
+            warn(f"the checkpoints of earlier runs cannot be deleted: {error}")
+
+    def _put_back(self, previous: Path) -> None:
+        if self.find_newest_known() is not None:
+            return
+        try:
+            move_back(previous, self.folder)
+        except OSError as error:
+            warn(f"the checkpoints of an earlier run stay in {previous}: {error}")
+        else:
+            say(f"no checkpoint was written, so those of the earlier run are back in {self.folder}")
+
+    def _report_failure(self, error: CheckpointError) -> None:
+        if not self._is_failing:
+            warn(f"{error}\nTraining goes on, and the next checkpoint is tried when it is due.")
+        self._is_failing = True
+
+
+def _raise(error: CheckpointError) -> None:
+    raise error
+
+
+def describe(run: Run, counters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what people want to know of a checkpoint without loading it."""
+    return {
+        **counters,
+        "best": dict(run.state.best),
+        "run_name": run.tracking.run_name,
+        "seed": run.seed,
+        "hps": run.settings.hps.to_dict()["hps"],
+        "mixed_precision": str(run.accelerator.mixed_precision),
+    }

@@ -1,0 +1,60 @@
+"""Tells a run that it has failed at the same place too often; nothing here stops or hinders it."""
+
+from __future__ import annotations
+
+import traceback
+from typing import TYPE_CHECKING
+
+from accmt.errors import Preempted
+from accmt.failures.run_starts import describe_repetition, forget_starts, note_failure, note_start
+from accmt.messages import warn
+from accmt.processes import is_main_process
+
+if TYPE_CHECKING:
+    from accmt.run import Run
+
+_MAX_TEXT = 500
+
+
+def tell_repetition(run: Run) -> None:
+    """Note that the run goes on, and warn if it has failed here too often; one that is to begin anew never has."""
+    if not _is_noted(run):
+        return
+    folder, update = run.checkpoints.folder, run.state.global_step
+    try:
+        if run.settings.checkpoints.resume is False:
+            forget_starts(folder)
+        message = describe_repetition(note_start(folder, update), update, folder)
+    except OSError as error:
+        warn(f"this start is not noted in {folder}: {error}")
+        return
+    if message is not None:
+        warn(message)
+
+
+def note_end(run: Run, error: BaseException | None) -> None:
+    """Note how the run ended.
+
+    Args:
+        run: The run.
+        error: What ended it; None where it came to its end.
+    """
+    if not _is_noted(run):
+        return
+    folder = run.checkpoints.folder
+    try:
+        if error is None or isinstance(error, KeyboardInterrupt | Preempted):
+            forget_starts(folder)
+        else:
+            note_failure(folder, run.state.global_step, _describe(error))
+    except OSError as own:
+        warn(f"this end is not noted in {folder}: {own}")
+
+
+def _is_noted(run: Run) -> bool:
+    told = run.settings.checkpoints
+    return told.every is not None and told.checkpointer is None and is_main_process()
+
+
+def _describe(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()[:_MAX_TEXT]

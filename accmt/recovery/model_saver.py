@@ -1,0 +1,243 @@
+"""Saves the best models, and counts evaluations without a better value, on the same hooks as a user's callbacks."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accmt import huggingface
+from accmt.callbacks import Callback
+from accmt.errors import SavingError, explain
+from accmt.loop.reduction import broadcast_buffers
+from accmt.messages import say, warn
+from accmt.processes import run_on_main_process
+from accmt.recovery.model_card_facts import describe_trainer, write_card
+from accmt.run import Run
+from accmt.saving import (
+    RUN_KEY,
+    ModelFolderClaim,
+    Patience,
+    Selection,
+    gather_shards,
+    holds_model_of,
+    keep_previous,
+    name_by_rules,
+    remove_surplus,
+    write_hps,
+    write_status,
+    write_trainer_config,
+)
+
+
+class _NotSavedError(Exception):
+    """A model could not be written, which was said and noted."""
+
+
+class ModelSaver(Callback):
+    """Saves the model when an evaluation is the best, after all other callbacks have seen (or changed) its results.
+
+    Args:
+        selection: Decides which evaluations are.
+        patience: Counts those that are not; None counts nothing.
+
+    Attributes:
+        run_id: Names the run, through all its interruptions, in the folders that it saves to.
+    """
+
+    order = sys.float_info.max  # after every other callback, but before averaged weights give way to trained ones
+
+    def __init__(self, selection: Selection, patience: Patience | None = None) -> None:
+        self.selection = selection
+        self.patience = patience
+        self.run_id = secrets.token_hex(8)
+        self._claim: ModelFolderClaim | None = None
+        self._unsaved: dict[Path, dict[int, OSError]] = {}
+
+    def claim(self, run: Run) -> None:
+        """Keep every other run from saving to the model folder, until `release`, or until this process ends.
+
+        Processes: collective; the main process holds the claim.
+
+        Raises:
+            SavingError: Another run saves there.
+        """
+        if self.selection.names or run.settings.saving.save_last:
+            run_on_main_process(lambda: self._take(run.settings.model_folder.absolute()))
+
+    def _take(self, folder: Path) -> None:
+        self._claim = ModelFolderClaim.take(folder)
+
+    def release(self) -> None:
+        """Give up what `claim` took; without a claim nothing happens. Needs no other process."""
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+
+    def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
+        """Save the model by every rule whose best evaluation this is."""
+        is_before_training = self.state.last_evaluation_step is None
+        if is_before_training:
+            return
+        values = self._values(metrics, self.trainer.run.window.take_since_evaluation())
+        before = self.selection.state_dict()
+        rules = self.selection.consider_all(values)
+        try:
+            self._save(rules)
+        except BaseException as error:
+            self.selection.load_state_dict(before)  # a best value that no folder holds would be a lie
+            if not isinstance(error, _NotSavedError):
+                raise
+        if self.patience is not None:
+            self.patience.consider(values)
+        self.tell_patience()
+
+    def tell_patience(self) -> None:
+        """Let the state tell how many evaluations without a better value are still allowed."""
+        self.state.patience_left = None if self.patience is None else self.patience.left
+
+    def _save(self, rules: list[str]) -> None:
+        run = self.trainer.run
+        folders = [self.selection.folder(run.settings.model_folder, rule) for rule in rules]
+        self._try_saving(run, folders)
+        for folder in folders:
+            for hook in run.hooks.on_save_model:
+                hook(folder=folder)
+
+    def save_last(self, run: Run) -> None:
+        """Save the weights at the end of the run.
+
+        Processes: collective.
+        """
+        with suppress(_NotSavedError):
+            self._try_saving(run, [run.settings.model_folder / "last"])
+
+    def _try_saving(self, run: Run, folders: list[Path]) -> None:
+        """Save, and note where that failed: training, checkpoints and logs go on, and the end says it."""
+        try:
+            save_model(run, *folders)
+        except OSError as error:
+            where = ", ".join(map(str, folders))
+            for folder in folders:
+                self._unsaved.setdefault(folder, {})[self.state.global_step] = error
+            warn(
+                f"the model could not be saved in {where}: {error}\nTraining goes on; the next best one is tried again."
+            )
+            raise _NotSavedError from error
+        for folder in folders:
+            self._unsaved.pop(folder, None)
+
+    def require_saved(self) -> None:
+        """Check at the end of a run that every model which was to be saved is, or a later one in its place.
+
+        Raises:
+            SavingError: One is not; all else of the run is kept.
+        """
+        if not self._unsaved:
+            return
+        folder, failures = next(iter(self._unsaved.items()))
+        *_, error = failures.values()
+        got = f"the model of step {', '.join(map(str, failures))} could not be written: {error}"
+        do = "free space there; a checkpoint of such a step, where one is kept, gives its weights: `accmt get`"
+        raise SavingError(explain(f"model folder {folder}", got, "every best model saved", do)) from error
+
+    def forget_missing(self, model_path: Path, run_id: str) -> None:
+        """Forget the best values of a run that goes on, where the folder does not hold the model that had them.
+
+        Processes: collective.
+
+        Args:
+            model_path: Where models are saved.
+            run_id: Names the run that saved them.
+        """
+        missing = run_on_main_process(
+            lambda: [
+                rule
+                for rule in self.selection.names
+                if not holds_model_of(self.selection.folder(model_path, rule), run_id)
+            ]
+        )
+        for told in self.selection.forget(lambda rule: rule not in missing):
+            warn(f"{model_path} does not hold the best model by {told}: the next evaluation counts as the best")
+
+    def warn_if_nothing_was_saved(self) -> None:
+        """Warn at the end of a run that was to save a model by its best value, and never did."""
+        for reason in self.selection.explain_unsaved():
+            do = "lower the learning rate, or pass clip_grad=1.0" if "finite" in reason else "look at the thresholds"
+            warn(f"no model was saved: {reason}; {do}")
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Check, with the results of a trial, that what decides will be there.
+
+        Raises:
+            ModuleContractError: It is not among the results.
+        """
+        values = self._values(metrics, train_loss=0.0)
+        self.selection.require(values)
+        if self.patience is not None:
+            self.patience.require(values)
+
+    def _values(self, metrics: Mapping[str, float], train_loss: float | None) -> dict[str, float]:
+        loss_name = self.trainer.run.settings.tracking.val_loss_metric_name
+        return name_by_rules(metrics, loss_name=loss_name, train_loss=train_loss)
+
+
+def save_model(run: Run, *folders: Path) -> None:
+    """Save the weights, what a transformers model needs beside them, and `status.json`; keep another run's model.
+
+    Processes: collective: weights are gathered from all, and written by the main process.
+
+    Raises:
+        OSError: A folder cannot be written; an older model in it still loads.
+    """
+    if not folders:
+        return
+    broadcast_buffers(run.unwrapped_model)
+    state_dict = gather_shards(run.accelerator.get_state_dict(run.model))
+    for folder in folders:
+        run_on_main_process(partial(_write_model, run, folder, state_dict))
+
+
+def _write_model(run: Run, folder: Path, state_dict: dict[str, Any]) -> None:
+    saving, state = run.settings.saving, run.state
+    _keep_previous(run, folder)
+    saved = huggingface.save_model(
+        run.unwrapped_model,
+        state_dict,
+        folder,
+        processor=run.module.processor,
+        max_shard_size=saving.max_shard_size,
+        safe_serialization=saving.safe_serialization,
+    )
+    status = {
+        RUN_KEY: run.saver.run_id,
+        "digest": saved.digest,
+        "files": list(saved.files),
+        "model_saving": saving.model_saving,
+        "best": dict(state.best),
+        "metrics": state.metrics,
+    }
+    write_status(folder, status | state.state_dict())
+    write_hps(folder, run.settings.hps.to_dict())
+    write_trainer_config(folder, describe_trainer(run.settings))
+    write_card(run, folder)
+
+
+def _keep_previous(run: Run, folder: Path) -> None:
+    keep = run.settings.checkpoints.max_previous_runs
+    if holds_model_of(folder, run.saver.run_id):
+        return
+    try:
+        kept = None if keep == 0 else keep_previous(folder, run.saver.run_id)
+        removed = remove_surplus(folder, keep)
+    except OSError as error:
+        warn(f"the model of an earlier run in {folder} cannot be kept, and is replaced: {error}")
+        return
+    if kept is not None:
+        say(f"the model of an earlier run in {folder} is kept in {kept}")
+    for place in removed:
+        say(f"the model of an earlier run in {place} was deleted (max_previous_runs={keep})")

@@ -1,0 +1,170 @@
+"""The parts of a run that have a state of their own, in the order in which a checkpoint gives it back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accmt.callbacks import Callback
+from accmt.checkpoint.engine import load_state
+from accmt.config.changes import Change, changed_arguments
+from accmt.data import UnsharedLoader
+from accmt.errors import CheckpointError, explain
+from accmt.loop.reduction import broadcast_buffers
+from accmt.messages import say, warn
+from accmt.optimization.resuming import group_arguments, restore_schedule
+from accmt.recovery.resume import Resumed
+from accmt.run import Run
+from accmt.state import Stateful
+
+
+def stateful_parts(run: Run) -> dict[str, Stateful]:
+    """Return the parts of a run besides model, optimizer and schedule, by the name they have in a checkpoint."""
+    parts: dict[str, Stateful] = {
+        "state": run.state,
+        "weighting": run.weighting,
+        "window": run.window,
+        "selection": run.saver.selection,
+        "tracking": run.tracking,
+        "module": run.module,
+        "trained": run.trained,
+        "clock": run.clock,
+    }
+    if run.saver.patience is not None:
+        parts["patience"] = run.saver.patience
+    if run.accelerator.scaler is not None:
+        parts["scaler"] = run.accelerator.scaler
+    return parts
+
+
+def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the state of everything besides model and optimizer, at an update boundary.
+
+    Processes: collective; a checkpoint holds what the main process returns.
+
+    Args:
+        run: The run.
+        at: What `collect_own` returned at the boundary; None where the run is at it now.
+    """
+    broadcast_buffers(run.unwrapped_model)  # any process may write them, and training goes on with the main one's
+    own = dict(collect_own(run) if at is None else at)
+    place, parts = own.pop("place"), {**own["parts"], "window": own["parts"]["window"].state_dict()}
+    if run.accelerator.scaler is not None:
+        parts["scaler"] = run.accelerator.scaler.state_dict()
+    return {
+        "seed": run.seed,
+        "run_name": run.tracking.run_name,
+        "run_id": run.saver.run_id,
+        "hps": run.settings.hps.to_dict()["hps"],
+        "schedule_length": run.schedule_length,
+        "schedule_class": _name_of(run.scheduler),
+        "plan": run.length.plan(),
+        **own,
+        "data": run.train_loader.position(*place) if own["data"] is None else own["data"],
+        "parts": parts,
+        "guard": run.guard.state_dict(),
+        "recovery": run.recovery.state_dict(),
+        "due": run.boundary.due,
+    }
+
+
+def collect_own(run: Run) -> dict[str, Any]:
+    """Return what of `collect_others` moves between two boundaries, without waiting for device or processes.
+
+    The values to be logged are in it as the object that adds them up: reading them would wait.
+    """
+    state, place = run.state, (run.state.epoch, run.state.train_step)
+    has_shared_position = not isinstance(run.train_loader, UnsharedLoader)
+    return {
+        "place": place,
+        "is_last_batch": state.is_last_training_batch,
+        "metrics": dict(state.metrics),
+        "lr": [group["lr"] for group in run.stepper.optimizer.param_groups],
+        "data": run.train_loader.position(*place) if has_shared_position else None,
+        "schedule": None if run.scheduler is None else run.scheduler.state_dict(),
+        "parts": {
+            name: part if part is run.window else part.state_dict()
+            for name, part in stateful_parts(run).items()
+            if part is not run.accelerator.scaler  # which moves with the optimizer, and would wait for the device
+        },
+        "callbacks": {name: callback.state_dict() for name, callback in _named(run.callbacks).items()},
+        "trainer": run.module.trainer.get_state(),
+    }
+
+
+def restore(run: Run, resumed: Resumed) -> None:
+    """Give every part of a newly built run the state of a checkpoint.
+
+    Processes: collective.
+
+    Raises:
+        CheckpointError: It is the checkpoint of another model or optimizer.
+    """
+    resets_optimizer = run.settings.checkpoints.reset_optimizer_on_resume
+    built = group_arguments(run.stepper.optimizer)
+    others = load_state(run.model, None if resets_optimizer else [run.stepper.optimizer], resumed.folder)
+    built += group_arguments(run.stepper.optimizer)[len(built) :]
+    if not resets_optimizer:
+        _restore_schedule(run, others, built, resumed.changes)
+    for name, part in stateful_parts(run).items():
+        if name in others["parts"]:
+            part.load_state_dict(others["parts"][name])
+    run.saver.forget_missing(run.settings.model_folder, others["run_id"])
+    if run.checkpoints.owns(resumed.folder):
+        run.saver.run_id = others["run_id"]
+    run.guard.load_state_dict(others["guard"])
+    run.state.metrics = others["metrics"]
+    run.state.now.is_last_training_batch = others["is_last_batch"]
+    run.boundary.due = others["due"]
+    run.checkpoints.continue_from(resumed.folder)
+    _restore_callbacks(run, others["callbacks"])
+    run.module.trainer.update_state(others["trainer"])
+
+
+def _restore_schedule(
+    run: Run, others: Mapping[str, Any], built: list[dict[str, Any]], changes: Sequence[Change]
+) -> None:
+    kind = _name_of(run.scheduler)
+    if others["schedule_class"] != kind:
+        got, expected = f"a {kind}", f"the checkpoint's {others['schedule_class']}"
+        do = "build it as in the run that saved, or begin with a new one: `reset_optimizer_on_resume=True`"
+        raise CheckpointError(explain("the schedule of the learning rate", got, expected, do))
+    lines = restore_schedule(
+        run.stepper.optimizer,
+        run.scheduler,
+        others["schedule"],
+        built,
+        changed=changed_arguments(changes),
+        is_stretched=others["schedule_length"] != run.schedule_length,
+    )
+    for line in lines:
+        warn(line)
+    # Else a schedule that is stepped before the next update warns: `LRScheduler.step` in torch/optim/lr_scheduler.py.
+    run.stepper.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def _name_of(scheduler: Any) -> str | None:
+    return None if scheduler is None else type(scheduler).__qualname__
+
+
+def _restore_callbacks(run: Run, saved: Mapping[str, dict[str, Any]]) -> None:
+    callbacks = _named(run.callbacks)
+    for name, state in saved.items():
+        if name in callbacks:
+            callbacks[name].load_state_dict(state)
+        elif state:
+            warn(f"the checkpoint holds the state of a callback {name}, which this run does not have: left out")
+    for name in callbacks.keys() - saved.keys():
+        say(f"the callback {name} is new in this run: it begins without a state")
+
+
+def _named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Give each callback with a state the name under which the next start finds it: its class, and a number."""
+    named: dict[str, Callback] = {}
+    for callback in callbacks:
+        kind = type(callback)
+        if kind.state_dict is Callback.state_dict and kind.load_state_dict is Callback.load_state_dict:
+            continue
+        number = sum(type(other) is kind for other in named.values()) + 1
+        named[kind.__name__ if number == 1 else f"{kind.__name__}#{number}"] = callback
+    return named

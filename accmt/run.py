@@ -1,0 +1,331 @@
+"""Everything a run consists of, in one frozen object that the loop's functions share; and what an evaluation needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accmt.callbacks import Callback, Hooks
+from accmt.data import Loader, Round, find_batch_size
+from accmt.errors import DataError, ModuleContractError, explain
+from accmt.loop.bad_sample_counts import BadSamples
+from accmt.loop.cadence import Cadence
+from accmt.loop.weighting import Weighting
+from accmt.messages import say_once, warn_once
+from accmt.metrics import Metric, TrainingWindow
+from accmt.module import AcceleratorModule
+from accmt.optimization.stepper import Stepper
+from accmt.processes import num_processes
+from accmt.saving import may_stop
+from accmt.settings import Settings
+from accmt.state import TrainingState
+from accmt.tracking import Tracking
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from accmt.failures import Clock, Interruption, Watch
+    from accmt.loop.trained_parameters import TrainedParameters
+    from accmt.recovery.checkpoints import Checkpoints
+    from accmt.recovery.loss_guard import LossGuard
+    from accmt.recovery.model_saver import ModelSaver
+    from accmt.recovery.restart import Recovery
+    from accmt.recovery.step_snapshot import Boundary
+    from accmt.setup.dataloaders import Loaders
+    from accmt.setup.run_length import RunLength
+
+_NOTHING = nullcontext()
+
+TEST_LOSS = "test_loss"
+"""The name of a test set's loss; that of a validation set is `val_loss_metric_name`."""
+
+
+@contextmanager
+def counting_calls(wrapper: nn.Module) -> Iterator[list[None]]:
+    """Give a list that gets an entry with each call of the wrapper."""
+    calls: list[None] = []
+    handle = wrapper.register_forward_pre_hook(lambda _module, _inputs: calls.append(None))
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+def require_call(calls: list[None]) -> None:
+    """Refuse a step that uses another way to the model than its wrapper: each process would train alone.
+
+    Raises:
+        ModuleContractError: There was no call.
+    """
+    if not calls:
+        got = "self.model was not called, so the gradients of the processes would not be averaged"
+        expected = "the loss computed through self.model(...), or a self.model without a forward of its own"
+        do = "call self.model(...), not a part or method of it; or let self.model be an nn.ModuleDict of its parts"
+        raise ModuleContractError(explain("training_step", got, expected, do))
+
+
+@contextmanager
+def _require_call(wrapper: nn.Module) -> Iterator[None]:
+    with counting_calls(wrapper) as calls:
+        yield
+    require_call(calls)
+
+
+@dataclass(frozen=True)
+class Actions:
+    """The three steps that a subclass of Trainer may replace.
+
+    Attributes:
+        backward: Adds the gradients of a loss.
+        optimizer_step: Makes the update; False if it was skipped.
+        zero_grad: Begins the next window without gradients.
+    """
+
+    backward: Callable[[torch.Tensor], None]
+    optimizer_step: Callable[[], bool]
+    zero_grad: Callable[[], None]
+
+
+def require_planned(round_: Round, samples: int) -> None:
+    """Check that a batch holds the samples that were planned, where their number weighs the batches of others too.
+
+    Raises:
+        DataError: It holds more or fewer.
+    """
+    if samples != round_.own_samples:
+        got = f"a batch of {samples} samples, made of {round_.own_samples}, where the weights of batches are planned"
+        do = "def get_batch_size(self, batch) in the module, or a collate_fn of your own, whose batches are counted"
+        raise DataError(explain("the training data", got, "as many samples in a batch as were read for it", do))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRun:
+    """What an evaluation needs, in a run that trains or without one.
+
+    Attributes:
+        settings: What the Trainer was told.
+        accelerator: Device and processes.
+        module: The user's module.
+        model: The model that the run was given to work with; in training the one that reduces gradients.
+        unwrapped_model: The user's model itself.
+        validation_step: The user's step for these data, as a function of (key, batch).
+        val_loaders: The batches to evaluate, by key; the key is "" where there is one set only.
+        metrics: The metrics of each set, by its key.
+        hooks: Callbacks by hook.
+        state: The counters.
+        seed: Seed of everything random.
+        counts_own_samples: Whether the module tells how many samples a batch has.
+    """
+
+    settings: Settings
+    accelerator: Accelerator
+    module: AcceleratorModule
+    model: nn.Module
+    unwrapped_model: nn.Module
+    validation_step: Callable[[str, Any], Any]
+    val_loaders: Mapping[str, Loader]
+    metrics: Mapping[str, tuple[Metric, ...]]
+    hooks: Hooks
+    state: TrainingState
+    seed: int
+    counts_own_samples: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where model and batches are."""
+        device: torch.device = self.accelerator.device
+        return device
+
+    @property
+    def loss_name(self) -> str:
+        """What the loss of the data in work is called among the results."""
+        return TEST_LOSS if self.state.stage == "test" else self.settings.tracking.val_loss_metric_name
+
+    @contextmanager
+    def using_unwrapped_model(self) -> Iterator[None]:
+        """Let the module's steps use the model without communication, so that processes need not keep in step."""
+        wrapped = self.module.model
+        self.module.model = self.unwrapped_model
+        try:
+            yield
+        finally:
+            self.module.model = wrapped
+
+    def place(self, batch: Any) -> Any:
+        """Return the batch on the run's device."""
+        if self.device.type == "cpu" or not self.settings.data.batch_device_placement:
+            return batch
+        from accelerate.utils import send_to_device
+
+        return send_to_device(batch, self.device, non_blocking=True)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Return the context in which steps run: the mixed precision of the run, if any."""
+        if self.accelerator.mixed_precision == "no":
+            return _NOTHING
+        context: AbstractContextManager[None] = self.accelerator.autocast()
+        return context
+
+    def count_samples(self, round_: Round, batch: Any, *, has_weight: bool = False) -> int:
+        """Return the samples in this process's batch: as the module says, or as the batch shows.
+
+        Args:
+            round_: The round.
+            batch: Its batch.
+            has_weight: Whether the step has said what the batch weighs, so that its samples are only counted.
+
+        Raises:
+            DataError: The number cannot be told, and nothing else says what the batch weighs.
+        """
+        samples = self.module.get_batch_size(batch) if self.counts_own_samples else None
+        if samples is not None:
+            return samples
+        try:
+            samples = find_batch_size(batch, round_.own_samples)
+        except DataError:
+            if not has_weight:
+                raise
+            samples = round_.own_samples
+            what = "what a batch holds cannot be told from its shapes, so samples_seen counts those collated"
+            say_once(f"{what}; get_batch_size(self, batch) in the module can count otherwise")
+        if samples is None:
+            what = "how many samples a batch has cannot be told, so each batch weighs 1"
+            say_once(f"{what}; define get_batch_size(self, batch) in the module")
+            return 1
+        if round_.own_samples not in (None, samples):
+            warn_once(
+                f"a batch counts the samples that it holds: here {samples}, which the collate function made of "
+                f"{round_.own_samples}; get_batch_size(self, batch) in the module can count otherwise",
+                about="samples of batches",
+            )
+        return samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(EvaluationRun):
+    """A run that trains: what it was told, what it works with, and the parts that have a state of their own.
+
+    Attributes:
+        training_step: The user's step as a function of the batch.
+        loaders: Makes the loaders, those of the validation sets too.
+        stepper: Backward, clipping and optimizer.
+        trained: Which parameters are trained at the moment.
+        scheduler: The schedule, or None.
+        actions: What a Trainer's subclass may replace.
+        callbacks: The user's callbacks, of Trainer and module.
+        cadence: What is due when.
+        weighting: Weights of windows.
+        window: Training values to be logged.
+        saver: Saves the best model.
+        tracking: Where rows go.
+        checkpoints: Writes what an interrupted run continues from.
+        boundary: What the run was at its last update boundary.
+        clock: How long the run has taken.
+        guard: Watches the losses.
+        recovery: What the run has learned from failures that it went on from.
+        bad_samples: What was left out of training since the last row of the log.
+        interruption: What asks the run to end before its time.
+        watch: Listens to signals and to other processes; None where a process is alone.
+        is_resumed: Whether the run continues from a checkpoint.
+        length: The updates of the run, as planned.
+    """
+
+    training_step: Callable[[Any], Any]
+    loaders: Loaders
+    stepper: Stepper
+    trained: TrainedParameters
+    scheduler: Any
+    actions: Actions
+    callbacks: tuple[Callback, ...]
+    cadence: Cadence
+    weighting: Weighting
+    window: TrainingWindow
+    saver: ModelSaver
+    tracking: Tracking
+    checkpoints: Checkpoints
+    boundary: Boundary
+    clock: Clock
+    guard: LossGuard
+    recovery: Recovery
+    interruption: Interruption
+    watch: Watch | None
+    is_resumed: bool
+    length: RunLength
+    bad_samples: BadSamples = field(default_factory=BadSamples)
+
+    @property
+    def train_loader(self) -> Loader:
+        """The training batches."""
+        return self.loaders.train
+
+    @property
+    def total_updates(self) -> int | None:
+        """Updates of the whole run, as planned; None if nothing bounds it."""
+        return self.length.total
+
+    @property
+    def has_unfinished_update(self) -> bool:
+        """Whether a module that steps by itself has gradients of an update that it has not made yet."""
+        steps = getattr(self.module, "manual_steps", None)
+        return steps is not None and steps.has_gradients
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether training is at its end: epochs or `max_steps` are done, or it ends early."""
+        return self.cadence.is_finished(self.state) or self.ends_early
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether training ends before its time: patience or time is used up, or somebody asked for it."""
+        return self.is_out_of_patience or (self.interruption.ends_training and self._may_end_early)
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """Whether training ends early, because no evaluation was better for too long."""
+        patience = self.saver.patience
+        return patience is not None and patience.is_exhausted and self._may_end_early
+
+    @property
+    def _may_end_early(self) -> bool:
+        told = self.settings.running
+        return may_stop(self.state, min_epochs=told.min_epochs, min_steps=told.min_steps)
+
+    @property
+    def schedule_length(self) -> int | None:
+        """Steps of the schedule over the whole run: updates, or epochs where it is stepped per epoch."""
+        return self.cadence.epochs if self.settings.hps.step_scheduler_per_epoch else self.total_updates
+
+    def accumulation_at(self, epoch: int) -> int:
+        """Return how many rounds make one update in `epoch` (from 0)."""
+        return self.settings.optimization.accumulation_at(epoch) * self.train_loader.micro_batches
+
+    def updates_per_epoch(self, epoch: int) -> int | None:
+        """Return the updates of an epoch; None if its length is unknown."""
+        rounds = self.train_loader.num_rounds
+        return None if rounds is None else -(-rounds // self.accumulation_at(epoch))
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether a wrapper averages the gradients over processes."""
+        return num_processes() > 1 and self.model is not self.unwrapped_model
+
+    @property
+    def reduces_by_hand(self) -> bool:
+        """Whether nothing wraps the model that would average gradients, though there are several processes."""
+        return num_processes() > 1 and not self.is_wrapped
+
+    def note_call(self, name: str) -> None:
+        """Tell the other processes of a call of the user's which all have to make, so that one alone is an error."""
+        if self.watch is not None:
+            self.watch.calls.note(name)
+
+    def watching_wrapper(self) -> AbstractContextManager[None]:
+        """Return a context that refuses a training step which goes around the wrapper that reduces gradients."""
+        if not self.is_wrapped or self.module.model is self.unwrapped_model:  # there is none, or this round needs none
+            return _NOTHING
+        return _require_call(self.model)

@@ -1,0 +1,176 @@
+"""Loading saved weights into a model, with every misfit in one message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from accmt.errors import WeightsError, explain
+from accmt.saving.layout import ENTRY_NAMES, SAFETENSORS, files_of, find_entry
+from accmt.saving.state_dict import find_tied, plain_names
+from accmt.saving.weights import SHARED_KEY
+
+_SHOWN = 8
+
+
+def load_weights(model: nn.Module, folder: Path | str, *, strict: bool = True) -> None:
+    """Load the weights in `folder` into `model`, in place; dtype and device stay the model's.
+
+    The model may be compiled or wrapped for data parallelism, whole or in part, whatever it was when it was saved.
+
+    Args:
+        model: A model of the architecture that was saved.
+        folder: A folder that `save_weights` wrote.
+        strict: Whether every weight of the model must be in the folder and the other way round. Shapes always must fit.
+
+    Raises:
+        WeightsError: The folder holds no weights, a file is missing or damaged, or names or shapes do not fit.
+
+    Processes:
+        All, each for itself; before the model is sharded.
+    """
+    folder = Path(folder)
+    own_names = plain_names(model.state_dict())
+    weights = read_weights(folder)
+    saved = dict(zip(plain_names(weights).values(), weights.values(), strict=True))
+    current = {own_names[name]: tensor for name, tensor in model.state_dict().items()}
+    require_fit(saved, current, folder, what=type(model).__name__, strict=strict)
+    model.load_state_dict({name: saved[plain] for name, plain in own_names.items() if plain in saved}, strict=False)
+
+
+def require_fit(
+    saved: Mapping[str, Tensor], current: Mapping[str, Tensor], folder: Path, *, what: str, strict: bool = True
+) -> None:
+    """Check that saved weights fit a model; no value is looked at.
+
+    Args:
+        saved: The weights read from `folder`, by plain name.
+        current: Those of the model, by plain name.
+        folder: Named in the message.
+        what: The model, in a word.
+        strict: As in `load_weights`.
+
+    Raises:
+        WeightsError: They do not; the message has every name, and both shapes where these differ.
+    """
+    faults = _find_faults(saved, current, strict=strict)
+    if faults:
+        raise misfit(folder, "; ".join(faults), f"the {len(current)} weights of {what}, with the same names and shapes")
+
+
+def misfit(folder: Path, got: str, expected: str) -> WeightsError:
+    """Return the error for weights of another model than the one they are to be loaded into."""
+    do = "build the model with the arguments it was saved with, or choose the folder that belongs to it"
+    return WeightsError(explain(f"weights in {folder}", got, expected, do))
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Read all weights in `folder`, on the CPU, tied names included.
+
+    Raises:
+        WeightsError: The folder holds no weights, or a file is missing or damaged.
+    """
+    weights: dict[str, Tensor] = {}
+    for name in require_files(folder):
+        weights |= _read_file(folder / name)
+    return weights
+
+
+def require_files(folder: Path) -> list[str]:
+    """Return the names of the files that hold the weights in `folder`, and check that all of them are there.
+
+    Raises:
+        WeightsError: The folder holds no weights, a file is missing, or their index is damaged.
+    """
+    entry = find_entry(folder)
+    if entry is None:
+        message = explain(
+            str(folder),
+            _describe_content(folder),
+            f"one of {', '.join(ENTRY_NAMES)}",
+            "pass the folder of a saved model (the Trainer's model_path, or one of its subfolders)",
+        )
+        raise WeightsError(message)
+    try:
+        names = files_of(entry)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(entry, error) from error
+    missing = [name for name in names if not (entry.parent / name).is_file()]
+    if missing:
+        message = explain(
+            str(entry),
+            f"missing files: {_some(missing)}",
+            f"all {len(names)} files that it names, beside it",
+            "copy the whole folder again, or save the model again",
+        )
+        raise WeightsError(message)
+    return names
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == SAFETENSORS.extension:
+            return _read_safetensors(path)
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, RuntimeError, UnpicklingError, EOFError) as error:
+        raise _damaged(path, error) from error
+    if not (isinstance(weights, dict) and all(isinstance(value, Tensor) for value in weights.values())):
+        raise _damaged(path, TypeError("it holds other things than tensors by name"))
+    return weights
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    with safe_open(path, framework="pt") as file:
+        weights: dict[str, Tensor] = file.get_tensors()
+        tied: dict[str, str] = json.loads((file.metadata() or {}).get(SHARED_KEY, "{}"))
+    return weights | {name: weights[kept] for name, kept in tied.items() if kept in weights}
+
+
+def _find_faults(saved: Mapping[str, Tensor], current: Mapping[str, Tensor], *, strict: bool) -> list[str]:
+    common = saved.keys() & current.keys()
+    faults = []
+    if strict or not common:
+        tied = find_tied({name: current[name] for name in sorted(current, key=lambda name: name not in saved)})
+        missing = [name for name in current if name not in saved and tied.get(name) not in saved]
+        unexpected = [name for name in saved if name not in current]
+        faults += [f"missing: {_some(missing)}"] if missing else []
+        faults += [f"unexpected: {_some(unexpected)}"] if unexpected else []
+    shapes = [
+        describe_shapes(name, saved[name].shape, current[name].shape)
+        for name in current
+        if name in common and saved[name].shape != current[name].shape
+    ]
+    return faults + ([f"shapes: {_some(shapes)}"] if shapes else [])
+
+
+def describe_shapes(name: str, saved: Sequence[int], current: Sequence[int]) -> str:
+    """Say which shape a weight has in its file, and which in the model."""
+    return f"{name} {list(saved)} for {list(current)} in the model"
+
+
+def _damaged(path: Path, error: Exception) -> WeightsError:
+    message = explain(
+        str(path),
+        f"it cannot be read: {error}",
+        "a complete file, as it was written",
+        "copy it again, or save the model again",
+    )
+    return WeightsError(message)
+
+
+def _describe_content(folder: Path) -> str:
+    if not folder.is_dir():
+        return "a file, not a folder" if folder.exists() else "no such folder"
+    names = sorted(path.name for path in folder.iterdir())
+    return f"a folder with {_some(names)}" if names else "an empty folder"
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,209 @@
+"""Builds a Run: checks the module, starts the Accelerator, makes loaders, optimizer, schedule and hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from accmt.callbacks import Callback, Hooks, build_callbacks
+from accmt.data import Loader, draw_seed
+from accmt.errors import ArgumentError, explain
+from accmt.failures import Board, Clock, Interruption, Watch
+from accmt.loop.cadence import Cadence
+from accmt.loop.logging import logging_step
+from accmt.loop.trained_parameters import TrainedParameters
+from accmt.loop.weighting import Weighting
+from accmt.metrics import TrainingWindow
+from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
+from accmt.processes import broadcast_object, is_main_process, num_processes
+from accmt.recovery.checkpoints import Checkpoints
+from accmt.recovery.loss_guard import LossGuard
+from accmt.recovery.model_saver import ModelSaver
+from accmt.recovery.restart import Recovery
+from accmt.recovery.resume import Resumed, find_resumed
+from accmt.recovery.run_state import restore
+from accmt.recovery.step_snapshot import Boundary
+from accmt.run import Actions, Run
+from accmt.settings import Settings
+from accmt.settings.durations import read_max_time
+from accmt.setup.accelerator import build_accelerator
+from accmt.setup.builtin_callbacks import builtin_callbacks
+from accmt.setup.dataloaders import Loaders, as_when_built, check_reloading
+from accmt.setup.fit_data import GivenData
+from accmt.setup.inputs import Inputs, check_inputs
+from accmt.setup.model import Prepared, equip_module, prepare
+from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module, defines
+from accmt.setup.run_length import RunLength, measure_run
+from accmt.setup.same_on_processes import require_alike
+from accmt.state import Counters, TrainingState
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from accmt.trainer import Trainer
+
+
+def build_run(trainer: Trainer, module: Any, given: GivenData, recovery: Recovery) -> Run:
+    """Build everything that a run needs, and check all that can be known before the first batch.
+
+    Processes: collective.
+
+    Args:
+        trainer: The Trainer, whose settings and overridable steps are used.
+        module: The user's module.
+        given: What `fit` was given to train and validate on.
+        recovery: What the run before this one has learned, which it is to go on from.
+
+    Raises:
+        AccmtError: A fault in module, data or settings.
+    """
+    settings, state = trainer.settings, trainer.state
+    accelerator = build_accelerator(settings.running)
+    check_module(module)
+    check_reloading(settings.data, module, given)
+    resumed = _find_start(trainer, module, recovery)
+    inputs = _find_inputs(trainer, module, given, accelerator, resumed)
+    seed = _choose_seed(settings, resumed)
+    steps = adapt_training_step(module, state), adapt_validation_step(module, "validation_step")
+    loaders = Loaders(trainer, module, given, recovery, seed=seed, device=accelerator.device)
+    loaders.build(inputs.train_data, inputs.val_data)
+    saver = ModelSaver(inputs.selection, inputs.patience)
+    callbacks = gather_callbacks(trainer, module)
+    hooks = connect_hooks(trainer, module, [*callbacks, *builtin_callbacks(settings, inputs.tracking, saver)])
+    cadence = Cadence.of(settings)
+    length = _place(trainer, module, loaders.train, cadence, resumed)
+    prepared = prepare(module, accelerator, settings, cadence, length)
+    _check_plateau(prepared.scheduler, loaders.validation)
+    state.num_processes, state.best = num_processes(), inputs.selection.best
+    equip_module(trainer, module, accelerator, prepared)
+    parts = _make_parts(trainer, module, accelerator, prepared, recovery)
+    run = Run(
+        **parts,
+        training_step=logging_step(steps[0], module.logs.of_training),
+        validation_step=steps[1],
+        loaders=loaders,
+        val_loaders=loaders.validation,
+        metrics=inputs.metrics,
+        callbacks=tuple(callbacks),
+        hooks=hooks,
+        cadence=cadence,
+        saver=saver,
+        tracking=inputs.tracking,
+        is_resumed=resumed is not None,
+        length=length,
+        seed=seed,
+    )
+    if resumed is not None:
+        restore(run, resumed)
+        recovery.clear_up(resumed.folder)
+    return run
+
+
+def _find_start(trainer: Trainer, module: AcceleratorModule, recovery: Recovery) -> Resumed | None:
+    """Return what the run continues from, and let the module know where that is before it is asked for data."""
+    require_alike(trainer.settings)
+    resumed = find_resumed(trainer.settings, recovery.take_checkpoint() or trainer.chosen_checkpoint)
+    if resumed is not None:
+        recovery.learn(resumed.others["recovery"])
+        trainer.state.load_state_dict(resumed.counters)
+    module.trainer, module.state = trainer, trainer.state
+    return resumed
+
+
+def _find_inputs(
+    trainer: Trainer, module: AcceleratorModule, given: GivenData, accelerator: Accelerator, resumed: Resumed | None
+) -> Inputs:
+    given.begin("fit", trainer, accelerator)
+    with as_when_built(trainer.state, trainer.settings.data):
+        return check_inputs(trainer, module, given, resumed)
+
+
+def _make_parts(
+    trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, prepared: Prepared, recovery: Recovery
+) -> dict[str, Any]:
+    """Return what of a run follows from Trainer, module, model and earlier failures alone."""
+    settings = trainer.settings
+    failures = settings.failures
+    saves = settings.checkpoints.every is not None or bool(settings.failures.kinds)
+    keeps_boundary = saves or settings.optimization.auto_micro_batch
+    watch = _make_watch(settings, trainer.state, is_listening=saves)
+    parts = prepared.model, prepared.unwrapped_model, prepared.stepper.optimizer
+    return {
+        "settings": settings,
+        "accelerator": accelerator,
+        "module": module,
+        "state": trainer.state,
+        **vars(prepared),
+        "actions": Actions(trainer.do_backward, trainer.do_opt_step, trainer.do_zero_grad),
+        "weighting": Weighting(accelerator.device),
+        "window": TrainingWindow(accelerator.device, module.logs.of_training),
+        "checkpoints": Checkpoints(settings, prepared.model, prepared.stepper.optimizer),
+        "boundary": Boundary(prepared.unwrapped_model, is_kept=keeps_boundary),
+        "guard": LossGuard(failures.on_nonfinite, failures.spike_guard, careful_until=recovery.careful_until),
+        "recovery": recovery,
+        "clock": Clock(read_max_time(settings.running.max_time)),
+        **watch,
+        "trained": TrainedParameters(
+            module, *parts, watch["watch"], set_to_none=trainer.settings.optimization.set_to_none
+        ),
+        "counts_own_samples": defines(module, "get_batch_size"),
+    }
+
+
+def _make_watch(settings: Settings, state: TrainingState, *, is_listening: bool) -> dict[str, Any]:
+    hang_timeout_s = settings.failures.hang_timeout_s
+    if num_processes() == 1 and hang_timeout_s is None:
+        return {"interruption": Interruption(is_listening=is_listening), "watch": None}
+    board = Board.open()
+    interruption = Interruption(is_listening=is_listening, board=board)
+
+    def progress() -> tuple[int, ...]:
+        return state.batch_iteration, state.eval_global_step, state.global_step, state.epoch, state.evaluations_done
+
+    watch = Watch(board, interruption, hang_timeout_s=hang_timeout_s, progress=progress)
+    return {"interruption": interruption, "watch": watch}
+
+
+def _place(
+    trainer: Trainer, module: AcceleratorModule, loader: Loader, cadence: Cadence, resumed: Resumed | None
+) -> RunLength:
+    """Bring counters and data to where the run begins, and return how long it is."""
+    state, rounds_per_epoch = trainer.state, loader.num_rounds
+    if resumed is not None:
+        loader.continue_from(state.epoch, state.train_step, resumed.others["data"])
+    done = Counters() if isinstance(module, ExtendedAcceleratorModule) else state  # its updates follow no plan
+    length = measure_run(trainer.settings, cadence, loader, rounds_per_epoch, done)
+    reloads = trainer.settings.data.reload_dataloaders_every_n_epochs > 0
+    return length.keep(resumed.others.get("plan")) if resumed is not None and reloads else length
+
+
+def _choose_seed(settings: Settings, resumed: Resumed | None) -> int:
+    if resumed is not None:
+        seed: int = resumed.others["seed"]
+        return seed
+    return broadcast_object(draw_seed() if settings.running.seed is None else settings.running.seed)
+
+
+def _check_plateau(scheduler: Any, val_loaders: dict[str, Loader]) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau) and not val_loaders:
+        got = "ReduceLROnPlateau, which steps by the validation loss, and no validation data"
+        raise ArgumentError(
+            explain("scheduler", got, "validation data", "pass them to fit, or choose another schedule")
+        )
+
+
+def gather_callbacks(trainer: Trainer, module: AcceleratorModule) -> list[Callback]:
+    """Return the user's callbacks: those of the module replace those of the Trainer that are of the same class."""
+    of_module = build_callbacks(module.get_callbacks())
+    replaced = {type(callback) for callback in of_module}
+    of_trainer = build_callbacks(trainer.settings.running.callbacks)
+    return [*(callback for callback in of_trainer if type(callback) not in replaced), *of_module]
+
+
+def connect_hooks(trainer: Trainer, module: AcceleratorModule, callbacks: Sequence[Callback]) -> Hooks:
+    """Tell the callbacks whom they work for, and return their hooks and the module's."""
+    for callback in callbacks:
+        callback.trainer, callback.module, callback.state = trainer, module, trainer.state
+    return Hooks([*callbacks, module], is_main_process=is_main_process())

@@ -1,0 +1,54 @@
+"""The callbacks of accmt's own that a run has, besides the user's."""
+
+from __future__ import annotations
+
+from accmt.callbacks import Callback
+from accmt.callbacks.ending import EndSummary
+from accmt.callbacks.evaluation_report import EvaluationReport
+from accmt.callbacks.monitor import build_monitor
+from accmt.callbacks.notebook import NotebookView, is_notebook
+from accmt.callbacks.profiler import build_profiler
+from accmt.callbacks.progress import ProgressBar
+from accmt.callbacks.summary import ModelSummary
+from accmt.loop.row_logger import RowLogger
+from accmt.processes import is_main_process
+from accmt.recovery.model_saver import ModelSaver
+from accmt.settings import Settings
+from accmt.tracking import Tracking
+
+
+def builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelSaver) -> list[Callback]:
+    """Return accmt's own callbacks, in the order in which those of equal `order` act.
+
+    Args:
+        settings: What the Trainer was told.
+        tracking: Where rows go.
+        saver: Saves the best model.
+    """
+    told, logged = settings.running, settings.tracking
+    loss_name = logged.train_loss_metric_name
+    enable_bar = told.verbose if told.enable_progress_bar is None else told.enable_progress_bar
+    view = NotebookView(loss_name, logged.val_loss_metric_name) if enable_bar and is_notebook() else None
+    bar = ProgressBar(
+        enable=None if told.enable_progress_bar is None and enable_bar else enable_bar,
+        loss_name=loss_name,
+        stream=None if view is None else view.terminal,
+    )
+    first, last = build_monitor(logged.monitored, loss_name, is_main_process=is_main_process())
+    profiled_first, profiled_last = build_profiler(told.profiler, is_main_process=is_main_process())
+    summaries = [ModelSummary(int(told.enable_model_summary))] if told.enable_model_summary else []
+    rows = RowLogger(tracking, bar, logged.monitored)
+    ending: list[Callback] = [EndSummary(loss_name)] if told.verbose and not told.fast_dev_run else []
+    return [
+        *profiled_first,
+        *first,
+        *summaries,
+        bar,
+        *([view] if view else []),
+        EvaluationReport(loss_name),
+        rows,
+        saver,
+        *ending,
+        *last,
+        *profiled_last,
+    ]

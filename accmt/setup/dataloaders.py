@@ -1,0 +1,152 @@
+"""The loaders of a run that trains, and how they are made anew when an epoch begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accmt.data import Loader
+from accmt.errors import ArgumentError, DataError, explain
+from accmt.loop.cadence import Cadence
+from accmt.module import AcceleratorModule
+from accmt.recovery.abandoned_evaluation import Abandonable
+from accmt.recovery.restart import Recovery, check_recovery
+from accmt.settings import DataSettings
+from accmt.setup.datasets import build_evaluation_loader, build_train_loader, end_workers, find_sets
+from accmt.setup.fit_data import GivenData
+from accmt.setup.module_checks import defines
+from accmt.state import TrainingState
+
+if TYPE_CHECKING:
+    from accmt.trainer import Trainer
+
+
+class Loaders:
+    """The loaders of a run.
+
+    Args:
+        trainer: The Trainer.
+        module: The module, whose own data come first.
+        given: What `fit` was given.
+        recovery: What was found to fit in memory.
+        seed: Seed of everything random.
+        device: Where batches go.
+
+    Attributes:
+        train: That of the training data.
+        validation: Those of the validation sets, by name.
+    """
+
+    train: Loader
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: AcceleratorModule,
+        given: GivenData,
+        recovery: Recovery,
+        *,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.validation: dict[str, Loader] = {}
+        self._trainer = trainer
+        self._module = module
+        self._given = given
+        self._seed = seed
+        self._device = device
+        self._recovery = recovery
+        self._built_for = _epoch_of_building(trainer.state.epoch, trainer.settings.data)
+
+    def build(self, train_data: Any, val_data: Mapping[str, Any]) -> None:
+        """Build the loaders of data that were found.
+
+        Processes: collective.
+
+        Raises:
+            ArgumentError: Settings that do not go with these data.
+            DataError: The data are empty or of no known kind.
+        """
+        settings, seed, device = self._trainer.settings, self._seed, self._device
+        check_recovery(settings, self._module, train_data)
+        limit = self._recovery.max_micro_batch_size if settings.optimization.auto_micro_batch else None
+        self.train = build_train_loader(
+            self._module,
+            train_data,
+            settings,
+            seed=seed,
+            device=device,
+            max_micro_batch_size=limit,
+            also_read=list(val_data.values()),
+        )
+        _check_fraction(Cadence.of(settings), self.train)
+        for name, data in val_data.items():
+            own = build_evaluation_loader(self._module, data, settings, "validate", seed=seed, device=device)
+            self.validation[name] = Abandonable(own, self._trainer)
+
+    def reload_if_due(self) -> None:
+        """Ask for the data anew and build their loaders, if an epoch begins for which that is due.
+
+        Processes: collective.
+
+        Raises:
+            AccmtError: As `build`; DataError also where the validation sets have other names than before.
+        """
+        state, told = self._trainer.state, self._trainer.settings.data
+        if told.reload_dataloaders_every_n_epochs == 0 or state.train_step > 0:
+            return
+        if _epoch_of_building(state.epoch, told) == self._built_for:
+            return
+        self._built_for = state.epoch
+        end_workers((self.train, *self.validation.values()))
+        train_data, val_data = find_sets(self._module, self._given, self._trainer.settings)
+        if val_data.keys() != self.validation.keys():
+            got, expected = f"the sets {list(val_data)}", f"those of the epoch before: {list(self.validation)}"
+            do = "return sets of the same names each time: metrics and saving go by them"
+            raise DataError(explain("the reloaded validation data", got, expected, do))
+        self.build(train_data, val_data)
+
+
+def check_reloading(told: DataSettings, module: AcceleratorModule, given: GivenData) -> None:
+    """Check that there is somebody to ask for data anew.
+
+    Raises:
+        ArgumentError: Loaders are to be reloaded, and all data were given once for all.
+    """
+    asked, every = ("get_train_dataloader", "get_validation_dataloader"), told.reload_dataloaders_every_n_epochs
+    makes_data = given.has_datamodule or any(defines(module, name) for name in asked)
+    if every and not makes_data:
+        where = f"Trainer(reload_dataloaders_every_n_epochs={every})"
+        got, expected = "data that fit was given, which stay the same", f"a module with {' or '.join(asked)}"
+        do = "def get_train_dataloader(self) in the module, fit(datamodule=...), or leave the argument out"
+        raise ArgumentError(explain(where, got, expected, do))
+
+
+@contextmanager
+def as_when_built(state: TrainingState, told: DataSettings) -> Iterator[None]:
+    """Let the state tell the epoch for which the loaders in use are built, while data are asked for.
+
+    A run that continues in a later epoch gets the data that it had.
+    """
+    epoch = state.epoch
+    state.epoch = _epoch_of_building(epoch, told)
+    try:
+        yield
+    finally:
+        state.epoch = epoch
+
+
+def _epoch_of_building(epoch: int, told: DataSettings) -> int:
+    every = told.reload_dataloaders_every_n_epochs
+    return epoch - epoch % every if every else 0
+
+
+def _check_fraction(cadence: Cadence, loader: Loader) -> None:
+    every = cadence.evaluate_every
+    if isinstance(every, float) and loader.num_rounds is None:
+        got = f"{every}, a fraction of an epoch whose length is unknown"
+        do = "evaluate_every_n_steps=100, say"
+        raise ArgumentError(explain("Trainer(evaluate_every_n_steps=...)", got, "a whole number of updates", do))

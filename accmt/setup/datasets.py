@@ -1,0 +1,275 @@
+"""Which data a run uses, and the loaders made of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from accmt.data import Loader, LoaderOptions, Share, UnsharedLoader, build_collate, build_loader
+from accmt.errors import ArgumentError, DataError, explain
+from accmt.messages import warn
+from accmt.module import AcceleratorModule
+from accmt.processes import num_processes, process_index
+from accmt.settings import DataSettings, Settings
+from accmt.setup.same_on_processes import find_alike
+from accmt.setup.sample_order import find_sampler
+
+if TYPE_CHECKING:
+    from accmt.setup.fit_data import GivenData
+
+Evaluation = Literal["validate", "test", "predict"]
+
+
+_TRAINING, _VALIDATION = "the training data", "the validation data "
+
+
+class _Source(NamedTuple):
+    method: str
+    argument: str
+    limit: str
+
+
+_DATA: dict[Evaluation, _Source] = {
+    "validate": _Source("get_validation_dataloader", "val_dataset", "limit_val_batches"),
+    "test": _Source("get_test_dataloader", "test_dataset", "limit_test_batches"),
+    "predict": _Source("get_predict_dataloader", "dataset", "limit_predict_batches"),
+}
+
+
+def find_train_data(module: AcceleratorModule, given: Any) -> Any:
+    """Return the training data: what the module makes, else what `fit` was given.
+
+    Raises:
+        DataError: There are none.
+    """
+    data = _ask(module.get_train_dataloader, given)
+    if data is None:
+        do = "trainer.fit(module, train_dataset), or def get_train_dataloader(self) in the module"
+        raise DataError(explain("fit", "no training data", "a dataset or a DataLoader", do))
+    return data
+
+
+def find_sets(module: AcceleratorModule, given: GivenData, settings: Settings) -> tuple[Any, dict[str, Any]]:
+    """Return the training data and the validation sets of a run, by name.
+
+    Processes: collective.
+
+    Raises:
+        DataError: There are no training data, a set has a name that results cannot carry, or processes have other data.
+    """
+
+    def find() -> dict[str, Any]:
+        train = find_train_data(module, given.load("train"))
+        sets = find_validation_data(module, given.load("validate"), settings.data)
+        return {_TRAINING: train, **{_VALIDATION + name: data for name, data in sets.items()}}
+
+    found = dict(find_alike(find, settings.data))
+    train = found.pop(_TRAINING)
+    sets = {name.removeprefix(_VALIDATION): data for name, data in found.items()}
+    return train, {"": train} if settings.data.overfit_batches and sets else sets
+
+
+def find_data(module: AcceleratorModule, given: Any, purpose: Evaluation, settings: DataSettings) -> dict[str, Any]:
+    """Return the sets to validate, test or predict, by name; empty where they are limited to nothing.
+
+    Args:
+        module: The module, whose own data come first.
+        given: What the Trainer's method was given.
+        purpose: What the data are for.
+        settings: About data.
+
+    Raises:
+        DataError: There are none, or a set has a name that results cannot carry.
+    """
+    method, argument, limit = _DATA[purpose]
+    data = _ask(getattr(module, method), given)
+    if data is None:
+        do = f"trainer.{purpose}(module, {argument}), or def {method}(self) in the module"
+        raise DataError(explain(purpose, "no data", "a dataset or a DataLoader, or several in a list or dict", do))
+    return {} if getattr(settings, limit) == 0 else name_sets(data)
+
+
+def find_validation_data(module: AcceleratorModule, given: Any, settings: DataSettings) -> dict[str, Any]:
+    """Return the validation sets by name; empty where there are none or where they are limited to nothing.
+
+    Raises:
+        DataError: A set has a name that results cannot carry.
+    """
+    data = _ask(module.get_validation_dataloader, given)
+    return {} if data is None or settings.limit_val_batches == 0 else name_sets(data)
+
+
+def name_sets(data: Any) -> dict[str, Any]:
+    """Return several datasets by name: those of a dict, "0", "1" ... of a list; one alone has the name "".
+
+    A list of samples is one dataset; one of datasets and loaders are several.
+
+    Raises:
+        DataError: A name is no text, is empty, or holds what separates it from the name of a metric.
+    """
+    if isinstance(data, list | tuple) and data and all(_is_dataset(one) for one in data):
+        return {str(index): one for index, one in enumerate(data)}
+    if not isinstance(data, dict):
+        return {"": data}
+    for name in data:
+        if not isinstance(name, str) or not name or any(mark in name for mark in ("__", "@", "/")):
+            expected = "texts without '__', '@' and '/', which separate them from the names of metrics"
+            raise DataError(explain("the names of the validation sets", repr(name), expected, "rename it"))
+    return data
+
+
+def _is_dataset(value: Any) -> bool:
+    is_known = isinstance(value, Dataset | DataLoader)
+    return is_known or type(value).__module__.partition(".")[0] == "datasets"
+
+
+def _ask(method: Callable[..., Any], given: Any) -> Any:
+    made = method(given) if inspect.signature(method).parameters else method()
+    return given if made is None else made
+
+
+def build_train_loader(
+    module: AcceleratorModule,
+    data: Any,
+    settings: Settings,
+    *,
+    seed: int,
+    device: torch.device,
+    max_micro_batch_size: int | None = None,
+    also_read: Sequence[Any] = (),
+) -> Loader:
+    """Build the loader of training batches.
+
+    Processes: collective.
+
+    Args:
+        module: The module, whose collate function comes first.
+        data: The training data.
+        settings: What the Trainer was told.
+        seed: Seed of the order.
+        device: Where batches go.
+        max_micro_batch_size: What was found to fit in memory, beside the limit of the hyper-parameters.
+        also_read: The validation data.
+
+    Raises:
+        ArgumentError: A sampler stands beside a DataLoader, which has its own, or something beside a curriculum.
+        DataError: The data are empty, of no known kind, or end before the run.
+    """
+    told = settings.data
+    _refuse_sampler_beside_loader(data, told)
+    _refuse_iterator(data, settings)
+    micro_batches = _count_micro_batches(data, settings, max_micro_batch_size)
+    share = _share(told)
+    options = LoaderOptions(
+        purpose="train",
+        batch_size=settings.hps.train_batch_size // micro_batches,
+        micro_batches=micro_batches,
+        share=share,
+        seed=seed,
+        limit=told.limit_train_batches,
+        shuffle=told.shuffle_train,
+        sampler=find_sampler(module, data, settings, num_shares=share.count),
+        batch_sampler=told.batch_sampler,
+        drop_last=told.dataloader_drop_last,
+        collate=_collate(module, told, "collate_fn_train"),
+        num_workers=told.dataloader_num_workers,
+        persistent_workers=told.dataloader_persistent_workers,
+        pin_memory=_pins_memory(told, device),
+        skips_bad=told.on_bad_sample == "skip",
+        also_read=also_read,
+        agree_on=device if told.shard_dataloaders and num_processes() > 1 else None,
+    )
+    return _end_together(build_loader(data, options), device)
+
+
+def build_evaluation_loader(
+    module: AcceleratorModule, data: Any, settings: Settings, purpose: Evaluation, *, seed: int, device: torch.device
+) -> Loader:
+    """Build the loader of the batches of one set that is validated, tested or predicted.
+
+    Processes: collective.
+
+    Raises:
+        DataError: The data are empty or of no known kind.
+    """
+    told = settings.data
+    is_validation = purpose == "validate"
+    options = LoaderOptions(
+        purpose=purpose,
+        batch_size=_evaluation_batch_size(settings, purpose),
+        share=_share(told),
+        seed=seed,
+        limit=getattr(told, _DATA[purpose].limit),
+        shuffle=is_validation and told.shuffle_validation,
+        sampler=told.sampler_val if is_validation else None,
+        collate=_collate(module, told, "collate_fn_val"),
+        num_workers=told.dataloader_num_workers,
+        persistent_workers=told.dataloader_persistent_workers,
+        pin_memory=_pins_memory(told, device),
+        skips_bad=told.on_bad_sample == "skip",
+    )
+    return _end_together(build_loader(data, options), device)
+
+
+def _evaluation_batch_size(settings: Settings, purpose: Evaluation) -> int:
+    hps = settings.hps
+    if purpose != "validate":
+        return hps.test_batch_size
+    return hps.train_batch_size if settings.data.overfit_batches else hps.val_batch_size  # as many of the same samples
+
+
+def end_workers(loaders: Iterable[Loader]) -> None:
+    """End the processes that load data, which would wait for another epoch."""
+    for loader in loaders:
+        loader.end_workers()
+
+
+def _pins_memory(told: DataSettings, device: torch.device) -> bool:
+    return told.dataloader_pin_memory and device.type != "cpu"
+
+
+def _end_together(loader: Loader, device: torch.device) -> Loader:
+    """Return a loader whose epochs end on all processes together, also where each has data of its own."""
+    has_own_data = num_processes() > 1 and loader.share.count == 1
+    return UnsharedLoader(loader, device) if has_own_data else loader
+
+
+def _refuse_iterator(data: Any, settings: Settings) -> None:
+    if isinstance(data, Iterator) and settings.hps.epochs != 1:
+        expected = "data that begin anew for each epoch"
+        do = "an IterableDataset, a list, or epochs: 1"
+        raise DataError(explain("the training data", "an iterator, which can be read only once", expected, do))
+
+
+def _count_micro_batches(data: Any, settings: Settings, limit: int | None) -> int:
+    count = settings.hps.train_batch_size // settings.hps.micro_batch_size_within(limit)
+    if count > 1 and (isinstance(data, DataLoader) or settings.data.batch_sampler is not None):
+        warn("max_micro_batch_size has no effect: a DataLoader or a batch sampler of yours decides the size of batches")
+        return 1
+    return count
+
+
+def _share(told: DataSettings) -> Share:
+    return Share(process_index(), num_processes()) if told.shard_dataloaders else Share()
+
+
+def _collate(module: AcceleratorModule, told: DataSettings, phase: str) -> Callable[[Any], Any] | None:
+    of_module = getattr(module, phase) or module.collate_fn
+    if of_module is not None:
+        return of_module
+    of_phase = getattr(told, phase)
+    return build_collate(of_phase, phase) if of_phase is not None else build_collate(told.collate_fn, "collate_fn")
+
+
+def _refuse_sampler_beside_loader(data: Any, told: DataSettings) -> None:
+    if isinstance(data, DataLoader) and (told.sampler is not None or told.batch_sampler is not None):
+        expected = "a dataset beside sampler=, or a DataLoader that has its own sampler"
+        raise ArgumentError(
+            explain(
+                "Trainer(sampler=...)", "a DataLoader as training data", expected, "give the sampler to the DataLoader"
+            )
+        )

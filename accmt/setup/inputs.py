@@ -1,0 +1,209 @@
+"""What a run is given: data, metrics, what models are saved by, trackers; checked before anything is built."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accmt.errors import ArgumentError, explain
+from accmt.files import require_writable_folder
+from accmt.messages import say_once
+from accmt.metrics import Metric, build_metrics
+from accmt.metrics.consolidation import directions_of
+from accmt.metrics.metric import IsBetter
+from accmt.module import AcceleratorModule
+from accmt.processes import broadcast_object, is_main_process
+from accmt.recovery.resume import Resumed
+from accmt.saving import Patience, Selection, without_validation
+from accmt.settings import Settings
+from accmt.setup.datasets import find_sets
+from accmt.setup.fit_data import GivenData
+from accmt.setup.module_checks import check_validation
+from accmt.tracking import Tracking, default_run_name, default_track_name, resolve_trackers
+
+if TYPE_CHECKING:
+    from accmt.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class RegisteredSaving:
+    """A rule of saving with thresholds of its own.
+
+    Attributes:
+        name: The rule.
+        below: What its values must be below: a number, or one by name.
+        above: What they must be above.
+    """
+
+    name: str
+    below: Any = None
+    above: Any = None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What was given, found and checked without building anything.
+
+    Attributes:
+        train_data: The training data.
+        val_data: The validation sets by name; one alone has the name "".
+        metrics: The metrics of each validation set.
+        selection: What models are saved by.
+        patience: When training ends early; None is never.
+        tracking: Where rows go.
+    """
+
+    train_data: Any
+    val_data: Mapping[str, Any]
+    metrics: Mapping[str, tuple[Metric, ...]]
+    selection: Selection
+    patience: Patience | None
+    tracking: Tracking
+
+
+def check_inputs(trainer: Trainer, module: AcceleratorModule, given: GivenData, resumed: Resumed | None) -> Inputs:
+    """Find and check all that can be checked before anything is built.
+
+    Processes: collective.
+
+    Raises:
+        AccmtError: A fault in module, data or settings.
+    """
+    settings = trainer.settings
+    train, val_sets = find_sets(module, given, settings)
+    if val_sets:
+        check_validation(module)
+    if settings.saving.model_saving is not None or trainer.registered_savings:
+        require_writable_folder(settings.model_folder, "model_path")
+    metrics = metrics_of_sets(settings.evaluation.metrics, list(val_sets) or [""])
+    return Inputs(
+        train_data=train,
+        val_data=val_sets,
+        metrics=metrics,
+        selection=_build_selection(settings, metrics, list(val_sets), trainer.registered_savings),
+        patience=_build_patience(settings, metrics, list(val_sets)),
+        tracking=_build_tracking(settings, resumed),
+    )
+
+
+def check_metrics(settings: Settings, registered: Sequence[RegisteredSaving] = ()) -> None:
+    """Check metrics, rules of saving and patience as far as they can be checked without data.
+
+    Raises:
+        MetricError: Something is no metric, or two have one name.
+        ArgumentError: No such rule of saving, or no such value to wait for.
+    """
+    given = settings.evaluation.metrics
+    groups = given.values() if _is_by_set(given) else [given]
+    metrics = {str(number): build_metrics(group) for number, group in enumerate(groups)}
+    _selection_of(settings, settings.saving.model_saving, metrics, registered, sets=None)
+    _patience_of(settings, settings.saving.model_saving, metrics, sets=None)
+
+
+def _is_by_set(given: Any) -> bool:
+    """Return whether a dict can only be of validation sets: no list of metrics has a name."""
+    return isinstance(given, Mapping) and any(isinstance(value, list | tuple) for value in given.values())
+
+
+def metrics_of_sets(given: Any, sets: Sequence[str]) -> dict[str, tuple[Metric, ...]]:
+    """Return the metrics of each validation set.
+
+    Args:
+        given: What `build_metrics` takes, for all sets; or a dict of that by the names of sets.
+        sets: The names of the validation sets.
+
+    Raises:
+        MetricError: Something is no metric, or two have one name.
+        ArgumentError: A dict names a set that does not exist.
+    """
+    is_by_set = _is_by_set(given) or (isinstance(given, Mapping) and set(given) <= set(sets))
+    if not is_by_set:
+        return {name: build_metrics(given) for name in sets}
+    unknown = [name for name in given if name not in sets]
+    if unknown:
+        got, expected = f"metrics for {unknown[0]!r}", f"names of the validation sets: {list(sets)}"
+        raise ArgumentError(explain("Trainer(metrics=...)", got, expected, "rename one of the two"))
+    return {name: build_metrics(given.get(name)) for name in sets}
+
+
+_Metrics = Mapping[str, tuple[Metric, ...]]
+
+
+def _directions(settings: Settings, metrics: _Metrics, sets: Sequence[str] | None) -> dict[str, IsBetter]:
+    every = {
+        (set_name, entry): is_better
+        for set_name, group in metrics.items()
+        for metric in group
+        for entry, is_better in metric.directions.items()
+    }
+    directions = {entry: is_better for (_, entry), is_better in every.items()}
+    choices = settings.evaluation.consolidate_metrics or {}
+    if sets is None:  # so what is taken is not known yet, but what is made of it
+        return dict.fromkeys(choices, operator.gt) | directions
+    of_sets = {f"{entry}__{name}" if name else entry: is_better for (name, entry), is_better in every.items()}
+    return directions_of(choices, of_sets) | directions
+
+
+def _selection_of(
+    settings: Settings,
+    rule: Any,
+    metrics: _Metrics,
+    registered: Sequence[RegisteredSaving],
+    *,
+    sets: Sequence[str] | None,
+) -> Selection:
+    below, above = settings.saving.model_saving_below, settings.saving.model_saving_above
+    selection = Selection(rule, _directions(settings, metrics, sets), sets=sets, below=below, above=above)
+    for saving in registered:
+        selection.register(saving.name, below=saving.below, above=saving.above)
+    return selection
+
+
+def _patience_of(settings: Settings, rule: Any, metrics: _Metrics, *, sets: Sequence[str] | None) -> Patience | None:
+    patience = settings.saving.patience
+    return None if patience is None else Patience(patience, rule, _directions(settings, metrics, sets), sets=sets)
+
+
+def _rule(settings: Settings, sets: Sequence[str]) -> Any:
+    rule = settings.saving.model_saving
+    return rule if sets else without_validation(rule)
+
+
+def _build_selection(
+    settings: Settings, metrics: _Metrics, sets: Sequence[str], registered: Sequence[RegisteredSaving]
+) -> Selection:
+    rule = _rule(settings, sets)
+    if rule != settings.saving.model_saving:
+        say_once("no validation data: models are saved by best_train_loss")
+    selection = _selection_of(settings, rule, metrics, registered, sets=sets)
+    if selection.needs_validation and not sets:
+        do = "pass validation data to fit, or model_saving='best_train_loss'"
+        raise ArgumentError(explain(f"Trainer(model_saving={rule!r})", "no validation data", "validation data", do))
+    return selection
+
+
+def _build_patience(settings: Settings, metrics: _Metrics, sets: Sequence[str]) -> Patience | None:
+    patience = _patience_of(settings, _rule(settings, sets), metrics, sets=sets)
+    if patience is not None and patience.needs_validation and not sets:
+        do = "pass validation data to fit, or patience={'train_loss': 3}"
+        got = "no validation data"
+        raise ArgumentError(explain(f"Trainer(patience={settings.saving.patience!r})", got, "validation data", do))
+    return patience
+
+
+def _build_tracking(settings: Settings, resumed: Resumed | None) -> Tracking:
+    told = settings.tracking
+    name = told.run_name or default_run_name() if resumed is None else resumed.others["run_name"]
+    return Tracking(
+        resolve_trackers(told.log_with),
+        track_name=told.track_name or default_track_name(settings.model_folder),
+        run_name=broadcast_object(name),
+        logging_dir=told.logging_dir,
+        home=settings.home,
+        tracker_kwargs=told.tracker_kwargs,
+        is_main_process=is_main_process() and not settings.running.fast_dev_run,  # elsewhere nothing is written
+        verbose=settings.running.verbose,
+        offline=told.tracker_offline,
+    )

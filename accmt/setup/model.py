@@ -1,0 +1,172 @@
+"""Makes the model ready to be trained: device, compilation, optimizer, schedule, wrapper; or to be evaluated only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accmt.errors import ModuleContractError, explain
+from accmt.huggingface import enable_gradient_checkpointing, refuse_injected_adapters
+from accmt.loop.cadence import Cadence
+from accmt.loop.logging import Logs
+from accmt.loop.reduction import (
+    TransparentWrapper,
+    broadcast_buffers,
+    broadcast_weights,
+    is_container,
+    require_equal_weights,
+    settle_buckets,
+)
+from accmt.module import AcceleratorModule
+from accmt.optimization import build_optimizer
+from accmt.optimization.stepper import Stepper
+from accmt.settings import RunningSettings, Settings
+from accmt.setup.module_checks import require_optimizer
+from accmt.setup.run_length import RunLength, make_schedule
+from accmt.setup.sync_batchnorm import give_own_batch_norm_back, synchronize_if_told
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from accmt.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the model, its optimizer and its schedule became.
+
+    Attributes:
+        model: The model that reduces gradients over processes.
+        unwrapped_model: The user's model itself.
+        stepper: Backward, clipping and optimizer.
+        scheduler: The schedule, or None.
+    """
+
+    model: nn.Module
+    unwrapped_model: nn.Module
+    stepper: Stepper
+    scheduler: Any
+
+
+def prepare(
+    module: AcceleratorModule, accelerator: Accelerator, settings: Settings, cadence: Cadence, length: RunLength
+) -> Prepared:
+    """Build optimizer and schedule, and wrap the model for the launch.
+
+    Processes: collective.
+
+    Raises:
+        ModuleContractError: The optimizer trains something else than `self.model`, or processes begin with different
+            weights.
+        ArgumentError: Batch norm cannot be synchronized here.
+    """
+    told = settings.running
+    refuse_injected_adapters(module.model)
+    if told.gradient_checkpointing is not False:
+        kwargs = told.gradient_checkpointing if isinstance(told.gradient_checkpointing, Mapping) else None
+        enable_gradient_checkpointing(module.model, kwargs)
+    if accelerator.device_placement:
+        module.model.to(accelerator.device)
+    synchronize_if_told(module.model, settings, accelerator.device)
+    compile_if_told(module.model, told)
+    own = module.get_optimizer()
+    built = build_optimizer(settings.hps, module.model.parameters()) if own is None else own
+    optimizer = require_optimizer(module, built)
+    _require_own_parameters(module, optimizer)
+    scheduler = make_schedule(module, optimizer, settings, cadence, length)
+    model = _wrap(module.model, optimizer, accelerator)
+    unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
+    require_equal_weights(unwrapped)
+    settle_buckets(model, set_to_none=settings.optimization.set_to_none)
+    stepper = Stepper(
+        accelerator,
+        optimizer,
+        set_to_none=settings.optimization.set_to_none,
+        clip=settings.optimization.clip_grad,
+        clip_type=settings.optimization.clip_grad_type,
+    )
+    return Prepared(model, unwrapped, stepper, scheduler)
+
+
+def _wrap(own: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> nn.Module:
+    """Return the model as it is trained: wrapped, unless it is a container of what the steps call."""
+    model: nn.Module
+    if is_container(own):
+        model = accelerator.prepare_model(own, evaluation_mode=True)
+        broadcast_weights(model)
+        broadcast_buffers(model)
+        return model
+    model, _ = accelerator.prepare(own, optimizer)
+    if isinstance(model, DistributedDataParallel):
+        model.__class__ = TransparentWrapper
+    return model
+
+
+def prepare_for_evaluation(module: AcceleratorModule, accelerator: Accelerator, settings: Settings) -> nn.Module:
+    """Make the model ready to be evaluated only: device, compilation and precision are as in training.
+
+    Processes: collective; every process gets the main process's weights, as training would give them.
+    """
+    compile_if_told(module.model, settings.running)
+    model: nn.Module = accelerator.prepare_model(module.model, evaluation_mode=True)
+    broadcast_weights(model)
+    return model
+
+
+def compile_if_told(model: nn.Module, told: RunningSettings) -> None:
+    """Compile a model, unless an earlier run did."""
+    if told.compile and model._compiled_call_impl is None:
+        model.compile(**(told.compile_kwargs or {}))  # in place: names of weights stay as they are
+
+
+def give_back(module: AcceleratorModule, model: nn.Module, accelerator: Accelerator) -> None:
+    """Give the module its own model back, without the wrappers of the run, and let the Accelerator forget it."""
+    own = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
+    own.__dict__.pop("_is_accelerate_prepared", None)
+    give_own_batch_norm_back(own)
+    module.model = own
+    if model in accelerator._models:
+        accelerator._models.remove(model)
+
+
+def is_prepared(module: AcceleratorModule) -> bool:
+    """Return whether a run works with the module's model."""
+    return "_is_accelerate_prepared" in vars(module.model)
+
+
+def _require_own_parameters(module: AcceleratorModule, optimizer: Any) -> None:
+    own = {id(parameter) for parameter in module.model.parameters()}
+    if not all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        got = "an optimizer of parameters that are not in self.model: they would be neither reduced nor saved"
+        do = "put their modules into self.model, such as an nn.ModuleDict"
+        raise ModuleContractError(
+            explain(f"{type(module).__name__}.get_optimizer", got, "parameters of self.model", do)
+        )
+
+
+def equip_module(trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, prepared: Prepared) -> None:
+    """Give the module what it has while it is trained."""
+    equip_for_evaluation(trainer, module, accelerator, prepared.model)
+    module.optimizer = prepared.stepper.optimizer
+    module.scheduler = prepared.scheduler
+
+
+def equip_for_evaluation(
+    trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, model: nn.Module
+) -> None:
+    """Give the module what it has whatever is done with it."""
+    module.trainer = trainer
+    module.state = trainer.state
+    module.accelerator = accelerator
+    module.device = accelerator.device
+    module.model = model
+    module.tracker = None
+    module.logs = Logs(trainer)
+    if module.teacher is not None:
+        module.teacher.to(accelerator.device).eval().requires_grad_(requires_grad=False)
+        compile_if_told(module.teacher, trainer.settings.running)

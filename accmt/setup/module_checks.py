@@ -1,0 +1,314 @@
+"""Checks the user's module before the first batch, and adapts its steps to one call each."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, Dataset
+
+from accmt.callbacks import find_hooks
+from accmt.compat.method_hints import find_unused_foreign_methods
+from accmt.errors import ModuleContractError, explain
+from accmt.huggingface import advise_wrapping
+from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
+from accmt.state import Function, TrainingState
+
+_CONTRACT = tuple(
+    name
+    for name in vars(AcceleratorModule)
+    if callable(getattr(AcceleratorModule, name)) or name.startswith("collate_fn")
+)
+
+
+_LIBRARIES = frozenset({"accmt", "builtins", "lightning", "pytorch_lightning", "torch", "transformers"})
+
+STEPS: dict[str, tuple[str, ...]] = {
+    "training_step": ("training_step", "step"),
+    "validation_step": ("validation_step", "step"),
+    "test_step": ("test_step", "validation_step", "step"),
+    "predict_step": ("predict_step",),
+}
+"""Each step with those that stand in its place where it is not defined, in this order."""
+
+
+def check_module(module: Any) -> None:
+    """Check all that can be known about a module without training it.
+
+    Args:
+        module: What the user passed to `fit`.
+
+    Raises:
+        ModuleContractError: The message shows the line to write.
+    """
+    check_untrained_module(module, "fit")
+    _check_trainable(module)
+    if not defines(module, "training_step") and not _defines_step(module):
+        _refuse(module, "neither training_step nor step", "def training_step(self, batch): return loss")
+
+
+def check_untrained_module(module: Any, function: Function) -> None:
+    """Check what a module needs whatever is done with it.
+
+    Args:
+        module: What the user passed to a method of the Trainer.
+        function: That method.
+
+    Raises:
+        ModuleContractError: The message shows the line to write.
+    """
+    _check_kind(module, function)
+    _reject_foreign_methods(module)
+    _check_spelling(module)
+    _check_model(module)
+    find_hooks(module)
+
+
+def check_validation(module: AcceleratorModule, step: str = "validation_step") -> None:
+    """Check a module that has validation data, or test data.
+
+    Args:
+        module: The module.
+        step: "validation_step" or "test_step".
+
+    Raises:
+        ModuleContractError: It has no step for them; the message shows the line to write.
+    """
+    *names, _ = STEPS[step]
+    if not any(defines(module, name) for name in names) and not _defines_step(module):
+        got = f"{step.partition('_')[0]} data, but neither {', '.join(names)} nor step"
+        _refuse(module, got, 'def validation_step(self, batch): return {"loss": loss}')
+
+
+def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
+    """Return what `get_optimizer` returned, if it is one optimizer.
+
+    Raises:
+        ModuleContractError: It is a list, a pair, a dict or the like, or steps with a closure only; the message shows
+            the line to write.
+    """
+    if hasattr(own, "param_groups") and hasattr(own, "step") and not isinstance(own, type):
+        _require_step_without_closure(module, own)
+        return own
+    parts = list(own.values()) if isinstance(own, dict) else list(own) if isinstance(own, list | tuple) else []
+    num_optimizers = sum(hasattr(part, "param_groups") for part in parts)
+    do = "def get_optimizer(self): return torch.optim.SGD(self.model.parameters(), lr=0.1)"
+    if num_optimizers > 1:
+        do = "return one optimizer with a group for each part; "
+        if isinstance(module, ExtendedAcceleratorModule):
+            do += "before each self.step, p.grad = None for the parameters that it leaves as they are"
+        else:
+            do += "to step each part by itself, derive from ExtendedAcceleratorModule"
+    elif len(parts) > 1:
+        do = "def get_optimizer(self): return optimizer, and " + _GET_SCHEDULER
+    elif parts:
+        do = "def get_optimizer(self): return optimizer, without brackets"
+    where, expected = f"{type(module).__name__}.get_optimizer", "one torch.optim.Optimizer, or None"
+    raise ModuleContractError(explain(where, _describe_returned(own), expected, do))
+
+
+def _require_step_without_closure(module: AcceleratorModule, optimizer: Any) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is None or closure.default is not inspect.Parameter.empty:
+        return
+    got = f"{type(optimizer).__name__}, which evaluates the loss several times in one step (it needs a closure)"
+    do = "choose an optimizer that takes one gradient a step, such as torch.optim.AdamW"
+    raise ModuleContractError(explain(f"{type(module).__name__}.get_optimizer", got, "step() without a closure", do))
+
+
+def require_scheduler(module: AcceleratorModule, own: Any) -> Any:
+    """Return what `get_scheduler` returned, if it is one scheduler.
+
+    Raises:
+        ModuleContractError: It is a list, a dict, a function or the like; the message shows the line to write.
+    """
+    if hasattr(own, "step") and hasattr(own, "state_dict") and not isinstance(own, type):
+        return own
+    do = f"{_GET_SCHEDULER}; several are one as torch.optim.lr_scheduler.ChainedScheduler(schedulers)"
+    if isinstance(own, dict):
+        do = f"{_GET_SCHEDULER}; interval='epoch' is `step_scheduler_per_epoch: true` in the hyper-parameters"
+    where, expected = f"{type(module).__name__}.get_scheduler", "one torch.optim.lr_scheduler.LRScheduler, or None"
+    raise ModuleContractError(explain(where, _describe_returned(own), expected, do))
+
+
+_GET_SCHEDULER = "def get_scheduler(self, optimizer, steps_per_epoch, epochs): return scheduler"
+
+
+def _describe_returned(own: Any) -> str:
+    if isinstance(own, type):
+        return f"the class {own.__name__}"
+    if isinstance(own, dict):
+        return f"a dict with {', '.join(f'{name!r}: {type(part).__name__}' for name, part in own.items())}"
+    if isinstance(own, list | tuple):
+        return f"a {type(own).__name__} of {', '.join(type(part).__name__ for part in own) or 'nothing'}"
+    return f"{own!r} ({type(own).__name__})"
+
+
+def _defines_step(module: AcceleratorModule) -> bool:
+    # In an ExtendedAcceleratorModule `step` is something else: it advances optimizer and schedule.
+    return defines(module, "step") and not isinstance(module, ExtendedAcceleratorModule)
+
+
+def defines(module: AcceleratorModule, name: str) -> bool:
+    """Return whether the user's class or object defines `name` itself."""
+    return getattr(type(module), name) is not getattr(AcceleratorModule, name) or name in vars(module)
+
+
+def _check_kind(module: Any, function: Function) -> None:
+    where = f"{function}(module)"
+    if isinstance(module, type):
+        do = f"trainer.{function}({module.__name__}(...), ...)"
+        raise ModuleContractError(explain(where, f"the class {module.__name__}", "an object of it", do))
+    if not isinstance(module, AcceleratorModule):
+        do = advise_wrapping(module) or "class MyModule(AcceleratorModule): with self.model and training_step"
+        if isinstance(module, Dataset | DataLoader):
+            do = f"trainer.{function}(module, data): the module comes first"
+        raise ModuleContractError(explain(where, type(module).__name__, "an AcceleratorModule", do))
+
+
+def _check_spelling(module: AcceleratorModule) -> None:
+    own = {name for kind in type(module).__mro__ if kind not in AcceleratorModule.__mro__ for name in vars(kind)}
+    for name in sorted(own - set(dir(AcceleratorModule))):
+        nearest = get_close_matches(name, _CONTRACT, n=1, cutoff=0.9)
+        if nearest and not name.startswith("_") and not defines(module, nearest[0]):
+            _refuse(
+                module,
+                f"a method {name}, and no {nearest[0]}",
+                f"rename it to {nearest[0]} (or to something less alike)",
+            )
+
+
+def _reject_foreign_methods(module: AcceleratorModule) -> None:
+    """Reject what only another trainer would call: it would be ignored without a word."""
+    kinds = {kind: vars(kind) for kind in type(module).__mro__ if kind.__module__.split(".")[0] not in _LIBRARIES}
+    for name, owner, do in find_unused_foreign_methods(kinds):
+        where, got = f"{type(module).__name__}.{name}", f"a method of {owner}, which nothing calls here"
+        expected = "methods of an AcceleratorModule, or others that its own methods call"
+        raise ModuleContractError(explain(where, got, expected, f"{do}; or rename it, if it is called elsewhere"))
+    is_manual = getattr(module, "automatic_optimization", True) is False
+    if is_manual and not isinstance(module, ExtendedAcceleratorModule):
+        where, got = f"{type(module).__name__}.automatic_optimization", "False, which nothing reads here"
+        do = "derive from ExtendedAcceleratorModule, and call self.backward(loss), self.step() and self.zero_grad()"
+        raise ModuleContractError(explain(where, got, "a class that says who makes the steps", do))
+
+
+def _check_model(module: AcceleratorModule) -> None:
+    model = getattr(module, "model", None)
+    if model is None:
+        _refuse(module, "no attribute `model`", "self.model = MyNetwork() in __init__")
+    if not isinstance(model, nn.Module):
+        _refuse(module, f"self.model is {type(model).__name__}", "self.model = an nn.Module")
+
+
+def _check_trainable(module: AcceleratorModule) -> None:
+    model = module.model
+    _check_initialized(module, model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        _refuse(module, "no parameter of self.model requires a gradient", "leave at least one unfrozen")
+    _check_other_models(module, model)
+    _check_teacher(module, model)
+
+
+def _check_initialized(module: AcceleratorModule, model: nn.Module) -> None:
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    lazy += [name for name, buffer in model.named_buffers() if is_lazy(buffer)]
+    if lazy:
+        got = f"lazy layers without weights ({', '.join(lazy[:3])}): nothing can train or save them"
+        _refuse(module, got, "run one batch through the model before `fit`, in __init__: self.model(torch.zeros(...))")
+
+
+def _check_other_models(module: AcceleratorModule, model: nn.Module) -> None:
+    own = {id(parameter) for parameter in model.parameters()}
+    for name, other in vars(module).items():
+        if name in ("model", "teacher") or not isinstance(other, nn.Module):
+            continue
+        if any(parameter.requires_grad and id(parameter) not in own for parameter in other.parameters()):
+            got = f"self.{name} has parameters that are not in self.model: they would be neither trained nor saved"
+            do = f"self.model = nn.ModuleDict({{..., {name!r}: ...}}), or self.{name}.requires_grad_(False)"
+            _refuse(module, got, do)
+
+
+def _check_teacher(module: AcceleratorModule, model: nn.Module) -> None:
+    """Refuse a teacher that is frozen together with weights that are to be trained."""
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if module.teacher is not None and any(id(parameter) in trained for parameter in module.teacher.parameters()):
+        got = "self.teacher has trainable weights of self.model, and a teacher is frozen"
+        _refuse(module, got, "self.teacher = copy.deepcopy(...), or freeze what they share")
+
+
+def _refuse(module: AcceleratorModule, got: str, do: str) -> NoReturn:
+    expected = "self.model, an nn.Module, and training_step (or step); validation_step (or step) with validation data"
+    raise ModuleContractError(explain(type(module).__name__, got, expected, do))
+
+
+def adapt_training_step(module: AcceleratorModule, state: TrainingState) -> Callable[[Any], Any]:
+    """Return the training step as a function of the batch alone, whatever further parameters it takes.
+
+    Raises:
+        ModuleContractError: It takes a parameter that nothing fills.
+    """
+    name, step = _find_step(module, "training_step")
+    further = _find_further(step, lambda: state, lambda: state.train_step)
+    if not _accepts(step, None, **further):
+        _refuse_parameters(module, name, step, f"def {name}(self, batch)")
+    if not further:
+        return step
+    return lambda batch: step(batch, **_fill(further))
+
+
+def adapt_validation_step(module: AcceleratorModule, name: str) -> Callable[[str, Any], Any]:
+    """Return a step without training as a function of (key, batch), whether it takes the key or not.
+
+    Args:
+        module: The user's module; its `state` is read when the step is called.
+        name: "validation_step", "test_step" or "predict_step".
+
+    Raises:
+        ModuleContractError: It takes a parameter that nothing fills.
+    """
+    name, step = _find_step(module, name)
+    further = _find_further(step, lambda: module.state, lambda: module.state.val_step)
+    if "key" in inspect.signature(step).parameters and _accepts(step, None, key=None, **further):
+        return lambda key, batch: step(batch, key=key, **_fill(further))
+    if _accepts(step, None, **further):
+        return (lambda _key, batch: step(batch, **_fill(further))) if further else (lambda _key, batch: step(batch))
+    names = list(inspect.signature(step).parameters)
+    takes_key = len(names) > 1 and (names[0] == "key" or names[1] == "batch")
+    if not takes_key or not _accepts(step, None, None, **further):
+        _refuse_parameters(module, name, step, f"def {name}(self, batch) or def {name}(self, key, batch)")
+    return lambda key, batch: step(key, batch, **_fill(further))
+
+
+def _find_step(module: AcceleratorModule, step: str) -> tuple[str, Callable[..., Any]]:
+    """Return the step that the user defines, or the first that stands in its place; the last of them if none is."""
+    names = STEPS[step]
+    name = next((name for name in names if defines(module, name)), names[-1])
+    return name, getattr(module, name)
+
+
+def _find_further(
+    step: Callable[..., Any], state: Callable[[], TrainingState], batch_idx: Callable[[], int]
+) -> dict[str, Callable[[], Any]]:
+    """Return the parameters after the batch that a step names, with what gives their values."""
+    known = {"batch_idx": batch_idx, "state": state, "status_dict": lambda: state().state_dict()}
+    return {name: value for name, value in known.items() if name in inspect.signature(step).parameters}
+
+
+def _fill(further: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    return {name: value() for name, value in further.items()}
+
+
+def _accepts(step: Callable[..., Any], *values: Any, **named: Any) -> bool:
+    try:
+        inspect.signature(step).bind(*values, **named)
+    except TypeError:
+        return False
+    return True
+
+
+def _refuse_parameters(module: AcceleratorModule, name: str, step: Callable[..., Any], do: str) -> NoReturn:
+    _refuse(module, f"{name}{inspect.signature(step)}", f"{do}, with any of batch_idx, state, status_dict after it")

@@ -1,0 +1,93 @@
+"""How many updates a run has, and the schedule of the learning rate that spans them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from accmt.data import Loader
+from accmt.loop.cadence import Cadence
+from accmt.module import AcceleratorModule
+from accmt.optimization import build_scheduler
+from accmt.processes import num_processes
+from accmt.settings import Settings
+from accmt.setup.module_checks import defines, require_scheduler
+from accmt.state import Counters
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The updates of a run, as planned.
+
+    Attributes:
+        total: Of the whole run, those before an interruption included; None if nothing bounds it.
+        per_epoch: Of a whole epoch; None if unknown.
+        done: Before the run continued; windows without an update count here, for they were planned too.
+        basis: What was planned with: epochs, `max_steps`, and the samples of an update.
+    """
+
+    total: int | None
+    per_epoch: int | None
+    done: int = 0
+    basis: list[int | None] = field(default_factory=list)
+
+    def plan(self) -> dict[str, Any]:
+        """Return what a run that continues has to know of it; JSON can hold it."""
+        return {"total": self.total, "per_epoch": self.per_epoch, "basis": self.basis}
+
+    def keep(self, plan: Mapping[str, Any] | None) -> RunLength:
+        """Return the length that was planned before the run was interrupted, unless settings plan another now.
+
+        Where loaders are reloaded, epochs may differ in length: what was planned with the first of them stands.
+        """
+        return self if plan is None or plan["basis"] != self.basis else replace(self, **plan)
+
+
+def measure_run(
+    settings: Settings, cadence: Cadence, loader: Loader, rounds_per_epoch: int | None, counters: Counters
+) -> RunLength:
+    """Count what is done, what the epoch in work still has, and the epochs after it.
+
+    Args:
+        settings: What the Trainer was told.
+        cadence: Where the run ends.
+        loader: The training data, at the place where the run begins.
+        rounds_per_epoch: Rounds of a whole epoch; None if unknown.
+        counters: What is done.
+    """
+
+    def updates(epoch: int, rounds: int) -> int:
+        return -(-rounds // (settings.optimization.accumulation_at(epoch) * loader.micro_batches))
+
+    done = counters.global_step + counters.skipped_updates
+    samples = settings.hps.train_batch_size * settings.optimization.accumulation_at(0) * num_processes()
+    basis = [cadence.epochs, cadence.max_steps, samples]
+    if rounds_per_epoch is None or loader.num_rounds is None:
+        return RunLength(cadence.max_steps, None, done, basis)
+    per_epoch = updates(0, rounds_per_epoch)
+    if cadence.epochs is None:
+        return RunLength(cadence.max_steps, per_epoch, done, basis)
+    left = [rounds_per_epoch] * (cadence.epochs - counters.epoch)
+    left[:1] = [loader.num_rounds - counters.train_step] if left else []
+    total = done + sum(updates(epoch, rounds) for epoch, rounds in enumerate(left, counters.epoch))
+    return RunLength(total if cadence.max_steps is None else min(total, cadence.max_steps), per_epoch, done, basis)
+
+
+def make_schedule(
+    module: AcceleratorModule, optimizer: torch.optim.Optimizer, settings: Settings, cadence: Cadence, length: RunLength
+) -> Any:
+    """Return the module's own schedule, else that of the hyper-parameters, or None.
+
+    A schedule that begins anew in a run that continues spans the updates that are left.
+    """
+    begins_late = length.total is not None and settings.checkpoints.reset_optimizer_on_resume
+    total = max(1, (length.total or 0) - length.done) if begins_late else length.total
+    if defines(module, "get_scheduler"):
+        epochs = cadence.epochs or (-(-total // length.per_epoch) if total and length.per_epoch else 1)
+        own = module.get_scheduler(optimizer, steps_per_epoch=length.per_epoch or total or 0, epochs=epochs)
+        if own is not None:
+            return require_scheduler(module, own)
+    return build_scheduler(settings.hps, optimizer, total_updates=total, updates_per_epoch=length.per_epoch)

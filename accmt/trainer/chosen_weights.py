@@ -1,0 +1,142 @@
+"""The saved weights that an evaluation asks for, in place of the module's own while it lasts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from accmt.callbacks import Callback
+from accmt.callbacks.averaging import EMA
+from accmt.checkpoint.engine import load_state
+from accmt.checkpoint.store import CheckpointStore
+from accmt.errors import NoCheckpointError, explain
+from accmt.messages import say
+from accmt.module import AcceleratorModule
+from accmt.processes import run_on_main_process
+from accmt.recovery.resume import find_checkpoint
+from accmt.saving.layout import find_entry
+from accmt.settings import Settings
+from accmt.setup.datasets import Evaluation
+
+CheckpointPath = str | PathLike[str]
+
+_SHOWN = 4
+
+
+@contextmanager
+def using_weights(
+    module: AcceleratorModule, settings: Settings, ckpt_path: CheckpointPath | None, function: Evaluation
+) -> Iterator[None]:
+    """Load saved weights into the module's model, and put its own back afterwards.
+
+    Processes: collective.
+
+    Args:
+        module: The module.
+        settings: What the Trainer was told: where models and checkpoints are.
+        ckpt_path: "best" for the model folder, "last" for the newest checkpoint (or `<model_path>/last`), or the path
+            of a model folder or checkpoint; None leaves the weights as they are.
+        function: The Trainer's method that asks, for messages.
+
+    Raises:
+        NoCheckpointError: There are no weights.
+        WeightsError: The weights of a model folder are incomplete, or another model's.
+        CheckpointError: The checkpoint is damaged, or another model's.
+    """
+    if ckpt_path is None:
+        yield
+        return
+    model = module.unwrapped_model
+    folder = _find(settings, ckpt_path, function)
+    own = {name: _copy(value) for name, value in model.state_dict().items()}
+    try:
+        _load(module, model, folder)
+        say(f"{function}: the weights are those of {folder}")
+        yield
+    finally:
+        model.load_state_dict(own)
+
+
+@contextmanager
+def using_average(callbacks: Iterable[Callback]) -> Iterator[None]:
+    """Let the model have the running average of its weights, where the run keeps one, as evaluations in training do."""
+    averages = [callback for callback in callbacks if isinstance(callback, EMA) and not callback.is_in_place]
+    for average in averages:
+        average.on_evaluation_start()
+    try:
+        yield
+    finally:
+        for average in reversed(averages):
+            average.on_evaluation_end()
+
+
+def _copy(value: Any) -> Any:
+    is_tensor = isinstance(value, torch.Tensor)
+    return value.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(value)
+
+
+def _load(module: AcceleratorModule, model: nn.Module, folder: Path) -> None:
+    if _has_weights(folder):
+        module.load_weights(folder)
+    else:
+        load_state(model, None, folder)
+
+
+def _find(settings: Settings, ckpt_path: CheckpointPath, function: Evaluation) -> Path:
+    """Return a model folder, or a checkpoint."""
+    where = f"{function}(ckpt_path={str(ckpt_path)!r})"
+    if ckpt_path == "last":
+        return _find_last(settings, where)
+    folder = settings.model_folder if ckpt_path == "best" else Path(ckpt_path)
+    if run_on_main_process(partial(_has_weights, folder)):
+        return folder
+    if ckpt_path != "best":
+        return _find_checkpoint(folder, where)
+    return _refuse(where, folder)
+
+
+def _has_weights(folder: Path) -> bool:
+    return find_entry(folder) is not None
+
+
+def _find_checkpoint(path: Path, where: str) -> Path:
+    try:
+        return find_checkpoint(path).folder
+    except NoCheckpointError:
+        return _refuse(where, path)
+
+
+def _find_last(settings: Settings, where: str) -> Path:
+    told, saved_last = settings.checkpoints, settings.model_folder / "last"
+    newest: Path | None = None
+    if told.checkpointer is not None:
+        newest = told.checkpointer.load()
+    elif told.every is not None:
+        checkpoint = CheckpointStore(settings.checkpoint_folder).newest()
+        newest = None if checkpoint is None else checkpoint.folder
+    if newest is not None:
+        return newest
+    return saved_last if run_on_main_process(partial(_has_weights, saved_last)) else _refuse(where, saved_last)
+
+
+def _refuse(where: str, folder: Path) -> NoReturn:
+    """Say that there are no weights, and where there are some.
+
+    Raises:
+        NoCheckpointError: Always.
+    """
+    near = sorted(str(entry.parent) for entry in map(find_entry, _subfolders(folder)) if entry is not None)
+    do = f"ckpt_path={' or '.join(map(repr, near[:_SHOWN]))}" if near else "look at the path, and at model_saving"
+    raise NoCheckpointError(explain(where, f"no weights in {folder}", "a model folder, or a checkpoint", do))
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []

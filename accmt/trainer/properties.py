@@ -1,0 +1,220 @@
+"""What can be read off a Trainer."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from accmt.processes import is_main_process, num_processes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from accmt.callbacks.phase_times import PhaseTimes
+    from accmt.config import HyperParameters
+    from accmt.module import AcceleratorModule
+    from accmt.run import Run
+    from accmt.settings import Settings
+    from accmt.setup.fit_data import GivenData
+    from accmt.state import TrainingState
+
+
+class TrainerView:
+    """The read-only properties of a Trainer; those of a run say so, and need one that has begun.
+
+    Attributes:
+        settings: What the Trainer was told.
+        state: The counters of the current or last run.
+        profile: What each phase of the last run with `profiler="simple"` took, on the main process; live while it runs.
+    """
+
+    settings: Settings
+    state: TrainingState
+    profile: PhaseTimes | None = None
+    _run: Run | None = None
+    _dataloaders: Mapping[str, list[Any]] = MappingProxyType({})
+    _evaluated: AcceleratorModule | None = None
+    _given: GivenData | None = None
+
+    @property
+    def hps(self) -> HyperParameters:
+        """The hyper-parameters."""
+        return self.settings.hps
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the main process."""
+        return is_main_process()
+
+    is_global_zero = is_main
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether several processes train together."""
+        return num_processes() > 1
+
+    @property
+    def run(self) -> Run:
+        """The current or last run.
+
+        Raises:
+            RuntimeError: There was none yet.
+        """
+        if self._run is None:
+            raise RuntimeError("there is no run yet: call fit first")
+        return self._run
+
+    @property
+    def model(self) -> nn.Module:
+        """The model in work, to be called in steps: in training it reduces gradients. After the run it is yours."""
+        if self._evaluated is not None and self.state.fn not in (None, "fit"):
+            return self._evaluated.model
+        return self.run.module.model
+
+    @property
+    def device(self) -> torch.device:
+        """Where model and batches of the run are."""
+        return self.run.device
+
+    @property
+    def global_step(self) -> int:
+        """Updates finished."""
+        return self.state.global_step
+
+    @property
+    def current_epoch(self) -> int:
+        """Index of the epoch in work."""
+        return self.state.epoch
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the batch in work is the last of its epoch."""
+        return self.state.is_last_training_batch
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended the last run."""
+        return self.state.interrupted
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether training ends early. Set it on any process, and all end together at an update soon after.
+
+        Raises:
+            RuntimeError: It is set and there was no run yet.
+        """
+        return self._run is not None and (self.run.interruption.is_asked or self.run.interruption.ends_training)
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        """End training early, if `value` is true."""
+        from accmt.failures import Reason
+
+        if value and not self.run.interruption.ends_training:
+            self.run.interruption.request(Reason("trainer.should_stop", "finish"))
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The torch DataLoader of the run's training data."""
+        return self.run.train_loader.dataloader
+
+    @property
+    def val_dataloaders(self) -> list[Any]:
+        """The torch DataLoaders of the run's validation data."""
+        return [loader.dataloader for loader in self.run.val_loaders.values()]
+
+    @property
+    def test_dataloaders(self) -> list[Any]:
+        """The torch DataLoaders of the data that are tested, or were tested last; empty before."""
+        return list(self._dataloaders.get("test", ()))
+
+    @property
+    def predict_dataloaders(self) -> list[Any]:
+        """The torch DataLoaders of the data that are predicted, or were predicted last; empty before."""
+        return list(self._dataloaders.get("predict", ()))
+
+    @property
+    def train_step_batch_size(self) -> int:
+        """Samples that a training step gets at a time: `batch_size`, or a divisor within `max_micro_batch_size`."""
+        from accmt.recovery.restart import current_micro_batch_size
+
+        return self.hps.train_step_batch_size if self._run is None else current_micro_batch_size(self._run)
+
+    @property
+    def estimated_global_steps_per_epoch(self) -> int | None:
+        """Updates of the epoch in work; None if the data have no length."""
+        return self.run.updates_per_epoch(self.state.epoch)
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """Updates of the whole run; infinite if nothing bounds it."""
+        updates = self.run.total_updates
+        return math.inf if updates is None else updates
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.settings.checkpoint_folder
+
+    @property
+    def logged_metrics(self) -> dict[str, float]:
+        """The newest value of each name that trackers of the run got."""
+        return dict(self.run.module.logs.logged)
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The values that the module logged with `prog_bar=True`, as the newest rows have them."""
+        return dict(self.run.module.logs.shown)
+
+    @property
+    def callback_metrics(self) -> dict[str, float]:
+        """The newest value of each name: of rows, of the progress bar, and of the last evaluation."""
+        return {**self.state.metrics, **self.progress_bar_metrics, **self.logged_metrics}
+
+    @property
+    def log_dir(self) -> Path:
+        """The run's folder of logs, the same on every process."""
+        return self.run.tracking.run_folder
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The trackers of the run in work, on the main process."""
+        return list(self.run.tracking.loggers)
+
+    @property
+    def logger(self) -> Any:
+        """The first of `loggers`, or None."""
+        return next(iter(self.loggers), None)
+
+    tracker = logger
+
+    def get_tracker(self, name: str, *, unwrap: bool = False) -> Any:
+        """Return a tracker of the run in work by name.
+
+        Args:
+            name: "tensorboard", "mlflow", or the name of a tracker of yours.
+            unwrap: Whether what the tracker wraps is returned: a `SummaryWriter`, an MLflow run.
+
+        Raises:
+            ArgumentError: No tracker of that name is running.
+        """
+        return self.run.tracking.get_tracker(name, unwrap=unwrap)
+
+    @property
+    def dashboard_command(self) -> str | None:
+        """The command that shows the run in a browser, or None where no tracker has one."""
+        command = self.run.tracking.dashboard_command()
+        if not command:
+            return None
+        beside_python = Path(sys.executable).parent / command[0]
+        if shutil.which(command[0]) is None and beside_python.exists():  # a virtual environment that is not activated
+            command = [os.path.relpath(beside_python), *command[1:]]
+        return shlex.join(command)

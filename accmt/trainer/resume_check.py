@@ -1,0 +1,212 @@
+"""Shows on a user's own module and data that interrupting and resuming changes no bit, or names what it changes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+from accmt.callbacks import Callback, build_callbacks
+from accmt.checkpoint.engine import StateCollector
+from accmt.checkpoint.folder_names import step_name
+from accmt.errors import CheckpointError, explain
+from accmt.messages import say, speaking
+from accmt.processes import broadcast_object, gather_objects
+from accmt.recovery.run_state import collect_others, stateful_parts
+from accmt.settings import Settings
+
+if TYPE_CHECKING:
+    from accmt.module import AcceleratorModule
+    from accmt.trainer.checkpoints import TrainerCheckpoints
+
+_LEFT_OUT = ("checkpointer", "run_name", "log_with", "additional_tracker_config")
+
+
+@dataclass
+class _Trace:
+    """What a run did and left behind, as digests by name, in the order in which a difference would show."""
+
+    entries: dict[str, str] = field(default_factory=dict)
+    module: AcceleratorModule | None = None
+
+    def first_difference(self, other: _Trace) -> str | None:
+        """Return the first thing of `other` that is not the same here."""
+        names = (name for name, digest in other.entries.items() if self.entries.get(name) != digest)
+        return next(names, None)
+
+
+class _Witness(Callback):
+    """Takes down every batch and loss of a run, and its state at the end."""
+
+    def __init__(self) -> None:
+        self.trace = _Trace()
+
+    def on_before_training_step(self, batch: Any) -> None:
+        self.trace.entries[f"the batch {self._place()}"] = _digest(batch)
+
+    def on_after_training_step(self, outputs: Any) -> None:
+        self.trace.entries[f"what training_step returned for batch {self._place()}"] = _digest(outputs)
+
+    def on_fit_end(self) -> None:
+        run = self.trainer.run
+        collected = StateCollector(run.model, [run.stepper.optimizer]).collect(collect_others(run))
+        for name, tensor in collected.pieces.tensors.items():
+            self.trace.entries[f"the final {name}"] = _digest(tensor)
+        for name, part in stateful_parts(run).items():
+            if name not in ("tracking", "clock"):
+                self.trace.entries[f"the final state of {name}"] = _digest(part.state_dict())
+        self.trace.module = self.module
+
+    def _place(self) -> str:
+        return f"{self.state.train_step + 1} of epoch {self.state.epoch + 1}"
+
+
+def check_resume(
+    trainer: TrainerCheckpoints,
+    module: AcceleratorModule,
+    train_dataset: Any,
+    val_dataset: Any = None,
+    *,
+    updates: int = 2,
+) -> int:
+    """Train copies of a module with and without an interruption, and compare every batch, loss and tensor, bit by bit.
+
+    Args:
+        trainer: Its settings are used, without its trackers and folders.
+        module: The module; copies of it are trained, it stays as it is.
+        train_dataset: As for `fit`.
+        val_dataset: As for `fit`.
+        updates: Updates before the interruption, and as many after it.
+
+    Returns:
+        How many batches, losses and tensors were compared.
+
+    Raises:
+        CheckpointError: Something differs; the message names the first difference.
+
+    Processes:
+        Collective.
+    """
+    with _scratch_folder() as folder, speaking(verbose=trainer.settings.running.verbose):
+        data = (train_dataset, val_dataset)
+        whole = _run(trainer, folder, _copy(module, "the module"), data, updates)
+        resumed = _run(trainer, folder, _copy(module, "the module"), data, updates, resume=folder / "checkpoints")
+        difference = _agree(whole.first_difference(resumed))
+        if difference is not None:
+            again = _run(trainer, folder, _copy(module, "the module"), data, updates)
+            raise CheckpointError(_explain(difference, again.first_difference(whole), whole, resumed))
+        say(f"resuming is exact: {len(resumed.entries)} batches, losses and tensors are the same bit for bit")
+        return len(resumed.entries)
+
+
+@contextmanager
+def _scratch_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="accmt-") as own:  # of the main process; the others' stay empty
+        yield Path(broadcast_object(own))
+
+
+def _run(
+    trainer: TrainerCheckpoints,
+    folder: Path,
+    module: Any,
+    data: tuple[Any, Any],
+    updates: int,
+    resume: Path | None = None,
+) -> _Trace:
+    """Train `2 * updates` updates, from the start or from the checkpoint in `resume`, with a checkpoint half-way."""
+    witness = _Witness()
+    arguments = trainer.settings.to_arguments()
+    for name in (*_LEFT_OUT, *trainer.settings.tracking.tracker_kwargs):
+        arguments.pop(name, None)
+    arguments |= {
+        "hps_config": {"hps": {**arguments["hps_config"]["hps"], "epochs": None, "max_steps": 2 * updates}},
+        "model_path": folder / "model",
+        "logging_dir": folder / "logs",
+        "checkpoint": folder / ("resumed" if resume else "checkpoints"),
+        "checkpoint_every": f"{updates} steps",
+        "max_checkpoints": 2,
+        "model_saving": None,
+        "resume": False,
+        "seed": trainer.settings.running.seed or 0,
+        "callbacks": [*build_callbacks(_copy(trainer.settings.running.callbacks, "the callbacks")), witness],
+        "verbose": False,
+    }
+    copied: Any = copy.copy(trainer)  # a subclass may have a constructor of its own
+    copied.settings = Settings.from_arguments(_with_defaults(arguments))
+    copied.registered_savings = []
+    if resume is not None:
+        copied.load_checkpoint(resume / step_name(updates))
+    copied.fit(module, *data)
+    return witness.trace
+
+
+def _with_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {**Settings.defaults(), "tracker_kwargs": {}, **arguments}
+
+
+def _copy(original: Any, what: str) -> Any:
+    try:
+        return copy.deepcopy(original)
+    except Exception as error:
+        held = [
+            f"self.{name}" for name, value in getattr(original, "__dict__", {}).items() if not _can_be_copied(value)
+        ]
+        got = f"{what} cannot be copied: {error}" + (f" ({', '.join(held)})" if held else "")
+        do = "leave open files, locks and the like out of it, or define __deepcopy__"
+        raise CheckpointError(explain("check_resume", got, "copies that can be trained", do)) from error
+
+
+def _can_be_copied(value: Any) -> bool:
+    try:
+        copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - whatever copying does
+        return False
+    return True
+
+
+def _agree(difference: str | None) -> str | None:
+    """Return the first difference of any process."""
+    return next((found for found in gather_objects(difference) if found is not None), None)
+
+
+def _explain(difference: str, without_interruption: str | None, whole: _Trace, resumed: _Trace) -> str:
+    where, expected = "check_resume", "the same bits with and without an interruption"
+    if without_interruption is not None:
+        got = f"{without_interruption} differs between two runs that were not interrupted"
+        do = "look for randomness that has its own generator or clock, and for operations without a fixed order"
+        return explain(where, got, expected, do)
+    hidden = _hidden_state(whole.module, resumed.module)
+    do = "return what the next step depends on from the module's (or callback's) state_dict, and take it back"
+    if hidden:
+        do = f"return {', '.join(hidden)} from {type(whole.module).__name__}.state_dict, and read it in load_state_dict"
+    return explain(where, f"{difference} is the first thing that differs", expected, do)
+
+
+def _digest(value: Any) -> str:
+    """Return a digest that is the same for the same bits; of what has none, the name of its type."""
+    if isinstance(value, torch.Tensor):
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        return f"{value.dtype} {tuple(value.shape)} {xxhash.xxh3_64_hexdigest(raw)}"
+    if isinstance(value, Mapping):
+        return _digest([(str(key), _digest(item)) for key, item in value.items()])
+    if isinstance(value, list | tuple):
+        return xxhash.xxh3_64_hexdigest("".join(map(_digest, value)).encode())
+    try:
+        return xxhash.xxh3_64_hexdigest(pickle.dumps(value))
+    except Exception:  # noqa: BLE001 - whatever pickling does
+        return type(value).__name__
+
+
+def _hidden_state(whole: Any, resumed: Any) -> list[str]:
+    """Return the attributes of the module that an interruption changed."""
+    of_run = {"model", "teacher", "trainer", "state", "accelerator", "optimizer", "scheduler", "tracker", "device"}
+    mine, theirs = vars(whole), vars(resumed)
+    return [f"self.{name}" for name in mine if name not in of_run and _digest(mine[name]) != _digest(theirs.get(name))]

@@ -1,0 +1,239 @@
+"""Evaluates and predicts without training: no optimizer, schedule or tracker is built, and all is left as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from accmt.callbacks.averaging import EMA
+from accmt.callbacks.progress import draw_rounds
+from accmt.data import Loader, Round, draw_seed
+from accmt.errors import ArgumentError, explain
+from accmt.huggingface import computing_without_cache
+from accmt.loop.evaluation import call_hooks, evaluate, in_evaluation_mode, reported
+from accmt.loop.prediction import predict
+from accmt.module import AcceleratorModule
+from accmt.processes import broadcast_object, is_main_process, num_processes
+from accmt.run import EvaluationRun, Run
+from accmt.setup.accelerator import build_accelerator
+from accmt.setup.build import connect_hooks, gather_callbacks
+from accmt.setup.datasets import Evaluation, build_evaluation_loader, end_workers, find_data
+from accmt.setup.fit_data import GivenData
+from accmt.setup.inputs import metrics_of_sets
+from accmt.setup.model import equip_for_evaluation, give_back, is_prepared, prepare_for_evaluation
+from accmt.setup.module_checks import adapt_validation_step, check_untrained_module, check_validation, defines
+from accmt.setup.same_on_processes import find_alike
+from accmt.state import TrainingState
+from accmt.trainer.chosen_weights import CheckpointPath, using_average, using_weights
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from accmt.trainer import Trainer
+
+_STEPS: dict[Evaluation, str] = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What `validate`, `test` or `predict` was asked for.
+
+    Attributes:
+        trainer: The Trainer.
+        function: Its method.
+        module: The module.
+        given: What the method was given, or what is remembered of `fit`.
+        ckpt_path: As in `using_weights`.
+        last_run: The Trainer's run of the same module, in work or done; None where there was none.
+        verbose: Whether people are told about it.
+    """
+
+    trainer: Trainer
+    function: Evaluation
+    module: AcceleratorModule
+    given: GivenData
+    ckpt_path: CheckpointPath | None
+    last_run: Run | None
+    verbose: bool
+
+    @property
+    def draws_progress(self) -> bool | None:
+        """Whether a bar is drawn; None where the terminal decides. While a run is in work its own bar is there."""
+        told = self.trainer.settings.running
+        if self.run_in_work is not None or not is_main_process():
+            return False
+        return told.enable_progress_bar if told.verbose and self.verbose else told.enable_progress_bar or False
+
+    @property
+    def run_in_work(self) -> Run | None:
+        """The run that trains the module at this moment."""
+        return self.last_run if self.last_run is not None and is_prepared(self.module) else None
+
+
+def evaluate_alone(request: Request) -> dict[str, float]:
+    """Validate or test, and tell the hooks.
+
+    Processes: collective.
+
+    Returns:
+        Losses and metrics by name; with several sets `<name>__<key>`. Empty where the data are limited to nothing.
+
+    Raises:
+        AccmtError: A fault in module, data, weights or metrics.
+    """
+    with _open(request) as run, in_evaluation_mode(run.unwrapped_model):
+        call_hooks(run.hooks.on_evaluation_start)
+        results = evaluate(run, request.function)
+        call_hooks(run.hooks.on_evaluation_end, metrics=results)
+    if results and request.run_in_work is not None:
+        for hook in request.run_in_work.hooks.on_log:
+            hook(values=reported(run, results), step=request.trainer.state.global_step)
+    return results
+
+
+def predict_alone(request: Request, *, keeps: bool) -> dict[str, Any]:
+    """Predict; as `accmt.loop.prediction.predict`.
+
+    Processes: collective.
+
+    Raises:
+        AccmtError: A fault in module, data, weights or step.
+    """
+    with _open(request) as run:
+        return predict(run, keeps=keeps)
+
+
+@contextmanager
+def _open(request: Request) -> Iterator[EvaluationRun]:
+    module, function, last, settings = request.module, request.function, request.last_run, request.trainer.settings
+    check_untrained_module(module, function)
+    _refuse_stranger(request)
+    if function != "predict":
+        check_validation(module, _STEPS[function])
+    with (
+        _working(request.trainer.state, function),
+        _lending_model(request) as (accelerator, model),
+        _taking_data(request, accelerator) as sets,
+        using_weights(module, settings, request.ckpt_path, function),
+        nullcontext() if function == "predict" else computing_without_cache(module.model),
+        using_average(() if last is None or request.ckpt_path is not None else last.callbacks),
+    ):
+        run = _build(request, sets, accelerator, model)
+        dataloaders = [loader.dataloader for loader in run.val_loaders.values()]
+        request.trainer._dataloaders = {**request.trainer._dataloaders, function: dataloaders}
+        try:
+            yield run
+        finally:
+            end_workers(run.val_loaders.values())
+            if request.run_in_work is not None:
+                request.run_in_work.train_loader.tell_epoch_again()
+
+
+def _refuse_stranger(request: Request) -> None:
+    """Refuse another module while one is trained: callbacks work for one at a time."""
+    run = request.trainer._run
+    if run is not None and run.module is not request.module and is_prepared(run.module):
+        expected = "the module that is trained, as long as fit is in work"
+        do = f"leave `module` out, or make another Trainer for it: Trainer(...).{request.function}(module, ...)"
+        raise ArgumentError(explain(f"{request.function}(module)", "another module", expected, do))
+
+
+@contextmanager
+def _working(state: TrainingState, function: Evaluation) -> Iterator[None]:
+    """Say what is going on, and leave what the state tells of training as it was."""
+    now, counters = dict(vars(state.now)), state.state_dict()
+    state.now.fn, state.now.status = function, "running"
+    state.num_processes = num_processes()
+    state.begin_evaluation()
+    try:
+        yield
+    finally:
+        vars(state.now).update(now)
+        state.load_state_dict(counters)
+
+
+@contextmanager
+def _lending_model(request: Request) -> Iterator[tuple[Accelerator, nn.Module]]:
+    """Make the model ready, unless a run works with it, and give it back afterwards."""
+    in_work, module, settings = request.run_in_work, request.module, request.trainer.settings
+    if in_work is not None:
+        yield in_work.accelerator, in_work.model
+        return
+    accelerator = build_accelerator(settings.running)
+    model = module.model
+    try:
+        model = prepare_for_evaluation(module, accelerator, settings)
+        equip_for_evaluation(request.trainer, module, accelerator, model)
+        yield accelerator, model
+    finally:
+        give_back(module, model, accelerator)
+
+
+@contextmanager
+def _taking_data(request: Request, accelerator: Accelerator) -> Iterator[dict[str, Any]]:
+    """Find the sets, which a datamodule prepares before and clears up afterwards."""
+    given, function, trainer = request.given, request.function, request.trainer
+    with given.ending(function):
+        given.begin(function, trainer, accelerator)
+        told = trainer.settings.data
+        yield dict(find_alike(lambda: find_data(request.module, given.load(function), function, told), told))
+
+
+def _build(request: Request, sets: Mapping[str, Any], accelerator: Accelerator, model: nn.Module) -> EvaluationRun:
+    trainer, module, function, last = request.trainer, request.module, request.function, request.last_run
+    settings = trainer.settings
+    seed, device = _choose_seed(request), accelerator.device
+    metrics = metrics_of_sets(None if function == "predict" else settings.evaluation.metrics, list(sets))
+    callbacks = gather_callbacks(trainer, module) if last is None else last.callbacks
+    callbacks = [callback for callback in callbacks if not isinstance(callback, EMA)]  # using_average does its work
+    return EvaluationRun(
+        settings=settings,
+        accelerator=accelerator,
+        module=module,
+        model=model,
+        unwrapped_model=accelerator.unwrap_model(model, keep_torch_compile=False),
+        validation_step=adapt_validation_step(module, _STEPS[function]),
+        val_loaders={
+            name: _draw(
+                request, name, build_evaluation_loader(module, data, settings, function, seed=seed, device=device)
+            )
+            for name, data in sets.items()
+        },
+        metrics=metrics,
+        hooks=connect_hooks(trainer, module, callbacks),
+        state=trainer.state,
+        seed=seed,
+        counts_own_samples=defines(module, "get_batch_size"),
+    )
+
+
+class _Drawn:
+    """A loader whose rounds are shown to people."""
+
+    def __init__(self, own: Loader, draw: Callable[[Iterator[Round]], Iterator[Round]]) -> None:
+        self._own = own
+        self._draw = draw
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
+        return self._draw(self._own.rounds(epoch, first))
+
+
+def _draw(request: Request, name: str, loader: Loader) -> Loader:
+    text = f"{request.function} {name}".strip()
+    draw = partial(draw_rounds, enable=request.draws_progress, text=text, total=loader.num_rounds)
+    return cast("Loader", _Drawn(loader, draw))
+
+
+def _choose_seed(request: Request) -> int:
+    if request.last_run is not None:
+        return request.last_run.seed
+    told = request.trainer.settings.running.seed
+    return broadcast_object(draw_seed() if told is None else told)

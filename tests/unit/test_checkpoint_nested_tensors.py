@@ -1,0 +1,116 @@
+"""Splitting a state into tensors and the rest, and joining them again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accmt.checkpoint.nested_tensors import STORABLE, join_tensors, referred_tensors, split_tensors
+from accmt.checkpoint.typed_json import TensorReference, decode, encode
+from accmt.errors import CheckpointCorruptError, CheckpointError
+
+
+def same(left: object, right: object) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
+
+
+STATES = [
+    {},
+    [],
+    {"empty": {"dict": {}, "list": [], "tuple": ()}, "none": None},
+    torch.arange(3),
+    {"step": torch.tensor(3.0), "count": torch.tensor(7, dtype=torch.int32), "flag": torch.tensor(True)},
+    {"nothing": torch.zeros(0, 4)},
+    {"list": [torch.ones(2), 1, (torch.zeros(1), None)]},
+    {0: {"exp_avg": torch.ones(2)}, 1: {}},
+    {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(2), "a.b~2": torch.zeros(3)},
+    {"layers": [torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.complex64)]},
+]
+
+
+@pytest.mark.parametrize("state", STATES, ids=range(len(STATES)))
+def test_joining_is_the_inverse_of_splitting(state):
+    tensors, rest = split_tensors(state)
+    assert same(join_tensors(tensors, decode(encode(rest))), state)
+    assert referred_tensors(rest) == tensors.keys()
+
+
+def test_names_are_the_paths_to_the_tensors():
+    tensors, rest = split_tensors({"model": {"w.x": torch.ones(1)}, "optimizers": [{"state": {0: torch.zeros(1)}}]})
+    assert list(tensors) == ["model.w.x", "optimizers.0.state.0"]
+    assert rest["model"] == {"w.x": TensorReference("model.w.x")}
+
+
+def test_equal_paths_get_different_names():
+    tensors, _ = split_tensors({"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)})
+    assert list(tensors) == ["a.b", "a.b~2"]
+
+
+def test_tied_weights_are_taken_once_and_tied_again():
+    head, embedding = nn.Linear(3, 5, bias=False), nn.Embedding(5, 3)
+    head.weight = embedding.weight
+    state = {"embedding": embedding.state_dict(), "head": head.state_dict()}
+    tensors, rest = split_tensors(state)
+    assert list(tensors) == ["embedding.weight"]
+    joined = join_tensors(tensors, rest)
+    assert joined["embedding"]["weight"] is joined["head"]["weight"]
+
+
+def test_views_of_one_memory_with_different_content_stay_apart():
+    whole = torch.arange(8.0)
+    square = whole[:4].view(2, 2)
+    state = {"whole": whole, "head": whole[:4], "tail": whole[4:], "square": square, "turned": square.T}
+    tensors, rest = split_tensors(state)
+    assert len(tensors) == 5
+    assert same(join_tensors(tensors, rest), state)
+
+
+def test_empty_tensors_are_not_mistaken_for_one_another():
+    tensors, _ = split_tensors({"a": torch.zeros(0), "b": torch.zeros(0)})
+    assert list(tensors) == ["a", "b"]
+
+
+def test_parameters_come_without_their_graph():
+    tensors, _ = split_tensors({"w": nn.Parameter(torch.ones(2))})
+    assert not tensors["w"].requires_grad
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(2, 2).to_sparse(),
+        torch.ones(2, dtype=torch.complex128),
+        torch.ones(2, device="meta"),
+    ],
+    ids=["sparse", "complex128", "meta"],
+)
+def test_a_tensor_that_files_cannot_hold_is_refused_with_its_path(tensor):
+    with pytest.raises(CheckpointError, match=r"^others\.module\.mask\n.*cannot be stored"):
+        split_tensors({"others": {"module": {"mask": tensor}}})
+
+
+@pytest.mark.parametrize("dtype", sorted(STORABLE, key=str), ids=str)
+def test_every_storable_dtype_survives_a_file(dtype, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tensor = torch.tensor([0, 1, 1, 0]).to(dtype)
+    save_file({"x": tensor}, tmp_path / "x.safetensors")
+    got = load_file(tmp_path / "x.safetensors")["x"]
+    assert got.dtype == dtype
+    assert torch.equal(got.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_a_missing_tensor_is_a_damaged_checkpoint():
+    tensors, rest = split_tensors({"model": {"w": torch.ones(1)}})
+    tensors.clear()
+    with pytest.raises(CheckpointCorruptError, match=r"no tensor 'model\.w'"):
+        join_tensors(tensors, rest)

@@ -1,0 +1,241 @@
+"""Names of other trainers' arguments: what is advised is a line that works here."""
+
+from __future__ import annotations
+
+import ast
+import re
+from datetime import timedelta
+
+import pytest
+import yaml
+from accelerate import InitProcessGroupKwargs
+from transformers import IntervalStrategy, SchedulerType
+
+import accmt
+from accmt import HyperParameters, Trainer
+from accmt.compat.argument_hints import FOREIGN, advise_key, find_foreign
+from accmt.compat.value_hints import _BY_NAME as BY_NAME
+from accmt.compat.value_hints import advise_value
+from accmt.config.hyperparameters import FIELDS
+from accmt.errors import HyperParameterError
+from accmt.settings import Settings
+from accmt.trainer.trainer import ALIASES
+from tests.toys import HPS
+
+ADVICE = sorted({here for names in FOREIGN.values() for here in names.values()})
+LINES = [here for here in ADVICE if here.split(":")[0] in FIELDS]
+CALLS = [here for here in ADVICE if here.startswith("Trainer(")]
+OBJECTS = {
+    "InitProcessGroupKwargs": InitProcessGroupKwargs,
+    "timedelta": timedelta,
+    "accmt": accmt,
+    "collator": list,
+    "sampler": [[0]],
+    "handler": object(),
+}
+
+
+def test_names_of_ours_are_not_foreign():
+    ours = {"hps_config", "model_path", "kwargs", *Settings.defaults(), *ALIASES, *FIELDS}
+    assert [name for names in FOREIGN.values() for name in names if name in ours] == []
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_an_advised_line_of_the_hyper_parameters_can_be_read(line):
+    assert HyperParameters.from_config({"hps": HPS | yaml.safe_load(line)})
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_advised_argument_of_the_trainer_can_be_given(call):
+    def make(**arguments):
+        return Trainer(**{"hps_config": HPS, "model_path": "out", **arguments})
+
+    assert eval(call.partition("), and ")[0].rstrip(")") + ")", {"Trainer": make, **OBJECTS}).settings
+
+
+def test_the_rest_of_the_advice_is_a_command_or_python_or_says_that_nothing_is_to_be_written():
+    for here in ADVICE:
+        if here not in {*LINES, *CALLS}:
+            check_rest(here)
+
+
+NO_PYTHON = ("leave ", "there is ", "after fit `hf upload ", "accmt launch ", "accelerate launch ", "python ")
+
+
+def check_rest(here):
+    if here.startswith(NO_PYTHON):
+        return
+    code = re.split(r", which|, and |, a function| in on_", here)[0]
+    ast.parse(f"{code}: pass" if re.fullmatch(r"def \w+\([\w, ]+\)", code) else code)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("max_epochs", ("Lightning's Trainer", "write `epochs: 3` in the hyper-parameters")),
+        ("bf16", ("transformers' TrainingArguments", 'write Trainer(mixed_precision="bf16")')),
+        ("devices", ("Lightning's Trainer", "start the program with `accmt launch -N 2 train.py`")),
+        ("log_every", None),
+        ("anything", None),
+    ],
+)
+def test_a_name_is_known_with_its_owner_and_with_what_to_do(name, expected):
+    assert find_foreign(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "advice"),
+    [
+        ("num_train_epochs", 3, "write `epochs: 3` in the hyper-parameters"),
+        ("lr", 1e-3, "write `optim: {type: AdamW, lr: 0.001}`"),
+        ("gradient_accumulation_steps", 4, r"write Trainer\(grad_accumulation_steps=4\)"),
+        ("seed", 1, r"write Trainer\(seed=1\): `seed` is an argument of the Trainer"),
+        ("model_path", "out", r"write Trainer\(model_path='out'\)"),
+        ("eopchs", 3, "write `epochs`$"),
+        ("anything", 3, "remove `anything`$"),
+    ],
+)
+def test_a_key_that_is_no_hyper_parameter_gets_the_advice_of_its_name(key, value, advice):
+    with pytest.raises(HyperParameterError, match=f"do: {advice}"):
+        HyperParameters.from_config({"hps": {**HPS, key: value}})
+
+
+def test_a_foreign_key_beside_hps_is_not_told_to_be_indented(tmp_path):
+    path = tmp_path / "hps.yaml"
+    path.write_text("hps: {epochs: 1, batch_size: 2, optim: SGD}\nlr: 0.1\nmax_steps: 3\n")
+    with pytest.raises(HyperParameterError) as caught:
+        HyperParameters.from_config(path)
+    assert "hps.yaml:2 lr\n" in str(caught.value)
+    assert "do: write `optim: {type: AdamW, lr: 0.1}`" in str(caught.value)
+    assert "do: indent `max_steps` below `hps:`" in str(caught.value)
+
+
+def test_nobodys_name_is_left_to_the_nearest():
+    assert advise_key("eopchs", 3) is None
+
+
+class WandbLogger:
+    """Has the name of Lightning's."""
+
+    def __repr__(self):
+        return "WandbLogger()"
+
+
+LEAVE = "leave "
+BY_VALUE = [
+    ("replace_sampler_ddp", True, LEAVE),
+    ("replace_sampler_ddp", False, "Trainer(shard_dataloaders=False)"),
+    ("use_distributed_sampler", True, LEAVE),
+    ("gradient_clip_val", 0.0, LEAVE),
+    ("gradient_clip_val", 0, LEAVE),
+    ("gradient_clip_val", None, LEAVE),
+    ("gradient_clip_val", 0.5, "Trainer(clip_grad=0.5)"),
+    ("max_grad_norm", 0.0, LEAVE),
+    ("max_grad_norm", 2, "Trainer(clip_grad=2)"),
+    ("devices", 8, "accmt launch -N 8 train.py"),
+    ("devices", "8", "accmt launch -N 8 train.py"),
+    ("devices", 1, "python train.py"),
+    ("devices", -1, "accmt launch train.py"),
+    ("devices", "auto", "accmt launch train.py"),
+    ("devices", [0, 3], "accmt launch --gpus 0,3 train.py"),
+    ("gpus", "0,3", "accmt launch --gpus 0,3 train.py"),
+    ("gpus", 0, 'Trainer(accelerator={"cpu": True})'),
+    ("gpus", None, "accmt launch train.py"),
+    ("num_nodes", 1, LEAVE),
+    ("num_nodes", 4, "accelerate launch --num_machines 4 "),
+    ("strategy", "ddp_find_unused_parameters_true", 'Trainer(ddp_kwargs={"find_unused_parameters": True})'),
+    ("strategy", "deepspeed_stage_2", "there is no deepspeed_stage_2 in this version"),
+    ("strategy", "auto", LEAVE),
+    ("strategy", "ddp_spawn", "accmt launch --strat ddp train.py"),
+    ("accumulate_grad_batches", 8, "Trainer(grad_accumulation_steps=8)"),
+    ("accumulate_grad_batches", 1, LEAVE),
+    ("accumulate_grad_batches", {2: 3}, "Trainer(grad_accumulation_steps={2: 3})"),
+    ("max_epochs", 7, "epochs: 7"),
+    ("max_epochs", -1, "leave it out, and write `max_steps"),
+    ("max_epochs", None, "leave it out, and write `max_steps"),
+    ("num_train_epochs", 3.0, "epochs: 3"),
+    ("num_train_epochs", 2.5, "epochs: 3, and max_steps"),
+    ("val_check_interval", 0.25, "Trainer(evaluate_every_n_steps=0.25)"),
+    ("val_check_interval", 1.0, LEAVE),
+    ("val_check_interval", 1, "Trainer(evaluate_every_n_steps=1)"),
+    ("logger", False, LEAVE),
+    ("logger", WandbLogger(), "Trainer(log_with=accmt.WandB)"),
+    ("logger", [WandbLogger(), "mlflow"], "Trainer(log_with=[accmt.WandB, accmt.MLFlow])"),
+    ("report_to", "none", LEAVE),
+    ("report_to", ["wandb"], "Trainer(log_with=accmt.WandB)"),
+    ("report_to", "comet_ml", "Trainer(log_with=accmt.CometML)"),
+    ("disable_tqdm", True, "Trainer(enable_progress_bar=False)"),
+    ("disable_tqdm", False, "Trainer(enable_progress_bar=True)"),
+    ("bf16", False, LEAVE),
+    ("eval_strategy", "no", "leave the validation data out"),
+    ("eval_strategy", "epoch", LEAVE),
+    ("eval_strategy", IntervalStrategy.STEPS, "Trainer(evaluate_every_n_steps=500)"),
+    ("eval_steps", 50, "Trainer(evaluate_every_n_steps=50)"),
+    ("save_strategy", "no", "Trainer(checkpoint_every=None)"),
+    ("save_steps", 50, 'Trainer(checkpoint_every="50 steps")'),
+    ("save_total_limit", None, LEAVE),
+    ("save_safetensors", True, LEAVE),
+    ("save_safetensors", False, "Trainer(safe_serialization=False)"),
+    ("load_best_model_at_end", False, LEAVE),
+    ("metric_for_best_model", "eval_accuracy", 'Trainer(model_saving="best_accuracy", metrics=["accuracy"])'),
+    ("metric_for_best_model", "eval_loss", 'Trainer(model_saving="best_valid_loss")'),
+    ("learning_rate", 5e-5, "optim: {type: AdamW, lr: 5e-05}"),
+    ("weight_decay", 0.0, "optim: {type: AdamW, lr: 1e-4, weight_decay: 0.0}"),
+    ("warmup_ratio", 0.0, LEAVE),
+    ("warmup_steps", 50, "scheduler: {type: LinearWithWarmup, num_warmup_steps: 50}"),
+    ("warmup_steps", 0.1, "scheduler: {type: LinearWithWarmup, warmup_ratio: 0.1}"),
+    ("lr_scheduler_type", "cosine", "scheduler: {type: CosineWithWarmup, warmup_ratio: 0.1}"),
+    ("lr_scheduler_type", SchedulerType.CONSTANT, "scheduler: {type: Constant}"),
+    ("per_device_train_batch_size", 4, "batch_size: 4"),
+    ("output_dir", "out/x", 'Trainer(model_path="out/x")'),
+    ("resume_from_checkpoint", False, LEAVE),
+    ("resume_from_checkpoint", "out/ck", "Trainer(resume='out/ck')"),
+    ("push_to_hub", True, "after fit `hf upload "),
+    ("push_to_hub", False, LEAVE),
+    ("label_smoothing_factor", 0.1, "torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)"),
+    ("label_smoothing_factor", 0.0, LEAVE),
+    ("neftune_noise_alpha", None, LEAVE),
+    ("neftune_noise_alpha", 5, "model.get_input_embeddings().register_forward_hook(hook)"),
+    (
+        "ddp_timeout",
+        60,
+        'Trainer(accelerator={"kwargs_handlers": [InitProcessGroupKwargs(timeout=timedelta(seconds=60))]})',
+    ),
+    ("no_cuda", True, 'Trainer(accelerator={"cpu": True})'),
+    ("no_cuda", False, LEAVE),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "line"), BY_VALUE, ids=str)
+def test_the_advice_has_the_value_that_was_typed(name, value, line):
+    owner, do = find_foreign(name, value)
+    assert line in do.replace("`", "") if line[:6] != "leave " and "`" not in line else line in do
+    assert do.startswith("leave ") == line.startswith("leave ")
+
+
+VALUES = [True, False, None, 0, 1, -1, 2, 4, 0.5, 0.0, 1e-5, [], {}, (), "", [2], {"a": 1}, "a", object()]
+
+
+@pytest.mark.parametrize("name", sorted({name for names in FOREIGN.values() for name in names}))
+def test_whatever_the_value_is_the_advice_can_be_followed(name):
+    """Of numbers, that is, and of what stands for on, off and nothing; what is nonsense there may be it here."""
+    for value in VALUES:
+        here = advise_value(name, value)
+        is_nonsense = isinstance(value, list | dict | str | tuple) or value in (0.5, 1e-5, -1)
+        if here is None or (is_nonsense and not here.startswith(NO_PYTHON)):
+            continue
+        if here.split(":")[0] in FIELDS:
+            assert HyperParameters.from_config({"hps": HPS | yaml.safe_load(here.partition(", and ")[0])})
+        elif here.startswith("Trainer("):
+            test_an_advised_argument_of_the_trainer_can_be_given(here)
+        else:
+            check_rest(here)
+
+
+ALWAYS_THE_SAME = {"auto_lr_find", "do_eval", "do_predict", "do_train", "overwrite_output_dir", "strategy"}
+
+
+@pytest.mark.parametrize("name", [name for name in BY_NAME if name not in ALWAYS_THE_SAME])
+def test_on_and_off_are_not_advised_the_same(name):
+    is_switch = advise_value(name, True) is not None and advise_value(name, False) is not None
+    assert not is_switch or advise_value(name, True) != advise_value(name, False)

@@ -1,0 +1,213 @@
+"""Methods of other trainers on a module: nothing here calls them, so they are an error that says what to write."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, LambdaCallback, Trainer
+from accmt.callbacks import ALIASES, HOOKS, find_hooks
+from accmt.compat.method_hints import FOREIGN_METHODS, ONLY_WITH, find_foreign_method
+from accmt.errors import ModuleContractError
+from accmt.setup.module_checks import check_module
+from tests.toys import HPS, Linear, make_points, make_trainer
+
+METHODS = [(owner, name) for owner, names in FOREIGN_METHODS.items() for name in names]
+
+
+def module_with(base=Linear, **members):
+    return type("Ported", (base,), members)()
+
+
+def make_method(name):
+    return eval(f"lambda self, {ONLY_WITH[name]}=None: None") if name in ONLY_WITH else lambda self, *_args: None
+
+
+@pytest.mark.parametrize(("owner", "name"), METHODS, ids=lambda value: value if value.isidentifier() else "")
+def test_a_method_that_only_another_trainer_calls_is_an_error_with_what_to_write(owner, name):
+    with pytest.raises(ModuleContractError) as caught:
+        check_module(module_with(**{name: make_method(name)}))
+    where, got, _, do = str(caught.value).split("\n")
+    assert where == f"Ported.{name}"
+    assert owner in got
+    assert do.startswith(f"  do: {find_foreign_method(name)[1]}")
+
+
+@pytest.mark.parametrize("name", [name for names in FOREIGN_METHODS.values() for name in names])
+def test_what_is_advised_begins_with_python_or_says_where_the_same_goes(name):
+    advice = FOREIGN_METHODS[find_foreign_method(name)[0].partition(" (")[0]][name]
+    here = re.split(r", which|, with |, and |; | in a |, or |, such| \(or ", advice)[0]
+    if not here.startswith("the same "):
+        ast.parse(f"{here}: pass" if re.fullmatch(r"def \w+\([\w, ]+\)", here) else here)
+
+
+def test_nothing_that_works_here_is_refused():
+    refused = {name for _, name in METHODS} - set(ONLY_WITH)
+    assert refused & {*HOOKS, *ALIASES, *dir(AcceleratorModule)} == set()
+
+
+def test_fit_refuses_before_it_trains():
+    module = module_with(configure_optimizers=lambda self: torch.optim.SGD(self.model.parameters(), lr=1.0))
+    trainer = make_trainer()
+    with pytest.raises(ModuleContractError, match=r"(?s)LightningModule.*do: write def get_optimizer\(self\)"):
+        trainer.fit(module, make_points())
+    assert trainer.state.train_step == 0
+
+
+@pytest.mark.parametrize("function", ["validate", "test", "predict"])
+def test_what_does_not_train_refuses_too(function):
+    with pytest.raises(ModuleContractError, match="validation_epoch_end"):
+        getattr(make_trainer(), function)(module_with(validation_epoch_end=lambda self, outputs: None), make_points())
+
+
+class Uses(Linear):
+    """Calls what it names as others do: in a step, in a nested function, and by way of another method."""
+
+    def step(self, batch):
+        return self.compute_loss(batch)
+
+    def compute_loss(self, batch):
+        return Linear.step(self, batch)
+
+    def get_optimizer(self):
+        return (lambda: self.configure_optimizers())()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def get_train_dataloader(self):
+        return self.train_dataloader()
+
+    def train_dataloader(self):
+        return make_points()
+
+
+class UsesOfBase(Uses):
+    def compute_loss(self, batch):
+        return 2 * super().compute_loss(batch)
+
+
+@pytest.mark.parametrize("kind", [Uses, UsesOfBase])
+def test_a_method_that_the_module_itself_calls_is_the_users_own(kind):
+    trainer = make_trainer()
+    trainer.fit(kind())
+    assert trainer.state.global_step == 4
+
+
+def test_a_method_that_only_calls_itself_or_its_base_is_not_used():
+    class Ported(Linear):
+        def compute_loss(self, batch, again=True):
+            return self.compute_loss(batch, again=False) if again else 0
+
+    class Further(Ported):
+        def compute_loss(self, batch):
+            return super().compute_loss(batch)
+
+    for kind in (Ported, Further):
+        with pytest.raises(ModuleContractError, match="compute_loss"):
+            check_module(kind())
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        staticmethod(lambda outputs: None),
+        classmethod(lambda cls, outputs: None),
+        torch.no_grad()(lambda self, outputs: None),
+        functools.lru_cache(lambda self, outputs: None),
+        property(lambda self: None),
+    ],
+    ids=["static", "of the class", "decorated", "cached", "property"],
+)
+def test_decorated_methods_are_seen(member):
+    with pytest.raises(ModuleContractError, match="validation_epoch_end"):
+        check_module(module_with(validation_epoch_end=member))
+
+
+def test_a_method_of_a_mixin_is_seen_and_one_of_a_library_is_not():
+    mixin = type("Mixin", (), {"train_dataloader": lambda self: None})
+    with pytest.raises(ModuleContractError, match="train_dataloader"):
+        check_module(type("Ported", (Linear, mixin), {})())
+
+    class Both(Linear, nn.Module):
+        def __init__(self):
+            nn.Module.__init__(self)
+            Linear.__init__(self)
+
+    check_module(Both())
+
+
+def test_names_that_anybody_might_choose_are_the_users_own():
+    for name in ONLY_WITH:
+        check_module(module_with(**{name: lambda self, text="": None}))
+    check_module(module_with(compute_metrics=3))
+
+
+def test_a_module_with_steps_of_its_own_has_a_backward():
+    class Manual(ExtendedAcceleratorModule):
+        def __init__(self):
+            self.model = nn.Linear(1, 1)
+            self.automatic_optimization = False
+
+        def training_step(self, batch):
+            return self.model(batch).mean()
+
+    check_module(Manual())
+    with pytest.raises(ModuleContractError, match="backward"):
+        check_module(type("Ported", (Manual,), {"backward": lambda self, loss, *args: loss.backward()})())
+
+
+def test_optimization_by_hand_is_another_class_here():
+    module = Linear()
+    module.automatic_optimization = False
+    with pytest.raises(ModuleContractError, match="derive from ExtendedAcceleratorModule"):
+        check_module(module)
+    module.automatic_optimization = True
+    check_module(module)
+
+
+@pytest.mark.parametrize("name", ["on_test_epoch_end", "on_predict_start", "on_save"])
+def test_hooks_of_others_that_are_not_here_are_told_apart_from_misspelt_ones(name):
+    of_class = type("Ported", (Callback,), {name: lambda self: None})
+    for define in (lambda: find_hooks(of_class()), lambda: LambdaCallback(**{name: print})):
+        with pytest.raises(ModuleContractError, match=r"got: a hook of (L|t)[^\n]*does not exist here\n") as caught:
+            define()
+        assert "did you mean" not in str(caught.value)
+
+
+def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+    pass
+
+
+def on_save_checkpoint(self, checkpoint):
+    pass
+
+
+def on_evaluate(self, args, state, control, **kwargs):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("hook", "do"),
+    [
+        (on_train_batch_end, r"def on_train_batch_end\(self, batch, outputs\); batch_idx is self.state.batch_idx; pl_"),
+        (on_save_checkpoint, r"checkpoint is what `def state_dict\(self\)` returns"),
+        (
+            on_evaluate,
+            r"def on_evaluate\(self, metrics\); args is .*; control is self.trainer.should_stop; state is sel",
+        ),
+    ],
+)
+def test_parameters_that_others_give_to_hooks_are_named_with_where_they_are(hook, do):
+    with pytest.raises(ModuleContractError, match=f"do: .*{do}"):
+        find_hooks(type("Ported", (Callback,), {hook.__name__: hook})())
+
+
+def test_the_trainer_is_not_the_place_of_these_methods():
+    """A subclass of the Trainer may define what it likes."""
+    assert type("Own", (Trainer,), {"compute_loss": lambda self: None})(HPS, "out")

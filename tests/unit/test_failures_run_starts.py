@@ -1,0 +1,125 @@
+import json
+
+import pytest
+
+from accmt.failures import starts
+from accmt.failures.run_starts import Start, describe_repetition, forget_starts, note_failure, note_start
+
+
+@pytest.fixture
+def as_process(monkeypatch):
+    """Let the functions believe that they run in another process."""
+    return lambda name: monkeypatch.setattr(starts, "_name_process", lambda: name)
+
+
+def ended(*ends):
+    """Return starts, each given as (update, failed_after)."""
+    return [Start(str(i), update, failed, failed and f"ValueError: {i}") for i, (update, failed) in enumerate(ends)]
+
+
+def describe(tmp_path, update, *ends):
+    return describe_repetition(ended(*ends), update, tmp_path)
+
+
+def test_each_start_is_noted_with_its_end(tmp_path, as_process):
+    as_process("first")
+    assert note_start(tmp_path, 0) == []
+    note_failure(tmp_path, 7, "ValueError: x")
+    as_process("second")
+    assert note_start(tmp_path, 6) == [Start("first", 0, 7, "ValueError: x")]
+    as_process("third")
+    assert note_start(tmp_path, 6) == [Start("first", 0, 7, "ValueError: x"), Start("second", 6)]
+
+
+def test_a_run_that_starts_again_in_its_process_has_not_failed(tmp_path, as_process):
+    as_process("first")
+    note_start(tmp_path, 0)
+    assert note_start(tmp_path, 6) == []
+    note_failure(tmp_path, 7, "ValueError: x")
+    assert note_start(tmp_path, 6) == [Start("first", 6, 7, "ValueError: x")]
+
+
+def test_a_process_that_noted_no_start_notes_no_failure(tmp_path, as_process):
+    as_process("first")
+    note_start(tmp_path, 0)
+    as_process("second")
+    note_failure(tmp_path, 7, "ValueError: x")
+    as_process("third")
+    assert note_start(tmp_path, 0) == [Start("first", 0)]
+
+
+def test_a_process_is_named_by_more_than_its_number(tmp_path):
+    note_start(tmp_path, 0)
+    (entry,) = json.loads((tmp_path / "starts.json").read_text())["starts"]
+    number, created = entry["process"].split("-")
+    assert int(number) > 0
+    assert float(created) > 1e9
+
+
+def test_what_is_forgotten_is_gone(tmp_path, as_process):
+    as_process("first")
+    note_start(tmp_path, 0)
+    forget_starts(tmp_path)
+    forget_starts(tmp_path)
+    as_process("second")
+    assert note_start(tmp_path, 0) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"starts": [{"x": 1}]}', '{"starts": 3}'])
+def test_a_damaged_file_is_begun_anew(tmp_path, text):
+    (tmp_path / "starts.json").write_text(text)
+    assert note_start(tmp_path, 0) == []
+
+
+def test_the_file_stays_small(tmp_path, as_process):
+    for number in range(50):
+        as_process(str(number))
+        note_start(tmp_path, number)
+    assert len(json.loads((tmp_path / "starts.json").read_text())["starts"]) == 20
+
+
+@pytest.mark.parametrize(
+    ("update", "ends"),
+    [
+        (6, [(0, 7), (6, 7), (6, 7)]),
+        (7, [(0, 7), (7, 7), (7, 7)]),
+        (6, [(0, 3), (0, 7), (6, 7), (6, 7)]),
+        (6, [(0, 7), (6, None), (6, 7)]),
+    ],
+)
+def test_three_failures_at_one_update_are_told(tmp_path, update, ends):
+    where, got, expected, do = describe(tmp_path, update, *ends).splitlines()
+    assert where == f"the run that goes on from update {update} ({tmp_path})"
+    assert got == f"  got: its last 3 starts all ended after update 7, the last time with ValueError: {len(ends) - 1}"
+    assert expected == "  expected: a start that comes further"
+    for name in ("on_bad_sample", "on_nonfinite", "auto_micro_batch", "max_micro_batch_size"):
+        assert name in do
+
+
+@pytest.mark.parametrize(
+    ("update", "ends"), [(6, [(0, None), (6, None), (6, None)]), (0, [(0, None), (0, None), (0, None)])]
+)
+def test_three_kills_before_the_same_checkpoint_are_told(tmp_path, update, ends):
+    text = describe(tmp_path, update, *ends)
+    assert f"its last 3 starts all ended somewhere after update {update}, before the next checkpoint, killed" in text
+    assert "checkpoint_every" in text
+
+
+def test_further_failures_are_counted(tmp_path):
+    assert "its last 5 starts" in describe(tmp_path, 6, *[(6, 7)] * 5)
+
+
+@pytest.mark.parametrize(
+    ("update", "ends"),
+    [
+        (0, []),
+        (6, [(6, 7), (6, 7)]),
+        (6, [(6, 7), (6, 7), (6, 8)]),
+        (6, [(6, 7), (6, 8), (6, 7)]),
+        (9, [(6, None), (6, None), (6, None)]),
+        (9, [(0, None), (3, None), (6, None)]),
+        (9, [(6, 9), (6, None), (6, 10)]),
+    ],
+)
+def test_fewer_failures_or_others_are_not(tmp_path, update, ends):
+    assert describe(tmp_path, update, *ends) is None

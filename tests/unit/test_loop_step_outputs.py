@@ -1,0 +1,164 @@
+"""What steps may return, and what is said about the rest."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+
+from accmt.errors import ModuleContractError
+from accmt.loop.step_outputs import read_training_output, read_validation_output
+
+PARAMETER = torch.nn.Parameter(torch.tensor(2.0))
+
+
+def loss():
+    return PARAMETER * 1.5
+
+
+@pytest.mark.feature("D03", "T19")
+def test_a_tensor_is_the_loss():
+    tensor = loss()
+    output = read_training_output(tensor)
+    assert output.loss is tensor
+    assert (output.weight, output.others) == (None, None)
+
+
+@pytest.mark.feature("D03", "T19")
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_a_dict_holds_the_loss_and_what_else_is_logged(kind):
+    attached = loss()
+    entries = {"loss": loss(), "attached": attached, "one": torch.ones(1, 1), "number": 3, "flag": True}
+    entries |= {"numpy": np.float32(0.5), "logits": torch.ones(2, 3), "text": "ignored", "nothing": None}
+    output = read_training_output(kind(entries))
+    assert {name: value.item() for name, value in output.others.items()} == {
+        "attached": 3.0,
+        "one": 1.0,
+        "number": 3.0,
+        "flag": 1.0,
+        "numpy": 0.5,
+    }
+    assert not any(value.requires_grad or value.ndim for value in output.others.values())
+    assert attached.requires_grad, "the user's own tensor is left as it is"
+
+
+def test_numbers_beside_the_loss_keep_double_precision():
+    output = read_training_output({"loss": loss(), "value": 0.1})
+    assert output.others["value"].item() == 0.1
+
+
+@pytest.mark.feature("D03")
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        (None, None),
+        (3, 3.0),
+        (0, 0.0),
+        (0.5, 0.5),
+        (torch.tensor(7), 7.0),
+        (torch.tensor([2.5]), 2.5),
+        (torch.tensor(True), 1.0),
+        (np.int64(4), 4.0),
+        (2**40 + 1, 2.0**40 + 1),
+    ],
+)
+def test_a_weight_is_one_number(weight, expected):
+    for read in (read_training_output({"loss": loss(), "weight": weight}).weight, read_weight_of_validation(weight)):
+        assert read == expected
+        assert read is None or type(read) is float
+
+
+def read_weight_of_validation(weight):
+    return read_validation_output({"loss": loss(), "weight": weight}, "val_loss")[1]
+
+
+def test_a_weight_on_a_device_is_not_waited_for():
+    weight = read_training_output({"loss": loss(), "weight": torch.ones(1, dtype=torch.int64, device="meta")}).weight
+    assert weight.device.type == "meta"
+    assert (weight.shape, weight.dtype) == ((), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "weight", [-1, math.nan, math.inf, torch.tensor(-2.0), torch.ones(2), [1], "3", (1, 2)], ids=str
+)
+def test_a_wrong_weight_is_refused(weight):
+    with pytest.raises(ModuleContractError, match=r'training_step\n  got: "weight".*\n  expected: one finite number'):
+        read_training_output({"loss": loss(), "weight": weight})
+    with pytest.raises(ModuleContractError, match='validation_step\n  got: "weight"'):
+        read_weight_of_validation(weight)
+
+
+@pytest.mark.feature("D03", "T19", "T20")
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (None, "got: None\n.*\n  do: return loss$"),
+        ([1.0], r"got: list \[1.0\]"),
+        ((torch.ones(()), "logits"), "got: tuple"),
+        (0.5, r"got: float 0.5\n.*\n  do: return the tensor itself, not loss.item\(\)"),
+        ("loss", "got: str"),
+        (torch.ones(3, requires_grad=True), r"a tensor of shape \(3,\)\n.*\n  do: return loss.mean\(\)"),
+        (torch.ones(1, requires_grad=True), r"a tensor of shape \(1,\)"),
+        (torch.ones(()), "a tensor without a gradient"),
+        ({}, "a dict with the keys \\[\\]"),
+        ({"los": torch.ones(())}, r"the keys \['los'\]\n.*\n  do: return \{\"loss\": loss"),
+        ({"loss": 0.25}, r'"loss": float 0.25\n.*\n  do: return the tensor itself, not loss.item\(\)'),
+        ({"loss": None}, '"loss": None'),
+        ({"loss": [torch.ones(())]}, '"loss": list'),
+        ({"loss": torch.ones(())}, "a tensor without a gradient"),
+        ({"loss": torch.ones(2, requires_grad=True)}, r"a tensor of shape \(2,\)"),
+    ],
+)
+def test_a_training_step_without_a_usable_loss_is_told_what_to_return(output, message):
+    with pytest.raises(ModuleContractError, match=message) as error:
+        read_training_output(output)
+    assert str(error.value).startswith("training_step\n  got: ")
+
+
+def test_a_long_value_does_not_fill_the_message():
+    with pytest.raises(ModuleContractError) as error:
+        read_training_output(["x" * 10_000])
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.feature("D04", "T20")
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ({"loss": 1.0, "accuracy": ([1], [0])}, {"val_loss": 1.0, "accuracy": ([1], [0])}),
+        ({"loss": 1.0, "weight": 3.0}, {"val_loss": 1.0}),
+        ({"accuracy": ([1], [0])}, {"accuracy": ([1], [0])}),
+        ({}, {}),
+    ],
+)
+def test_a_validation_step_may_return_a_dict_with_or_without_a_loss(output, expected):
+    before = dict(output)
+    assert read_validation_output(output, "val_loss")[0] == expected
+    assert output == before
+
+
+@pytest.mark.feature("D04", "A40")
+@pytest.mark.parametrize("tensor", [torch.tensor(1.5), torch.tensor([1.5])])
+def test_a_validation_step_may_return_the_loss_alone(tensor):
+    entries, weight = read_validation_output(tensor, "my_loss")
+    assert entries["my_loss"].item() == 1.5
+    assert weight is None
+
+
+@pytest.mark.feature("D04")
+@pytest.mark.parametrize(
+    ("output", "got"),
+    [
+        (None, "None"),
+        ([1.0], "list"),
+        (torch.ones(2, 3), r"a tensor of shape \(2, 3\)"),
+        (0.5, "float 0.5"),
+        ((torch.ones(()), torch.ones(2)), "tuple"),
+    ],
+)
+def test_other_outputs_of_a_validation_step_are_refused(output, got):
+    with pytest.raises(ModuleContractError, match=rf'validation_step\n  got: {got}[\s\S]*return \{{"loss": loss\}}'):
+        read_validation_output(output, "val_loss")

@@ -1,0 +1,108 @@
+import json
+import shlex
+
+import pytest
+import yaml
+
+from accmt import HyperParameters
+from accmt.saving.model_card import (
+    CARD_MARK,
+    TRAINER_NAME,
+    write_command,
+    write_hps,
+    write_model_card,
+    write_trainer_config,
+)
+
+
+def read(folder):
+    return (folder / "README.md").read_text()
+
+
+def write(folder, **sections):
+    return write_model_card(folder, head={"library_name": "pytorch"}, sections=sections)
+
+
+def test_the_head_is_yaml_that_the_hub_reads(tmp_path):
+    from huggingface_hub import ModelCard
+
+    head = {"library_name": "peft", "base_model": "bert-base-uncased", "tags": ["accmt"]}
+    assert write_model_card(tmp_path, head=head, sections={"Results": {"val_loss": 0.5}})
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.to_dict() == head
+    assert card.content.startswith("---\nlibrary_name: peft\n")
+
+
+def test_each_section_is_a_table_or_a_command(tmp_path):
+    write(
+        tmp_path, Results={"accuracy": 0.123456789, "samples": 1780, "name": "a|b\nc"}, Command="python t.py", Empty={}
+    )
+    text = read(tmp_path)
+    assert f"# {tmp_path.name}\n" in text
+    assert "## Results\n\n| | |\n|---|---|\n| accuracy | 0.123457 |\n| samples | 1,780 |\n| name | a\\|b c |\n" in text
+    assert "## Command\n\n```bash\npython t.py\n```\n" in text
+    assert "Empty" not in text
+
+
+def test_our_card_is_written_anew(tmp_path):
+    assert write(tmp_path, Results={"loss": 1.0})
+    assert write(tmp_path, Results={"loss": 0.5})
+    assert "0.5" in read(tmp_path)
+    assert "| loss | 1 |" not in read(tmp_path)
+
+
+@pytest.mark.parametrize("change", [lambda text: "mine", lambda text: text.replace(CARD_MARK, "") + "and my words"])
+def test_somebody_elses_card_stays(tmp_path, change):
+    write(tmp_path, Results={"loss": 1.0})
+    mine = change(read(tmp_path))
+    (tmp_path / "README.md").write_text(mine)
+    assert not write(tmp_path, Results={"loss": 0.5})
+    assert read(tmp_path) == mine
+
+
+def test_the_hyper_parameters_train_again(tmp_path):
+    hps = HyperParameters.from_config(
+        {"hps": {"epochs": 2, "batch_size": 4, "optim": {"type": "AdamW", "lr": 1e-4, "betas": [0.9, 0.99]}}}
+    )
+    assert write_hps(tmp_path, hps.to_dict())
+    assert HyperParameters.from_config(tmp_path / "hps.yaml") == hps
+    assert write_hps(tmp_path, hps.to_dict())
+
+
+def test_somebody_elses_hyper_parameters_stay(tmp_path):
+    (tmp_path / "hps.yaml").write_text("hps: {}\n")
+    assert not write_hps(tmp_path, {"hps": {"epochs": 1}})
+    assert yaml.safe_load((tmp_path / "hps.yaml").read_text()) == {"hps": {}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["train.py"], "python train.py"),
+        (["train.py", "--lr", "0.1", "a b"], "python train.py --lr 0.1 'a b'"),
+        (
+            ["train.py", "--api-key=abc", "--hub_token", "abc", "--name", "x"],
+            "python train.py --api-key=... --hub_token ... --name x",
+        ),
+        (["train.py", "WANDB_API_KEY=abc", "--PASSWORD", "abc"], "python train.py WANDB_API_KEY=... --PASSWORD ..."),
+    ],
+)
+def test_a_command_is_a_line_for_the_shell_without_secrets(arguments, shown):
+    assert write_command(arguments) == shown
+    assert shlex.split(shown)[0] == "python"
+
+
+def test_no_password_is_written_whatever_it_stands_in(tmp_path):
+    secret = "hunter2"
+    arguments = {
+        "hps_config": {"hps": {"epochs": 1}},
+        "logging_dir": f"https://me:{secret}@example.org:5000",
+        "comet": {"api_key": secret, "project": "mine"},
+        "mlflow": {"store": f"postgresql://me:{secret}@db/x", "tags": ["a", f"https://h/?token={secret}"]},
+        "seed": 3,
+    }
+    assert write_trainer_config(tmp_path, arguments)
+    text = (tmp_path / TRAINER_NAME).read_text()
+    assert secret not in text
+    kept = {"comet": {"project": "mine"}, "mlflow": {"tags": ["a"]}, "seed": 3, "hps_config": {"hps": {"epochs": 1}}}
+    assert json.loads(text) == kept

@@ -1,0 +1,360 @@
+"""A module that does not keep the contract is refused before the first batch, with the line to write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from accmt import AcceleratorModule, ExtendedAcceleratorModule, Trainer
+from accmt.errors import ModuleContractError
+from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module, check_validation
+from accmt.state import TrainingState
+
+HPS = {"epochs": 1, "batch_size": 2, "optim": {"type": "SGD", "lr": 0.1}}
+
+
+class Base(AcceleratorModule):
+    def __init__(self):
+        self.model = nn.Linear(2, 1)
+
+
+class Trains(Base):
+    def training_step(self, batch):
+        return self.model(batch).mean()
+
+
+class Whole(Trains):
+    def validation_step(self, batch):
+        return self.model(batch).mean()
+
+
+class OnlyStep(Base):
+    def step(self, batch):
+        return self.model(batch).mean()
+
+
+class WithoutModel(AcceleratorModule):
+    training_step = Trains.training_step
+
+
+class ModelOfWrongType(Trains):
+    def __init__(self):
+        self.model = {"layers": 2}
+
+
+class Frozen(Trains):
+    def __init__(self):
+        super().__init__()
+        self.model.requires_grad_(requires_grad=False)
+
+
+class WithoutParameters(Trains):
+    def __init__(self):
+        self.model = nn.ReLU()
+
+
+class MisspeltTraining(Base):
+    def trainig_step(self, batch):
+        return self.model(batch).mean()
+
+
+class MisspeltValidation(Trains):
+    def validation_setp(self, batch):
+        return self.model(batch).mean()
+
+
+class MisspeltOptimizer(Whole):
+    def get_optimiser(self):
+        return None
+
+
+class MisspeltCollate(Whole):
+    @staticmethod
+    def collate_fn_trian(samples):
+        return samples
+
+
+class MisspeltHook(Whole):
+    def on_epoch_ended(self):
+        pass
+
+
+class MisspeltInMixin(OnlyStep, type("Mixin", (), {"get_bach_size": lambda self, batch: 1})):
+    pass
+
+
+def check(module, *, has_validation=True):
+    check_module(module)
+    if has_validation:
+        check_validation(module)
+
+
+REFUSED = [
+    (Whole, r"expected: an object of it\n  do: trainer.fit\(Whole\(...\), ...\)"),
+    (nn.Linear(2, 1), r"got: Linear\n  expected: an AcceleratorModule\n  do: AcceleratorModule.from_functions"),
+    ({}, r"got: dict\n  expected: an AcceleratorModule\n  do: class MyModule\(AcceleratorModule\)"),
+    (TensorDataset(torch.ones(1)), r"do: trainer.fit\(module, data\): the module comes first"),
+    (None, "got: NoneType"),
+    (WithoutModel(), r"self.model = MyNetwork\(\) in __init__"),
+    (ModelOfWrongType(), "self.model is dict"),
+    (Frozen(), "leave at least one unfrozen"),
+    (WithoutParameters(), "no parameter of self.model requires a gradient"),
+    (Base(), r"def training_step\(self, batch\): return loss"),
+    (Trains(), r'def validation_step\(self, batch\): return \{"loss": loss\}'),
+    (MisspeltTraining(), "rename it to training_step"),
+    (MisspeltValidation(), "rename it to validation_step"),
+    (MisspeltOptimizer(), "rename it to get_optimizer"),
+    (MisspeltCollate(), "rename it to collate_fn_train"),
+    (MisspeltInMixin(), "rename it to get_batch_size"),
+    (MisspeltHook(), "did you mean on_epoch_end"),
+]
+
+
+@pytest.mark.feature("D01", "D02", "D03", "D04", "T13")
+@pytest.mark.parametrize(("module", "message"), REFUSED, ids=lambda value: type(value).__name__)
+def test_a_fault_of_the_module_shows_the_line_to_write(module, message):
+    with pytest.raises(ModuleContractError, match=message) as error:
+        check(module)
+    assert isinstance(error.value, TypeError)
+
+
+@pytest.mark.feature("D01", "D02")
+@pytest.mark.parametrize("module", [Base(), WithoutModel(), MisspeltTraining()], ids=lambda m: type(m).__name__)
+def test_fit_refuses_before_it_reads_a_sample_or_writes_a_file(module, tmp_path):
+    class Untouchable(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            raise AssertionError("a sample was read")
+
+    with pytest.raises(ModuleContractError, match="expected: "):
+        Trainer(HPS, "out", verbose=False).fit(module, Untouchable())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.feature("D01", "D05")
+@pytest.mark.parametrize(
+    ("module", "has_validation"), [(Whole(), True), (OnlyStep(), True), (OnlyStep(), False), (Trains(), False)]
+)
+def test_a_module_that_keeps_the_contract_passes(module, has_validation):
+    check(module, has_validation=has_validation)
+
+
+@pytest.mark.feature("D01")
+def test_steps_set_on_the_object_count_as_defined():
+    module = Base()
+    module.training_step = lambda batch: batch
+    module.validation_step = lambda batch: batch
+    check(module)
+
+
+@pytest.mark.feature("D02")
+def test_a_partly_frozen_model_passes():
+    module = Whole()
+    module.model.bias.requires_grad_(requires_grad=False)
+    check(module)
+
+
+def test_names_that_are_only_alike_are_the_users_own():
+    class Own(Whole):
+        steps = 3
+        processors = ()
+        _training_step = None
+
+        def training_loss(self):
+            return 0
+
+        def train_step(self):
+            return 0
+
+    check(Own())
+
+
+def module_with(**methods):
+    return type("Own", (Base,), methods)()
+
+
+STATE = TrainingState(train_step=5, global_step=11, val_step=3)
+
+
+@pytest.mark.feature("D03")
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (lambda self, batch: [batch], ["b"]),
+        (lambda self, batch, batch_idx: [batch, batch_idx], ["b", 5]),
+        (lambda self, batch, batch_idx=0, other="kept": [batch, batch_idx, other], ["b", 5, "kept"]),
+        (lambda self, batch, state: [batch, state is STATE], ["b", True]),
+        (lambda self, batch, *, status_dict: [batch, status_dict["global_step"]], ["b", 11]),
+        (lambda self, batch, state, batch_idx: [batch, state.train_step, batch_idx], ["b", 5, 5]),
+        (lambda self, *args: list(args), ["b"]),
+        (lambda self, batch, **others: [batch, others], ["b", {}]),
+    ],
+    ids=["batch", "index", "defaults", "state", "status", "two", "args", "kwargs"],
+)
+@pytest.mark.parametrize("name", ["training_step", "step"])
+def test_a_training_step_gets_the_further_parameters_it_names(name, step, expected):
+    assert adapt_training_step(module_with(**{name: step}), STATE)("b") == expected
+
+
+@pytest.mark.feature("D03")
+def test_further_parameters_are_those_of_the_moment_of_the_call():
+    state = TrainingState()
+    step = adapt_training_step(module_with(training_step=lambda self, batch, batch_idx: batch_idx), state)
+    first = step("b")
+    state.count_batch()
+    assert (first, step("b")) == (0, 1)
+
+
+@pytest.mark.feature("D03")
+@pytest.mark.parametrize(
+    ("step", "shown"),
+    [
+        (lambda self: None, r"training_step\(\)"),
+        (lambda self, inputs, labels: None, r"training_step\(inputs, labels\)"),
+        (lambda self, batch, bach_idx: None, r"bach_idx\)"),
+        (lambda self, *, batch: None, r"\(\*, batch\)"),
+        (lambda self, **values: None, r"\(\*\*values\)"),
+        (lambda self, key, batch: None, r"\(key, batch\)"),
+    ],
+)
+def test_a_training_step_with_other_parameters_is_refused(step, shown):
+    message = rf"{shown}\n.*\n  do: def training_step\(self, batch\), with any of batch_idx, state, status_dict"
+    with pytest.raises(ModuleContractError, match=message):
+        adapt_training_step(module_with(training_step=step), STATE)
+
+
+def validating(name, step):
+    module = module_with(**{name: step})
+    module.state = STATE
+    return module
+
+
+@pytest.mark.feature("D04")
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (lambda self, batch: [batch], ["b"]),
+        (lambda self, batch, verbose=False: [batch, verbose], ["b", False]),
+        (lambda self, key, batch: [key, batch], ["k", "b"]),
+        (lambda self, name, batch: [name, batch], ["k", "b"]),
+        (lambda self, batch, key: [batch, key], ["b", "k"]),
+        (lambda self, batch, key=None: [batch, key], ["b", "k"]),
+        (lambda self, batch, *, key: [batch, key], ["b", "k"]),
+        (lambda self, batch, batch_idx: [batch, batch_idx], ["b", 3]),
+        (lambda self, key, batch, batch_idx: [key, batch, batch_idx], ["k", "b", 3]),
+        (lambda self, batch, state, status_dict: [batch, state is STATE, status_dict["val_step"]], ["b", True, 3]),
+        (lambda self, batch, batch_idx, dataloader_idx=0: [batch, batch_idx, dataloader_idx], ["b", 3, 0]),
+        (lambda self, *args: list(args), ["b"]),
+    ],
+)
+@pytest.mark.parametrize("name", ["validation_step", "step"])
+def test_a_validation_step_gets_the_key_and_what_else_it_names(name, step, expected):
+    assert adapt_validation_step(validating(name, step), "validation_step")("k", "b") == expected
+
+
+@pytest.mark.feature("D04")
+@pytest.mark.parametrize("step", [lambda self: 0, lambda self, a, b, c: 0, lambda self, batch, *, flag: 0])
+def test_a_validation_step_with_other_parameters_is_refused(step):
+    with pytest.raises(ModuleContractError, match=r"def validation_step\(self, batch\) or .*\(self, key, batch\)"):
+        adapt_validation_step(validating("validation_step", step), "validation_step")
+
+
+def test_the_validation_step_stands_in_for_a_missing_test_step():
+    for name in ("test_step", "validation_step", "step"):
+        module = validating(name, lambda self, key, batch: [key, batch])
+        assert adapt_validation_step(module, "test_step")("k", "b") == ["k", "b"]
+
+
+@pytest.mark.feature("D04", "D05")
+def test_training_alone_needs_no_validation_step():
+    module = module_with(step=lambda self, batch, batch_idx: batch_idx)
+    adapt_validation_step(module, "validation_step")
+    adapt_validation_step(Trains(), "validation_step")
+    assert adapt_training_step(module, STATE)("b") == 5
+
+
+def make_optimizer(module):
+    return torch.optim.SGD(module.model.parameters(), lr=0.1)
+
+
+def make_scheduler(module):
+    return torch.optim.lr_scheduler.StepLR(make_optimizer(module), 1)
+
+
+RETURNED_OPTIMIZERS = {
+    "a list": (lambda m: [make_optimizer(m)], "a list of SGD", "return optimizer, without brackets"),
+    "an empty list": (
+        lambda m: [],
+        "a list of nothing",
+        r"return torch.optim.SGD\(self.model.parameters\(\), lr=0.1\)",
+    ),
+    "two": (lambda m: [make_optimizer(m)] * 2, "a list of SGD, SGD", "one optimizer with a group for each part"),
+    "a pair": (lambda m: (make_optimizer(m), make_scheduler(m)), "a tuple of SGD, StepLR", "and def get_scheduler"),
+    "pair of lists": (lambda m: ([make_optimizer(m)], [make_scheduler(m)]), "a tuple of list, list", "and def get_sch"),
+    "a dict": (
+        lambda m: {"optimizer": make_optimizer(m), "lr_scheduler": {"scheduler": make_scheduler(m)}},
+        "a dict with 'optimizer': SGD, 'lr_scheduler': dict",
+        "and def get_scheduler",
+    ),
+    "a class": (lambda m: torch.optim.SGD, "the class SGD", r"return torch.optim.SGD\(self"),
+    "a scheduler": (make_scheduler, r"StepLR", r"return torch.optim.SGD\(self"),
+    "a name": (lambda m: "SGD", r"'SGD' \(str\)", r"return torch.optim.SGD\(self"),
+    "one with a closure": (
+        lambda m: torch.optim.LBFGS(m.model.parameters()),
+        "LBFGS, which evaluates the loss several times",
+        "choose an optimizer that takes one gradient",
+    ),
+    "false": (lambda m: False, r"False \(bool\)", r"return torch.optim.SGD\(self"),
+}
+
+
+@pytest.mark.parametrize("base", [Whole, ExtendedAcceleratorModule], ids=["accmt's steps", "steps of one's own"])
+@pytest.mark.parametrize("returned", RETURNED_OPTIMIZERS)
+def test_an_optimizer_that_is_none_is_refused_before_training_with_the_line_to_write(base, returned):
+    make, got, do = RETURNED_OPTIMIZERS[returned]
+    own = type("Own", (base,), {**vars(Whole), **vars(Base), "training_step": None, "get_optimizer": make})
+    own.training_step = Trains.training_step
+    trainer = Trainer(HPS, "out/m", checkpoint_every=None, verbose=False)
+    with pytest.raises(ModuleContractError, match=rf"Own.get_optimizer\n  got: .*{got}(.|\n)*  do: .*{do}"):
+        trainer.fit(own(), TensorDataset(torch.ones(4, 2)))
+    assert trainer.state.train_step == 0
+
+
+def test_two_optimizers_are_told_what_the_module_does_not_do_already():
+    making_two = {"get_optimizer": RETURNED_OPTIMIZERS["two"][0]}
+    trainer = Trainer(HPS, "out/m", checkpoint_every=None, verbose=False)
+    by_hand = type("ByHand", (ExtendedAcceleratorModule,), {**vars(Base), **making_two})
+    by_hand.training_step = Trains.training_step
+    with pytest.raises(ModuleContractError, match="before each self.step, p.grad = None") as error:
+        trainer.fit(by_hand(), TensorDataset(torch.ones(4, 2)))
+    assert "derive from" not in str(error.value)
+    by_itself = type("ByItself", (Whole,), {**vars(Whole), **making_two})
+    with pytest.raises(ModuleContractError, match="derive from ExtendedAcceleratorModule"):
+        trainer.fit(by_itself(), TensorDataset(torch.ones(4, 2)))
+
+
+@pytest.mark.parametrize(
+    ("make", "got", "do"),
+    [
+        (lambda m, o: [torch.optim.lr_scheduler.StepLR(o, 1)], "a list of StepLR", "ChainedScheduler"),
+        (lambda m, o: (o, torch.optim.lr_scheduler.StepLR(o, 1)), "a tuple of SGD, StepLR", "return scheduler;"),
+        (
+            lambda m, o: {"scheduler": 1, "interval": "epoch"},
+            "a dict with 'scheduler': int",
+            "step_scheduler_per_epoch",
+        ),
+        (lambda m, o: torch.optim.lr_scheduler.StepLR, "the class StepLR", "return scheduler;"),
+        (lambda m, o: lambda step: 1.0, r"<function", "return scheduler;"),
+    ],
+)
+def test_a_scheduler_that_is_none_is_refused_before_training(make, got, do):
+    def get_scheduler(self, optimizer, steps_per_epoch, epochs):
+        return make(self, optimizer)
+
+    module = type("Own", (Trains,), {"get_scheduler": get_scheduler})()
+    with pytest.raises(ModuleContractError, match=rf"Own.get_scheduler\n  got: .*{got}(.|\n)*  do: .*{do}"):
+        Trainer(HPS, "out/m", checkpoint_every=None, verbose=False).fit(module, TensorDataset(torch.ones(4, 2)))

@@ -1,0 +1,165 @@
+"""Batch norm over processes: which layers take part, that they stay the user's, and rounds without the others.
+
+torch has `SyncBatchNorm` on GPUs only, so what it computes is tried in tests/distributed with arithmetic of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accmt import AcceleratorModule
+from accmt.errors import ArgumentError
+from accmt.setup import sync_batchnorm
+from accmt.setup.sync_batchnorm import (
+    give_own_batch_norm_back,
+    synchronize,
+    synchronize_if_told,
+    synchronized_layers,
+    without_synchronization,
+)
+from tests.toys import make_points, make_trainer
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    inner = nn.ModuleDict({"norm": nn.BatchNorm2d(2, affine=False), "other": nn.GroupNorm(1, 2)})
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 1), inner)
+
+
+def kinds(model: nn.Module) -> list[str]:
+    return [type(layer).__name__ for layer in model.modules()]
+
+
+@pytest.mark.feature("L64")
+def test_batch_norm_becomes_synchronized_and_its_own_kind_again():
+    model, untouched = build(), build()
+    objects, weights, names = list(model.modules()), list(model.parameters()), list(model.state_dict())
+    attributes = {name: sorted(vars(layer)) for name, layer in model.named_modules()}
+    synchronize(model)
+    assert kinds(model) == [
+        name.replace("BatchNorm1d", "SyncBatchNorm").replace("BatchNorm2d", "SyncBatchNorm")
+        for name in kinds(untouched)
+    ]
+    assert list(model.state_dict()) == names
+    give_own_batch_norm_back(model)
+    assert kinds(model) == kinds(untouched)
+    assert all(now is before for now, before in zip(model.modules(), objects, strict=True))
+    assert all(now is before for now, before in zip(model.parameters(), weights, strict=True))
+    assert {name: sorted(vars(layer)) for name, layer in model.named_modules()} == attributes
+
+
+@pytest.mark.feature("L64")
+def test_it_is_what_torch_converts():
+    ours, theirs = build(), nn.SyncBatchNorm.convert_sync_batchnorm(build())
+    synchronize(ours)
+    assert kinds(ours) == kinds(theirs)
+    for own, other in zip(ours.modules(), theirs.modules(), strict=True):
+        if isinstance(own, nn.SyncBatchNorm):
+            plain = {name: value for name, value in vars(other).items() if isinstance(value, int | float | None)}
+            assert {name: vars(own)[name] for name in plain} == plain
+
+
+@pytest.mark.feature("L64")
+def test_a_layer_keeps_its_hooks_and_a_copy_finds_back_too():
+    model, calls = build(), []
+    model[1].register_forward_hook(lambda *_: calls.append("called"))
+    synchronize(model)
+    copied = copy.deepcopy(model)
+    model[:3](torch.randn(2, 3))
+    assert calls == ["called"]
+    give_own_batch_norm_back(copied)
+    assert kinds(copied) == kinds(build())
+    assert kinds(model) != kinds(build())
+
+
+@pytest.mark.feature("L64")
+def test_a_round_apart_is_that_of_plain_batch_norm(monkeypatch):
+    model, plain, inputs = build()[:3], build()[:3], torch.randn(5, 3)
+    synchronize(model)
+    layers = synchronized_layers(model)
+    monkeypatch.setattr(nn.SyncBatchNorm, "forward", lambda *_: pytest.fail("it would wait for the others"))
+    with without_synchronization(layers):
+        outputs = model(inputs)
+        model[1].eval()
+    assert torch.equal(outputs, plain(inputs))
+    assert model.state_dict()["1.num_batches_tracked"] == 1
+    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+    assert [type(layer) for layer in layers] == [nn.SyncBatchNorm]
+    assert not model[1].training
+
+
+@pytest.mark.feature("L64")
+def test_a_layer_that_computes_more_is_refused_before_any_is_changed():
+    class NormAndActivation(nn.BatchNorm1d):
+        def forward(self, inputs):
+            return super().forward(inputs).relu()
+
+    model = nn.Sequential(nn.BatchNorm1d(4), NormAndActivation(4))
+    with pytest.raises(ArgumentError, match="1, a NormAndActivation with a forward of its own"):
+        synchronize(model)
+    assert kinds(model) == ["Sequential", "BatchNorm1d", "NormAndActivation"]
+
+
+@pytest.mark.feature("L64")
+def test_synchronized_layers_of_the_users_own_stay_so():
+    model = nn.Sequential(nn.SyncBatchNorm(4), nn.BatchNorm1d(4))
+    synchronize(model)
+    assert len(synchronized_layers(model)) == 2
+    give_own_batch_norm_back(model)
+    assert kinds(model) == ["Sequential", "SyncBatchNorm", "BatchNorm1d"]
+
+
+def test_a_model_without_batch_norm_is_told_about(caplog):
+    synchronize(nn.Linear(3, 1))
+    assert "sync_batchnorm=True has no effect: the model has no batch norm" in caplog.text
+
+
+class Normed(AcceleratorModule):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.kinds: set[type] = set()
+
+    def step(self, batch: Any) -> Any:
+        inputs, targets = batch
+        self.kinds.add(type(self.model[1]))
+        return nn.functional.mse_loss(self.model(inputs), targets)
+
+
+@pytest.mark.feature("L64")
+def test_with_one_process_nothing_changes():
+    module, plain = Normed(), Normed()
+    make_trainer(sync_batchnorm=True).fit(module, make_points())
+    make_trainer().fit(plain, make_points())
+    assert module.kinds == {nn.BatchNorm1d}
+    assert all(map(torch.equal, module.model.state_dict().values(), plain.model.state_dict().values()))
+
+
+def settings_of(**settings: Any) -> Any:
+    return make_trainer(**settings).settings
+
+
+@pytest.mark.feature("L64")
+def test_several_processes_synchronize_on_gpus_and_are_refused_on_cpus(monkeypatch):
+    monkeypatch.setattr(sync_batchnorm, "num_processes", lambda: 2)
+    model, told = build(), settings_of(sync_batchnorm=True)
+    with pytest.raises(ArgumentError, match="processes on CPUs.*\n.*one GPU for each"):
+        synchronize_if_told(model, told, torch.device("cpu"))
+    synchronize_if_told(model, settings_of(), torch.device("cuda"))
+    assert synchronized_layers(model) == ()
+    synchronize_if_told(model, told, torch.device("cuda"))
+    assert len(synchronized_layers(model)) == 2
+
+
+@pytest.mark.feature("L64")
+def test_it_cannot_stand_beside_batches_that_may_run_out_of_memory_alone(monkeypatch):
+    monkeypatch.setattr(sync_batchnorm, "num_processes", lambda: 2)
+    told = settings_of(auto_micro_batch=True)
+    synchronize_if_told(build(), told, torch.device("cuda"))
+    with pytest.raises(ArgumentError, match="auto_micro_batch=True.*\n.*synchronized batch norm"):
+        synchronize_if_told(nn.SyncBatchNorm(4), told, torch.device("cuda"))
