@@ -38,7 +38,8 @@ lint: $(INSTALLED)  ## check style, format and types
 	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/mypy
 
-bench: $(INSTALLED)  ## time the loop, checkpoints, evaluation and trackers beside Accelerate by hand and others
+bench: $(INSTALLED)  ## time the import, the loop, checkpoints, evaluation and trackers beside Accelerate by hand and others
+	$(BIN)/python tests/benchmarks/bench_import.py
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_loop.py
 	$(BIN)/python tests/benchmarks/bench_checkpoint.py
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_evaluation.py

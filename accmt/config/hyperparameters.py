@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from accmt.config.document import Document
 from accmt.config.faults import Fault
 from accmt.config.numbers import read_numbers
-from accmt.config.yaml_reader import read_document
 
 if TYPE_CHECKING:
     import torch
@@ -111,6 +110,8 @@ class HyperParameters:
             HyperParameterFileError: There is no such file.
             HyperParameterError: Anything is wrong in it; the message lists every fault with its line.
         """
+        from accmt.config.yaml_reader import read_document
+
         if isinstance(source, HyperParameters):
             return source
         hps = cls.__new__(cls)

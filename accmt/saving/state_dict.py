@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING, TypeGuard
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accmt.errors import WeightsError, explain
 from accmt.processes import is_main_process
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _COMPILED = "_orig_mod"
 _PARALLEL = "module."
@@ -80,10 +84,16 @@ def gather_shards(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _gather(value: Tensor) -> Tensor | None:
-    if not isinstance(value, DTensor):
+    if not _is_dtensor(value):
         return value
     whole: Tensor = value.full_tensor()
     return whole.cpu() if is_main_process() else None
+
+
+def _is_dtensor(value: object) -> TypeGuard[DTensor]:
+    # Who holds a DTensor has imported its module; importing it here would load sympy with every `import accmt`.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def require_complete(state_dict: Mapping[str, Tensor], model: nn.Module) -> None:
@@ -173,7 +183,7 @@ def _view(tensor: Tensor) -> Hashable:
 def _is_dense(value: object) -> bool:
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
         return False
-    return isinstance(value, DTensor) or not is_traceable_wrapper_subclass(value)
+    return _is_dtensor(value) or not is_traceable_wrapper_subclass(value)
 
 
 def _kind(value: object) -> str:

@@ -15,7 +15,6 @@ from accmt.metrics.consolidation import directions_of
 from accmt.metrics.metric import IsBetter
 from accmt.module import AcceleratorModule
 from accmt.processes import broadcast_object, is_main_process
-from accmt.recovery.resume import Resumed
 from accmt.saving import Patience, Selection, without_validation
 from accmt.settings import Settings
 from accmt.setup.datasets import find_sets
@@ -24,6 +23,7 @@ from accmt.setup.module_checks import check_validation
 from accmt.tracking import Tracking, default_run_name, default_track_name, resolve_trackers
 
 if TYPE_CHECKING:
+    from accmt.recovery.resume import Resumed
     from accmt.trainer import Trainer
 
 

@@ -10,12 +10,12 @@ from accmt.errors import ArgumentError, explain
 from accmt.files import dumps, require_writable_folder, write_text
 from accmt.messages import say
 from accmt.processes import run_on_main_process
-from accmt.setup.fit_data import GivenData
 from accmt.trainer.checkpoints import TrainerCheckpoints
 
 if TYPE_CHECKING:
     from accmt.module import AcceleratorModule
     from accmt.setup.datasets import Evaluation
+    from accmt.setup.fit_data import GivenData
     from accmt.trainer import Trainer
     from accmt.trainer.standalone_evaluation import Request
 
@@ -64,6 +64,8 @@ class TrainerEvaluation(TrainerCheckpoints):
             CheckpointError: The checkpoint is damaged, or another model's.
             SavingError: The folder of `results_output` cannot be written.
         """
+        from accmt.setup.fit_data import GivenData
+
         given = GivenData("validate", {"validate": val_dataset}, datamodule)
         request = self._request("validate", module, given, ckpt_path, verbose=verbose)
         return self._evaluate(request, results_output)
@@ -100,6 +102,8 @@ class TrainerEvaluation(TrainerCheckpoints):
         Raises:
             AccmtError: As `validate`.
         """
+        from accmt.setup.fit_data import GivenData
+
         given = GivenData("test", {"test": test_dataset}, datamodule)
         request = self._request("test", module, given, ckpt_path, verbose=verbose)
         return self._evaluate(request, results_output)
@@ -135,6 +139,7 @@ class TrainerEvaluation(TrainerCheckpoints):
         Raises:
             AccmtError: As `validate`; ModuleContractError also where a step returns no prediction for each sample.
         """
+        from accmt.setup.fit_data import GivenData
         from accmt.setup.torch_flags import working
         from accmt.trainer.standalone_evaluation import predict_alone
 

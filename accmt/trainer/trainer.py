@@ -16,15 +16,14 @@ from accmt.errors import AccmtError, UnknownArgumentError, explain
 from accmt.module import AcceleratorModule
 from accmt.settings import Settings
 from accmt.settings.trial_runs import apply_trials
-from accmt.setup.fit_data import GivenData
-from accmt.setup.inputs import RegisteredSaving, check_metrics
 from accmt.state import TrainingState
-from accmt.tracking import find_specs
 from accmt.trainer.arguments import TrainerArguments
 from accmt.trainer.tuning import TrainerTuning
 
 if TYPE_CHECKING:
     from accmt.recovery.restart import Recovery
+    from accmt.setup.fit_data import GivenData
+    from accmt.setup.inputs import RegisteredSaving
 
 ALIASES = {
     "model_saving_aboce": "model_saving_above",
@@ -153,10 +152,14 @@ class Trainer(TrainerTuning, TrainerArguments):
         preflight: bool = True,
         **kwargs: Any,
     ) -> None:
+        # What only checks and runs need is imported by the functions that use it: `import accmt` is to be quick.
         given = dict(locals())  # the one place that names every argument is the signature above
         tracker_kwargs = given.pop("kwargs")
         arguments = {name: value for name, value in given.items() if name not in ("self", "__class__")}
         arguments = _resolve_aliases(arguments, tracker_kwargs)
+        from accmt.setup.inputs import check_metrics
+        from accmt.tracking import find_specs
+
         try:
             self.settings = apply_trials(Settings.from_arguments(arguments | {"tracker_kwargs": tracker_kwargs}))
             build_callbacks(self.settings.running.callbacks)
@@ -206,6 +209,7 @@ class Trainer(TrainerTuning, TrainerArguments):
             KeyboardInterrupt: After Ctrl-C; `Preempted` after SIGTERM or SIGUSR1.
         """
         from accmt.recovery.restart import Recovery
+        from accmt.setup.fit_data import GivenData
         from accmt.setup.torch_flags import running, working
 
         module, recovery = _as_module(module, kwargs), Recovery()
@@ -269,6 +273,8 @@ class Trainer(TrainerTuning, TrainerArguments):
         Raises:
             ArgumentError: No such rule, one that is there already, or bounds that nothing can be between.
         """
+        from accmt.setup.inputs import RegisteredSaving, check_metrics
+
         registered = [*self.registered_savings, RegisteredSaving(name, saving_below, saving_above)]
         check_metrics(self.settings, registered)
         self.registered_savings = registered

@@ -79,9 +79,22 @@ import accelerate.state
 assert not accelerate.state.PartialState._shared_state and not accelerate.state.AcceleratorState._shared_state
 """
 
+QUICK = """
+import sys
+import torch
+before = set(sys.modules)
+from accmt import AcceleratorModule, Trainer
+new = set(sys.modules) - before
+others = {name.partition(".")[0] for name in new} - set(sys.stdlib_module_names)
+assert others == {"accmt"}, others
+"""
+"""What torch has not loaded itself (sympy, torch.distributed.tensor, yaml, accelerate ...) waits for its first use."""
+
 
 @pytest.mark.feature("D26", "D34")
-@pytest.mark.parametrize("code", [BARE, NO_EFFECT], ids=["nothing is loaded", "nothing is changed"])
+@pytest.mark.parametrize(
+    "code", [BARE, QUICK, NO_EFFECT], ids=["nothing is loaded", "only accmt is loaded", "nothing is changed"]
+)
 def test_importing_has_no_effect(tmp_path, code):
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
