@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from accmt.callbacks import Callback, Hooks
-from accmt.data import Loader, Round, find_batch_size
+from accmt.data import Loader, MicroBatch, find_batch_size
 from accmt.errors import DataError, ModuleContractError, explain
 from accmt.loop.bad_sample_counts import BadSamples
 from accmt.loop.cadence import Cadence
 from accmt.loop.weighting import Weighting
 from accmt.messages import say_once, warn_once
-from accmt.metrics import Metric, TrainingWindow
+from accmt.metrics import Metric, RunningAverages
 from accmt.module import AcceleratorModule
 from accmt.optimization.stepper import Stepper
 from accmt.processes import num_processes
@@ -91,14 +91,16 @@ class Actions:
     zero_grad: Callable[[], None]
 
 
-def require_planned(round_: Round, samples: int) -> None:
+def require_planned(micro_batch: MicroBatch, samples: int) -> None:
     """Check that a batch holds the samples that were planned, where their number weighs the batches of others too.
 
     Raises:
         DataError: It holds more or fewer.
     """
-    if samples != round_.own_samples:
-        got = f"a batch of {samples} samples, made of {round_.own_samples}, where the weights of batches are planned"
+    if samples != micro_batch.own_samples:
+        got = (
+            f"a batch of {samples} samples, made of {micro_batch.own_samples}, where the weights of batches are planned"
+        )
         do = "def get_batch_size(self, batch) in the module, or a collate_fn of your own, whose batches are counted"
         raise DataError(explain("the training data", got, "as many samples in a batch as were read for it", do))
 
@@ -171,11 +173,11 @@ class EvaluationRun:
         context: AbstractContextManager[None] = self.accelerator.autocast()
         return context
 
-    def count_samples(self, round_: Round, batch: Any, *, has_weight: bool = False) -> int:
+    def count_samples(self, micro_batch: MicroBatch, batch: Any, *, has_weight: bool = False) -> int:
         """Return the samples in this process's batch: as the module says, or as the batch shows.
 
         Args:
-            round_: The round.
+            micro_batch: The micro-batch.
             batch: Its batch.
             has_weight: Whether the step has said what the batch weighs, so that its samples are only counted.
 
@@ -186,21 +188,21 @@ class EvaluationRun:
         if samples is not None:
             return samples
         try:
-            samples = find_batch_size(batch, round_.own_samples)
+            samples = find_batch_size(batch, micro_batch.own_samples)
         except DataError:
             if not has_weight:
                 raise
-            samples = round_.own_samples
+            samples = micro_batch.own_samples
             what = "what a batch holds cannot be told from its shapes, so samples_seen counts those collated"
             say_once(f"{what}; get_batch_size(self, batch) in the module can count otherwise")
         if samples is None:
             what = "how many samples a batch has cannot be told, so each batch weighs 1"
             say_once(f"{what}; define get_batch_size(self, batch) in the module")
             return 1
-        if round_.own_samples not in (None, samples):
+        if micro_batch.own_samples not in (None, samples):
             warn_once(
                 f"a batch counts the samples that it holds: here {samples}, which the collate function made of "
-                f"{round_.own_samples}; get_batch_size(self, batch) in the module can count otherwise",
+                f"{micro_batch.own_samples}; get_batch_size(self, batch) in the module can count otherwise",
                 about="samples of batches",
             )
         return samples
@@ -220,7 +222,7 @@ class Run(EvaluationRun):
         callbacks: The user's callbacks, of Trainer and module.
         cadence: What is due when.
         weighting: Weights of windows.
-        window: Training values to be logged.
+        running_averages: Training values to be logged.
         saver: Saves the best model.
         tracking: Where rows go.
         checkpoints: Writes what an interrupted run continues from.
@@ -244,7 +246,7 @@ class Run(EvaluationRun):
     callbacks: tuple[Callback, ...]
     cadence: Cadence
     weighting: Weighting
-    window: TrainingWindow
+    running_averages: RunningAverages
     saver: ModelSaver
     tracking: Tracking
     checkpoints: Checkpoints
@@ -301,13 +303,13 @@ class Run(EvaluationRun):
         return self.cadence.epochs if self.settings.hps.step_scheduler_per_epoch else self.total_updates
 
     def accumulation_at(self, epoch: int) -> int:
-        """Return how many rounds make one update in `epoch` (from 0)."""
-        return self.settings.optimization.accumulation_at(epoch) * self.train_loader.micro_batches
+        """Return how many micro-batches make one update in `epoch` (from 0)."""
+        return self.settings.optimization.accumulation_at(epoch) * self.train_loader.micro_batches_per_batch
 
     def updates_per_epoch(self, epoch: int) -> int | None:
         """Return the updates of an epoch; None if its length is unknown."""
-        rounds = self.train_loader.num_rounds
-        return None if rounds is None else -(-rounds // self.accumulation_at(epoch))
+        micro_batches = self.train_loader.num_micro_batches
+        return None if micro_batches is None else -(-micro_batches // self.accumulation_at(epoch))
 
     @property
     def is_wrapped(self) -> bool:
@@ -326,6 +328,6 @@ class Run(EvaluationRun):
 
     def watching_wrapper(self) -> AbstractContextManager[None]:
         """Return a context that refuses a training step which goes around the wrapper that reduces gradients."""
-        if not self.is_wrapped or self.module.model is self.unwrapped_model:  # there is none, or this round needs none
+        if not self.is_wrapped or self.module.model is self.unwrapped_model:  # there is none, or this one needs none
             return _NOTHING
         return _require_call(self.model)

@@ -45,7 +45,7 @@ class EndSummary(MainProcessCallback):
         yield "status", state.status
         yield "done", f"{state.global_step:,} updates{skipped}, {state.epoch:,} epochs, {state.samples_seen:,} samples"
         yield "time", f"{_write_time(seconds)}, {samples / max(seconds, 1e-9):,.1f} samples/s, all included"
-        loss = self.trainer.run.window.epoch_loss
+        loss = self.trainer.run.running_averages.epoch_loss
         if loss is not None:
             yield self._loss_name, f"{loss:.5g}"
         if state.metrics:

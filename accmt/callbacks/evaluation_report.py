@@ -27,7 +27,7 @@ class EvaluationReport(MainProcessCallback):
         """Say one line."""
         total = self.trainer.estimated_stepping_batches
         of_total = f" of {total:.0f}" if math.isfinite(total) else ""
-        loss = self.trainer.run.window.epoch_loss
+        loss = self.trainer.run.running_averages.epoch_loss
         known = {} if loss is None else {self._loss_name: loss}
         values = ", ".join(f"{name} {value:.4g}" for name, value in {**known, **metrics}.items())
         say(f"update {self.state.global_step}{of_total}, epoch {self.state.epoch + 1}: {values}")

@@ -63,8 +63,8 @@ class Epochs(MainProcessCallback):
 
     def measure(self) -> dict[str, float]:
         """Return the values of a row."""
-        num_rounds = self.trainer.run.train_loader.num_rounds
-        return {"epoch": self.state.epoch + (self.state.train_step / num_rounds if num_rounds else 0.0)}
+        num_micro_batches = self.trainer.run.train_loader.num_micro_batches
+        return {"epoch": self.state.epoch + (self.state.train_step / num_micro_batches if num_micro_batches else 0.0)}
 
 
 class Throughput(MainProcessCallback):

@@ -122,24 +122,24 @@ class ProgressBar(MainProcessCallback):
         return float(groups[0]["lr"]) if groups else None
 
 
-def draw_rounds(
-    rounds: Iterable[T], *, enable: bool | None, text: str, total: int | None, stream: TextIO | None = None
+def draw_batches(
+    batches: Iterable[T], *, enable: bool | None, text: str, total: int | None, stream: TextIO | None = None
 ) -> Iterator[T]:
-    """Pass on the rounds of an evaluation by hand, and draw how many are done.
+    """Pass on the batches of an evaluation, and draw how many are done.
 
     Args:
-        rounds: The rounds.
+        batches: The batches.
         enable: As in `ProgressBar`.
         text: What stands before the bar.
-        total: How many rounds there are; None if nobody knows.
+        total: How many there are; None if nobody knows.
         stream: As in `ProgressBar`.
     """
     stream = stream or sys.stderr
     if not _is_drawn(stream, enable):
-        return iter(rounds)
+        return iter(batches)
     interval = SECONDS_BETWEEN_DRAWINGS
     bar = _bar_class()(
-        rounds, desc=text, total=total, file=stream, unit=" batches", dynamic_ncols=True, mininterval=interval
+        batches, desc=text, total=total, file=stream, unit=" batches", dynamic_ncols=True, mininterval=interval
     )
     return iter(bar)
 

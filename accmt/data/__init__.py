@@ -1,6 +1,6 @@
-"""From what the user gave to rounds of batches: order, sharing over processes, seeds, collating."""
+"""From the user's data to micro-batches: order, sharding over processes, seeds, collating."""
 
-from accmt.data.batches import Round, find_batch_size
+from accmt.data.batches import MicroBatch, find_batch_size
 from accmt.data.collate import DataCollatorForLongestSequence, build_collate
 from accmt.data.curriculum import Curriculum, RangeCurriculum, RatioCurriculum, StepsCurriculum
 from accmt.data.fetching import BadSample
@@ -20,7 +20,7 @@ __all__ = [
     "LoaderOptions",
     "RangeCurriculum",
     "RatioCurriculum",
-    "Round",
+    "MicroBatch",
     "Share",
     "StepsCurriculum",
     "TemperatureSampler",

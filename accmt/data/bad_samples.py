@@ -1,8 +1,8 @@
 """Leaves samples that cannot be read out of their batches, so that every process knows what is left.
 
-The order of the others does not change. A batch of which nothing is left is a round in which its process has no part,
-as at the end of an epoch; the other processes have to know that before they reduce gradients with it. So in training
-they add up, in each round, who has a batch, how many samples, and how many were left out. In evaluations, where
+The order of the others does not change. A process of whose batch nothing is left has no part in that micro-batch, as at
+the end of an epoch; the other processes have to know that before they reduce gradients with it. So in training they add
+up, in each micro-batch, who has a batch, how many samples, and how many were left out. In evaluations, where
 processes need not keep in step, each counts its own.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from accmt.data.batches import Round
+from accmt.data.batches import MicroBatch
 from accmt.data.options import LoaderOptions
 from accmt.errors import DataError, explain
 from accmt.processes import num_processes, sum_over_processes
@@ -19,55 +19,55 @@ _TOO_MANY = 100
 
 
 def without_bad_samples(
-    rounds: Iterator[Round], options: LoaderOptions, *, is_whole_epoch: bool, knows_samples: bool
-) -> Iterator[Round]:
-    """Take what was left out from the batches of rounds, and set what the rounds tell of their samples.
+    micro_batches: Iterator[MicroBatch], options: LoaderOptions, *, is_whole_epoch: bool, knows_samples: bool
+) -> Iterator[MicroBatch]:
+    """Take what was left out from the batches of micro-batches, and set what the micro-batches tell of their samples.
 
-    Processes: collective in each round where they are to agree.
+    Processes: collective in each micro-batch where they are to agree.
 
     Args:
-        rounds: Rounds whose batches are `Kept`.
+        micro_batches: Micro-batches whose batches are `Kept`.
         options: Sharing, and where to agree.
-        is_whole_epoch: Whether an epoch begins with these rounds.
+        is_whole_epoch: Whether an epoch begins with these micro-batches.
         knows_samples: Whether a batch is known to hold all the samples that were read for it.
 
     Raises:
         DataError: No sample of an epoch, or none of a hundred in a row, could be read: then it is no matter of samples.
     """
     unread, has_any = 0, not is_whole_epoch
-    for round_ in rounds:
-        _take_bad(round_)
-        num_read = _count(round_, options)
-        round_.num_samples = num_read if knows_samples else None
+    for micro_batch in micro_batches:
+        _take_bad(micro_batch)
+        num_read = _count(micro_batch, options)
+        micro_batch.num_samples = num_read if knows_samples else None
         has_any |= num_read != 0
-        unread = 0 if num_read != 0 else unread + round_.num_bad
-        if unread >= _TOO_MANY or (round_.is_last and not has_any):
-            raise _nothing_is_read(options, unread, round_)
-        yield round_
+        unread = 0 if num_read != 0 else unread + micro_batch.num_bad
+        if unread >= _TOO_MANY or (micro_batch.is_last and not has_any):
+            raise _nothing_is_read(options, unread, micro_batch)
+        yield micro_batch
 
 
-def _take_bad(round_: Round) -> None:
-    if round_.batch is not None:
-        round_.batch, bad = round_.batch
-        round_.bad = tuple(bad)  # a list, where batches are pinned
-    read = (round_.own_samples or 0) - len(round_.bad)
-    round_.own_samples = 0 if round_.batch is None else read
+def _take_bad(micro_batch: MicroBatch) -> None:
+    if micro_batch.batch is not None:
+        micro_batch.batch, bad = micro_batch.batch
+        micro_batch.bad = tuple(bad)  # a list, where batches are pinned
+    read = (micro_batch.own_samples or 0) - len(micro_batch.bad)
+    micro_batch.own_samples = 0 if micro_batch.batch is None else read
 
 
-def _count(round_: Round, options: LoaderOptions) -> int | None:
+def _count(micro_batch: MicroBatch, options: LoaderOptions) -> int | None:
     """Set what the processes agree on, and return how many samples they read; None where each counts its own."""
     if options.agree_on is not None:
-        own = float(round_.batch is not None), float(round_.own_samples or 0), float(len(round_.bad))
+        own = float(micro_batch.batch is not None), float(micro_batch.own_samples or 0), float(len(micro_batch.bad))
         present, samples, bad = map(int, sum_over_processes(own, options.agree_on))
-        round_.is_partial, round_.num_bad = present < num_processes(), bad
+        micro_batch.is_partial, micro_batch.num_bad = present < num_processes(), bad
         return samples
-    round_.num_bad = len(round_.bad)
-    round_.is_partial |= round_.batch is None
-    return round_.own_samples if options.share.count == 1 else None
+    micro_batch.num_bad = len(micro_batch.bad)
+    micro_batch.is_partial |= micro_batch.batch is None
+    return micro_batch.own_samples if options.share.count == 1 else None
 
 
-def _nothing_is_read(options: LoaderOptions, unread: int, round_: Round) -> DataError:
-    last = f"; the last is sample {round_.bad[-1].index}: {round_.bad[-1].error}" if round_.bad else ""
+def _nothing_is_read(options: LoaderOptions, unread: int, micro_batch: MicroBatch) -> DataError:
+    last = f"; the last is sample {micro_batch.bad[-1].index}: {micro_batch.bad[-1].error}" if micro_batch.bad else ""
     got = f"{unread} samples in a row that cannot be read{last}"
     expected = 'single samples that cannot be read, which on_bad_sample="skip" leaves out'
     do = "look at the path, at the disk, or at the dataset's __getitem__"

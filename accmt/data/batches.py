@@ -19,16 +19,16 @@ _COUNT_YOURSELF = "if the collate function leaves samples out or adds some, defi
 
 
 @dataclass(slots=True)
-class Round:
+class MicroBatch:
     """One batch on every process.
 
     Attributes:
-        index: The round, from 0 in its epoch.
-        batch: This process's batch; None if it has no part in the round.
+        index: The micro-batch, from 0 in its epoch.
+        batch: This process's batch; None if it has no part in the micro-batch.
         num_samples: Samples over all processes; None where only the batches tell.
         own_samples: Samples that were collated into this process's batch; None where only the batch tells. The batch
             may hold another number of them: `find_batch_size`.
-        is_last: Whether the epoch ends with this round.
+        is_last: Whether the epoch ends with this micro-batch.
         is_partial: Whether some process has no part in it; every process knows.
         position: Where the data are after it, noted at once where reading goes on; None where it can be computed.
         bad: Samples of this process that were left out of the batch, because they could not be read.

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.data.dataloader import default_collate
 
-from accmt.data.batches import Round
+from accmt.data.batches import MicroBatch
 from accmt.data.seeding import derive_seed
 from accmt.data.sharding import Share
 from accmt.data.workers import WorkerStart
@@ -19,33 +19,33 @@ from accmt.processes import gather_objects
 
 
 class Loader(Protocol):
-    """Rounds of batches, epoch by epoch.
+    """Yields micro-batches, epoch by epoch.
 
     Attributes:
         dataloader: The torch DataLoader underneath.
-        micro_batches: Rounds that make one batch of the size that was asked for.
+        micro_batches_per_batch: Micro-batches that make one batch of the size that was asked for.
         share: This process among those that share the data; the only one where it has data of its own.
     """
 
     dataloader: DataLoader[Any]
-    micro_batches: int
+    micro_batches_per_batch: int
     share: Share
 
     @property
-    def num_rounds(self) -> int | None:
-        """Rounds of an epoch after limits, at most; None for data without a length.
+    def num_micro_batches(self) -> int | None:
+        """Micro-batches of an epoch after limits, at most; None for data without a length.
 
         Where a user's sampler gives another number in each epoch, the one of the epoch in work.
         """
 
     def samples_in(self, first: int, last: int) -> int | None:
-        """Return the samples of rounds `first` up to without `last` over all processes; None if unknown beforehand."""
+        """Return the samples of micro-batches [first, last) over all processes; None if unknown beforehand."""
 
-    def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
-        """Yield the rounds of an epoch from `first` on."""
+    def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of an epoch from `first` on."""
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
-        """Return the samples that this process has in a round of the epoch in work; None for data without indices."""
+        """Return this process's sample indices in a micro-batch of the current epoch; None for data without indices."""
 
     def tell_epoch_again(self) -> None:
         """Call `set_epoch` of the data with the epoch in work: an evaluation of the same data may have called it."""
@@ -53,10 +53,10 @@ class Loader(Protocol):
     def end_workers(self) -> None:
         """End the processes that load data; the next epoch starts others."""
 
-    def position(self, epoch: int, num_rounds: int) -> dict[str, Any]:
-        """Return where the data are after `num_rounds` rounds of an epoch, for a checkpoint.
+    def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
+        """Return where the data are after `num_micro_batches` micro-batches of an epoch, for a checkpoint.
 
-        Loaders of streams keep it for the last few rounds only: to be asked at the boundary of which it tells.
+        Loaders of streams keep it for the last few micro-batches only: to be asked at the boundary of which it tells.
 
         Processes: collective where each has data of its own; else the same on all.
 
@@ -64,17 +64,17 @@ class Loader(Protocol):
             JSON values, and what a stream's own state holds.
         """
 
-    def continue_from(self, epoch: int, first_round: int, position: Mapping[str, Any]) -> None:
-        """Let `epoch` go on where `first_round` rounds ended; the epochs after it begin as ever.
+    def continue_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
+        """Let `epoch` go on where `first_micro_batch` micro-batches ended; the epochs after it begin as ever.
 
-        The next `rounds(epoch, first=first_round)` begins exactly there, on any number of processes and with any size
-        of batches. Rounds are counted on from `first_round`, and so are `num_rounds` and `samples_in`.
+        The next `micro_batches(epoch, first=first_micro_batch)` begins exactly there, on any number of processes and
+        with any size of batches. Counting continues from there, in `num_micro_batches` and `samples_in` too.
 
         Processes: all; collective where each has data of its own.
 
         Args:
             epoch: The epoch.
-            first_round: Its rounds that were trained on.
+            first_micro_batch: Its micro-batches that were trained on.
             position: What `position` returned after them.
 
         Raises:
@@ -91,12 +91,12 @@ class LoaderOptions:
         batch_size: Samples of a batch of one process.
         share: This process among those that share the data.
         seed: The run's seed.
-        micro_batches: Batches of `batch_size` that make one of the size that was asked for.
+        micro_batches_per_batch: Batches of `batch_size` that make one of the size that was asked for.
         limit: Batches of the size that was asked for at most: a number, or a fraction as a float.
         shuffle: Whether the order is random.
         sampler: The user's sampler, a function that makes one of the dataset, or a list of indices.
         batch_sampler: The user's batch sampler.
-        drop_last: Whether a round that is not full is left out.
+        drop_last: Whether a micro-batch that is not full is left out.
         collate: Makes a batch of samples; None is torch's.
         num_workers: Loader processes.
         persistent_workers: Whether they outlive an epoch. Then their copy of the dataset does not hear of what changes
@@ -104,14 +104,14 @@ class LoaderOptions:
         pin_memory: Whether batches are pinned.
         skips_bad: Whether samples that cannot be read are left out.
         also_read: Other data that are read meanwhile, which may be the same.
-        agree_on: The device on which processes then agree, in every round, who has a batch; None where they need not.
+        agree_on: The device on which processes agree in every micro-batch who has a batch; None where they need not.
     """
 
     purpose: str
     batch_size: int
     share: Share = field(default_factory=Share)
     seed: int = 0
-    micro_batches: int = 1
+    micro_batches_per_batch: int = 1
     limit: int | float = 1.0
     shuffle: bool = False
     sampler: Any = None
@@ -135,14 +135,14 @@ class LoaderOptions:
         """Whether an epoch may have fewer batches than there are."""
         return isinstance(self.limit, int) or self.limit < 1.0
 
-    def limit_rounds(self, num_rounds: int) -> int:
-        """Return how many of an epoch's rounds are used; a fraction above 0 keeps at least one batch."""
+    def limit_micro_batches(self, num_micro_batches: int) -> int:
+        """Return how many of an epoch's micro-batches are used; a fraction above 0 keeps at least one batch."""
         wanted = self.limit
         if isinstance(wanted, float):
-            num_batches = -(-num_rounds // self.micro_batches)
+            num_batches = -(-num_micro_batches // self.micro_batches_per_batch)
             # Rounded first: 100 * 0.29 is 28.999999999999996.
             wanted = max(1, int(round(num_batches * wanted, 6))) if wanted > 0 else 0
-        return min(wanted * self.micro_batches, num_rounds)
+        return min(wanted * self.micro_batches_per_batch, num_micro_batches)
 
     def torch_options(self, dataset: Any) -> dict[str, Any]:
         """Return the DataLoader arguments that do not say which samples make a batch."""
@@ -223,7 +223,7 @@ def require_same_everywhere(options: LoaderOptions, has: str, order: str) -> Non
     raise DataError(explain(f"the {options.kind} data", got, expected, do))
 
 
-def require_rounds(count: int, options: LoaderOptions, got: str) -> None:
+def require_not_empty(count: int, options: LoaderOptions, got: str) -> None:
     """Check that an epoch has anything in it.
 
     Raises:

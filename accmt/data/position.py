@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from accmt.data.options import LoaderOptions, require_rounds
+from accmt.data.options import LoaderOptions, require_not_empty
 from accmt.data.sharding import Plan
 from accmt.errors import DataError, explain
 
@@ -17,35 +17,35 @@ class Start:
 
     Attributes:
         epoch: The epoch that goes on; None for one that begins.
-        round: Its first round.
+        micro_batch: Its first micro-batch.
         passed: Samples, or batches of the user's, over all processes, that were trained on before.
         position: All that a loader's `position` told; empty for an epoch that begins.
     """
 
     epoch: int | None = None
-    round: int = 0
+    micro_batch: int = 0
     passed: int = 0
     position: Mapping[str, Any] = field(default_factory=dict)
 
-    def of(self, epoch: int, first_round: int) -> Start:
-        """Return where `epoch` begins to be read for its rounds from `first_round` on.
+    def of(self, epoch: int, first_micro_batch: int) -> Start:
+        """Return where `epoch` begins to be read for its micro-batches from `first_micro_batch` on.
 
         Epochs that were not interrupted begin with their first sample, and so does that one when it is read anew.
         """
-        return self if epoch == self.epoch and first_round >= self.round else BEGINNING
+        return self if epoch == self.epoch and first_micro_batch >= self.micro_batch else BEGINNING
 
 
 BEGINNING = Start()
 
 
 def read_start(
-    epoch: int, first_round: int, position: Mapping[str, Any], *, kind: str, unit: str, options: LoaderOptions
+    epoch: int, first_micro_batch: int, position: Mapping[str, Any], *, kind: str, unit: str, options: LoaderOptions
 ) -> Start:
     """Read where an epoch goes on.
 
     Args:
         epoch: The epoch.
-        first_round: Its rounds that were trained on; with 0 the position says nothing, and may be of any data.
+        first_micro_batch: Its micro-batches that were trained on; with 0 the position may be of any data.
         position: What a loader's `position` returned.
         kind: The kind of position that these data have.
         unit: What it counts: "samples" or "batches".
@@ -54,12 +54,12 @@ def read_start(
     Raises:
         DataError: The position is of another kind.
     """
-    if first_round == 0:
+    if first_micro_batch == 0:
         return BEGINNING
     if position.get("kind") != kind:
         got = f"a position in a {position.get('kind')}"
         raise cannot_continue(options, got, f"one in a {kind}, as these data are")
-    return Start(epoch, first_round, position[unit], position)
+    return Start(epoch, first_micro_batch, position[unit], position)
 
 
 def require_same_number(start: Start, number: int, unit: str, options: LoaderOptions) -> None:
@@ -91,7 +91,7 @@ def cannot_continue(options: LoaderOptions, got: str, expected: str, do: str | N
 
 
 def plan_epoch(num_samples: int, options: LoaderOptions, *, whole: int = 1, start: Start = BEGINNING) -> Plan:
-    """Plan an epoch's rounds after `drop_last` and limits, which count from its beginning wherever it goes on.
+    """Plan an epoch's micro-batches after `drop_last` and limits, which count from its beginning wherever it goes on.
 
     Args:
         num_samples: Samples of the whole epoch.
@@ -103,8 +103,12 @@ def plan_epoch(num_samples: int, options: LoaderOptions, *, whole: int = 1, star
         DataError: There is nothing in the whole epoch.
     """
     epoch = Plan(num_samples - num_samples % whole, options.batch_size, options.share)
-    require_rounds(epoch.num_rounds, options, f"{num_samples} samples for batches of {epoch.global_batch_size}")
-    left = max(0, epoch.samples_before(options.limit_rounds(epoch.num_rounds)) - start.passed)
-    if start.passed != epoch.samples_before(start.round):  # it was begun in batches of another size
+    require_not_empty(
+        epoch.num_micro_batches, options, f"{num_samples} samples for batches of {epoch.global_batch_size}"
+    )
+    left = max(0, epoch.samples_before(options.limit_micro_batches(epoch.num_micro_batches)) - start.passed)
+    if start.passed != epoch.samples_before(start.micro_batch):  # it was begun in batches of another size
         left -= left % whole
-    return replace(epoch, num_samples=start.passed + left, first_round=start.round, first_sample=start.passed)
+    return replace(
+        epoch, num_samples=start.passed + left, first_micro_batch=start.micro_batch, first_sample=start.passed
+    )

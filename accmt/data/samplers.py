@@ -40,7 +40,7 @@ class UserRandomness:
     Processes: construction is collective where there is a generator.
 
     Args:
-        parts: Sampler, batch sampler, DataLoader, dataset: whatever may draw; None is passed over.
+        parts: Sampler, batch sampler, DataLoader, dataset: whatever may draw; None is skipped.
     """
 
     def __init__(self, *parts: Any) -> None:
@@ -193,7 +193,7 @@ class Order:
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
-    """Yields this process's part of each round of an epoch.
+    """Yields this process's part of each micro-batch of an epoch.
 
     Args:
         order: The global order.
@@ -206,11 +206,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._seed = seed
         self._purpose = purpose
 
-    def start_at(self, epoch: int, plan: Plan, rounds: range) -> None:
+    def start_at(self, epoch: int, plan: Plan, micro_batches: range) -> None:
         """Choose what the next iteration yields."""
         self._epoch = epoch
         self._plan = plan
-        self._rounds = rounds
+        self._rounds = micro_batches
 
     def __iter__(self) -> Iterator[BatchIndices]:
         epoch, plan, drawn = self._epoch, self._plan, self._order.at(self._epoch)
@@ -233,7 +233,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
 
 class BatchShare(GlobalBatchSampler):
-    """Yields this process's batches of a user's batch sampler: its plan counts batches, one a round.
+    """Yields this process's batches of a user's batch sampler: its plan counts batches, one a micro-batch.
 
     An epoch's batches are drawn at once, before any is read: then nothing that trains in between can change them.
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from accmt.data.batches import Round
-from accmt.data.options import LoaderOptions, require_rounds
+from accmt.data.batches import MicroBatch
+from accmt.data.options import LoaderOptions, require_not_empty
 from accmt.data.position import BEGINNING, Start, plan_epoch, read_start
 from accmt.data.samplers import UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
@@ -20,12 +20,12 @@ from accmt.errors import DataError, explain
 from accmt.messages import say_once, warn_once
 
 _END = object()
-_Kept = tuple[int, dict[str, Any]]  # a round, and the position after it
+_Kept = tuple[int, dict[str, Any]]  # a micro-batch, and the position after it
 _KEPT_POSITIONS = 4
 
 
 class ReadThroughLoader:
-    """Rounds of what a DataLoader yields, in the order in which it comes.
+    """Micro-batches of what a DataLoader yields, in the order in which it comes.
 
     Args:
         dataloader: What is read.
@@ -51,7 +51,7 @@ class ReadThroughLoader:
         whole: int = 1,
     ) -> None:
         self.dataloader = dataloader
-        self.micro_batches = options.micro_batches
+        self.micro_batches_per_batch = options.micro_batches_per_batch
         self.share = options.share
         self._options = options
         self._randomness = randomness
@@ -72,40 +72,42 @@ class ReadThroughLoader:
         """Return None: such data tell their samples as they come."""
         return None
 
-    def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
-        """Yield the rounds of an epoch from `first` on, reading what comes before it too unless told to continue.
+    def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of an epoch from `first` on; what comes before is read too unless it is resumed.
 
         Raises:
             DataError: There is none at all.
         """
         start = self._start.of(epoch, first)
         plan = self._arrange(start, first)
-        num_rounds = None if plan is None else plan.num_rounds - start.round
-        is_empty = start is BEGINNING and num_rounds != 0
+        num_micro_batches = None if plan is None else plan.num_micro_batches - start.micro_batch
+        is_empty = start is BEGINNING and num_micro_batches != 0
         self._keep_only(start)
         self._epoch = epoch
         with self._randomness.of_epoch(epoch):
-            for round_ in _with_last_marked(self._as_planned(self._every_round(epoch, start, plan), num_rounds)):
+            for micro_batch in _with_last_marked(
+                self._as_planned(self._read_micro_batches(epoch, start, plan), num_micro_batches)
+            ):
                 is_empty = False
-                if round_.position is not None:
-                    self._kept.append((round_.index, round_.position))
-                if round_.index >= first:
-                    yield round_
+                if micro_batch.position is not None:
+                    self._kept.append((micro_batch.index, micro_batch.position))
+                if micro_batch.index >= first:
+                    yield micro_batch
         got = "nothing to read (an iterator can be read only once: give something that begins anew)"
-        require_rounds(not is_empty, self._options, got)
+        require_not_empty(not is_empty, self._options, got)
 
-    def _as_planned(self, rounds: Iterator[Round], num_rounds: int | None) -> Iterator[Round]:
-        """Yield as many rounds as are planned, and warn where the length of the data is not what they have."""
+    def _as_planned(self, micro_batches: Iterator[MicroBatch], num_micro_batches: int | None) -> Iterator[MicroBatch]:
+        """Yield as many micro-batches as are planned, and warn where the length of the data is not what they have."""
         num_read, position = 0, None
-        for round_ in islice(rounds, num_rounds):
-            num_read, position = num_read + 1, round_.position
-            yield round_
-        if self._told_length is None or num_rounds is None or position is None:
+        for micro_batch in islice(micro_batches, num_micro_batches):
+            num_read, position = num_read + 1, micro_batch.position
+            yield micro_batch
+        if self._told_length is None or num_micro_batches is None or position is None:
             return
-        if num_read < num_rounds:
+        if num_read < num_micro_batches:
             consequence = "what is planned by it, such as the LR schedule, is too long"
             self._warn_of_length(f"{position[self._unit]}", consequence)
-        elif not self._options.is_limited and next(rounds, None) is not None:
+        elif not self._options.is_limited and next(micro_batches, None) is not None:
             self._warn_of_length("more", "the rest is left out of each epoch")
 
     def _warn_of_length(self, number: str, consequence: str) -> None:
@@ -126,38 +128,38 @@ class ReadThroughLoader:
         """End the processes that load data; the next epoch starts others."""
         end_workers(self.dataloader, self._reading)
 
-    def position(self, epoch: int, num_rounds: int) -> dict[str, Any]:
-        """Return where the data are after `num_rounds` rounds of an epoch, of which the last was just yielded.
+    def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
+        """Return where the data are after `num_micro_batches` of an epoch, of which the last was just yielded.
 
         Raises:
-            LookupError: More rounds were yielded since than positions are kept.
+            LookupError: More micro-batches were yielded since than positions are kept.
         """
-        if num_rounds == 0:
+        if num_micro_batches == 0:
             return {"kind": self._kind, self._unit: 0}
         for index, position in reversed(self._kept):
-            if index < num_rounds:
+            if index < num_micro_batches:
                 return position
         raise LookupError(
-            f"the position after round {num_rounds} of epoch {epoch} is no longer kept: ask for it sooner"
+            f"the position after micro-batch {num_micro_batches} of epoch {epoch} is no longer kept: ask for it sooner"
         )
 
-    def continue_from(self, epoch: int, first_round: int, position: Mapping[str, Any]) -> None:
+    def continue_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
         """Let `epoch` go on from a position: from the data's own state where they have one, else by reading again.
 
         Raises:
             DataError: The position is one in other data, or cannot be found with these processes and workers.
         """
-        start = read_start(epoch, first_round, position, kind=self._kind, unit=self._unit, options=self._options)
+        start = read_start(epoch, first_micro_batch, position, kind=self._kind, unit=self._unit, options=self._options)
         self._start = BEGINNING if start is BEGINNING else self._choose_start(start)
         self._keep_only(start)
-        self._arrange(self._start, first_round)
+        self._arrange(self._start, first_micro_batch)
 
     def _choose_start(self, start: Start) -> Start:
-        """Return where reading goes on: at `start`, or at the beginning, from where rounds are passed over."""
+        """Return where reading goes on: at `start`, or at the beginning, from where micro-batches are skipped."""
         raise NotImplementedError
 
-    def _every_round(self, epoch: int, start: Start, plan: Plan | None) -> Iterator[Round]:
-        """Read all rounds from `start` on, each with its position."""
+    def _read_micro_batches(self, epoch: int, start: Start, plan: Plan | None) -> Iterator[MicroBatch]:
+        """Read all micro-batches from `start` on, each with its position."""
         raise NotImplementedError
 
     def _size_of(self, batch: Any) -> int:
@@ -192,16 +194,16 @@ class ReadThroughLoader:
 
     def _arrange(self, start: Start, first: int) -> Plan | None:
         if self._length is None:
-            self.num_rounds: int | None = None
+            self.num_micro_batches: int | None = None
             return None
         plan = plan_epoch(self._length, self._options, whole=self._whole, start=start)
-        self.num_rounds = max(plan.num_rounds, first)
+        self.num_micro_batches = max(plan.num_micro_batches, first)
         return plan
 
     def _keep_only(self, start: Start) -> None:
         self._kept.clear()
         if start.position:
-            self._kept.append((start.round - 1, dict(start.position)))
+            self._kept.append((start.micro_batch - 1, dict(start.position)))
 
     def _say_reading_again(self, start: Start, why: str) -> None:
         say_once(
@@ -213,10 +215,10 @@ class ReadThroughLoader:
 def _bound(length: int | None, options: LoaderOptions) -> int | None:
     """Return the length, else as much as the limit could ask for; None where nothing bounds an epoch."""
     if length is not None:
-        require_rounds(length, options, "a length of 0")
+        require_not_empty(length, options, "a length of 0")
         return length
     if isinstance(options.limit, int):
-        return max(options.limit, 1) * options.micro_batches * options.batch_size * options.share.count
+        return max(options.limit, 1) * options.micro_batches_per_batch * options.batch_size * options.share.count
     if options.limit < 1.0:
         got = f"a limit of {options.limit}, a fraction of data without a length"
         do = "a limit such as 100, or __len__ for the data"
@@ -224,13 +226,13 @@ def _bound(length: int | None, options: LoaderOptions) -> int | None:
     return None
 
 
-def _with_last_marked(rounds: Iterator[Round]) -> Iterator[Round]:
-    """Read one round ahead, so that the last one knows that it is."""
-    held: Round | None = None
-    for round_ in rounds:
+def _with_last_marked(micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    """Read one micro-batch ahead, so that the last one knows that it is."""
+    held: MicroBatch | None = None
+    for micro_batch in micro_batches:
         if held is not None:
             yield held
-        held = round_
+        held = micro_batch
     if held is not None:
         held.is_last = True
         yield held

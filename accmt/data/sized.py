@@ -1,4 +1,4 @@
-"""Loaders of data whose samples can be fetched by index, so that what is passed over is never read."""
+"""Loaders of data whose samples can be fetched by index, so that what is skipped is never read."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from torch.utils.data import DataLoader, Sampler
 
 from accmt.data.bad_samples import without_bad_samples
-from accmt.data.batches import Round
+from accmt.data.batches import MicroBatch
 from accmt.data.collate import keeps_number
 from accmt.data.fetching import CollateFetched, SeededDataset
 from accmt.data.options import (
     LoaderOptions,
     length_of,
     require_batch,
-    require_rounds,
+    require_not_empty,
     require_same_everywhere,
 )
 from accmt.data.position import BEGINNING, plan_epoch, read_start, require_same_number, require_same_order
@@ -28,7 +28,7 @@ from accmt.messages import say, warn
 
 
 class _PlannedLoader:
-    """What the loaders below have in common: all rounds of an epoch are known when it begins.
+    """What the loaders below have in common: all micro-batches of an epoch are known when it begins.
 
     Args:
         dataset: What is fetched from.
@@ -53,7 +53,7 @@ class _PlannedLoader:
         size: int,
         whole: int = 1,
     ) -> None:
-        self.micro_batches = options.micro_batches
+        self.micro_batches_per_batch = options.micro_batches_per_batch
         self.share = options.share
         self._dataset = dataset
         self._options = options
@@ -69,8 +69,8 @@ class _PlannedLoader:
         torch_options = {**torch_options, "batch_sampler": sampler, "collate_fn": collate}
         self.dataloader: DataLoader[Any] = DataLoader(self._seeded, **torch_options)
 
-    def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
-        """Yield the rounds of an epoch from `first` on; what is passed over is never read.
+    def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of an epoch from `first` on; what is skipped is never read.
 
         Processes: collective when the first is read, where they share the data.
 
@@ -79,16 +79,18 @@ class _PlannedLoader:
             DataError: Processes have other data or another order; or nothing at all could be read, where bad samples
                 are left out.
         """
-        rounds = self._every_round(epoch, first)
+        micro_batches = self._read_micro_batches(epoch, first)
         if not self._options.skips_bad:
-            return rounds
-        return without_bad_samples(rounds, self._options, is_whole_epoch=first == 0, knows_samples=self._knows_samples)
+            return micro_batches
+        return without_bad_samples(
+            micro_batches, self._options, is_whole_epoch=first == 0, knows_samples=self._knows_samples
+        )
 
-    def _every_round(self, epoch: int, first: int) -> Iterator[Round]:
+    def _read_micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
         plan = self._begin(epoch, first)
         require_same_everywhere(self._options, self._describe(), self._digest(epoch))
         batches = self._reading = self._read()
-        last, num_processes = plan.num_rounds - 1, plan.share.count
+        last, num_processes = plan.num_micro_batches - 1, plan.share.count
         for index in range(first, last + 1):
             whole = plan.whole(index)
             part = plan.share_of(whole)
@@ -97,7 +99,7 @@ class _PlannedLoader:
                 require_batch(batch, self._options)
             is_partial = len(whole) < num_processes
             num_samples = self._count(whole) if self._knows_samples else None
-            yield Round(index, batch, num_samples, self._count(part), index == last, is_partial)
+            yield MicroBatch(index, batch, num_samples, self._count(part), index == last, is_partial)
 
     def _next(self, batches: Iterator[Any], epoch: int, index: int) -> Any:
         try:
@@ -116,7 +118,7 @@ class _PlannedLoader:
         return (collate(self._seeded.__getitems__(indices)) for indices in self._sampler)
 
     def samples_in(self, first: int, last: int) -> int | None:
-        """Return the samples of rounds `first` up to without `last` over all processes; None if unknown beforehand."""
+        """Return the samples of micro-batches [first, last) over all processes; None if unknown beforehand."""
         if self._options.skips_bad or not self._knows_samples:
             return None
         return self._count(range(self._plan.samples_before(first), self._plan.samples_before(last)))
@@ -127,35 +129,37 @@ class _PlannedLoader:
             tell_epoch(self._dataset, self._epoch)
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
-        """Return the samples that this process has in a round of the epoch in work."""
+        """Return the samples that this process has in a micro-batch of the epoch in work."""
         return self._sampler.samples(self._plan.part(index)) if epoch == self._epoch else None
 
     def end_workers(self) -> None:
         """End the processes that load data; the next epoch starts others."""
         end_workers(self.dataloader, self._reading)
 
-    def position(self, epoch: int, num_rounds: int) -> dict[str, Any]:
-        """Return where the data are after `num_rounds` rounds of an epoch."""
-        if num_rounds == 0:  # what the epoch will have may not have been drawn yet
+    def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
+        """Return where the data are after `num_micro_batches` micro-batches of an epoch."""
+        if num_micro_batches == 0:  # what the epoch will have may not have been drawn yet
             position = {"kind": self._kind, self._unit: 0, "of": None}
             if self._is_of_user and self._epoch == epoch - 1:
                 position["before"] = {"of": self._size, "order": self._digest(epoch - 1)}
             return position
         if epoch != self._epoch:
-            self._begin(epoch, num_rounds)
-        passed = self._plan.samples_before(num_rounds)
+            self._begin(epoch, num_micro_batches)
+        passed = self._plan.samples_before(num_micro_batches)
         return {"kind": self._kind, self._unit: passed, "of": self._size, "order": self._digest(epoch)}
 
-    def continue_from(self, epoch: int, first_round: int, position: Mapping[str, Any]) -> None:
+    def continue_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
         """Let `epoch` go on from a position.
 
         Raises:
             DataError: The position is one in other data.
         """
-        self._start = read_start(epoch, first_round, position, kind=self._kind, unit=self._unit, options=self._options)
-        if first_round == 0:
+        self._start = read_start(
+            epoch, first_micro_batch, position, kind=self._kind, unit=self._unit, options=self._options
+        )
+        if first_micro_batch == 0:
             self._compare_before(epoch, position)
-        self._begin(epoch, first_round)
+        self._begin(epoch, first_micro_batch)
         require_same_number(self._start, self._size, self._unit, self._options)
         if self._start.position:
             require_same_order(self._start, self._digest(epoch), self._options)
@@ -180,8 +184,8 @@ class _PlannedLoader:
     def _arrange(self, epoch: int, first: int, size: int) -> Plan:
         self._size = size
         self._plan = plan = plan_epoch(size, self._options, whole=self._whole, start=self._start.of(epoch, first))
-        self.num_rounds: int | None = plan.num_rounds
-        self._sampler.start_at(epoch, plan, range(first, plan.num_rounds))
+        self.num_micro_batches: int | None = plan.num_micro_batches
+        self._sampler.start_at(epoch, plan, range(first, plan.num_micro_batches))
         return plan
 
     def _draw(self, epoch: int) -> int:
@@ -202,7 +206,7 @@ class _PlannedLoader:
 
 
 class SizedLoader(_PlannedLoader):
-    """Rounds of a dataset with a length, ordered and shared by (seed, epoch, position).
+    """Micro-batches of a dataset with a length, ordered and shared by (seed, epoch, position).
 
     Args:
         dataset: Anything with `__len__` and `__getitem__`.
@@ -217,7 +221,7 @@ class SizedLoader(_PlannedLoader):
     _unit = "samples"
 
     def __init__(self, dataset: Any, options: LoaderOptions) -> None:
-        require_rounds(len(dataset), options, "a dataset of length 0")
+        require_not_empty(len(dataset), options, "a dataset of length 0")
         sampler = options.sampler
         if callable(sampler) and not isinstance(sampler, Sampler):
             sampler = sampler(dataset)
@@ -225,7 +229,7 @@ class SizedLoader(_PlannedLoader):
         options = options.without_second_sharing(sampler)
         self._is_of_user = sampler is not None and is_of_user(sampler)
         self._order = Order(len(dataset), options.seed, shuffle=options.shuffle, sampler=sampler)
-        whole_batch = options.batch_size * options.share.count * options.micro_batches
+        whole_batch = options.batch_size * options.share.count * options.micro_batches_per_batch
         super().__init__(
             dataset,
             options,
@@ -253,7 +257,7 @@ class SizedLoader(_PlannedLoader):
 
 
 class BatchLoader(_PlannedLoader):
-    """Rounds of batches that a user's DataLoader cuts: batch i of its order goes to process i mod processes.
+    """Micro-batches of batches that a user's DataLoader cuts: batch i of its order goes to process i mod processes.
 
     Args:
         given: The user's DataLoader; its dataset, batches, collate function and workers are used.
@@ -270,16 +274,16 @@ class BatchLoader(_PlannedLoader):
         check_labels(given.sampler, given.dataset)
         self._sizes: list[int] | None = None
         self._batches = BatchShare(given.batch_sampler, seed=options.seed, purpose=options.purpose)  # type: ignore[arg-type]
-        options = replace(options, batch_size=1, micro_batches=1)  # the plan counts batches as they are
+        options = replace(options, batch_size=1, micro_batches_per_batch=1)  # the plan counts batches as they are
         self._is_of_user = is_of_user(given.batch_sampler)
         # The length of a user's own may be an estimate; what it draws for the first epoch is kept for it.
         num_batches = len(self._batches.sizes(0)) if self._is_of_user else length_of(given.batch_sampler) or 0
-        require_rounds(num_batches, options, "a DataLoader without a batch")
+        require_not_empty(num_batches, options, "a DataLoader without a batch")
         super().__init__(given.dataset, options, self._batches, _torch_options_of(given), size=num_batches)
 
     def _draw(self, epoch: int) -> int:
         self._sizes = sizes = self._batches.sizes(epoch)
-        require_rounds(len(sizes), self._options, "a DataLoader without a batch")
+        require_not_empty(len(sizes), self._options, "a DataLoader without a batch")
         return len(sizes)
 
     def _describe(self) -> str:

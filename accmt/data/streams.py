@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from accmt.data.batches import Round
+from accmt.data.batches import MicroBatch
 from accmt.data.collate import Collate, keeps_number
 from accmt.data.options import LoaderOptions, length_of, require_batch
 from accmt.data.position import BEGINNING, Start, cannot_continue
@@ -25,7 +25,7 @@ from accmt.messages import warn_once
 
 
 class StreamLoader(ReadThroughLoader):
-    """Rounds of an iterable: each process keeps its share of every global batch.
+    """Micro-batches of an iterable: each process keeps its share of every global batch.
 
     So the order is defined, all processes end together, and each sample is trained on once. With more than one worker
     that is up to the dataset: as torch asks, each worker's copy of it has to yield its own part (`get_worker_info`).
@@ -49,7 +49,7 @@ class StreamLoader(ReadThroughLoader):
         self._readers = _count_readers(options.num_workers)
         self._global_batch_size = options.batch_size * options.share.count
         self._state = StreamState(data, num_workers=options.num_workers, also_read=options.also_read)
-        # Several readers may each end with a short batch, so the length tells nothing of the rounds.
+        # Several readers may each end with a short batch, so the length tells nothing of the micro-batches.
         length = length_of(data) if self._readers == 1 else None
         whole = self._global_batch_size if options.drop_last else 1
         dataloader = self._make_dataloader(data if isinstance(data, IterableDataset) else _Rest(data), options)
@@ -73,19 +73,19 @@ class StreamLoader(ReadThroughLoader):
         # A worker's randomness runs on through collating: it reads again just what it read.
         return BEGINNING if is_same and self.dataloader.num_workers > 0 else start
 
-    def _every_round(self, epoch: int, start: Start, plan: Plan | None) -> Iterator[Round]:
+    def _read_micro_batches(self, epoch: int, start: Start, plan: Plan | None) -> Iterator[MicroBatch]:
         fixed = {"kind": self._kind, "readers": self._readers, "reads": self._reads_from(start)}
         batch_size, share = self._options.batch_size, self._options.share
         dataloader = self.dataloader if start is BEGINNING else self._make_rest(epoch, start, plan)
         with self._state.given_back(start.position):
             read = self._read(epoch, dataloader, start.passed)
-            for index, ((batch, size), passed) in enumerate(read, start.round):
+            for index, ((batch, size), passed) in enumerate(read, start.micro_batch):
                 own = len(Plan(size, batch_size, share).part(0))
                 if own:
                     require_batch(batch, self._options)
                 whole = size if self._knows_samples else None
                 position = {**fixed, "samples": passed, **self._state.take()}
-                yield Round(index, batch, whole, own, is_partial=size < share.count, position=position)
+                yield MicroBatch(index, batch, whole, own, is_partial=size < share.count, position=position)
 
     def _size_of(self, batch: tuple[Any, int]) -> int:
         return batch[1]
@@ -121,7 +121,7 @@ def _count_readers(num_workers: int) -> int:
 
 @dataclass(eq=False)
 class _Rest(IterableDataset[Any]):
-    """What of an iterable comes after the samples that are passed over.
+    """What of an iterable comes after the samples that are skipped.
 
     These are read under the seeds of their first time, so that a stream that draws from the global generators has the
     same order again. A worker's generators run on by themselves.
@@ -169,7 +169,7 @@ class _ShareCollate:
 
 
 class GivenLoader(ReadThroughLoader):
-    """Rounds of a user's DataLoader that cannot be cut apart: batch i goes to process i mod processes.
+    """Micro-batches of a user's DataLoader that cannot be cut apart: batch i goes to process i mod processes.
 
     Args:
         given: The user's DataLoader: over a stream, without automatic batches, with batches without a length, or of a
@@ -191,8 +191,8 @@ class GivenLoader(ReadThroughLoader):
         self._state = _state_of_loader(given, options, is_stream=is_stream)
         length = length_of(given) if readers == 1 else None
         randomness = UserRandomness(given, given.dataset, given.batch_sampler)
-        # What is counted are the batches as they are, one a round for each process.
-        super().__init__(given, replace(options, batch_size=1, micro_batches=1), randomness, length)
+        # What is counted are the batches as they are, one a micro-batch for each process.
+        super().__init__(given, replace(options, batch_size=1, micro_batches_per_batch=1), randomness, length)
 
     def _choose_start(self, start: Start) -> Start:
         position, now = start.position, self._cut
@@ -203,21 +203,21 @@ class GivenLoader(ReadThroughLoader):
             self._say_reading_again(start, self._state.why_not or "their state was not kept")
         return start
 
-    def _every_round(self, epoch: int, start: Start, plan: Plan | None) -> Iterator[Round]:
+    def _read_micro_batches(self, epoch: int, start: Start, plan: Plan | None) -> Iterator[MicroBatch]:
         share, fixed = self._options.share, {"kind": self._kind, **self._cut}
         with self._state.given_back(start.position):
             batches = self._batches(epoch, start, plan)
-            for index in count(start.round):
-                of_round = list(islice(batches, share.count))
-                if not of_round:
+            for index in count(start.micro_batch):
+                of_all_processes = list(islice(batches, share.count))
+                if not of_all_processes:
                     return
                 own = _Counted(None, 0)
-                if share.index < len(of_round):
-                    own = _as_counted(of_round[share.index][0])
+                if share.index < len(of_all_processes):
+                    own = _as_counted(of_all_processes[share.index][0])
                     require_batch(own.batch, self._options)
-                position = {**fixed, "batches": of_round[-1][1], **self._state.take()}
-                is_partial = len(of_round) < share.count
-                yield Round(index, own.batch, None, own.samples, is_partial=is_partial, position=position)
+                position = {**fixed, "batches": of_all_processes[-1][1], **self._state.take()}
+                is_partial = len(of_all_processes) < share.count
+                yield MicroBatch(index, own.batch, None, own.samples, is_partial=is_partial, position=position)
 
     def _batches(self, epoch: int, start: Start, plan: Plan | None) -> Iterator[tuple[Any, int]]:
         read_before = start.passed if self._state.is_in(start.position) else 0

@@ -1,4 +1,4 @@
-"""Rounds of data that every process has for itself."""
+"""Micro-batches of data that every process has for itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from accmt.data.batches import Round
+from accmt.data.batches import MicroBatch
 from accmt.data.options import Loader
 from accmt.errors import DataError, explain
 from accmt.processes import gather_objects, num_processes, process_index, sum_over_processes
@@ -17,15 +17,15 @@ _KIND = "part of each process"
 
 
 class _Sums(NamedTuple):
-    """What processes have together in a round.
+    """What processes have together in a micro-batch.
 
     Attributes:
-        rounds: How many have a part in it.
+        micro_batches: How many have a part in it.
         batches: How many have a batch: not those of whose batch nothing is left.
         bad: Samples that were left out.
     """
 
-    rounds: int
+    micro_batches: int
     batches: int
     bad: int
 
@@ -33,7 +33,7 @@ class _Sums(NamedTuple):
 class UnsharedLoader:
     """Lets processes with data of their own, of unequal length, end their epochs together.
 
-    Each tells one batch ahead whether it has another; one at its end has no part in the rounds of the others.
+    Each tells one batch ahead whether it has another; one at its end has no part in the micro-batches of the others.
 
     Processes: collective.
 
@@ -44,7 +44,7 @@ class UnsharedLoader:
 
     def __init__(self, own: Loader, device: torch.device) -> None:
         self.dataloader: DataLoader[Any] = own.dataloader
-        self.micro_batches = own.micro_batches
+        self.micro_batches_per_batch = own.micro_batches_per_batch
         self.share = own.share
         self._own = own
         self._device = device
@@ -54,23 +54,25 @@ class UnsharedLoader:
         """Return None: a process knows of its own samples only."""
         return None
 
-    def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
-        """Yield the rounds of an epoch from `first` on, until no process has a batch."""
-        own = self._own.rounds(epoch, first)
+    def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of an epoch from `first` on, until no process has a batch."""
+        own = self._own.micro_batches(epoch, first)
         ahead = next(own, None)
         self._measure()
         following = self._sum(ahead)
         index = first
-        while following.rounds:
-            part = ahead or Round(index, None, own_samples=0)
+        while following.micro_batches:
+            part = ahead or MicroBatch(index, None, own_samples=0)
             now, ahead = following, next(own, None)
             following = self._sum(ahead)
-            is_last, is_partial = following.rounds == 0, now.batches < num_processes()
-            yield Round(index, part.batch, None, part.own_samples, is_last, is_partial, bad=part.bad, num_bad=now.bad)
+            is_last, is_partial = following.micro_batches == 0, now.batches < num_processes()
+            yield MicroBatch(
+                index, part.batch, None, part.own_samples, is_last, is_partial, bad=part.bad, num_bad=now.bad
+            )
             index += 1
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
-        """Return the samples that this process has in a round of the epoch in work."""
+        """Return the samples that this process has in a micro-batch of the epoch in work."""
         return self._own.samples_of(epoch, index)
 
     def tell_epoch_again(self) -> None:
@@ -81,14 +83,14 @@ class UnsharedLoader:
         """End the processes that load data; the next epoch starts others."""
         self._own.end_workers()
 
-    def position(self, epoch: int, num_rounds: int) -> dict[str, Any]:
-        """Return where the data of each process are after `num_rounds` rounds of an epoch.
+    def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
+        """Return where the data of each process are after `num_micro_batches` micro-batches of an epoch.
 
         Processes: collective.
         """
-        return {"kind": _KIND, "positions": gather_objects(self._own.position(epoch, num_rounds))}
+        return {"kind": _KIND, "positions": gather_objects(self._own.position(epoch, num_micro_batches))}
 
-    def continue_from(self, epoch: int, first_round: int, position: Mapping[str, Any]) -> None:
+    def continue_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
         """Let `epoch` go on from a position.
 
         Processes: collective.
@@ -97,17 +99,17 @@ class UnsharedLoader:
             DataError: The position is one in other data, or of another number of processes.
         """
         own: Mapping[str, Any] = {}
-        if first_round > 0:
+        if first_micro_batch > 0:
             own = _require_positions(position)[process_index()]
-        self._own.continue_from(epoch, first_round, own)
+        self._own.continue_from(epoch, first_micro_batch, own)
         self._measure()
 
     def _measure(self) -> None:
-        lengths = gather_objects(self._own.num_rounds)
-        self.num_rounds = None if None in lengths else max(length or 0 for length in lengths)
+        lengths = gather_objects(self._own.num_micro_batches)
+        self.num_micro_batches = None if None in lengths else max(length or 0 for length in lengths)
 
-    def _sum(self, round_: Round | None) -> _Sums:
-        own = (0, 0, 0) if round_ is None else (1, round_.batch is not None, round_.num_bad)
+    def _sum(self, micro_batch: MicroBatch | None) -> _Sums:
+        own = (0, 0, 0) if micro_batch is None else (1, micro_batch.batch is not None, micro_batch.num_bad)
         return _Sums(*map(int, sum_over_processes(own, self._device)))
 
 

@@ -34,12 +34,12 @@ def loads(text: str) -> Any:
 
 
 def read_json_lines(path: Path) -> Iterator[Any]:
-    """Yield the values of a file of JSON lines; a last line that a crash cut short is passed over.
+    """Yield the values of a file of JSON lines; a last line that a crash cut short is skipped.
 
     Raises:
         json.JSONDecodeError: A line before the last is not JSON.
     """
-    # In bytes: a crash can cut the last line inside a character, which no text reader would pass over.
+    # In bytes: a crash can cut the last line inside a character, which no text reader would skip.
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):

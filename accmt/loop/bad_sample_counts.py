@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from accmt.data import BadSample, Round
+from accmt.data import BadSample, MicroBatch
 from accmt.errors import DataError, explain
 from accmt.messages import warn, warn_once
 from accmt.processes import gather_objects
@@ -31,7 +31,7 @@ class BadSamples:
     first: list[BadSample] = field(default_factory=list)
 
     def add(self, count: int, own: Iterable[BadSample]) -> None:
-        """Add those of a round."""
+        """Add those of a micro-batch."""
         self.count += count
         self.first = [*self.first, *own][:_MAX_NAMED]
 
@@ -42,11 +42,11 @@ class BadSamples:
         return taken
 
 
-def count_bad_samples(run: Run, round_: Round) -> None:
-    """Count what was left out of a round of training."""
-    if round_.num_bad:
-        run.state.count_bad_samples(round_.num_bad)
-        run.bad_samples.add(round_.num_bad, round_.bad)
+def count_bad_samples(run: Run, micro_batch: MicroBatch) -> None:
+    """Count what was left out of a micro-batch of training."""
+    if micro_batch.num_bad:
+        run.state.count_bad_samples(micro_batch.num_bad)
+        run.bad_samples.add(micro_batch.num_bad, micro_batch.bad)
 
 
 def tell_bad_samples(run: Run) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.callbacks.dispatch import Hook
-from accmt.data import Loader, Round, derive_seed, seed_generators
+from accmt.data import Loader, MicroBatch, derive_seed, seed_generators
 from accmt.errors import ModuleContractError, explain
 from accmt.loop.bad_sample_counts import BadSamples, tell_bad_samples_of_set
 from accmt.loop.reduction import broadcast_buffers
@@ -88,7 +88,7 @@ def _step_on_plateau(run: Run, results: dict[str, float]) -> None:
         run.scheduler.step(sum(losses) / len(losses))
 
 
-def evaluate(run: EvaluationRun, stage: Stage, *, max_rounds: int | None = None) -> dict[str, float]:
+def evaluate(run: EvaluationRun, stage: Stage, *, max_batches: int | None = None) -> dict[str, float]:
     """Run the validation (or test) steps over all sets.
 
     Processes: collective only between sets; within a set processes need not keep in step.
@@ -96,7 +96,7 @@ def evaluate(run: EvaluationRun, stage: Stage, *, max_rounds: int | None = None)
     Args:
         run: The run.
         stage: "validate", "test", or "sanity_check", which counts nothing and calls no hooks.
-        max_rounds: Batches of each set at most; None is all.
+        max_batches: Batches of each set at most; None is all.
 
     Returns:
         Losses and metrics by name; with several sets `<name>__<key>`.
@@ -105,7 +105,7 @@ def evaluate(run: EvaluationRun, stage: Stage, *, max_rounds: int | None = None)
     results: dict[str, float] = {}
     with without_training(run, stage):
         for key, loader in run.val_loaders.items():
-            outputs = _evaluate_set(run, stage, key, loader, max_rounds)
+            outputs = _evaluate_set(run, stage, key, loader, max_batches)
             suffix = f"__{key}" if key else ""
             results |= {f"{name}{suffix}": value for name, value in outputs.items()}
         return results | _consolidate(run, results)
@@ -157,15 +157,15 @@ def without_gradients(run: EvaluationRun, stage: Stage) -> AbstractContextManage
 
 
 def _evaluate_set(
-    run: EvaluationRun, stage: Stage, key: str, loader: Loader, max_rounds: int | None
+    run: EvaluationRun, stage: Stage, key: str, loader: Loader, max_batches: int | None
 ) -> dict[str, float]:
     is_silent = stage == "sanity_check"
     reports_batches = run.state.fn == "fit" and not (is_silent or run.settings.evaluation.report_loss_after_eval)
     call_hooks(() if is_silent else run.hooks.on_validation_start, key=key)
     in_work = _SetInWork(run, key, is_silent=is_silent)
-    for round_ in _first_rounds(loader, max_rounds):
+    for micro_batch in _first_batches(loader, max_batches):
         with without_gradients(run, stage):
-            loss, weight = in_work.take(round_)
+            loss, weight = in_work.take(micro_batch)
         run.state.count_validation_batch()
         if reports_batches:
             _report_batch(run, key, loss, weight)
@@ -174,13 +174,13 @@ def _evaluate_set(
     return outputs
 
 
-def _first_rounds(loader: Loader, max_rounds: int | None) -> Iterator[Round]:
-    """Yield rounds until there were so many with anything in them that can be read."""
-    num_rounds = 0
-    for round_ in loader.rounds(0):
-        yield round_
-        num_rounds += round_.batch is not None or not round_.bad
-        if num_rounds == max_rounds:
+def _first_batches(loader: Loader, max_batches: int | None) -> Iterator[MicroBatch]:
+    """Yield micro-batches until there were so many with anything in them that can be read."""
+    num_micro_batches = 0
+    for micro_batch in loader.micro_batches(0):
+        yield micro_batch
+        num_micro_batches += micro_batch.batch is not None or not micro_batch.bad
+        if num_micro_batches == max_batches:
             return
 
 
@@ -204,14 +204,14 @@ class _SetInWork:
         self._gave_weight: set[bool] = set()
         self._bad = BadSamples()
 
-    def take(self, round_: Round) -> tuple[Any, Any]:
+    def take(self, micro_batch: MicroBatch) -> tuple[Any, Any]:
         """Run the step on this process's batch, and return the loss and what it weighs."""
-        self._bad.add(len(round_.bad), round_.bad)
-        if round_.batch is None:
+        self._bad.add(len(micro_batch.bad), micro_batch.bad)
+        if micro_batch.batch is None:
             return 0.0, 0.0
         run, loss_name = self._run, self._run.loss_name
-        batch = run.place(round_.batch)
-        seed_generators(derive_seed(run.seed, "validation_step", round_.index, process_index()), run.device)
+        batch = run.place(micro_batch.batch)
+        seed_generators(derive_seed(run.seed, "validation_step", micro_batch.index, process_index()), run.device)
         for hook in self._hooks_before:
             hook(batch=batch)
         with run.autocast():
@@ -219,8 +219,8 @@ class _SetInWork:
         entries, weight = read_validation_output(output, loss_name)
         self._gave_weight.add(weight is not None)
         if weight is None:
-            weight = run.count_samples(round_, batch)
-        self._collector.add(entries, weight, round_.index)
+            weight = run.count_samples(micro_batch, batch)
+        self._collector.add(entries, weight, micro_batch.index)
         for hook in self._hooks_after:
             hook(batch=batch, outputs=output)
         return entries.get(loss_name, 0.0), weight

@@ -189,7 +189,7 @@ def _end_epoch(run: Run, *, is_used_up: bool) -> None:
     if is_used_up:
         step_schedule(run, at_epoch_end=True)
         state.count_epoch()
-        run.window.end_epoch()
+        run.running_averages.end_epoch()
     run.boundary.mark(run, "epoch_end")
     _tell_epoch_end(run, is_counted=is_used_up, evaluated=is_evaluation_due)
 
@@ -216,7 +216,7 @@ def _try_evaluation(run: Run) -> None:
         return
     limit = None if told.num_sanity_val_steps == -1 else told.num_sanity_val_steps
     counters = run.state.state_dict()
-    run.saver.check(evaluate(run, "sanity_check", max_rounds=limit))
+    run.saver.check(evaluate(run, "sanity_check", max_batches=limit))
     run.state.load_state_dict(counters)
 
 

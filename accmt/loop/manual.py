@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from accmt.data import Round, derive_seed, seed_generators
+from accmt.data import MicroBatch, derive_seed, seed_generators
 from accmt.loop.optimizer_step import advance_schedule, step_optimizer, zero_gradients
 from accmt.loop.reduction import average_gradients, broadcast_buffers
 from accmt.messages import say_once
@@ -37,28 +37,28 @@ class ManualSteps:
         self.has_gradients: bool = before is not None and before._run is run and before.has_gradients
         module.manual_steps = self
 
-    def train(self, round_: Round) -> bool:
+    def train(self, micro_batch: MicroBatch) -> bool:
         """Run the training step on every process, and count what it did.
 
-        A round in which some process has no batch is left out: who has none could not take part in the others' steps.
+        A micro-batch in which some process has no batch is skipped: it could not take part in the others' steps.
 
         Returns:
             Whether the step made an update.
         """
         run = self._run
-        if round_.is_partial:
+        if micro_batch.is_partial:
             say_once("manual optimization leaves out the last batches of an epoch, which are fewer than the processes")
-            if not round_.is_last:  # where data go on, they are counted
+            if not micro_batch.is_last:  # where data go on, they are counted
                 run.state.count_batch()
             return False
         run.trained.update()
         if run.reduces_by_hand:
             broadcast_buffers(run.unwrapped_model)
-        batch = run.place(round_.batch)
-        own = run.count_samples(round_, batch)
-        samples = self._count_over_processes(round_, own)
+        batch = run.place(micro_batch.batch)
+        own = run.count_samples(micro_batch, batch)
+        samples = self._count_over_processes(micro_batch, own)
         self._factor, self._has_stepped = own * num_processes() / samples, False
-        seed_generators(derive_seed(run.seed, "step", run.state.epoch, round_.index, process_index()), run.device)
+        seed_generators(derive_seed(run.seed, "step", run.state.epoch, micro_batch.index, process_index()), run.device)
         for hook in run.hooks.on_before_training_step:
             hook(batch=batch)
         counting: AbstractContextManager[list[None]]
@@ -68,22 +68,22 @@ class ManualSteps:
         run.trained.require_unchanged()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):
-            run.window.add(loss.detach(), own)
-            run.guard.add(loss.detach(), own, Place.of(run.state, round_.index, run.state.samples_seen))
+            run.running_averages.add(loss.detach(), own)
+            run.guard.add(loss.detach(), own, Place.of(run.state, micro_batch.index, run.state.samples_seen))
         for hook in run.hooks.on_after_training_step:
             hook(batch=batch, outputs=outputs)
         self._count(samples)
         return self._has_stepped
 
-    def _count_over_processes(self, round_: Round, own: int) -> int:
-        """Return the samples of a round: those that were planned, or else the sum of what the batches hold.
+    def _count_over_processes(self, micro_batch: MicroBatch, own: int) -> int:
+        """Return the samples of a micro-batch: those that were planned, or else the sum of what the batches hold.
 
         Processes: collective where they were not planned.
         """
-        if round_.num_samples is None or self._run.counts_own_samples or num_processes() == 1:
+        if micro_batch.num_samples is None or self._run.counts_own_samples or num_processes() == 1:
             return int(sum_over_processes((float(own),), self._run.device)[0])
-        require_planned(round_, own)
-        return round_.num_samples
+        require_planned(micro_batch, own)
+        return micro_batch.num_samples
 
     def _count(self, samples: int) -> None:
         state = self._run.state
@@ -94,7 +94,7 @@ class ManualSteps:
             self._run.boundary.mark(self._run, "update")
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a batch's mean loss, weighted by this process's share of the round."""
+        """Add the gradients of a batch's mean loss, weighted by this process's share of the micro-batch."""
         run = self._run
         self.has_gradients = True
         for hook in run.hooks.on_before_backward:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.loop.reduction import average_gradients
-from accmt.loop.weighting import Window
+from accmt.loop.weighting import AccumulationWindow
 from accmt.processes import sum_over_processes
 from accmt.recovery.restart import restart_with_smaller_batches
 from accmt.run import Run
 
 
-def finish_window(run: Run, window: Window) -> bool:
+def finish_window(run: Run, window: AccumulationWindow) -> bool:
     """Make the update of a finished window, and count it.
 
     Processes: collective.
@@ -41,7 +41,7 @@ def finish_window(run: Run, window: Window) -> bool:
     return is_done
 
 
-def pass_over(run: Run, window: Window) -> bool:
+def skip_window(run: Run, window: AccumulationWindow) -> bool:
     """Count a window that was not trained on as one without an update.
 
     Processes: collective.
@@ -60,11 +60,11 @@ def _count(run: Run, samples: int, *, is_done: bool) -> None:
     run.boundary.mark(run, "update" if is_done else "skipped")
 
 
-def _has_run_out_of_memory(run: Run, window: Window) -> bool:
+def _has_run_out_of_memory(run: Run, window: AccumulationWindow) -> bool:
     return sum_over_processes((float(window.ran_out_of_memory),), run.device)[0] > 0
 
 
-def _is_wanted(run: Run, window: Window) -> bool:
+def _is_wanted(run: Run, window: AccumulationWindow) -> bool:
     """Return whether the gradients are such that the optimizer may step; a gradient scaler sees to that by itself."""
     if run.accelerator.scaler is not None or not run.guard.judges_before_step(window.samples_before):
         return True

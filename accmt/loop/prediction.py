@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from accmt.data import Loader, Round, derive_seed, find_batch_size, seed_generators
+from accmt.data import Loader, MicroBatch, derive_seed, find_batch_size, seed_generators
 from accmt.errors import DataError, ModuleContractError, explain
 from accmt.loop.bad_sample_counts import BadSamples, tell_bad_samples_of_set
 from accmt.loop.evaluation import without_gradients, without_training
@@ -20,7 +20,7 @@ from accmt.run import EvaluationRun
 from accmt.setup.module_checks import defines
 
 _KEEP_SAMPLES = "keep the dimension of samples: squeeze(-1) instead of squeeze(), say; or return a list of them"
-_Numbered = tuple[int, Any]  # the round of a batch, and its predictions
+_Numbered = tuple[int, Any]  # the micro-batch of a batch, and its predictions
 
 
 def predict(run: EvaluationRun, *, keeps: bool) -> dict[str, Any]:
@@ -48,16 +48,16 @@ def _predict_set(run: EvaluationRun, key: str, loader: Loader, *, keeps: bool) -
     kept: list[_Numbered] = []
     bad, has_batch = BadSamples(), False
     run.state.begin_evaluation()
-    for round_ in loader.rounds(0):
-        bad.add(len(round_.bad), round_.bad)
-        has_batch |= round_.batch is not None
-        if round_.batch is not None:
-            seed_generators(derive_seed(run.seed, "predict_step", round_.index, process_index()), run.device)
-            batch = run.place(round_.batch)
+    for micro_batch in loader.micro_batches(0):
+        bad.add(len(micro_batch.bad), micro_batch.bad)
+        has_batch |= micro_batch.batch is not None
+        if micro_batch.batch is not None:
+            seed_generators(derive_seed(run.seed, "predict_step", micro_batch.index, process_index()), run.device)
+            batch = run.place(micro_batch.batch)
             output = _predict_batch(run, key, batch)
             if keeps:
-                _require_one_each(run, round_, batch, _count_predictions("predictions", output))
-                kept.append((round_.index, to_cpu(output)))
+                _require_one_each(run, micro_batch, batch, _count_predictions("predictions", output))
+                kept.append((micro_batch.index, to_cpu(output)))
         run.state.count_validation_batch()
     tell_bad_samples_of_set(run, key, bad, has_batch=has_batch)
     return kept
@@ -76,14 +76,14 @@ def _predict_batch(run: EvaluationRun, key: str, batch: Any) -> Any:
         raise ModuleContractError(explain(type(run.module).__name__, got, expected, do)) from error
 
 
-def _require_one_each(run: EvaluationRun, round_: Round, batch: Any, count: int) -> None:
+def _require_one_each(run: EvaluationRun, micro_batch: MicroBatch, batch: Any, count: int) -> None:
     """Refuse a number of predictions that is neither that of the samples in the batch nor that of which it was made."""
     try:
-        held = find_batch_size(batch, round_.own_samples)
+        held = find_batch_size(batch, micro_batch.own_samples)
     except DataError:  # it cannot be told
         return
     said = run.module.get_batch_size(batch) if run.counts_own_samples else None
-    numbers = {number for number in (round_.own_samples, held, said) if number is not None}
+    numbers = {number for number in (micro_batch.own_samples, held, said) if number is not None}
     if numbers and count not in numbers:
         got = f"{count} predictions for a batch of {' or '.join(map(str, sorted(numbers)))} samples"
         _refuse(got, _KEEP_SAMPLES)
@@ -122,7 +122,7 @@ def _bring_together(run: EvaluationRun, own: list[_Numbered]) -> Any:
         return None
     parts = list(chain(*every))
     if run.settings.data.shard_dataloaders:  # else each process had data of its own, which stay together
-        # Processes share each round in their order, and sorting keeps equal rounds as they stand.
+        # Processes share each micro-batch in their order, and sorting keeps equal micro-batches as they stand.
         parts.sort(key=lambda part: part[0])
     return _join([predictions for _, predictions in parts])
 

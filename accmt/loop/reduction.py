@@ -207,7 +207,7 @@ def _broadcast(tensors: Iterable[torch.Tensor]) -> None:
 def require_equal_weights(model: nn.Module) -> None:
     """Check that training begins with the same weights on all processes.
 
-    DistributedDataParallel sees to that unless it is told not to (`init_sync=False`) or to pass over a parameter.
+    DistributedDataParallel sees to that unless it is told not to (`init_sync=False`) or to skip a parameter.
 
     Processes: collective.
 

@@ -48,7 +48,7 @@ class RowLogger(Callback):
         """Log what came after the last row, such as values that `on_epoch_end` logged."""
         run = self.trainer.run
         if self.state.finished:  # else processes may no longer be together
-            row = run.window.take_row(run.settings.tracking.train_loss_metric_name)
+            row = run.running_averages.take_row(run.settings.tracking.train_loss_metric_name)
             for hook in run.hooks.on_log if row else ():
                 hook(values=row, step=self.state.global_step)
         self.module.logs.of_training.close()

@@ -1,4 +1,4 @@
-"""Gathers rounds of batches in windows, each of which ends in one update."""
+"""Gathers micro-batches in accumulation windows, each of which ends in one update."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accmt.data import Round, derive_seed, seed_generators
+from accmt.data import MicroBatch, derive_seed, seed_generators
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.failures import is_out_of_memory
-from accmt.loop.optimizer_step import finish_window, pass_over
+from accmt.loop.optimizer_step import finish_window, skip_window
 from accmt.loop.reduction import broadcast_buffers
 from accmt.loop.step_outputs import TrainingOutput, read_training_output
-from accmt.loop.weighting import Window
+from accmt.loop.weighting import AccumulationWindow
 from accmt.metrics.weighted_sum import Weight
 from accmt.processes import num_processes, process_index
 from accmt.recovery.loss_guard import Place
@@ -22,11 +22,11 @@ from accmt.recovery.restart import current_micro_batch_size
 from accmt.run import Run, require_planned
 from accmt.setup.sync_batchnorm import synchronized_layers, without_synchronization
 
-_Way: TypeAlias = Callable[[Run, Window, Round], None]
+_Way: TypeAlias = Callable[[Run, AccumulationWindow, MicroBatch], None]
 
 
 class Windows:
-    """Trains rounds, window by window, within one epoch.
+    """Trains micro-batches, window by window, within one epoch.
 
     Args:
         run: The run.
@@ -34,16 +34,16 @@ class Windows:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._window: Window | None = None
+        self._window: AccumulationWindow | None = None
         self._may_halve = run.settings.optimization.auto_micro_batch and current_micro_batch_size(run) > 1
         self._reduces_by_hand = run.reduces_by_hand or (self._may_halve and num_processes() > 1)
         self._synchronized = synchronized_layers(run.unwrapped_model)
         _require_dynamic_graph(run)
 
-    def train(self, round_: Round) -> bool:
+    def train(self, micro_batch: MicroBatch) -> bool:
         """Run forward and backward of one batch on every process, and the update if it ends a window.
 
-        Gradients are reduced over processes in the last round of a window only. A round in which some process has no
+        Gradients are reduced over processes in the last micro-batch of a window only. One in which some process has no
         batch, or may run out of memory, runs without any communication; its window's gradients are reduced by hand
         afterwards, and so are those of a model that nothing wraps.
 
@@ -53,29 +53,29 @@ class Windows:
             Whether an update was made.
         """
         run = self._run
-        window = self._window = self._window or self._open_window(round_)
-        window.rounds_done += 1
-        ends_window = round_.is_last or window.rounds_done == window.num_rounds
-        self._way_to_train(window, round_, ends_window=ends_window)(run, window, round_)
+        window = self._window = self._window or self._open_window(micro_batch)
+        window.micro_batches_done += 1
+        ends_window = micro_batch.is_last or window.micro_batches_done == window.num_micro_batches
+        self._way_to_train(window, micro_batch, ends_window=ends_window)(run, window, micro_batch)
         run.state.count_batch()
         if not ends_window:
             return False
         self._window = None
-        return pass_over(run, window) if window.is_passed_over else finish_window(run, window)
+        return skip_window(run, window) if window.is_skipped else finish_window(run, window)
 
-    def _way_to_train(self, window: Window, round_: Round, *, ends_window: bool) -> _Way:
+    def _way_to_train(self, window: AccumulationWindow, micro_batch: MicroBatch, *, ends_window: bool) -> _Way:
         run = self._run
-        if window.is_passed_over:
+        if window.is_skipped:
             return _count_own_batch
         if self._may_halve:
             return self._try_own_batch
-        if round_.is_partial:
+        if micro_batch.is_partial:
             return self._train_apart
         if ends_window or num_processes() == 1 or run.reduces_by_hand:
             return _train_own_batch
         return _train_unreduced
 
-    def _open_window(self, first: Round) -> Window:
+    def _open_window(self, first: MicroBatch) -> AccumulationWindow:
         run = self._run
         run.trained.update()
         if self._reduces_by_hand:
@@ -84,12 +84,12 @@ class Windows:
         window.is_unreduced = self._reduces_by_hand
         return window
 
-    def _try_own_batch(self, run: Run, window: Window, round_: Round) -> None:
+    def _try_own_batch(self, run: Run, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
         """Train on a batch that memory may not suffice for; then the window is only gone through to its end."""
         train = self._train_apart if self._reduces_by_hand else _train_own_batch
         try:
             if not window.ran_out_of_memory:
-                train(run, window, round_)
+                train(run, window, micro_batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -97,11 +97,11 @@ class Windows:
         if window.ran_out_of_memory and run.weighting.is_explicit is None:
             run.weighting.decide(None, is_explicit=False)  # the others do, at their first batch
 
-    def _train_apart(self, run: Run, window: Window, round_: Round) -> None:
+    def _train_apart(self, run: Run, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
         """Train on this process's batch without communication, so that it need not keep in step with the others."""
         window.is_unreduced = True
         with run.using_unwrapped_model(), without_synchronization(self._synchronized):
-            _train_own_batch(run, window, round_)
+            _train_own_batch(run, window, micro_batch)
 
 
 def _require_dynamic_graph(run: Run) -> None:
@@ -117,50 +117,50 @@ def _require_dynamic_graph(run: Run) -> None:
         raise ArgumentError(explain("Trainer(ddp_kwargs=...)", got, expected, do))
 
 
-def _open_window(run: Run, first: Round) -> Window:
+def _open_window(run: Run, first: MicroBatch) -> AccumulationWindow:
     loader, accumulation = run.train_loader, run.state.grad_accum_steps
     end = first.index + accumulation
-    if loader.num_rounds is not None:
-        end = min(end, loader.num_rounds)
+    if loader.num_micro_batches is not None:
+        end = min(end, loader.num_micro_batches)
     samples = loader.samples_in(first.index, end)
     if samples is None and accumulation == 1:
         samples = first.num_samples
-    return Window(
-        num_rounds=end - first.index,
+    return AccumulationWindow(
+        num_micro_batches=end - first.index,
         known_samples=None if run.counts_own_samples else samples,
         samples_before=run.state.samples_seen,
-        is_passed_over=run.state.samples_seen in run.recovery.passed_over,
+        is_skipped=run.state.samples_seen in run.recovery.skipped_windows,
     )
 
 
-def _count_own_batch(run: Run, window: Window, round_: Round) -> None:
-    if round_.batch is not None:
-        window.add(0.0, run.count_samples(round_, round_.batch))
+def _count_own_batch(run: Run, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
+    if micro_batch.batch is not None:
+        window.add(0.0, run.count_samples(micro_batch, micro_batch.batch))
 
 
-def _train_unreduced(run: Run, window: Window, round_: Round) -> None:
-    """Train on this process's batch, and leave the reduction to the last round of the window."""
+def _train_unreduced(run: Run, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
+    """Train on this process's batch, and leave the reduction to the last micro-batch of the window."""
     with run.accelerator.no_sync(run.model):
-        _train_own_batch(run, window, round_)
+        _train_own_batch(run, window, micro_batch)
 
 
-def _train_own_batch(run: Run, window: Window, round_: Round) -> None:
-    if round_.batch is not None:
-        _train_batch(run, window, round_)
+def _train_own_batch(run: Run, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
+    if micro_batch.batch is not None:
+        _train_batch(run, window, micro_batch)
     elif run.weighting.is_explicit is None:
         run.weighting.decide(None, is_explicit=False)
 
 
-def _train_batch(run: Run, window: Window, round_: Round) -> None:
+def _train_batch(run: Run, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
     hooks = run.hooks
-    batch = run.place(round_.batch)
-    seed_generators(derive_seed(run.seed, "step", run.state.epoch, round_.index, process_index()), run.device)
+    batch = run.place(micro_batch.batch)
+    seed_generators(derive_seed(run.seed, "step", run.state.epoch, micro_batch.index, process_index()), run.device)
     for hook in hooks.on_before_training_step:
         hook(batch=batch)
     with run.autocast(), run.watching_wrapper():
         outputs = run.training_step(batch)
     output = read_training_output(outputs)
-    weight = _weigh(run, window, round_, batch, output)
+    weight = _weigh(run, window, micro_batch, batch, output)
     for hook in hooks.on_before_backward:
         hook(loss=output.loss)
     factor = run.weighting.loss_factor(window, weight)
@@ -170,8 +170,8 @@ def _train_batch(run: Run, window: Window, round_: Round) -> None:
     for hook in hooks.on_after_backward:
         hook(loss=output.loss)
     loss = output.loss.detach()
-    run.window.add(loss, weight, output.others)
-    run.guard.add(loss, weight, Place.of(run.state, round_.index, window.samples_before))
+    run.running_averages.add(loss, weight, output.others)
+    run.guard.add(loss, weight, Place.of(run.state, micro_batch.index, window.samples_before))
     for hook in hooks.on_after_training_step:
         hook(batch=batch, outputs=outputs)
 
@@ -192,9 +192,9 @@ def _require_finite(loss: torch.Tensor) -> None:
         raise ModuleContractError(explain("training_step", got, "a finite loss", do))
 
 
-def _weigh(run: Run, window: Window, round_: Round, batch: Any, output: TrainingOutput) -> Weight:
+def _weigh(run: Run, window: AccumulationWindow, micro_batch: MicroBatch, batch: Any, output: TrainingOutput) -> Weight:
     has_weight = output.weight is not None
-    samples = run.count_samples(round_, batch, has_weight=has_weight)
+    samples = run.count_samples(micro_batch, batch, has_weight=has_weight)
     weight = samples if output.weight is None else output.weight
     if run.weighting.is_explicit is None:
         run.weighting.decide(weight, is_explicit=has_weight)
@@ -204,6 +204,6 @@ def _weigh(run: Run, window: Window, round_: Round, batch: Any, output: Training
         got = f'"weight" in {seen} but not in {other}'
         raise ModuleContractError(explain("training_step", got, "weights for all batches or for none", do))
     if not has_weight and run.weighting.uses_plan(window):
-        require_planned(round_, samples)
+        require_planned(micro_batch, samples)
     window.add(weight, samples)
     return weight

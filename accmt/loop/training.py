@@ -1,4 +1,4 @@
-"""One epoch of training: round after round, and what is due after each update."""
+"""One epoch of training: micro-batch after micro-batch, and what is due after each update."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def train_epoch(run: Run) -> bool:
         hook()
     run.trained.find_parameters()
     module = run.module
-    rounds = ManualSteps(run, module) if isinstance(module, ExtendedAcceleratorModule) else Windows(run)
+    trained = ManualSteps(run, module) if isinstance(module, ExtendedAcceleratorModule) else Windows(run)
     is_used_up = True  # as it is where a checkpoint was written after the last update of an epoch
-    for round_ in run.train_loader.rounds(state.epoch, first=state.train_step):
-        state.now.is_last_training_batch = is_used_up = round_.is_last
-        count_bad_samples(run, round_)
-        rounds.train(round_)
+    for micro_batch in run.train_loader.micro_batches(state.epoch, first=state.train_step):
+        state.now.is_last_training_batch = is_used_up = micro_batch.is_last
+        count_bad_samples(run, micro_batch)
+        trained.train(micro_batch)
         if run.boundary.due is not None:
             finish_update(run)
         if run.cadence.is_out_of_steps(state) or run.ends_early:
@@ -101,7 +101,7 @@ def log_row(run: Run) -> None:
     """
     loss_name = run.settings.tracking.train_loss_metric_name
     tell_bad_samples(run)
-    row = run.window.take_row(loss_name)
+    row = run.running_averages.take_row(loss_name)
     if not row:
         return
     if run.state.skipped_updates:

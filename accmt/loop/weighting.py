@@ -25,28 +25,28 @@ from accmt.processes import num_processes, sum_over_processes
 
 
 @dataclass(slots=True)
-class Window:
+class AccumulationWindow:
     """The batches of one update.
 
     Attributes:
-        num_rounds: Batches of each process that it has at most.
+        num_micro_batches: Batches of each process that it has at most.
         known_samples: Samples of all its batches on all processes; None if they are counted as they come.
         samples_before: Samples of all processes seen before it.
-        is_passed_over: Whether it is not trained on.
+        is_skipped: Whether it is not trained on.
         ran_out_of_memory: Whether this process could not finish one of its batches.
-        rounds_done: Rounds finished.
+        micro_batches_done: Micro-batches finished.
         own_weight: Weights of this process's batches so far.
         own_batches: Batches that this process had a part in.
         own_samples: Samples of those batches.
-        is_unreduced: Whether gradients were not reduced over processes, because one had no batch in a round.
+        is_unreduced: Whether gradients were not reduced over processes, because one had no batch in a micro-batch.
     """
 
-    num_rounds: int
+    num_micro_batches: int
     known_samples: int | None
     samples_before: int = 0
-    is_passed_over: bool = False
+    is_skipped: bool = False
     ran_out_of_memory: bool = False
-    rounds_done: int = 0
+    micro_batches_done: int = 0
     own_weight: Weight = 0.0
     own_batches: int = 0
     own_samples: int = 0
@@ -89,11 +89,11 @@ class Weighting:
         self.is_explicit = explicit > 0 if batches else None  # no process has one, so the next decides
         self.reference = total / batches if total > 0 else 1.0
 
-    def uses_plan(self, window: Window) -> bool:
+    def uses_plan(self, window: AccumulationWindow) -> bool:
         """Return whether the samples that were planned say what all batches of a window weigh together."""
         return window.known_samples is not None and not self.is_explicit and not self._is_one_batch(window)
 
-    def loss_factor(self, window: Window, weight: Weight) -> Weight:
+    def loss_factor(self, window: AccumulationWindow, weight: Weight) -> Weight:
         """Return what the mean loss of a batch is multiplied by before backward."""
         if self._is_one_batch(window):
             return 1.0
@@ -101,7 +101,7 @@ class Weighting:
             return weight * num_processes() / (window.known_samples or 1)
         return weight / self.reference
 
-    def close(self, window: Window) -> tuple[float, int]:
+    def close(self, window: AccumulationWindow) -> tuple[float, int]:
         """Return what the reduced gradients of a finished window are multiplied by, and its samples over all processes.
 
         Processes: collective where the sum of weights was not known beforehand.
@@ -122,9 +122,9 @@ class Weighting:
         return factor, int(samples)
 
     @staticmethod
-    def _is_one_batch(window: Window) -> bool:
+    def _is_one_batch(window: AccumulationWindow) -> bool:
         # Its mean loss is the window's, whatever it weighs.
-        return window.num_rounds == 1 and num_processes() == 1
+        return window.num_micro_batches == 1 and num_processes() == 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next window depends on."""

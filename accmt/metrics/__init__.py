@@ -7,7 +7,7 @@ from accmt.metrics.collector import ValidationCollector
 from accmt.metrics.metric import Metric
 from accmt.metrics.outputs import OutputCollector, gather_on_cpu
 from accmt.metrics.parallel import MetricBatch, MetricParallel
-from accmt.metrics.running_averages import TrainingWindow
+from accmt.metrics.running_averages import RunningAverages
 from accmt.metrics.streaming import StreamingMetric
 from accmt.metrics.torch_metrics import TorchMetric
 
@@ -30,7 +30,7 @@ __all__ = [
     "Recall",
     "StreamingMetric",
     "TorchMetric",
-    "TrainingWindow",
+    "RunningAverages",
     "ValidationCollector",
     "build_metrics",
 ]

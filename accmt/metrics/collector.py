@@ -48,7 +48,7 @@ class ValidationCollector:
         Args:
             outputs: Scalars by name, and under the names of metrics what these take: `(predictions, references)`.
             weight: What scalars weigh: samples in the batch, or the weight that the step returned.
-            position: The round of the batch, by which the order of the data is restored; None is the next.
+            position: The micro-batch of the batch, by which the order of the data is restored; None is the next.
 
         Raises:
             MetricError: A pair stands under a name that no metric has, or a metric cannot read its entry.

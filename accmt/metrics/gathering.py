@@ -64,7 +64,7 @@ class GatheredPairs:
         return run_on_main_process(lambda: self._compute(every))
 
     def _compute(self, every: list[list[Pair]]) -> dict[str, float]:
-        # Processes share each round in their order, and sorting keeps equal positions as they stand.
+        # Processes share each micro-batch in their order, and sorting keeps equal positions as they stand.
         predictions, references = join_pairs(self._metric.name, sorted(chain(*every), key=lambda pair: pair[0]))
         metric = self._metric
         return read_result(metric.name, metric.main_metric, metric.compute(predictions, references))

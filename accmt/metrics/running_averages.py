@@ -36,7 +36,7 @@ class _Mean:
         self._total, self._weight = state["total"], state["weight"]
 
 
-class TrainingWindow:
+class RunningAverages:
     """The training values since the last row of the log, and the loss since the last evaluation and of the epoch.
 
     Args:

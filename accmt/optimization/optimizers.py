@@ -18,7 +18,7 @@ _IMPLEMENTATIONS = frozenset({"fused", "foreach", "differentiable", "capturable"
 def build_optimizer(hps: HyperParameters, parameters: Iterable[torch.nn.Parameter]) -> Optimizer:
     """Build the optimizer of `hps` over `parameters`.
 
-    All of them are handed over, frozen ones too: the optimizer passes over those without a gradient, and trains them
+    All of them are handed over, frozen ones too: the optimizer skips those without a gradient, and trains them
     from the moment they are thawed. `fused=True` is set where the class, the devices and the types of the parameters
     allow it and `hps` chooses no implementation itself.
 

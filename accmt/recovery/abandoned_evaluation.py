@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from accmt.data import Loader, Round
+from accmt.data import Loader, MicroBatch
 from accmt.failures import Interruption, Reason
 from accmt.processes import gather_objects, num_processes
 from accmt.recovery.shutdown import leave
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Abandonable:
-    """The validation data of a run that trains; their rounds end early, on all processes, when it is to be left.
+    """The validation data of a run that trains; their micro-batches end early, on all processes, when it is to be left.
 
-    A process that hears of it stops at once. At the end of the rounds, where processes wait for one another anyway, it
-    tells the others, and all leave the run there.
+    A process that hears of it stops at once. At the end, where processes wait for one another anyway, it tells the
+    others, and all leave the run there.
 
     Args:
         own: The loader.
@@ -27,13 +27,13 @@ class Abandonable:
 
     def __init__(self, own: Loader, trainer: Trainer) -> None:
         self.dataloader = own.dataloader
-        self.micro_batches = own.micro_batches
+        self.micro_batches_per_batch = own.micro_batches_per_batch
         self.share = own.share
         self._own = own
         self._trainer = trainer
 
-    def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
-        """Yield the rounds of an epoch; processes that stop early leave the run at the end of them.
+    def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of an epoch; processes that stop early leave the run at the end of them.
 
         Raises:
             KeyboardInterrupt: After Ctrl-C.
@@ -41,20 +41,20 @@ class Abandonable:
         """
         reason: Reason | None = None
         may_stop = self._may_stop()
-        for round_ in self._own.rounds(epoch, first):
+        for micro_batch in self._own.micro_batches(epoch, first):
             reason = self._interruption.reason_to_leave if may_stop else None
             if reason is not None:
                 break
-            yield round_
+            yield micro_batch
         if may_stop:
             agreed = next((one for one in gather_objects(reason) if one is not None), None)
             if agreed is not None:
                 leave(self._trainer.run, agreed)
 
     @property
-    def num_rounds(self) -> int | None:
-        """Rounds of an epoch at most; None for data without a length."""
-        return self._own.num_rounds
+    def num_micro_batches(self) -> int | None:
+        """Micro-batches of an epoch at most; None for data without a length."""
+        return self._own.num_micro_batches
 
     @property
     def _interruption(self) -> Interruption:
@@ -66,11 +66,11 @@ class Abandonable:
         return self._trainer.state.stage == "validate" and self._interruption.is_listening and not keeps_in_step
 
     def samples_in(self, first: int, last: int) -> int | None:
-        """Return the samples of rounds `first` up to without `last` over all processes."""
+        """Return the samples of micro-batches `first` up to without `last` over all processes."""
         return self._own.samples_in(first, last)
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
-        """Return the samples that this process has in a round of the epoch in work."""
+        """Return the samples that this process has in a micro-batch of the epoch in work."""
         return self._own.samples_of(epoch, index)
 
     def tell_epoch_again(self) -> None:
@@ -81,10 +81,10 @@ class Abandonable:
         """End the processes that load data; the next epoch starts others."""
         self._own.end_workers()
 
-    def position(self, epoch: int, num_rounds: int) -> dict[str, Any]:
-        """Return where the data are after `num_rounds` rounds of an epoch."""
-        return self._own.position(epoch, num_rounds)
+    def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
+        """Return where the data are after `num_micro_batches` micro-batches of an epoch."""
+        return self._own.position(epoch, num_micro_batches)
 
-    def continue_from(self, epoch: int, first_round: int, position: Mapping[str, Any]) -> None:
+    def continue_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
         """Let `epoch` go on from a position."""
-        self._own.continue_from(epoch, first_round, position)
+        self._own.continue_from(epoch, first_micro_batch, position)

@@ -37,19 +37,19 @@ class Place(NamedTuple):
     Attributes:
         update: The update that its window was to make, from 1.
         epoch: The epoch, from 0.
-        round: The round in it, from 0.
+        micro_batch: The micro-batch in it, from 0.
         samples_before: Samples of all processes seen before its window.
     """
 
     update: int
     epoch: int
-    round: int
+    micro_batch: int
     samples_before: int
 
     @classmethod
-    def of(cls, state: TrainingState, round_index: int, samples_before: int) -> Place:
+    def of(cls, state: TrainingState, index: int, samples_before: int) -> Place:
         """Return the place of a batch that is trained on now."""
-        return cls(state.global_step + 1, state.epoch, round_index, samples_before)
+        return cls(state.global_step + 1, state.epoch, index, samples_before)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Finding:
 
     def __str__(self) -> str:
         place = self.place
-        where = f"update {place.update} (epoch {place.epoch + 1}, batch {place.round}) on process {self.process}"
+        where = f"update {place.update} (epoch {place.epoch + 1}, batch {place.micro_batch}) on process {self.process}"
         if self.samples is None:
             return f"{self.what} at {where}"
         named = ", ".join(map(str, self.samples[:_MAX_NAMED])) + (", ..." if len(self.samples) > _MAX_NAMED else "")
@@ -129,7 +129,7 @@ class LossGuard:
         return torch.where(loss.detach() <= highest, factor, math.nan)
 
     def forgive(self, samples_before: int) -> None:
-        """Pass over the losses of a window that a gradient scaler made no update of: it is there for overflows."""
+        """Skip the losses of a window that a gradient scaler made no update of: it is there for overflows."""
         self._harmless.add(samples_before)
 
     def lets_pass(self, gradients: list[torch.Tensor], update: int, samples_before: int) -> bool:
@@ -199,7 +199,11 @@ def look_at_losses(run: Run) -> None:
     guard = run.guard
     own = [
         Finding(
-            place, what, math.isfinite(loss), process_index(), run.train_loader.samples_of(place.epoch, place.round)
+            place,
+            what,
+            math.isfinite(loss),
+            process_index(),
+            run.train_loader.samples_of(place.epoch, place.micro_batch),
         )
         for place, loss, what in guard.find()[:_MAX_NAMED]
     ]
@@ -228,7 +232,7 @@ def _react(run: Run, found: list[Finding]) -> None:
     run.boundary.is_torn = True  # no checkpoint of this
     if run.guard.reaction == "rollback":
         window = first.place.samples_before
-        roll_back(run, window, str(first), is_passed_over=first.is_spike)
+        roll_back(run, window, str(first), is_skipped=first.is_spike)
     do = 'lower the learning rate, pass clip_grad=1.0, or leave such updates out: on_nonfinite="skip" or "rollback"'
     expected = "finite losses; the newest checkpoint is older than this one"
     raise NonFiniteError(explain("the training loss", str(first), expected, do))

@@ -73,7 +73,7 @@ def _count_samples(run: Run) -> dict[str, Any]:
 
 
 def _describe_loss(run: Run) -> dict[str, float]:
-    loss = run.window.epoch_loss
+    loss = run.running_averages.epoch_loss
     return {} if loss is None else {run.settings.tracking.train_loss_metric_name: loss}
 
 

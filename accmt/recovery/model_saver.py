@@ -83,7 +83,7 @@ class ModelSaver(Callback):
         is_before_training = self.state.last_evaluation_step is None
         if is_before_training:
             return
-        values = self._values(metrics, self.trainer.run.window.take_since_evaluation())
+        values = self._values(metrics, self.trainer.run.running_averages.take_since_evaluation())
         before = self.selection.state_dict()
         rules = self.selection.consider_all(values)
         try:

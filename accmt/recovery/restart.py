@@ -40,7 +40,7 @@ class Recovery:
 
     Attributes:
         max_micro_batch_size: Samples of a micro-batch that fit in memory at most; None where memory never ran out.
-        passed_over: Windows that are not trained on, each by the samples seen before it.
+        skipped_windows: Windows that are not trained on, each by the samples seen before it.
         careful_until: Windows that begin before so many samples are judged before the optimizer steps.
         rollbacks: How often in a row the run went back to the same checkpoint.
         rolled_back_to: The update of that checkpoint.
@@ -49,7 +49,7 @@ class Recovery:
     """
 
     max_micro_batch_size: int | None = None
-    passed_over: set[int] = field(default_factory=set)
+    skipped_windows: set[int] = field(default_factory=set)
     careful_until: int = 0
     rollbacks: int = 0
     rolled_back_to: int | None = None
@@ -60,7 +60,7 @@ class Recovery:
         """Return what a later run has to know; JSON can hold it."""
         return {
             "max_micro_batch_size": self.max_micro_batch_size,
-            "passed_over": sorted(self.passed_over),
+            "skipped_windows": sorted(self.skipped_windows),
             "careful_until": self.careful_until,
         }
 
@@ -68,7 +68,7 @@ class Recovery:
         """Add what the run of a checkpoint had learned to what this one knows already."""
         limits = [self.max_micro_batch_size, state["max_micro_batch_size"]]
         self.max_micro_batch_size = min((limit for limit in limits if limit is not None), default=None)
-        self.passed_over |= set(state["passed_over"])
+        self.skipped_windows |= set(state["skipped_windows"])
         self.careful_until = max(self.careful_until, state["careful_until"])
 
     def take_checkpoint(self) -> Path | None:
@@ -129,7 +129,7 @@ def restart_with_smaller_batches(run: Run) -> NoReturn:
     _restart(run, run.checkpoints.newest())
 
 
-def roll_back(run: Run, window: int, why: str, *, is_passed_over: bool) -> NoReturn:
+def roll_back(run: Run, window: int, why: str, *, is_skipped: bool) -> NoReturn:
     """End the run, to go on from its newest checkpoint and leave an update out.
 
     A loss that is not finite may come of the update before it, whose gradients were not. So the windows up to this one
@@ -141,7 +141,7 @@ def roll_back(run: Run, window: int, why: str, *, is_passed_over: bool) -> NoRet
         run: The run.
         window: The window where something went wrong, by the samples seen before it.
         why: What is wrong there, for the messages.
-        is_passed_over: Whether the window is left out unseen: a spike may not look like one again.
+        is_skipped: Whether the window is left out unseen: a spike may not look like one again.
 
     Raises:
         Restart: Always, unless this led nowhere before.
@@ -155,7 +155,7 @@ def roll_back(run: Run, window: int, why: str, *, is_passed_over: bool) -> NoRet
         got = f"{why}, after {MAX_ROLLBACKS} rollbacks to update {step}"
         do = "look at the data and at the learning rate: passing over single updates does not help"
         raise NonFiniteError(explain("the training loss", got, "finite losses after passing over a few updates", do))
-    recovery.passed_over |= {window} if is_passed_over else set()
+    recovery.skipped_windows |= {window} if is_skipped else set()
     recovery.careful_until = window + 1
     warn(f"{why}: back to the checkpoint of update {step}, from where the update at fault is left out")
     _restart(run, checkpoint)
@@ -168,7 +168,7 @@ def _restart(run: Run, checkpoint: Path) -> NoReturn:
 
 def current_micro_batch_size(run: Run) -> int:
     """Return how many samples go through the model at once."""
-    return run.settings.hps.train_batch_size // run.train_loader.micro_batches
+    return run.settings.hps.train_batch_size // run.train_loader.micro_batches_per_batch
 
 
 def free_memory(run: Run) -> None:

@@ -123,7 +123,7 @@ def _tell(resumed: Resumed, settings: Settings) -> None:
         say(f"changed since that checkpoint: {change}")
     seed, saved_seed = settings.running.seed, resumed.others["seed"]
     if seed is not None and seed != saved_seed:
-        warn(f"seed={seed} is passed over: the run keeps its seed {saved_seed}, or its order of samples would change")
+        warn(f"seed={seed} is ignored: the run keeps its seed {saved_seed}, or its order of samples would change")
     if settings.checkpoints.reset_optimizer_on_resume:
         say("optimizer and schedule begin anew (reset_optimizer_on_resume=True)")
     if manifest is not None:

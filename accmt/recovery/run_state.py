@@ -23,7 +23,7 @@ def stateful_parts(run: Run) -> dict[str, Stateful]:
     parts: dict[str, Stateful] = {
         "state": run.state,
         "weighting": run.weighting,
-        "window": run.window,
+        "running_averages": run.running_averages,
         "selection": run.saver.selection,
         "tracking": run.tracking,
         "module": run.module,
@@ -48,7 +48,7 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
     """
     broadcast_buffers(run.unwrapped_model)  # any process may write them, and training goes on with the main one's
     own = dict(collect_own(run) if at is None else at)
-    place, parts = own.pop("place"), {**own["parts"], "window": own["parts"]["window"].state_dict()}
+    place, parts = own.pop("place"), {**own["parts"], "running_averages": own["parts"]["running_averages"].state_dict()}
     if run.accelerator.scaler is not None:
         parts["scaler"] = run.accelerator.scaler.state_dict()
     return {
@@ -83,7 +83,7 @@ def collect_own(run: Run) -> dict[str, Any]:
         "data": run.train_loader.position(*place) if has_shared_position else None,
         "schedule": None if run.scheduler is None else run.scheduler.state_dict(),
         "parts": {
-            name: part if part is run.window else part.state_dict()
+            name: part if part is run.running_averages else part.state_dict()
             for name, part in stateful_parts(run).items()
             if part is not run.accelerator.scaler  # which moves with the optimizer, and would wait for the device
         },

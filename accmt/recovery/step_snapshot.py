@@ -131,7 +131,7 @@ def _version_of(buffer: torch.Tensor) -> tuple[int, int] | None:
 def _copy_shared(own: dict[str, Any]) -> dict[str, Any]:
     """Copy what of `collect_own` is no copy already: the values to be logged, and what the user's objects return."""
     parts = own["parts"]
-    copied = {"window": copy_structure(parts["window"]), "module": copy_structure(parts["module"])}
+    copied = {"running_averages": copy_structure(parts["running_averages"]), "module": copy_structure(parts["module"])}
     users = {"callbacks": copy_structure(own["callbacks"]), "trainer": copy_structure(own["trainer"])}
     return {**own, **users, "parts": {**parts, **copied}}
 

@@ -52,7 +52,7 @@ def remove_leftovers(folder: Path, before: Collection[str], written: Collection[
 
     Args:
         folder: The model folder.
-        before: Files of the save before, relative to the folder; what leads out of it is passed over.
+        before: Files of the save before, relative to the folder; what leads out of it is skipped.
         written: Files of this save.
 
     Raises:

@@ -115,7 +115,7 @@ class FailureSettings:
             name, or a list.
         on_nonfinite: What happens after a training loss that is not finite: "stop" ends the run with an error that
             names the batch, "skip" leaves the update out before it is made (and waits for the device once per update),
-            "rollback" goes back to the newest checkpoint and passes over the update. None only warns.
+            "rollback" goes back to the newest checkpoint and skips the update. None only warns.
         spike_guard: Treats a loss this many standard deviations above the mean of the process's last 100 as not
             finite, from the 21st on; None is off.
         hang_timeout_s: Seconds without a finished batch after which the run counts as hung and ends, saying where;

@@ -15,7 +15,7 @@ from accmt.loop.cadence import Cadence
 from accmt.loop.logging import logging_step
 from accmt.loop.trained_parameters import TrainedParameters
 from accmt.loop.weighting import Weighting
-from accmt.metrics import TrainingWindow
+from accmt.metrics import RunningAverages
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
 from accmt.processes import broadcast_object, is_main_process, num_processes
 from accmt.recovery.checkpoints import Checkpoints
@@ -138,7 +138,7 @@ def _make_parts(
         **vars(prepared),
         "actions": Actions(trainer.do_backward, trainer.do_opt_step, trainer.do_zero_grad),
         "weighting": Weighting(accelerator.device),
-        "window": TrainingWindow(accelerator.device, module.logs.of_training),
+        "running_averages": RunningAverages(accelerator.device, module.logs.of_training),
         "checkpoints": Checkpoints(settings, prepared.model, prepared.stepper.optimizer),
         "boundary": Boundary(prepared.unwrapped_model, is_kept=keeps_boundary),
         "guard": LossGuard(failures.on_nonfinite, failures.spike_guard, careful_until=recovery.careful_until),
@@ -170,11 +170,11 @@ def _place(
     trainer: Trainer, module: AcceleratorModule, loader: Loader, cadence: Cadence, resumed: Resumed | None
 ) -> RunLength:
     """Bring counters and data to where the run begins, and return how long it is."""
-    state, rounds_per_epoch = trainer.state, loader.num_rounds
+    state, micro_batches_per_epoch = trainer.state, loader.num_micro_batches
     if resumed is not None:
         loader.continue_from(state.epoch, state.train_step, resumed.others["data"])
     done = Counters() if isinstance(module, ExtendedAcceleratorModule) else state  # its updates follow no plan
-    length = measure_run(trainer.settings, cadence, loader, rounds_per_epoch, done)
+    length = measure_run(trainer.settings, cadence, loader, micro_batches_per_epoch, done)
     reloads = trainer.settings.data.reload_dataloaders_every_n_epochs > 0
     return length.keep(resumed.others.get("plan")) if resumed is not None and reloads else length
 

@@ -146,7 +146,7 @@ def _epoch_of_building(epoch: int, told: DataSettings) -> int:
 
 def _check_fraction(cadence: Cadence, loader: Loader) -> None:
     every = cadence.evaluate_every
-    if isinstance(every, float) and loader.num_rounds is None:
+    if isinstance(every, float) and loader.num_micro_batches is None:
         got = f"{every}, a fraction of an epoch whose length is unknown"
         do = "evaluate_every_n_steps=100, say"
         raise ArgumentError(explain("Trainer(evaluate_every_n_steps=...)", got, "a whole number of updates", do))

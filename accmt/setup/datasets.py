@@ -162,12 +162,12 @@ def build_train_loader(
     told = settings.data
     _refuse_sampler_beside_loader(data, told)
     _refuse_iterator(data, settings)
-    micro_batches = _count_micro_batches(data, settings, max_micro_batch_size)
+    micro_batches_per_batch = _count_micro_batches(data, settings, max_micro_batch_size)
     share = _share(told)
     options = LoaderOptions(
         purpose="train",
-        batch_size=settings.hps.train_batch_size // micro_batches,
-        micro_batches=micro_batches,
+        batch_size=settings.hps.train_batch_size // micro_batches_per_batch,
+        micro_batches_per_batch=micro_batches_per_batch,
         share=share,
         seed=seed,
         limit=told.limit_train_batches,

@@ -47,7 +47,7 @@ class RunLength:
 
 
 def measure_run(
-    settings: Settings, cadence: Cadence, loader: Loader, rounds_per_epoch: int | None, counters: Counters
+    settings: Settings, cadence: Cadence, loader: Loader, micro_batches_per_epoch: int | None, counters: Counters
 ) -> RunLength:
     """Count what is done, what the epoch in work still has, and the epochs after it.
 
@@ -55,24 +55,24 @@ def measure_run(
         settings: What the Trainer was told.
         cadence: Where the run ends.
         loader: The training data, at the place where the run begins.
-        rounds_per_epoch: Rounds of a whole epoch; None if unknown.
+        micro_batches_per_epoch: Micro-batches of a whole epoch; None if unknown.
         counters: What is done.
     """
 
-    def updates(epoch: int, rounds: int) -> int:
-        return -(-rounds // (settings.optimization.accumulation_at(epoch) * loader.micro_batches))
+    def updates(epoch: int, micro_batches: int) -> int:
+        return -(-micro_batches // (settings.optimization.accumulation_at(epoch) * loader.micro_batches_per_batch))
 
     done = counters.global_step + counters.skipped_updates
     samples = settings.hps.train_batch_size * settings.optimization.accumulation_at(0) * num_processes()
     basis = [cadence.epochs, cadence.max_steps, samples]
-    if rounds_per_epoch is None or loader.num_rounds is None:
+    if micro_batches_per_epoch is None or loader.num_micro_batches is None:
         return RunLength(cadence.max_steps, None, done, basis)
-    per_epoch = updates(0, rounds_per_epoch)
+    per_epoch = updates(0, micro_batches_per_epoch)
     if cadence.epochs is None:
         return RunLength(cadence.max_steps, per_epoch, done, basis)
-    left = [rounds_per_epoch] * (cadence.epochs - counters.epoch)
-    left[:1] = [loader.num_rounds - counters.train_step] if left else []
-    total = done + sum(updates(epoch, rounds) for epoch, rounds in enumerate(left, counters.epoch))
+    left = [micro_batches_per_epoch] * (cadence.epochs - counters.epoch)
+    left[:1] = [loader.num_micro_batches - counters.train_step] if left else []
+    total = done + sum(updates(epoch, micro_batches) for epoch, micro_batches in enumerate(left, counters.epoch))
     return RunLength(total if cadence.max_steps is None else min(total, cadence.max_steps), per_epoch, done, basis)
 
 

@@ -74,7 +74,7 @@ def synchronized_layers(model: nn.Module) -> tuple[nn.SyncBatchNorm, ...]:
 
 @contextmanager
 def without_synchronization(layers: Sequence[nn.SyncBatchNorm]) -> Iterator[None]:
-    """Let each process normalize its own batch by itself: for a round in which some process has none."""
+    """Let each process normalize its own batch by itself: for a micro-batch in which some process has none."""
     for layer in layers:
         layer.__class__ = _Alone
     try:

@@ -37,7 +37,7 @@ class Delivery:
     """Delivers the rows of a run to one tracker; nobody waits for it.
 
     Rows come out of `history.jsonl`, so that nothing queues up in memory. One that fails is tried again, and those
-    behind it wait; one that the tracker refuses for its content is passed over, and that is said.
+    behind it wait; one that the tracker refuses for its content is skipped, and that is said.
 
     Args:
         spec: The tracker's kind.
@@ -248,7 +248,7 @@ class Delivery:
     def _handle(self, error: Exception, feed: Feed, *, is_single: bool) -> None:
         delay = self.outage.count(error)
         if is_single and self._is_refusal(error, feed):
-            feed.pass_over_first(error)
+            feed.skip_first(error)
         else:
             self._pause(delay)
 

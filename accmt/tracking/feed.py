@@ -120,7 +120,7 @@ class Feed:
             return True
         return False
 
-    def pass_over_first(self, error: BaseException) -> None:
+    def skip_first(self, error: BaseException) -> None:
         """Leave out what comes first, which the tracker refuses, and say so the first time."""
         item = self._items[0]
         self._account.num_refused += 1

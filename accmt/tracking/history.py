@@ -196,7 +196,7 @@ class Superseded:
 
 
 def read_history(folder: Path, *, include_superseded: bool = False) -> list[dict[str, Any]]:
-    """Read the rows of a run in the order of writing; a last line that a crash cut short is passed over.
+    """Read the rows of a run in the order of writing; a last line that a crash cut short is skipped.
 
     Args:
         folder: The run folder, of a finished run or of one that is going on.

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from accmt.callbacks.averaging import EMA
-from accmt.callbacks.progress import draw_rounds
-from accmt.data import Loader, Round, draw_seed
+from accmt.callbacks.progress import draw_batches
+from accmt.data import Loader, MicroBatch, draw_seed
 from accmt.errors import ArgumentError, explain
 from accmt.huggingface import computing_without_cache
 from accmt.loop.evaluation import call_hooks, evaluate, in_evaluation_mode, reported
@@ -213,22 +213,22 @@ def _build(request: Request, sets: Mapping[str, Any], accelerator: Accelerator, 
 
 
 class _Drawn:
-    """A loader whose rounds are shown to people."""
+    """A loader whose micro-batches are shown to people."""
 
-    def __init__(self, own: Loader, draw: Callable[[Iterator[Round]], Iterator[Round]]) -> None:
+    def __init__(self, own: Loader, draw: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]) -> None:
         self._own = own
         self._draw = draw
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
 
-    def rounds(self, epoch: int, first: int = 0) -> Iterator[Round]:
-        return self._draw(self._own.rounds(epoch, first))
+    def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
+        return self._draw(self._own.micro_batches(epoch, first))
 
 
 def _draw(request: Request, name: str, loader: Loader) -> Loader:
     text = f"{request.function} {name}".strip()
-    draw = partial(draw_rounds, enable=request.draws_progress, text=text, total=loader.num_rounds)
+    draw = partial(draw_batches, enable=request.draws_progress, text=text, total=loader.num_micro_batches)
     return cast("Loader", _Drawn(loader, draw))
 
 

@@ -21,11 +21,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def train_alone(accumulation: int) -> torch.nn.Module:
-    """Train with plain torch and plain batch norm, each round as one batch."""
+    """Train with plain torch and plain batch norm, each micro-batch as one batch."""
     model, data = loaders.build_model(), loaders.make_series()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rounds = [data[0:4], data[4:8], data[8:9]]
-    windows = [rounds[:2], rounds[2:]] if accumulation == 2 else [[one] for one in rounds]
+    micro_batches = [data[0:4], data[4:8], data[8:9]]
+    windows = [micro_batches[:2], micro_batches[2:]] if accumulation == 2 else [[one] for one in micro_batches]
     for window in windows * loaders.HPS["epochs"]:
         samples = sum(len(targets) for _, targets in window)
         for inputs, targets in window:

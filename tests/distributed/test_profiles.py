@@ -35,7 +35,7 @@ def test_the_main_process_has_the_phases_and_counts_its_own_batches(outcome):
     main, other = (process["calls"] for process in outcome["simple"])
     assert other is None
     assert [path.name for path in files(outcome, "simple")] == ["phases.json", "phases.txt"]
-    # 17 samples in rounds of 4 are 5 rounds, of which the last has none for the second process
+    # 17 samples in micro-batches of 4 are 5 micro-batches, of which the last has none for the second process
     assert (main["data"], main["backward"], main["update"], main["evaluation"]) == (10, 10, 6, 2)
 
 

@@ -26,17 +26,17 @@ def train(folder: Path, processes: int, *parts: tuple[Any, ...]) -> list[Outcome
 
 
 def order_of(outcome: dict[str, Any], *, until: dict[str, Any] | None = None) -> list[list[int]]:
-    """Return the samples of each epoch in the global order: round by round, process by process.
+    """Return the samples of each epoch in the global order: micro-batch by micro-batch, process by process.
 
     Args:
         outcome: What the script wrote.
         until: Counters of the checkpoint that the next part began from; what was trained on later is left out.
     """
     places = [
-        (epoch, round_, process, samples)
+        (epoch, micro_batch, process, samples)
         for process, seen in enumerate(outcome["seen"])
-        for epoch, round_, samples in seen
-        if until is None or (epoch, round_) < (until["epoch"], until["train_step"])
+        for epoch, micro_batch, samples in seen
+        if until is None or (epoch, micro_batch) < (until["epoch"], until["train_step"])
     ]
     order: list[list[int]] = [[] for _ in range(EPOCHS)]
     for epoch, group in groupby(sorted(places), key=lambda place: place[0]):

@@ -3,7 +3,7 @@
 The blocks of a page run one after the other, in one namespace and in the current folder. What the first line of a block
 may say:
 
-- `# not run: <reason>`: the block is passed over;
+- `# not run: <reason>`: the block is skipped;
 - `# <name>.py`, `# <name>.yaml`: the block is also written to a file of that name;
 - `# raises <error>`: the block must raise that error, with the message that the next `text` block shows.
 """

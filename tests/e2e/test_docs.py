@@ -247,7 +247,9 @@ def test_the_table_of_counters_is_the_real_one():
 def test_the_table_of_shares_is_the_real_one(process):
     _, *shown = read_table(read_section(CONCEPTS, "Sharing the data"))[process]
     plan = Plan(num_samples=11, batch_size=2, share=Share(process, 2))
-    assert [list(map(int, cell.split())) for cell in shown] == [list(plan.part(r)) for r in range(plan.num_rounds)]
+    assert [list(map(int, cell.split())) for cell in shown] == [
+        list(plan.part(r)) for r in range(plan.num_micro_batches)
+    ]
 
 
 def test_the_table_of_errors_is_the_real_one():

@@ -107,7 +107,7 @@ def test_rows_logged_while_a_tracker_is_down_reach_it_in_order(tmp_path, caplog,
     assert len([message for message in caplog.messages if "takes rows again" in message]) == 1
 
 
-def test_a_row_refused_for_its_content_is_passed_over_and_said(tmp_path, caplog):
+def test_a_row_refused_for_its_content_is_skipped_and_said(tmp_path, caplog):
     def fault(call, values):
         if "a long name" in values:
             raise ValueError("name too long")

@@ -63,7 +63,7 @@ def test_whatever_the_settings(settings):
 
 
 def test_what_was_trained_on_is_not_read_again():
-    train("out/b", stop=11)  # 22 samples in batches of 4: update 10 is 4 rounds into the second epoch
+    train("out/b", stop=11)  # 22 samples in batches of 4: update 10 is 4 micro-batches into the second epoch
     data = Augmented()
     train("out/b", resume=True, data=data)
     assert len(data.fetched) == (22 - 16) + 22
@@ -380,7 +380,7 @@ class TestWhatHasChanged:
         train("out/b", stop=7)
         with caplog.at_level(logging.WARNING):
             resumed = train("out/b", resume=True, seed=99)
-        assert "seed=99 is passed over" in caplog.text
+        assert "seed=99 is ignored" in caplog.text
         assert_same(unbroken, state_of(*resumed))
 
     def test_without_a_seed_the_drawn_one_is_kept(self):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accmt.callbacks.dispatch import find_hooks
-from accmt.callbacks.progress import ProgressBar, draw_rounds
+from accmt.callbacks.progress import ProgressBar, draw_batches
 from accmt.state import TrainingState
 from tests.slow import Ticks
 
@@ -225,8 +225,8 @@ def test_an_update_that_draws_nothing_costs_a_look_at_the_clock(monkeypatch):
 @pytest.mark.feature("L56")
 def test_an_evaluation_by_hand_shows_its_batches_on_a_terminal():
     stream = Terminal()
-    rounds = draw_rounds(iter(range(12)), enable=None, text="validate en", total=12, stream=stream)
-    assert list(rounds) == list(range(12))
+    micro_batches = draw_batches(iter(range(12)), enable=None, text="validate en", total=12, stream=stream)
+    assert list(micro_batches) == list(range(12))
     last = stream.getvalue().split("\r")[-1]
     assert last.startswith("validate en: 100%")
     assert "12/12" in last
@@ -238,13 +238,13 @@ def test_an_evaluation_by_hand_shows_its_batches_on_a_terminal():
 )
 def test_it_is_drawn_where_the_bar_of_training_is(enable, is_terminal, is_drawn):
     stream = Terminal() if is_terminal else io.StringIO()
-    assert list(draw_rounds(iter([1, 2]), enable=enable, text="test", total=None, stream=stream)) == [1, 2]
+    assert list(draw_batches(iter([1, 2]), enable=enable, text="test", total=None, stream=stream)) == [1, 2]
     assert ("2 batches [" in stream.getvalue()) is is_drawn
 
 
 def test_an_evaluation_that_fails_leaves_the_terminal_at_a_new_line():
     stream = Terminal()
-    rounds = draw_rounds(iter(range(12)), enable=None, text="test", total=12, stream=stream)
-    next(rounds)
-    rounds.close()
+    micro_batches = draw_batches(iter(range(12)), enable=None, text="test", total=12, stream=stream)
+    next(micro_batches)
+    micro_batches.close()
     assert stream.getvalue().endswith("\n")

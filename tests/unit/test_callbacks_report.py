@@ -71,4 +71,4 @@ def test_the_mean_of_an_epoch_is_that_of_the_unbroken_run_bit_for_bit(stop):
     whole, _ = train("out/a", hps=hps)
     train("out/b", hps=hps, stop=stop)
     resumed, _ = train("out/b", hps=hps, resume=True)
-    assert resumed.run.window.epoch_loss == whole.run.window.epoch_loss
+    assert resumed.run.running_averages.epoch_loss == whole.run.running_averages.epoch_loss

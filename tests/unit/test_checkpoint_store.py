@@ -215,7 +215,7 @@ def test_damage_to_all_leaves_none_and_each_is_named(tmp_path, caplog):
     assert "damaged-step-00000002" in warnings_in(caplog)[-1]
 
 
-def test_a_damaged_checkpoint_that_cannot_be_set_aside_is_passed_over_all_the_same(tmp_path, caplog, monkeypatch):
+def test_a_damaged_checkpoint_that_cannot_be_set_aside_is_skipped_all_the_same(tmp_path, caplog, monkeypatch):
     for step in (1, 2):
         save(tmp_path, step, max_checkpoints=2)
     empty(tmp_path / "step-00000002" / "weights.bin")
@@ -236,7 +236,7 @@ def test_an_explicit_path_to_a_damaged_checkpoint_is_an_error(tmp_path):
     assert names_in(tmp_path) == ["step-00000001"]
 
 
-def test_a_newest_checkpoint_of_a_future_version_is_neither_used_nor_passed_over(tmp_path):
+def test_a_newest_checkpoint_of_a_future_version_is_neither_used_nor_skipped(tmp_path):
     for step in (1, 2):
         save(tmp_path, step, max_checkpoints=2)
     write_version(tmp_path / "step-00000002", 2)

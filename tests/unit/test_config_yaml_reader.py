@@ -70,7 +70,7 @@ def test_keys_beside_hps_are_faults(tmp_path):
     assert (fault.path, fault.line, fault.got) == (("max_steps",), 8, "a key beside `hps`")
 
 
-def test_a_byte_order_mark_and_null_values_are_passed_over(tmp_path):
+def test_a_byte_order_mark_and_null_values_are_skipped(tmp_path):
     document = read_document(write(tmp_path, "a.yaml", b"\xef\xbb\xbfhps:\n  epochs: 2\n  scheduler: null\n"))
     assert document.values == {"epochs": 2}
 

@@ -31,49 +31,49 @@ def options(**told):
 
 def read(data, epoch=0, first=0, **told):
     loader = build_loader(data, options(**told))
-    rounds = list(loader.rounds(epoch, first))
+    micro_batches = list(loader.micro_batches(epoch, first))
     loader.end_workers()
-    return rounds
+    return micro_batches
 
 
-def numbers_of(rounds):
-    return [None if round_.batch is None else round_.batch.tolist() for round_ in rounds]
+def numbers_of(micro_batches):
+    return [None if micro_batch.batch is None else micro_batch.batch.tolist() for micro_batch in micro_batches]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_samples_are_left_out_and_the_others_keep_their_places(workers):
-    rounds = read(Numbers(11, {1, 3, 4, 5, 10}), num_workers=workers)
-    assert numbers_of(rounds) == [[0, 2], None, [6, 7, 8], [9]]
-    assert [round_.own_samples for round_ in rounds] == [2, 0, 3, 1]
-    assert [round_.num_samples for round_ in rounds] == [2, 0, 3, 1]
-    assert [round_.num_bad for round_ in rounds] == [1, 3, 0, 1]
-    assert [[bad.index for bad in round_.bad] for round_ in rounds] == [[1], [3, 4, 5], [], [10]]
-    assert rounds[0].bad[0].error == "ValueError: no number 1"
-    assert [round_.is_partial for round_ in rounds] == [False, True, False, False]
-    assert [round_.is_last for round_ in rounds] == [False, False, False, True]
+    micro_batches = read(Numbers(11, {1, 3, 4, 5, 10}), num_workers=workers)
+    assert numbers_of(micro_batches) == [[0, 2], None, [6, 7, 8], [9]]
+    assert [micro_batch.own_samples for micro_batch in micro_batches] == [2, 0, 3, 1]
+    assert [micro_batch.num_samples for micro_batch in micro_batches] == [2, 0, 3, 1]
+    assert [micro_batch.num_bad for micro_batch in micro_batches] == [1, 3, 0, 1]
+    assert [[bad.index for bad in micro_batch.bad] for micro_batch in micro_batches] == [[1], [3, 4, 5], [], [10]]
+    assert micro_batches[0].bad[0].error == "ValueError: no number 1"
+    assert [micro_batch.is_partial for micro_batch in micro_batches] == [False, True, False, False]
+    assert [micro_batch.is_last for micro_batch in micro_batches] == [False, False, False, True]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_shuffled_epoch_has_the_order_that_it_has_without_bad_samples(workers):
     whole = read(Numbers(20), shuffle=True, num_workers=workers)
     left = read(Numbers(20, {2, 11}), shuffle=True, num_workers=workers)
-    for all_of_it, round_ in zip(whole, left, strict=True):
-        assert [n for n in all_of_it.batch.tolist() if n not in {2, 11}] == round_.batch.tolist()
+    for all_of_it, micro_batch in zip(whole, left, strict=True):
+        assert [n for n in all_of_it.batch.tolist() if n not in {2, 11}] == micro_batch.batch.tolist()
 
 
 def test_an_epoch_goes_on_behind_bad_samples_as_if_it_had_not_been_interrupted():
     data = Numbers(20, {2, 11, 12})
     loader = build_loader(data, options(shuffle=True))
-    rounds = list(loader.rounds(1))
+    micro_batches = list(loader.micro_batches(1))
     other = build_loader(data, options(shuffle=True))
     other.continue_from(1, 3, loader.position(1, 3))
-    assert numbers_of(other.rounds(1, 3)) == numbers_of(rounds[3:])
+    assert numbers_of(other.micro_batches(1, 3)) == numbers_of(micro_batches[3:])
 
 
 def test_batches_of_a_users_loader_are_counted_without_what_is_left_out():
-    rounds = read(DataLoader(Numbers(10, {4, 9}), batch_size=4))
-    assert numbers_of(rounds) == [[0, 1, 2, 3], [5, 6, 7], [8]]
-    assert [round_.own_samples for round_ in rounds] == [4, 3, 1]
+    micro_batches = read(DataLoader(Numbers(10, {4, 9}), batch_size=4))
+    assert numbers_of(micro_batches) == [[0, 1, 2, 3], [5, 6, 7], [8]]
+    assert [micro_batch.own_samples for micro_batch in micro_batches] == [4, 3, 1]
 
 
 def test_samples_are_not_known_beforehand_where_some_may_be_left_out():
@@ -82,10 +82,10 @@ def test_samples_are_not_known_beforehand_where_some_may_be_left_out():
 
 
 def test_in_evaluation_a_process_knows_of_its_own_samples_only():
-    rounds = read(Numbers(10, {0, 1, 2}), purpose="validate", share=Share(0, 2))
-    assert numbers_of(rounds) == [None, [6, 7]]
-    assert [round_.num_samples for round_ in rounds] == [None, None]
-    assert [round_.own_samples for round_ in rounds] == [0, 2]
+    micro_batches = read(Numbers(10, {0, 1, 2}), purpose="validate", share=Share(0, 2))
+    assert numbers_of(micro_batches) == [None, [6, 7]]
+    assert [micro_batch.num_samples for micro_batch in micro_batches] == [None, None]
+    assert [micro_batch.own_samples for micro_batch in micro_batches] == [0, 2]
 
 
 def test_an_epoch_of_which_nothing_can_be_read_is_an_error():
@@ -102,9 +102,9 @@ def test_a_hundred_samples_in_a_row_that_cannot_be_read_are_an_error():
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_far_more_than_a_hundred_in_all_that_are_not_in_a_row_are_left_out(batch_size):
     bad = [index for index in range(400) if index % 3 != 1] if batch_size == 1 else range(0, 400, 3)
-    rounds = read(Numbers(400, bad), batch_size=batch_size)
-    assert sum(round_.num_bad for round_ in rounds) == len(bad) > 100
-    assert sum(round_.own_samples for round_ in rounds) == 400 - len(bad)
+    micro_batches = read(Numbers(400, bad), batch_size=batch_size)
+    assert sum(micro_batch.num_bad for micro_batch in micro_batches) == len(bad) > 100
+    assert sum(micro_batch.own_samples for micro_batch in micro_batches) == 400 - len(bad)
 
 
 def test_a_hundred_are_counted_from_the_last_that_could_be_read():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from accmt.data import Round, find_batch_size
+from accmt.data import MicroBatch, find_batch_size
 from accmt.errors import DataError
 from accmt.messages import speaking
 
@@ -45,8 +45,13 @@ def test_a_batch_that_does_not_tell_its_samples_gives_none(batch):
 
 
 def test_a_round_knows_nothing_that_it_was_not_told():
-    round_ = Round(3, "batch")
-    assert (round_.num_samples, round_.own_samples, round_.is_last, round_.is_partial) == (None, None, False, False)
+    micro_batch = MicroBatch(3, "batch")
+    assert (micro_batch.num_samples, micro_batch.own_samples, micro_batch.is_last, micro_batch.is_partial) == (
+        None,
+        None,
+        False,
+        False,
+    )
 
 
 class Graphs:

@@ -109,13 +109,15 @@ def test_all_processes_change_over_at_the_same_update(count):
         )
         for i in range(count)
     ]
-    rounds = [
+    micro_batches = [
         [value for part in parts for value in part.batch.tolist()]
-        for parts in zip(*(loader.rounds(0) for loader in loaders), strict=True)
+        for parts in zip(*(loader.micro_batches(0) for loader in loaders), strict=True)
     ]
-    assert rounds == [draw(curriculum, 5, 6, shuffle=True, seed=4)[begin : begin + 6] for begin in range(0, 30, 6)]
-    assert [all(value >= 100 for value in one) for one in rounds] == [False] * 3 + [True] * 2
-    assert all(value < 100 for one in rounds[:3] for value in one)
+    assert micro_batches == [
+        draw(curriculum, 5, 6, shuffle=True, seed=4)[begin : begin + 6] for begin in range(0, 30, 6)
+    ]
+    assert [all(value >= 100 for value in one) for one in micro_batches] == [False] * 3 + [True] * 2
+    assert all(value < 100 for one in micro_batches[:3] for value in one)
 
 
 class Stream(IterableDataset):

@@ -71,7 +71,7 @@ def text_of(error):
 
 def read(data, **told):
     loader = build_loader(data, LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, **told}))
-    return list(loader.rounds(0))
+    return list(loader.micro_batches(0))
 
 
 @pytest.mark.feature("L09")
@@ -119,7 +119,7 @@ def test_an_error_of_a_sample_keeps_its_type_and_says_where_it_was(kind):
 def test_an_error_says_of_which_batch_and_epoch_it_was(kind, workers):
     loader = build_loader(kind({7}), LoaderOptions(purpose="validate", batch_size=2, num_workers=workers))
     with pytest.raises(KeyError) as caught:
-        list(loader.rounds(4))
+        list(loader.micro_batches(4))
     text = text_of(caught.value)
     assert f"reading sample 7 of {kind.__name__}" in text
     assert "raise self.error or KeyError" in text
@@ -148,8 +148,8 @@ def test_a_transform_of_a_datasets_dataset_that_fails_is_named():
     with pytest.raises(ZeroDivisionError) as caught:
         read(data)
     assert "reading sample 2 of Dataset" in caught.value.__notes__[0]
-    rounds = read(data, skips_bad=True)
-    assert [round_.batch["x"].tolist() for round_ in rounds] == [[1.0, 0.5], [0.25]]
+    micro_batches = read(data, skips_bad=True)
+    assert [micro_batch.batch["x"].tolist() for micro_batch in micro_batches] == [[1.0, 0.5], [0.25]]
 
 
 def test_an_error_of_the_collate_function_names_the_samples():

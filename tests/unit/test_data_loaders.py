@@ -52,14 +52,14 @@ def test_each_kind_of_data_gets_its_loader(make, kind):
     loader = build_loader(make(), options())
     assert type(loader) is kind
     assert isinstance(loader.dataloader, DataLoader)
-    assert sum(1 for _ in loader.rounds(0)) > 0
+    assert sum(1 for _ in loader.micro_batches(0)) > 0
 
 
 @pytest.mark.feature("N13")
 def test_a_batch_sampler_makes_a_loader_of_batches():
     loader = build_loader(TENSORS, options(batch_sampler=[[0], [1, 2, 3]], collate=len))
     assert type(loader) is BatchLoader
-    assert [r.batch for r in loader.rounds(0)] == [1, 3]
+    assert [r.batch for r in loader.micro_batches(0)] == [1, 3]
 
 
 @pytest.mark.parametrize("data", [3, None, object(), WithoutLength(), "data.csv", b"bytes", print])

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 from accmt.data import LoaderOptions, Share
-from accmt.data.options import length_of, require_rounds
+from accmt.data.options import length_of, require_not_empty
 from accmt.data.workers import WorkerStart
 from accmt.errors import DataError
 
@@ -16,7 +16,7 @@ def options(**told):
 
 @pytest.mark.feature("L32", "L33")
 @pytest.mark.parametrize(
-    ("limit", "rounds", "used"),
+    ("limit", "micro_batches", "used"),
     [
         (1.0, 8, 8),
         (0.25, 8, 2),
@@ -32,8 +32,8 @@ def options(**told):
         (0, 8, 0),
     ],
 )
-def test_a_whole_number_limits_rounds_and_a_float_is_a_fraction(limit, rounds, used):
-    assert options(limit=limit).limit_rounds(rounds) == used
+def test_a_whole_number_limits_rounds_and_a_float_is_a_fraction(limit, micro_batches, used):
+    assert options(limit=limit).limit_micro_batches(micro_batches) == used
 
 
 @pytest.mark.feature("A41", "A42", "A33")
@@ -69,9 +69,9 @@ def test_data_that_a_distributed_sampler_shares_are_not_shared_twice():
 
 
 def test_an_empty_epoch_is_refused_with_what_was_found():
-    require_rounds(1, options(), "one")
+    require_not_empty(1, options(), "one")
     with pytest.raises(DataError, match="the training data\n  got: a folder without files\n.*at least one sample"):
-        require_rounds(0, options(), "a folder without files")
+        require_not_empty(0, options(), "a folder without files")
 
 
 def test_a_length_that_raises_is_none():

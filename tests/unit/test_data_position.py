@@ -55,27 +55,27 @@ def stored(position):
 
 
 def read(loaders, epoch, first, last=None):
-    """Read rounds of all processes side by side; return each round's samples in the global order."""
+    """Read micro-batches of all processes side by side; return each micro-batch's samples in the global order."""
     of_all = [[] for _ in loaders]
     for taken, loader in zip(of_all, loaders, strict=True):
-        for round_ in loader.rounds(epoch, first):
-            taken.append(round_)
+        for micro_batch in loader.micro_batches(epoch, first):
+            taken.append(micro_batch)
             torch.manual_seed(len(taken))  # what training does in between
             random.seed(len(taken))
-            if last is not None and round_.index == last - 1:
+            if last is not None and micro_batch.index == last - 1:
                 break
-    return [join(rounds, loaders[0]) for rounds in zip(*of_all, strict=True)]
+    return [join(micro_batches, loaders[0]) for micro_batches in zip(*of_all, strict=True)]
 
 
-def join(rounds, loader):
-    batches = [r.batch for r in rounds if r.batch is not None]
+def join(micro_batches, loader):
+    batches = [r.batch for r in micro_batches if r.batch is not None]
     assert (
-        {r.num_samples for r in rounds}
+        {r.num_samples for r in micro_batches}
         == {sum(map(len, batches))}
-        == {loader.samples_in(rounds[0].index, rounds[0].index + 1)}
+        == {loader.samples_in(micro_batches[0].index, micro_batches[0].index + 1)}
     )
-    assert {r.is_last for r in rounds} == {rounds[0].index == loader.num_rounds - 1}
-    return rounds[0].index, torch.cat(batches)
+    assert {r.is_last for r in micro_batches} == {micro_batches[0].index == loader.num_micro_batches - 1}
+    return micro_batches[0].index, torch.cat(batches)
 
 
 def continue_on(loaders, epoch, first, position):
@@ -84,13 +84,13 @@ def continue_on(loaders, epoch, first, position):
     return loaders
 
 
-def samples_of(rounds):
-    return [int(sample) for _, batch in rounds for sample in batch[:, 0]]
+def samples_of(micro_batches):
+    return [int(sample) for _, batch in micro_batches for sample in batch[:, 0]]
 
 
-def same(rounds, others):
-    return [i for i, _ in rounds] == [i for i, _ in others] and all(
-        torch.equal(a, b) for (_, a), (_, b) in zip(rounds, others, strict=True)
+def same(micro_batches, others):
+    return [i for i, _ in micro_batches] == [i for i, _ in others] and all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(micro_batches, others, strict=True)
     )
 
 
@@ -99,18 +99,18 @@ def test_an_epoch_goes_on_with_any_other_number_of_processes_and_size_of_batch(l
     for before, after in [(1, 2), (2, 1), (4, 3), (3, 4), (2, 2)]:
         for batch_size in (1, 3):
             whole = samples_of(read(build_all(lambda: Augmented(length), before), 1, 0))
-            for num_rounds in range(build_all(lambda: Augmented(length), before)[0].num_rounds + 1):
+            for num_micro_batches in range(build_all(lambda: Augmented(length), before)[0].num_micro_batches + 1):
                 loaders = build_all(lambda: Augmented(length), before)
-                done = samples_of(read(loaders, 1, 0, num_rounds)) if num_rounds else []
-                position = loaders[0].position(1, num_rounds)
-                assert all(loader.position(1, num_rounds) == position for loader in loaders)
+                done = samples_of(read(loaders, 1, 0, num_micro_batches)) if num_micro_batches else []
+                position = loaders[0].position(1, num_micro_batches)
+                assert all(loader.position(1, num_micro_batches) == position for loader in loaders)
                 others = build_all(lambda: Augmented(length), after, batch_size=batch_size)
-                continue_on(others, 1, num_rounds, position)
+                continue_on(others, 1, num_micro_batches, position)
                 left = length - len(done)
-                assert others[0].num_rounds == num_rounds + -(-left // (batch_size * after))
-                assert others[0].samples_in(num_rounds, others[0].num_rounds) == left
-                rest = read(others, 1, num_rounds)
-                assert [index for index, _ in rest] == list(range(num_rounds, others[0].num_rounds))
+                assert others[0].num_micro_batches == num_micro_batches + -(-left // (batch_size * after))
+                assert others[0].samples_in(num_micro_batches, others[0].num_micro_batches) == left
+                rest = read(others, 1, num_micro_batches)
+                assert [index for index, _ in rest] == list(range(num_micro_batches, others[0].num_micro_batches))
                 assert done + samples_of(rest) == whole
                 assert sorted(whole) == list(range(length))
 
@@ -119,15 +119,15 @@ def test_an_epoch_goes_on_with_any_other_number_of_processes_and_size_of_batch(l
 def test_an_epoch_interrupted_again_and_again_on_4_then_2_then_3_then_1_processes_has_each_sample_once(make):
     whole = samples_of(read(build_all(lambda: make(71), 1), 2, 0))
     samples, first, position = [], 0, build_all(lambda: make(71), 1)[0].position(2, 0)
-    for count, num_rounds in [(4, 2), (2, 3), (3, 2), (1, None)]:
+    for count, num_micro_batches in [(4, 2), (2, 3), (3, 2), (1, None)]:
         loaders = continue_on(build_all(lambda: make(71), count), 2, first, position)
-        last = None if num_rounds is None else first + num_rounds
-        rounds = read(loaders, 2, first, last)
-        samples += samples_of(rounds)
-        first = rounds[-1][0] + 1
+        last = None if num_micro_batches is None else first + num_micro_batches
+        micro_batches = read(loaders, 2, first, last)
+        samples += samples_of(micro_batches)
+        first = micro_batches[-1][0] + 1
         position = loaders[0].position(2, first)
     assert samples == whole
-    assert first == loaders[0].num_rounds
+    assert first == loaders[0].num_micro_batches
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -138,8 +138,8 @@ def test_an_epoch_interrupted_again_and_again_on_4_then_2_then_3_then_1_processe
         (Augmented, {"drop_last": True}),
         (Augmented, {"limit": 0.6}),
         (Augmented, {"limit": 3}),
-        (Augmented, {"micro_batches": 2, "drop_last": True}),
-        (Augmented, {"micro_batches": 2, "limit": 2}),
+        (Augmented, {"micro_batches_per_batch": 2, "drop_last": True}),
+        (Augmented, {"micro_batches_per_batch": 2, "limit": 2}),
         (Augmented, {"sampler": RandomSampler(range(30), replacement=True)}),
         (Augmented, {"batch_sampler": BatchSampler(RandomSampler(range(30)), 4, drop_last=False)}),
         (by_shuffling_loader, {}),
@@ -150,16 +150,16 @@ def test_an_epoch_interrupted_again_and_again_on_4_then_2_then_3_then_1_processe
 def test_the_same_launch_goes_on_as_if_it_had_never_stopped(make, told, count):
     unbroken = build_all(lambda: make(31), count, **told)
     epochs = [read(unbroken, epoch, 0) for epoch in (0, 1, 2)]
-    num_rounds = unbroken[0].num_rounds
-    for first in (0, 2, num_rounds // 2 // 2 * 2, num_rounds):
+    num_micro_batches = unbroken[0].num_micro_batches
+    for first in (0, 2, num_micro_batches // 2 // 2 * 2, num_micro_batches):
         stopped = build_all(lambda: make(31), count, **told)
         read(stopped, 0, 0)
         assert not first or same(read(stopped, 1, 0, first), epochs[1][:first])
         others = continue_on(build_all(lambda: make(31), count, **told), 1, first, stopped[0].position(1, first))
-        assert others[0].num_rounds == num_rounds
+        assert others[0].num_micro_batches == num_micro_batches
         assert same(read(others, 1, first), epochs[1][first:])
         assert same(read(others, 2, 0), epochs[2])  # the epochs after it begin as ever
-        assert others[0].num_rounds == num_rounds
+        assert others[0].num_micro_batches == num_micro_batches
 
 
 @pytest.mark.parametrize(("make", "told"), [(Augmented, {"num_workers": 2}), (by_loader_with_workers, {})])
@@ -175,7 +175,7 @@ def test_workers_fetch_what_an_unbroken_epoch_would_have(make, told):
 
 
 @pytest.mark.parametrize("make", [lambda data: data, lambda data: DataLoader(data, batch_size=2, shuffle=True)])
-def test_what_is_passed_over_is_never_read(make):
+def test_what_is_skipped_is_never_read(make):
     data = Augmented(40)
     whole = samples_of(read([build_loader(make(data), options())], 0, 0))
     data.read.clear()
@@ -184,7 +184,7 @@ def test_what_is_passed_over_is_never_read(make):
     assert samples_of(read([loader], 0, 17)) == data.read == whole[34:]
 
 
-def test_of_ten_million_samples_passed_over_none_is_read():
+def test_of_ten_million_samples_skipped_none_is_read():
     class Large(Augmented):
         def __getitem__(self, index):
             self.read.append(index)
@@ -195,7 +195,7 @@ def test_of_ten_million_samples_passed_over_none_is_read():
     assert position["samples"] == 10_000_000
     loader = build_loader(data, options(batch_size=10))
     loader.continue_from(3, 500_000, position)
-    first = next(loader.rounds(3, first=500_000))
+    first = next(loader.micro_batches(3, first=500_000))
     assert first.index == 500_000
     assert data.read == first.batch[:, 0].tolist()
     assert len(data.read) == 10
@@ -207,38 +207,38 @@ def test_another_size_of_batch_counts_rounds_on():
     order = position["order"]
     assert position == {"kind": "dataset with a length", "samples": 10, "of": 40, "order": order}
     (other,) = build_all(lambda: Augmented(40), 1, batch_size=7)
-    assert other.num_rounds == 6
+    assert other.num_micro_batches == 6
     other.continue_from(0, 5, position)
-    assert other.num_rounds == 5 + 5  # 30 samples in batches of 7
+    assert other.num_micro_batches == 5 + 5  # 30 samples in batches of 7
     assert [other.samples_in(i, i + 1) for i in range(5, 10)] == [7, 7, 7, 7, 2]
     assert other.position(0, 7) == {"kind": "dataset with a length", "samples": 24, "of": 40, "order": order}
-    assert [r.is_last for r in other.rounds(0, first=5)] == [False] * 4 + [True]
-    list(other.rounds(1))
-    assert other.num_rounds == 6
+    assert [r.is_last for r in other.micro_batches(0, first=5)] == [False] * 4 + [True]
+    list(other.micro_batches(1))
+    assert other.num_micro_batches == 6
     assert other.position(1, 6)["samples"] == 40
 
 
 @pytest.mark.parametrize(
-    ("told", "rounds"),
+    ("told", "micro_batches"),
     [
         ({"limit": 5}, 2),  # 5 batches of 6 are 30 samples, 20 of which are passed
         ({"limit": 0.6}, 1),  # 4 of 7 batches
         ({"limit": 3}, 0),
         ({"limit": 2}, 0),
         ({"drop_last": True}, 2),  # 36 samples are whole batches
-        ({"drop_last": True, "micro_batches": 2}, 2),
+        ({"drop_last": True, "micro_batches_per_batch": 2}, 2),
         ({"drop_last": True, "limit": 5}, 1),
         ({}, 4),
     ],
 )
-def test_limits_and_drop_last_count_from_the_beginning_of_the_epoch(told, rounds):
+def test_limits_and_drop_last_count_from_the_beginning_of_the_epoch(told, micro_batches):
     position = build_loader(Augmented(40), options()).position(0, 10)
     assert position["samples"] == 20
     loader = build_loader(Augmented(40), options(batch_size=6, **told))
     loader.continue_from(0, 10, position)
-    found = list(loader.rounds(0, first=10))
-    assert loader.num_rounds == 10 + rounds
-    assert [r.index for r in found] == list(range(10, 10 + rounds))
+    found = list(loader.micro_batches(0, first=10))
+    assert loader.num_micro_batches == 10 + micro_batches
+    assert [r.index for r in found] == list(range(10, 10 + micro_batches))
     if told.get("drop_last"):
         assert all(r.num_samples == 6 for r in found)
     assert loader.position(0, 10) == position
@@ -248,9 +248,9 @@ def test_nothing_left_is_an_epoch_without_rounds_and_no_error():
     (loader,) = build_all(lambda: Augmented(8), 1)
     position = loader.position(0, 4)
     (other,) = continue_on(build_all(lambda: Augmented(8), 1, batch_size=3), 0, 4, position)
-    assert list(other.rounds(0, first=4)) == []
-    assert other.num_rounds == 4
-    assert len(list(other.rounds(1))) == 3
+    assert list(other.micro_batches(0, first=4)) == []
+    assert other.num_micro_batches == 4
+    assert len(list(other.micro_batches(1))) == 3
 
 
 def test_at_the_beginning_of_an_epoch_there_is_nothing_to_fit():
@@ -400,10 +400,10 @@ def test_only_the_interrupted_epoch_begins_late():
 
 
 def test_a_plan_over_another_grid_keeps_whole_batches_only_where_they_are_asked_for():
-    told = options(batch_size=2, micro_batches=2)
-    assert plan_epoch(23, told).num_rounds == 12
-    assert plan_epoch(23, told, whole=4).num_rounds == 10
+    told = options(batch_size=2, micro_batches_per_batch=2)
+    assert plan_epoch(23, told).num_micro_batches == 12
+    assert plan_epoch(23, told, whole=4).num_micro_batches == 10
     plans = [plan_epoch(23, told, whole=4, start=Start(0, 3, passed)) for passed in (6, 7)]
-    assert [plan.num_rounds - 3 for plan in plans] == [7, 6]
-    ends = [[plan.samples_before(r) for r in range(3, plan.num_rounds + 1)] for plan in plans]
+    assert [plan.num_micro_batches - 3 for plan in plans] == [7, 6]
+    ends = [[plan.samples_before(r) for r in range(3, plan.num_micro_batches + 1)] for plan in plans]
     assert all(b - a == 2 for end in ends for a, b in pairwise(end))

@@ -152,12 +152,12 @@ def test_the_global_order_does_not_depend_on_the_number_of_processes():
         for index in range(count):
             plan = Plan(23, 2, Share(index, count))
             sampler = GlobalBatchSampler(Order(23, 5, shuffle=True), seed=5, purpose="train")
-            sampler.start_at(1, plan, range(plan.num_rounds))
+            sampler.start_at(1, plan, range(plan.num_micro_batches))
             batches = list(sampler)
             assert len(batches) == len(sampler)
             of_all.append(batches)
-        rounds = max(map(len, of_all))
-        return [i for r in range(rounds) for batches in of_all if r < len(batches) for i in batches[r]]
+        micro_batches = max(map(len, of_all))
+        return [i for r in range(micro_batches) for batches in of_all if r < len(batches) for i in batches[r]]
 
     assert read(1) == read(2) == read(3) == read(4) == Order(23, 5, shuffle=True).at(1).tolist()
 
@@ -170,7 +170,7 @@ def test_each_fetch_has_a_seed_of_its_own_over_batches_epochs_processes_and_purp
             plan = Plan(12, 2, Share(index, 2))
             sampler = GlobalBatchSampler(Order(12, 5), seed=5, purpose=purpose)
             for epoch in range(3):
-                sampler.start_at(epoch, plan, range(plan.num_rounds))
+                sampler.start_at(epoch, plan, range(plan.num_micro_batches))
                 seeds += [batch.seed for batch in sampler]
     assert len(set(seeds)) == len(seeds) == 2 * 2 * 3 * 3
 
@@ -178,7 +178,7 @@ def test_each_fetch_has_a_seed_of_its_own_over_batches_epochs_processes_and_purp
 def test_a_global_batch_sampler_starts_and_ends_where_it_is_told():
     plan = Plan(5, 2, Share(1, 2))
     sampler = GlobalBatchSampler(Order(5, 1), seed=1, purpose="train")
-    sampler.start_at(0, plan, range(plan.num_rounds))
+    sampler.start_at(0, plan, range(plan.num_micro_batches))
     assert list(sampler) == [[2, 3]]
     assert len(sampler) == 1
     sampler.start_at(0, plan, range(1, 2))
@@ -264,7 +264,7 @@ def test_each_of_a_users_batches_has_a_seed_of_its_own_and_the_same_on_any_numbe
             share = BatchShare([[i] for i in range(6)], seed=1, purpose="train")
             plan = Plan(6, 1, Share(index, count))
             for epoch in (0, 1):
-                share.start_at(epoch, plan, range(plan.num_rounds))
+                share.start_at(epoch, plan, range(plan.num_micro_batches))
                 found |= {(epoch, batch[0]): batch.seed for batch in share}
         return found
 

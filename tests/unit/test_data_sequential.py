@@ -143,19 +143,19 @@ def build_all(make, length, count, **told):
 
 
 def read(loaders, epoch, first=0, last=None):
-    """Read rounds of all processes; return (index, samples) of each, and the position after the last."""
+    """Read micro-batches of all processes; return (index, samples) of each, and the position after the last."""
     of_all, positions = [[] for _ in loaders], []
     for taken, loader in zip(of_all, loaders, strict=True):
-        for round_ in loader.rounds(epoch, first):
-            taken.append(round_)
+        for micro_batch in loader.micro_batches(epoch, first):
+            taken.append(micro_batch)
             torch.manual_seed(len(taken))  # what training does in between
             random.seed(len(taken))
-            if round_.index + 1 == last:
+            if micro_batch.index + 1 == last:
                 break
         positions.append(decode(encode(loader.position(epoch, first + len(taken)))))
     assert all(position == positions[0] for position in positions)
-    rounds = [[r for r in rounds if r.batch is not None] for rounds in zip(*of_all, strict=True)]
-    return [(rs[0].index, torch.cat([r.batch for r in rs])) for rs in rounds], positions[0]
+    micro_batches = [[r for r in micro_batches if r.batch is not None] for micro_batches in zip(*of_all, strict=True)]
+    return [(rs[0].index, torch.cat([r.batch for r in rs])) for rs in micro_batches], positions[0]
 
 
 def continue_on(loaders, epoch, first, position):
@@ -164,13 +164,13 @@ def continue_on(loaders, epoch, first, position):
     return loaders
 
 
-def samples_of(rounds):
-    return [int(sample) for _, batch in rounds for sample in batch[:, 0]]
+def samples_of(micro_batches):
+    return [int(sample) for _, batch in micro_batches for sample in batch[:, 0]]
 
 
-def same(rounds, others):
-    return [i for i, _ in rounds] == [i for i, _ in others] and all(
-        torch.equal(a, b) for (_, a), (_, b) in zip(rounds, others, strict=True)
+def same(micro_batches, others):
+    return [i for i, _ in micro_batches] == [i for i, _ in others] and all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(micro_batches, others, strict=True)
     )
 
 
@@ -214,7 +214,7 @@ def test_the_same_launch_goes_on_as_if_it_had_never_stopped(make, told, count):
         assert same(rest, epochs[1][first:])
         assert same(read(others, 2)[0], epochs[2])
         others = continue_on(build_all(make, 22, count, **told), 1, len(epochs[1]), end)
-        assert list(others[0].rounds(1, first=len(epochs[1]))) == []
+        assert list(others[0].micro_batches(1, first=len(epochs[1]))) == []
 
 
 @pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS)
@@ -223,12 +223,14 @@ def test_an_epoch_of_a_stream_interrupted_on_4_then_2_then_3_then_1_processes_ha
     told = {"num_workers": num_workers}
     whole, _ = read(build_all(make, 41, 1, **told), 1)
     samples, first, position = [], 0, {}
-    for count, num_rounds in [(4, 2), (2, 3), (3, 1), (1, None)]:
+    for count, num_micro_batches in [(4, 2), (2, 3), (3, 1), (1, None)]:
         loaders = continue_on(build_all(make, 41, count, **told), 1, first, position)
-        rounds, position = read(loaders, 1, first, None if num_rounds is None else first + num_rounds)
-        samples += samples_of(rounds)
-        assert [index for index, _ in rounds] == list(range(first, first + len(rounds)))
-        first += len(rounds)
+        micro_batches, position = read(
+            loaders, 1, first, None if num_micro_batches is None else first + num_micro_batches
+        )
+        samples += samples_of(micro_batches)
+        assert [index for index, _ in micro_batches] == list(range(first, first + len(micro_batches)))
+        first += len(micro_batches)
     assert sorted(samples) == sorted(samples_of(whole))
     if make is not Shuffled or num_workers == 1:  # a stream that draws is seeded anew for each batch, whatever its size
         assert samples == samples_of(whole)
@@ -238,11 +240,13 @@ def test_an_epoch_of_a_stream_interrupted_on_4_then_2_then_3_then_1_processes_ha
 def test_an_epoch_of_a_loader_interrupted_on_4_then_2_then_3_then_1_processes_has_each_batch_once(make):
     whole, _ = read(build_all(make, 61, 1), 1)
     samples, first, position = [], 0, {}
-    for count, num_rounds in [(4, 2), (2, 2), (3, 1), (1, None)]:
+    for count, num_micro_batches in [(4, 2), (2, 2), (3, 1), (1, None)]:
         loaders = continue_on(build_all(make, 61, count), 1, first, position)
-        rounds, position = read(loaders, 1, first, None if num_rounds is None else first + num_rounds)
-        samples += samples_of(rounds)
-        first += len(rounds)
+        micro_batches, position = read(
+            loaders, 1, first, None if num_micro_batches is None else first + num_micro_batches
+        )
+        samples += samples_of(micro_batches)
+        first += len(micro_batches)
     assert samples == samples_of(whole)
 
 
@@ -262,10 +266,10 @@ def test_data_with_a_state_go_on_at_once(make, caplog):
     _, position = read(build_all(make, 60, 1), 0, last=8)
     (loader,) = continue_on(build_all(make, 60, 1), 0, 8, position)
     with caplog.at_level(logging.INFO, "accmt"):
-        next(loader.rounds(0, first=8))
+        next(loader.micro_batches(0, first=8))
     assert not caplog.messages
     for part in (loader.dataloader, loader.dataloader.dataset, getattr(loader.dataloader.dataset, "data", None)):
-        assert getattr(part, "num_read", 0) <= 6  # this round and the one read ahead
+        assert getattr(part, "num_read", 0) <= 6  # this micro-batch and the one read ahead
 
 
 @pytest.mark.parametrize("make", [streaming, LOADERS["loader of datasets"]], ids=["stream", "loader"])
@@ -274,19 +278,19 @@ def test_data_that_went_on_begin_anew_in_a_later_run(make):
     _, position = read(build_all(make, 22, 1), 1, last=3)
     data = make(22)
     (resumed,) = continue_on([build_loader(data, options())], 1, 3, position)
-    rounds = resumed.rounds(1, first=3)
-    next(rounds)
-    rounds.close()
+    micro_batches = resumed.micro_batches(1, first=3)
+    next(micro_batches)
+    micro_batches.close()
     assert same(read([build_loader(data, options())], 1)[0], whole)
 
 
 def test_the_state_is_that_after_the_round_and_stays_so_while_reading_goes_on():
     (loader,) = build_all(Resuming, 20, 1)
-    rounds = loader.rounds(0)
-    next(rounds)
+    micro_batches = loader.micro_batches(0)
+    next(micro_batches)
     first = loader.position(0, 1)
-    assert first["state"] == {"epochs": [], "next": 2}  # though the round after it has been read
-    next(rounds)
+    assert first["state"] == {"epochs": [], "next": 2}  # though the micro-batch after it has been read
+    next(micro_batches)
     assert first["state"]["next"] == 2
     assert loader.position(0, 2)["state"]["next"] == 4
     assert loader.position(0, 1) is first
@@ -296,20 +300,20 @@ def test_a_checkpoint_right_after_going_on_holds_the_same_position():
     _, position = read(build_all(Resuming, 20, 1), 0, last=3)
     (loader,) = continue_on(build_all(Resuming, 20, 1), 0, 3, position)
     assert loader.position(0, 3) == position
-    rounds = loader.rounds(0, first=3)
-    next(rounds)
+    micro_batches = loader.micro_batches(0, first=3)
+    next(micro_batches)
     assert loader.position(0, 3) == position
     assert loader.position(0, 4)["state"]["next"] == 8
 
 
 def test_a_position_that_is_asked_for_too_late_is_an_error():
     (loader,) = build_all(Stream, 20, 1)
-    for _ in loader.rounds(0):
+    for _ in loader.micro_batches(0):
         pass
     assert loader.position(0, 10)["samples"] == 20
     assert loader.position(0, 99)["samples"] == 20  # a process at its end, while others go on
     assert loader.position(1, 0) == {"kind": "stream", "samples": 0}
-    with pytest.raises(LookupError, match="after round 2 of epoch 0 is no longer kept"):
+    with pytest.raises(LookupError, match="after micro-batch 2 of epoch 0 is no longer kept"):
         loader.position(0, 2)
 
 
@@ -349,14 +353,14 @@ def test_a_state_that_was_not_kept_is_replaced_by_reading_again(caplog):
 def test_a_limit_counts_samples_from_the_beginning_of_the_epoch(make, length, limit, rest):
     _, position = read(build_all(make, 40, 1, batch_size=5), 0, last=4)  # 20 samples
     (loader,) = continue_on(build_all(make, 40, 1, batch_size=6, limit=limit), 0, 4, position)
-    assert loader.num_rounds == 4 + len(rest)
+    assert loader.num_micro_batches == 4 + len(rest)
     assert [len(batch) for _, batch in read([loader], 0, 4)[0]] == rest
-    assert loader.num_rounds == 4 + len(rest)
-    list(loader.rounds(1))
-    assert loader.num_rounds == limit
+    assert loader.num_micro_batches == 4 + len(rest)
+    list(loader.micro_batches(1))
+    assert loader.num_micro_batches == limit
     if length is not None:
         (unlimited,) = continue_on(build_all(make, 40, 1, batch_size=6), 0, 4, position)
-        assert unlimited.num_rounds == 4 + 4
+        assert unlimited.num_micro_batches == 4 + 4
 
 
 def test_a_position_tells_how_the_epoch_was_read_so_that_it_can_be_read_again():
@@ -373,26 +377,26 @@ def test_a_limit_of_a_loaders_batches_counts_from_the_beginning_of_the_epoch():
     make = loader_of(Stream)
     _, position = read(build_all(make, 61, 4), 0, last=2)  # 8 batches
     others = continue_on(build_all(make, 61, 3, limit=4), 0, 2, position)
-    assert others[0].num_rounds == 2 + 2  # 12 batches in all
-    rounds, _ = read(others, 0, 2)
-    assert samples_of(rounds) == list(range(24, 36))
+    assert others[0].num_micro_batches == 2 + 2  # 12 batches in all
+    micro_batches, _ = read(others, 0, 2)
+    assert samples_of(micro_batches) == list(range(24, 36))
 
 
 def test_a_limit_below_what_is_passed_leaves_nothing_where_workers_read_again():
     _, position = read(build_all(Stream, 40, 1, num_workers=1), 0, last=4)
     (loader,) = continue_on(build_all(Stream, 40, 1, num_workers=1, limit=2), 0, 4, position)
-    assert loader.num_rounds == 4
-    assert list(loader.rounds(0, first=4)) == []
+    assert loader.num_micro_batches == 4
+    assert list(loader.micro_batches(0, first=4)) == []
 
 
 def test_nothing_left_is_no_error_but_an_empty_epoch_is():
     for make in (Stream, Resuming, loader_of(Stream), loader_of(Resuming)):
-        rounds, position = read(build_all(make, 6, 1), 0)
-        (loader,) = continue_on(build_all(make, 6, 1), 0, len(rounds), position)
-        assert list(loader.rounds(0, first=len(rounds))) == []
+        micro_batches, position = read(build_all(make, 6, 1), 0)
+        (loader,) = continue_on(build_all(make, 6, 1), 0, len(micro_batches), position)
+        assert list(loader.micro_batches(0, first=len(micro_batches))) == []
         assert samples_of(read([loader], 1)[0])
     with pytest.raises(DataError, match="nothing to read"):
-        list(build_loader(Stream(0), options()).rounds(0))
+        list(build_loader(Stream(0), options()).micro_batches(0))
 
 
 def test_several_workers_cannot_go_on_with_other_processes_or_workers():

@@ -16,7 +16,9 @@ def plans(num_samples, batch_size, count):
 def test_every_position_belongs_to_one_process_and_round_in_the_order_of_the_whole():
     for num_samples, batch_size, count in grid():
         shares = plans(num_samples, batch_size, count)
-        positions = [p for round_ in range(shares[0].num_rounds) for plan in shares for p in plan.part(round_)]
+        positions = [
+            p for micro_batch in range(shares[0].num_micro_batches) for plan in shares for p in plan.part(micro_batch)
+        ]
         assert positions == list(range(num_samples)), (num_samples, batch_size, count)
 
 
@@ -24,19 +26,19 @@ def test_every_position_belongs_to_one_process_and_round_in_the_order_of_the_who
 def test_the_parts_of_a_round_are_as_even_as_can_be_and_no_larger_than_a_batch():
     for num_samples, batch_size, count in grid():
         shares = plans(num_samples, batch_size, count)
-        for round_ in range(shares[0].num_rounds):
-            sizes = [len(plan.part(round_)) for plan in shares]
+        for micro_batch in range(shares[0].num_micro_batches):
+            sizes = [len(plan.part(micro_batch)) for plan in shares]
             assert max(sizes) - min(sizes) <= 1
             assert max(sizes) <= batch_size
             assert sizes == sorted(sizes, reverse=True)
-            assert sum(sizes) == shares[0].samples_in(round_, round_ + 1)
+            assert sum(sizes) == shares[0].samples_in(micro_batch, micro_batch + 1)
 
 
 @pytest.mark.feature("A60")
 def test_only_the_last_round_may_be_short():
     for num_samples, batch_size, count in grid():
         plan = Plan(num_samples, batch_size, Share(0, count))
-        sizes = [plan.samples_in(r, r + 1) for r in range(plan.num_rounds)]
+        sizes = [plan.samples_in(r, r + 1) for r in range(plan.num_micro_batches)]
         assert all(size == batch_size * count for size in sizes[:-1])
         assert 0 < sizes[-1] <= batch_size * count
 
@@ -45,16 +47,16 @@ def test_only_the_last_round_may_be_short():
 def test_samples_of_several_rounds_are_the_sum_of_theirs():
     for num_samples, batch_size, count in grid():
         plan = Plan(num_samples, batch_size, Share(0, count))
-        rounds = plan.num_rounds
-        for first in range(rounds):
-            sizes = [plan.samples_in(r, r + 1) for r in range(first, rounds)]
-            assert plan.samples_in(first, rounds) == sum(sizes)
-        assert plan.samples_in(0, rounds) == num_samples
+        micro_batches = plan.num_micro_batches
+        for first in range(micro_batches):
+            sizes = [plan.samples_in(r, r + 1) for r in range(first, micro_batches)]
+            assert plan.samples_in(first, micro_batches) == sum(sizes)
+        assert plan.samples_in(0, micro_batches) == num_samples
 
 
 def test_five_samples_for_two_processes_by_hand():
     first, second = plans(5, 2, 2)
-    assert (first.global_batch_size, first.num_rounds) == (4, 2)
+    assert (first.global_batch_size, first.num_micro_batches) == (4, 2)
     assert [list(first.part(0)), list(second.part(0))] == [[0, 1], [2, 3]]
     assert [list(first.part(1)), list(second.part(1))] == [[4], []]
 
@@ -63,14 +65,15 @@ def test_a_plan_that_goes_on_counts_rounds_on_and_cuts_what_is_left():
     for num_samples, batch_size, count in grid():
         for passed in range(0, num_samples + 1, 3):
             shares = [
-                Plan(num_samples, batch_size, Share(i, count), first_round=7, first_sample=passed) for i in range(count)
+                Plan(num_samples, batch_size, Share(i, count), first_micro_batch=7, first_sample=passed)
+                for i in range(count)
             ]
             plan = shares[0]
-            rounds = range(7, plan.num_rounds)
-            assert len(rounds) == -(-(num_samples - passed) // (batch_size * count))
-            assert [p for r in rounds for own in shares for p in own.part(r)] == list(range(passed, num_samples))
-            assert plan.samples_in(7, plan.num_rounds) == num_samples - passed
-            assert [plan.samples_before(r) for r in (7, plan.num_rounds, plan.num_rounds + 5)] == [
+            micro_batches = range(7, plan.num_micro_batches)
+            assert len(micro_batches) == -(-(num_samples - passed) // (batch_size * count))
+            assert [p for r in micro_batches for own in shares for p in own.part(r)] == list(range(passed, num_samples))
+            assert plan.samples_in(7, plan.num_micro_batches) == num_samples - passed
+            assert [plan.samples_before(r) for r in (7, plan.num_micro_batches, plan.num_micro_batches + 5)] == [
                 passed,
                 num_samples,
                 num_samples,
@@ -80,8 +83,8 @@ def test_a_plan_that_goes_on_counts_rounds_on_and_cuts_what_is_left():
 def test_a_plan_in_the_grid_of_the_whole_epoch_is_the_tail_of_it():
     for num_samples, batch_size, count in grid():
         whole = Plan(num_samples, batch_size, Share(count - 1, count))
-        for first in range(whole.num_rounds):
+        for first in range(whole.num_micro_batches):
             rest = Plan(num_samples, batch_size, Share(count - 1, count), first, first * batch_size * count)
-            assert rest.num_rounds == whole.num_rounds
-            rounds = range(first, whole.num_rounds)
-            assert [rest.part(r) for r in rounds] == [whole.part(r) for r in rounds]
+            assert rest.num_micro_batches == whole.num_micro_batches
+            micro_batches = range(first, whole.num_micro_batches)
+            assert [rest.part(r) for r in micro_batches] == [whole.part(r) for r in micro_batches]

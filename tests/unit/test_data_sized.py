@@ -59,16 +59,16 @@ def build_all(make, count, **told):
 
 
 def in_global_order(loaders, epoch=0, first=0):
-    """Read all processes' loaders side by side and return samples, checking what each round says."""
+    """Read all processes' loaders side by side and return samples, checking what each micro-batch says."""
     samples = []
-    for rounds in zip(*(loader.rounds(epoch, first) for loader in loaders), strict=True):
-        sizes = [0 if r.batch is None else len(r.batch) for r in rounds]
-        assert [r.own_samples for r in rounds] == sizes
-        assert {r.num_samples for r in rounds} == {sum(sizes)}
-        assert {r.is_partial for r in rounds} == {0 in sizes}
-        assert {r.is_last for r in rounds} == {rounds[0].index == loaders[0].num_rounds - 1}
-        assert loaders[0].samples_in(rounds[0].index, rounds[0].index + 1) == sum(sizes)
-        samples += [int(sample) for r in rounds if r.batch is not None for sample in r.batch]
+    for micro_batches in zip(*(loader.micro_batches(epoch, first) for loader in loaders), strict=True):
+        sizes = [0 if r.batch is None else len(r.batch) for r in micro_batches]
+        assert [r.own_samples for r in micro_batches] == sizes
+        assert {r.num_samples for r in micro_batches} == {sum(sizes)}
+        assert {r.is_partial for r in micro_batches} == {0 in sizes}
+        assert {r.is_last for r in micro_batches} == {micro_batches[0].index == loaders[0].num_micro_batches - 1}
+        assert loaders[0].samples_in(micro_batches[0].index, micro_batches[0].index + 1) == sum(sizes)
+        samples += [int(sample) for r in micro_batches if r.batch is not None for sample in r.batch]
     return samples
 
 
@@ -83,8 +83,8 @@ def test_what_a_collate_function_of_the_user_makes_of_samples_is_not_known_befor
         return DataLoader(data, 2, collate_fn=keep_first) if given else data
 
     for loader in build_all(make, count, collate=keep_first):
-        assert loader.samples_in(0, loader.num_rounds) is None
-        for one in loader.rounds(0):
+        assert loader.samples_in(0, loader.num_micro_batches) is None
+        for one in loader.micro_batches(0):
             assert (one.num_samples, one.own_samples, len(one.batch)) == (None, 2, 1)
 
 
@@ -95,10 +95,10 @@ def test_the_batches_of_a_dataloader_are_those_that_torch_cuts(count, drop_last)
         given = DataLoader(Counted(length), batch_size=3, drop_last=drop_last)
         expected = [batch.tolist() for batch in given]
         loaders = build_all(lambda given=given: given, count)
-        rounds = zip(*(loader.rounds(0) for loader in loaders), strict=True)
-        found = [one.batch.tolist() for each in rounds for one in each if one.batch is not None]
+        micro_batches = zip(*(loader.micro_batches(0) for loader in loaders), strict=True)
+        found = [one.batch.tolist() for each in micro_batches for one in each if one.batch is not None]
         assert found == expected
-        assert {loader.num_rounds for loader in loaders} == {-(-len(expected) // count)}
+        assert {loader.num_micro_batches for loader in loaders} == {-(-len(expected) // count)}
 
 
 @pytest.mark.feature("A60", "L58", "A28")
@@ -112,7 +112,7 @@ def test_every_sample_is_seen_once_over_all_processes_whatever_the_sizes():
                 assert sorted(samples) == list(range(length))
                 expected = expected or samples
                 assert samples == expected  # one global order
-                assert loaders[0].samples_in(0, loaders[0].num_rounds) == length
+                assert loaders[0].samples_in(0, loaders[0].num_micro_batches) == length
 
 
 @pytest.mark.feature("A28")
@@ -156,18 +156,18 @@ def test_a_sampler_whose_length_changes_changes_the_epochs_rounds():
             return iter(range(2 * self.epoch + 2))
 
     (loader,) = build_all(lambda: Counted(8), 1, sampler=Growing())
-    assert loader.num_rounds == 1
+    assert loader.num_micro_batches == 1
     assert in_global_order([loader], epoch=2) == [0, 1, 2, 3, 4, 5]
-    assert loader.num_rounds == 3
+    assert loader.num_micro_batches == 3
 
 
 @pytest.mark.feature("N15")
-@pytest.mark.parametrize(("count", "rounds"), [(1, 2), (2, 1)])
-def test_drop_last_leaves_out_a_round_that_is_not_full(count, rounds):
+@pytest.mark.parametrize(("count", "micro_batches"), [(1, 2), (2, 1)])
+def test_drop_last_leaves_out_a_round_that_is_not_full(count, micro_batches):
     loaders = build_all(lambda: Counted(5), count, drop_last=True)
-    assert loaders[0].num_rounds == rounds
+    assert loaders[0].num_micro_batches == micro_batches
     assert in_global_order(loaders) == list(range(4))
-    assert build_all(lambda: Counted(5), count)[0].num_rounds == 3 - count // 2
+    assert build_all(lambda: Counted(5), count)[0].num_micro_batches == 3 - count // 2
     full = build_all(lambda: Counted(8), count, drop_last=True)
     assert in_global_order(full) == list(range(8))
 
@@ -180,21 +180,21 @@ def test_dropping_all_there_is_is_an_error():
 
 @pytest.mark.feature("L32", "L33")
 @pytest.mark.parametrize(
-    ("limit", "rounds"), [(0.25, 2), (1.0, 8), (1, 1), (3, 3), (100, 8), (0.01, 1), (0, 0), (0.0, 0)]
+    ("limit", "micro_batches"), [(0.25, 2), (1.0, 8), (1, 1), (3, 3), (100, 8), (0.01, 1), (0, 0), (0.0, 0)]
 )
-def test_limits_end_the_epoch_and_mark_its_last_round(limit, rounds):
+def test_limits_end_the_epoch_and_mark_its_last_round(limit, micro_batches):
     (loader,) = build_all(lambda: Counted(16), 1, limit=limit)
-    assert loader.num_rounds == rounds
-    found = list(loader.rounds(0))
-    assert [r.index for r in found] == list(range(rounds))
-    assert [r.is_last for r in found] == [False] * (rounds - 1) + [True] * (rounds > 0)
+    assert loader.num_micro_batches == micro_batches
+    found = list(loader.micro_batches(0))
+    assert [r.index for r in found] == list(range(micro_batches))
+    assert [r.is_last for r in found] == [False] * (micro_batches - 1) + [True] * (micro_batches > 0)
 
 
 @pytest.mark.feature("L32")
 def test_what_a_limit_leaves_out_is_not_even_prefetched():
     data = Counted(100)
     (loader,) = build_all(lambda: data, 1, limit=2)
-    list(loader.rounds(0))
+    list(loader.micro_batches(0))
     assert data.read == [0, 1, 2, 3]
     assert len(loader.dataloader) == 2
 
@@ -203,8 +203,8 @@ def test_what_a_limit_leaves_out_is_not_even_prefetched():
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_an_epoch_begun_later_is_the_tail_of_the_whole_and_reads_nothing_else(count):
     whole = in_global_order(build_all(lambda: Counted(23), count, shuffle=True), epoch=1)
-    rounds = -(-23 // (2 * count))
-    for first in range(rounds + 1):
+    micro_batches = -(-23 // (2 * count))
+    for first in range(micro_batches + 1):
         data = [Counted(23) for _ in range(count)]
         loaders = [build_loader(data[i], options(share=Share(i, count), shuffle=True)) for i in range(count)]
         tail = in_global_order(loaders, epoch=1, first=first)
@@ -213,7 +213,7 @@ def test_an_epoch_begun_later_is_the_tail_of_the_whole_and_reads_nothing_else(co
 
 
 @pytest.mark.feature("A60")
-def test_of_ten_million_samples_passed_over_none_is_read():
+def test_of_ten_million_samples_skipped_none_is_read():
     class Large(Counted):
         def __getitem__(self, index):
             self.read.append(index)
@@ -221,7 +221,7 @@ def test_of_ten_million_samples_passed_over_none_is_read():
 
     data = Large(10_000_000)
     (loader,) = build_all(lambda: data, 1, batch_size=10, shuffle=True)
-    batches = [r.batch for r in loader.rounds(3, first=999_999)]
+    batches = [r.batch for r in loader.micro_batches(3, first=999_999)]
     assert len(batches) == 1
     assert data.read == batches[0].tolist()
     assert len(data.read) == 10
@@ -231,7 +231,7 @@ def test_of_ten_million_samples_passed_over_none_is_read():
 def test_workers_change_neither_samples_nor_augmentation():
     def read(num_workers, epochs, first=0, count=1, index=0):
         loader = build_loader(Augmented(), options(num_workers=num_workers, share=Share(index, count), shuffle=True))
-        return [torch.cat([r.batch for r in loader.rounds(epoch, first)]) for epoch in epochs]
+        return [torch.cat([r.batch for r in loader.micro_batches(epoch, first)]) for epoch in epochs]
 
     inline, by_workers = read(0, (0, 1)), read(2, (0, 1))
     assert all(torch.equal(a, b) for a, b in zip(inline, by_workers, strict=True))
@@ -248,8 +248,8 @@ def test_augmentation_is_another_with_another_seed_or_purpose_and_ignores_what_h
     def read(**told):
         loader = build_loader(Augmented(), options(**told))
         batches = []
-        for round_ in loader.rounds(0):
-            batches.append(round_.batch)
+        for micro_batch in loader.micro_batches(0):
+            batches.append(micro_batch.batch)
             torch.manual_seed(len(batches))
             random.seed(len(batches))
         return torch.cat(batches)
@@ -265,7 +265,7 @@ def test_augmentation_is_another_with_another_seed_or_purpose_and_ignores_what_h
 def test_an_epoch_left_in_the_middle_does_not_disturb_the_next():
     loader = build_loader(Counted(40), options(num_workers=2, shuffle=True))
     whole = in_global_order([loader], epoch=1)
-    left = loader.rounds(0)
+    left = loader.micro_batches(0)
     next(left)
     next(left)
     left.close()
@@ -277,7 +277,7 @@ def test_a_dataset_is_told_the_epoch_in_its_workers_too(num_workers):
     for data in (Scheduled(), DataLoader(Scheduled(), num_workers=num_workers, persistent_workers=num_workers > 0)):
         loader = build_loader(data, options(num_workers=num_workers))
         for epoch in (0, 1):
-            assert {int(sample) for r in loader.rounds(epoch) for sample in r.batch} == {epoch}
+            assert {int(sample) for r in loader.micro_batches(epoch) for sample in r.batch} == {epoch}
 
 
 @pytest.mark.feature("A60")
@@ -291,16 +291,16 @@ def test_anything_with_a_length_and_items_is_a_dataset():
 def test_a_datasets_dataset_is_one_with_whole_batches_fetched_at_once(num_workers):
     data = datasets.Dataset.from_dict({"number": list(range(7)), "text": list("abcdefg")}).with_format("torch")
     loaders = build_all(lambda: data, 2, num_workers=num_workers)
-    rounds = [list(loader.rounds(0)) for loader in loaders]
-    assert [r.batch["number"].tolist() for r in rounds[0]] == [[0, 1], [4, 5]]
-    assert [r.batch["text"] for r in rounds[1]] == [["c", "d"], ["g"]]
+    micro_batches = [list(loader.micro_batches(0)) for loader in loaders]
+    assert [r.batch["number"].tolist() for r in micro_batches[0]] == [[0, 1], [4, 5]]
+    assert [r.batch["text"] for r in micro_batches[1]] == [["c", "d"], ["g"]]
 
 
 @pytest.mark.feature("A33")
 def test_a_collate_function_makes_the_batches():
     loader = build_loader(Counted(3), options(collate=lambda samples: {"sum": sum(samples)}))
-    assert [r.batch for r in loader.rounds(0)] == [{"sum": 1}, {"sum": 2}]
-    assert [r.own_samples for r in loader.rounds(0)] == [2, 1]
+    assert [r.batch for r in loader.micro_batches(0)] == [{"sum": 1}, {"sum": 2}]
+    assert [r.own_samples for r in loader.micro_batches(0)] == [2, 1]
 
 
 @pytest.mark.feature("T03", "L01")
@@ -311,9 +311,9 @@ def test_a_given_dataloader_keeps_batches_sampler_and_collate_function():
     )
     loader = build_loader(given, options(batch_size=99))
     assert isinstance(loader, BatchLoader)
-    assert [r.batch for r in loader.rounds(0)] == [[6, 5, 4], [3, 2, 1], [0]]
-    assert [r.own_samples for r in loader.rounds(0)] == [3, 3, 1]
-    assert loader.num_rounds == 3
+    assert [r.batch for r in loader.micro_batches(0)] == [[6, 5, 4], [3, 2, 1], [0]]
+    assert [r.own_samples for r in loader.micro_batches(0)] == [3, 3, 1]
+    assert loader.num_micro_batches == 3
 
 
 @pytest.mark.feature("T03", "L58", "L01")
@@ -327,14 +327,14 @@ def test_a_given_dataloader_is_shared_without_loss_or_repetition(count, num_work
     assert in_global_order(build_all(make, count), epoch=1) == whole
     assert in_global_order(build_all(make, count), epoch=0) != whole
     loaders = build_all(make, count)
-    assert loaders[0].num_rounds == -(-4 // count)
+    assert loaders[0].num_micro_batches == -(-4 // count)
     assert loaders[0].samples_in(0, 1) is None  # which batches there are is known when the epoch begins
     tail = in_global_order(loaders, epoch=1, first=1)
     assert tail == whole[3 * count :]
 
 
 @pytest.mark.feature("T03")
-def test_a_given_dataloader_passes_over_samples_without_reading_them():
+def test_a_given_dataloader_skips_samples_without_reading_them():
     data = Counted(100)
     loader = build_loader(DataLoader(data, batch_size=10), options())
     assert in_global_order([loader], first=9) == list(range(90, 100))
@@ -372,9 +372,9 @@ def test_a_dataloader_with_a_distributed_sampler_is_not_shared_twice(nested):
             else {"sampler": sampler, "batch_size": 2}
         )
         loader = build_loader(DataLoader(Augmented(), **how), options(share=Share(rank, 2)))
-        assert loader.num_rounds == 3
+        assert loader.num_micro_batches == 3
         for epoch in (0, 1):
-            samples = torch.cat([r.batch for r in loader.rounds(epoch)])
+            samples = torch.cat([r.batch for r in loader.micro_batches(epoch)])
             assert sampler.epoch == epoch
             seen += [(epoch, int(i)) for i in samples[:, 0]]
             draws.append(samples[:, 1:])
@@ -388,7 +388,7 @@ def test_a_batch_sampler_decides_the_batches(count):
     batches = [[0, 5], [3], [1, 2, 4]]
     loaders = build_all(lambda: Counted(6), count, batch_sampler=batches, shuffle=True)
     assert in_global_order(loaders) == [0, 5, 3, 1, 2, 4]
-    assert loaders[0].num_rounds == -(-3 // count)
+    assert loaders[0].num_micro_batches == -(-3 // count)
 
 
 @pytest.mark.feature("N13")
@@ -401,20 +401,21 @@ def test_a_batch_sampler_may_give_another_number_of_batches_than_its_length_says
             return iter([[0], [1, 2], [3]])
 
     loaders = build_all(lambda: Counted(4), 2, batch_sampler=Estimating())
-    assert loaders[0].num_rounds == 2  # as drawn for the first epoch, for by this the LR schedule is planned
+    assert loaders[0].num_micro_batches == 2  # as drawn for the first epoch, for by this the LR schedule is planned
     assert in_global_order(loaders) == [0, 1, 2, 3]
 
 
 @pytest.mark.feature("L32")
 def test_limits_count_rounds_of_a_given_dataloader():
     assert [
-        build_all(lambda: DataLoader(range(16), batch_size=2), 2, limit=limit)[0].num_rounds for limit in (0.25, 1, 1.0)
+        build_all(lambda: DataLoader(range(16), batch_size=2), 2, limit=limit)[0].num_micro_batches
+        for limit in (0.25, 1, 1.0)
     ] == [1, 1, 4]
 
 
 def test_the_torch_loader_underneath_knows_its_length():
     loader = build_loader(DataLoader(range(10), batch_size=2), options(share=Share(0, 2)))
-    list(loader.rounds(0))
+    list(loader.micro_batches(0))
     assert len(loader.dataloader) == 3
     assert len(build_loader(Counted(10), options()).dataloader) == 5
 

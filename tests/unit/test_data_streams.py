@@ -68,20 +68,26 @@ def build_all(make, count, **told):
     return [build_loader(make(), options(share=Share(index, count), **told)) for index in range(count)]
 
 
-def rounds_of_all(loaders, epoch=0, first=0):
-    """Read all processes' loaders and check that they agree on the rounds and on the end."""
-    of_all = [list(loader.rounds(epoch, first)) for loader in loaders]
-    for rounds in zip(*of_all, strict=True):
-        assert len({(r.index, r.num_samples, r.is_last, r.is_partial) for r in rounds}) == 1
-        assert rounds[0].is_partial == any(r.batch is None for r in rounds)
-        assert rounds[0].is_last == (rounds[0].index == of_all[0][-1].index)
+def micro_batches_of_all(loaders, epoch=0, first=0):
+    """Read all processes' loaders and check that they agree on the micro-batches and on the end."""
+    of_all = [list(loader.micro_batches(epoch, first)) for loader in loaders]
+    for micro_batches in zip(*of_all, strict=True):
+        assert len({(r.index, r.num_samples, r.is_last, r.is_partial) for r in micro_batches}) == 1
+        assert micro_batches[0].is_partial == any(r.batch is None for r in micro_batches)
+        assert micro_batches[0].is_last == (micro_batches[0].index == of_all[0][-1].index)
     assert [r.index for r in of_all[0]] == list(range(first, first + len(of_all[0])))
     return of_all
 
 
 def in_global_order(loaders, epoch=0, first=0):
-    of_all = rounds_of_all(loaders, epoch, first)
-    return [int(s) for rounds in zip(*of_all, strict=True) for r in rounds if r.batch is not None for s in r.batch]
+    of_all = micro_batches_of_all(loaders, epoch, first)
+    return [
+        int(s)
+        for micro_batches in zip(*of_all, strict=True)
+        for r in micro_batches
+        if r.batch is not None
+        for s in r.batch
+    ]
 
 
 @pytest.mark.feature("L61", "A60")
@@ -96,8 +102,8 @@ def test_every_sample_of_a_stream_is_seen_once_over_all_processes_in_its_order(k
 
 @pytest.mark.feature("L61", "A60")
 def test_the_last_round_of_a_stream_is_split_as_evenly_as_can_be():
-    of_all = rounds_of_all(build_all(lambda: Stream(13), 3))
-    assert [[r.own_samples for r in rounds] for rounds in of_all] == [[2, 2, 1], [2, 2, 0], [2, 2, 0]]
+    of_all = micro_batches_of_all(build_all(lambda: Stream(13), 3))
+    assert [[r.own_samples for r in micro_batches] for micro_batches in of_all] == [[2, 2, 1], [2, 2, 0], [2, 2, 0]]
     assert [r.num_samples for r in of_all[0]] == [6, 6, 1]
     assert [r.is_partial for r in of_all[0]] == [False, False, True]
 
@@ -127,8 +133,14 @@ def test_a_streaming_dataset_of_datasets_is_shared_and_shuffled_by_epoch(count):
         return data.shuffle(seed=1, buffer_size=4)
 
     def numbers(epoch):
-        of_all = rounds_of_all(build_all(make, count), epoch)
-        return [int(n) for rounds in zip(*of_all, strict=True) for r in rounds if r.batch for n in r.batch["number"]]
+        of_all = micro_batches_of_all(build_all(make, count), epoch)
+        return [
+            int(n)
+            for micro_batches in zip(*of_all, strict=True)
+            for r in micro_batches
+            if r.batch
+            for n in r.batch["number"]
+        ]
 
     assert sorted(numbers(0)) == list(range(13))
     assert numbers(0) == numbers(0) != numbers(1)
@@ -172,8 +184,8 @@ def test_a_stream_that_draws_while_it_is_read_is_the_same_on_every_process(given
         data = DataLoader(Shuffled(12), batch_size=2, num_workers=num_workers) if given else Shuffled(12)
         loader = build_loader(data, options(share=Share(index, count), num_workers=num_workers, seed=seed))
         batches = []
-        for round_ in loader.rounds(epoch, first):
-            batches.append(round_.batch)
+        for micro_batch in loader.micro_batches(epoch, first):
+            batches.append(micro_batch.batch)
             torch.manual_seed(index)  # what the training of a process does in between
             random.seed(index)
             np.random.seed(index)
@@ -201,7 +213,7 @@ def test_the_workers_of_a_stream_begin_each_epoch_with_its_seed():
 
     def read(epochs):
         loader = build_loader(Augmenting(), options(num_workers=1))
-        return [torch.cat([r.batch for r in loader.rounds(epoch)]) for epoch in epochs]
+        return [torch.cat([r.batch for r in loader.micro_batches(epoch)]) for epoch in epochs]
 
     assert torch.equal(read((0, 1))[1], read((1,))[0])
 
@@ -210,15 +222,15 @@ def test_the_workers_of_a_stream_begin_each_epoch_with_its_seed():
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_whole_number_limits_a_stream_and_the_last_round_knows(count):
     loaders = build_all(lambda: Stream(100), count, limit=3)
-    assert loaders[0].num_rounds == 3
+    assert loaders[0].num_micro_batches == 3
     assert in_global_order(loaders) == list(range(6 * count))
-    assert build_all(lambda: Stream(100), count)[0].num_rounds is None
+    assert build_all(lambda: Stream(100), count)[0].num_micro_batches is None
 
 
 @pytest.mark.feature("L32")
 def test_a_limit_above_what_there_is_ends_with_the_stream():
     assert in_global_order(build_all(lambda: Stream(5), 2, limit=50)) == list(range(5))
-    assert list(build_loader(Stream(5), options(limit=0)).rounds(0)) == []
+    assert list(build_loader(Stream(5), options(limit=0)).micro_batches(0)) == []
 
 
 @pytest.mark.feature("L32")
@@ -231,10 +243,10 @@ def test_a_stream_is_read_one_round_ahead_and_no_further():
                 read.append(number)
                 yield number
 
-    rounds = build_loader(Watched(100), options(limit=3)).rounds(0)
-    next(rounds)
+    micro_batches = build_loader(Watched(100), options(limit=3)).micro_batches(0)
+    next(micro_batches)
     assert read == [0, 1, 2, 3]
-    assert len(list(rounds)) == 2
+    assert len(list(micro_batches)) == 2
     assert read == list(range(6))
 
 
@@ -250,12 +262,12 @@ def test_a_fraction_of_an_unknown_length_is_refused(data):
 def test_a_stream_with_a_length_has_a_known_number_of_rounds(count):
     loaders = build_all(lambda: Sized(16), count)
     assert isinstance(loaders[0], StreamLoader)
-    assert loaders[0].num_rounds == 8 // count
+    assert loaders[0].num_micro_batches == 8 // count
     assert in_global_order(build_all(lambda: Sized(16), count, limit=0.25)) == list(range(4))
     given = build_all(lambda: DataLoader(Sized(15), batch_size=2), count)
-    assert given[0].num_rounds == 8 // count
-    assert build_all(lambda: Sized(16), count, num_workers=2)[0].num_rounds is None
-    assert build_all(lambda: Sized(7), count, drop_last=True)[0].num_rounds == 7 // (2 * count)
+    assert given[0].num_micro_batches == 8 // count
+    assert build_all(lambda: Sized(16), count, num_workers=2)[0].num_micro_batches is None
+    assert build_all(lambda: Sized(7), count, drop_last=True)[0].num_micro_batches == 7 // (2 * count)
 
 
 @pytest.mark.feature("A60")
@@ -265,7 +277,7 @@ def test_a_stream_that_is_shorter_than_it_says_ends_where_it_ends():
             return 100
 
     loader = build_loader(Boasting(5), options())
-    assert loader.num_rounds == 50
+    assert loader.num_micro_batches == 50
     assert in_global_order([loader]) == list(range(5))
 
 
@@ -302,8 +314,8 @@ def test_a_length_that_is_not_that_of_the_stream_is_a_warning_before_the_epoch_e
     with speaking(verbose=True):
         for loader in build_all(data, count, **told):
             for epoch in range(2):
-                for round_ in loader.rounds(epoch):
-                    assert not round_.is_last or (expected or "") in caplog.text
+                for micro_batch in loader.micro_batches(epoch):
+                    assert not micro_batch.is_last or (expected or "") in caplog.text
     assert caplog.text.count("correct their __len__") == (expected is not None)
 
 
@@ -351,7 +363,7 @@ def test_a_dataloader_class_that_iterates_in_its_own_way_keeps_its_way():
 
     loaders = build_all(lambda: Doubling(range(5), batch_size=1), 2)
     assert in_global_order(loaders) == [0, 2, 4, 6, 8]
-    assert loaders[0].num_rounds == 3
+    assert loaders[0].num_micro_batches == 3
 
 
 @pytest.mark.feature("T03")
@@ -373,7 +385,7 @@ def test_the_generator_of_such_a_loader_is_a_function_of_the_epoch_and_left_as_i
 
     def read(epoch):
         given = DataLoader(range(9), batch_size=None, sampler=sampler, generator=generator)
-        return [r.batch for r in build_loader(given, options()).rounds(epoch)]
+        return [r.batch for r in build_loader(given, options()).micro_batches(epoch)]
 
     assert sorted(read(0)) == list(range(9))
     assert read(0) == read(0) != read(1)
@@ -384,7 +396,7 @@ def test_the_generator_of_such_a_loader_is_a_function_of_the_epoch_and_left_as_i
 def test_a_given_dataloaders_stream_is_told_the_epoch():
     stream = Stream(3)
     loader = build_loader(DataLoader(stream), options())
-    list(loader.rounds(4))
+    list(loader.micro_batches(4))
     assert stream.epochs == [4]
 
 
@@ -392,14 +404,14 @@ def test_an_iterator_that_is_read_up_is_an_error_and_no_empty_epoch():
     loader = build_loader(iter([1, 2, 3]), options())
     assert in_global_order([loader], 0) == [1, 2, 3]
     with pytest.raises(DataError, match="nothing to read(.|\n)*an iterator can be read only once"):
-        list(loader.rounds(1))
+        list(loader.micro_batches(1))
 
 
 @pytest.mark.parametrize("data", [Stream(0), Plain(0), DataLoader(Stream(0))], ids=["stream", "iterable", "loader"])
 def test_a_stream_without_samples_is_an_error_when_it_is_read(data):
     loader = build_loader(data, options())
     with pytest.raises(DataError, match="the training data\n  got: nothing to read"):
-        next(loader.rounds(0))
+        next(loader.micro_batches(0))
 
 
 def test_a_length_of_zero_is_an_error_at_once():

@@ -124,8 +124,10 @@ def test_any_number_of_processes_has_the_same_global_order(count):
         )
         for i in range(count)
     ]
-    rounds = zip(*(build_loader(Numbers(23), one).rounds(1) for one in options), strict=True)
-    read = [value for parts in rounds for part in parts if part.batch is not None for value in part.batch.tolist()]
+    micro_batches = zip(*(build_loader(Numbers(23), one).micro_batches(1) for one in options), strict=True)
+    read = [
+        value for parts in micro_batches for part in parts if part.batch is not None for value in part.batch.tolist()
+    ]
     assert read == expected
 
 
@@ -145,7 +147,7 @@ def test_a_run_continues_within_an_epoch_bit_for_bit(tmp_path):
 def test_it_orders_the_batches_of_a_dataloader_too():
     given = DataLoader(TensorDataset(torch.arange(1000.0)), 250, sampler=TemperatureSampler(LABELS, 1))
     loader = build_loader(given, LoaderOptions(purpose="train", batch_size=1, seed=3))
-    read = torch.cat([part.batch[0] for part in loader.rounds(0)]).long().tolist()
+    read = torch.cat([part.batch[0] for part in loader.micro_batches(0)]).long().tolist()
     assert read == Order(1000, 3, sampler=TemperatureSampler(LABELS, 1)).at(0).tolist()
 
 

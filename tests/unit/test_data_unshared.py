@@ -32,9 +32,9 @@ def make(kind, rank):
 
 def take(loader, first, last=None):
     batches = []
-    for round_ in loader.rounds(0, first):
-        batches.append([round_.index, [] if round_.batch is None else round_.batch.tolist()])
-        if round_.index + 1 == last:
+    for micro_batch in loader.micro_batches(0, first):
+        batches.append([micro_batch.index, [] if micro_batch.batch is None else micro_batch.batch.tolist()])
+        if micro_batch.index + 1 == last:
             break
     return batches
 
@@ -47,7 +47,7 @@ for kind in ("sized", "stream"):
         done = take(stopped, 0, first)
         position = json.loads(json.dumps(stopped.position(0, first)))
         other.continue_from(0, first, position)
-        cuts.append([position, other.num_rounds, done + take(other, first) == whole, len(take(other, 0)) > 0])
+        cuts.append([position, other.num_micro_batches, done + take(other, first) == whole, len(take(other, 0)) > 0])
     results[kind] = [whole, cuts]
 gathered = [None, None]
 dist.all_gather_object(gathered, results)
@@ -68,8 +68,8 @@ def make(data, **told):
     return UnsharedLoader(build_loader(data, LoaderOptions(purpose="train", batch_size=2, **told)), CPU)
 
 
-def numbers(rounds):
-    return [int(n) for round_ in rounds for n in round_.batch]
+def numbers(micro_batches):
+    return [int(n) for micro_batch in micro_batches for n in micro_batch.batch]
 
 
 @pytest.fixture(scope="module")
@@ -87,34 +87,34 @@ def test_each_process_goes_on_in_its_own_data_also_one_that_is_at_its_end(result
         whole, cuts = results[rank][kind]
         assert sorted(n for _, batch in whole for n in batch) == list(range(100 * rank, 100 * rank + length))
         assert [index for index, _ in whole] == list(range(6))
-        for first, (position, num_rounds, is_same, _) in zip((1, 3, 4, 6), cuts, strict=True):
+        for first, (position, num_micro_batches, is_same, _) in zip((1, 3, 4, 6), cuts, strict=True):
             assert is_same, (rank, first)
             assert [own["samples"] for own in position["positions"]] == [min(2 * first, 5), 2 * first]
-            assert num_rounds == (6 if kind == "sized" else None)
+            assert num_micro_batches == (6 if kind == "sized" else None)
     assert results[0][kind][1][0][0] == results[1][kind][1][0][0]  # every process holds the positions of all
 
 
 @pytest.mark.parametrize("make_data", [lambda: list(range(9)), Stream])
 def test_one_process_with_data_of_its_own_goes_on_too(make_data):
     stopped, other = make(make_data()), make(make_data())
-    rounds = stopped.rounds(0)
-    done = numbers([next(rounds), next(rounds)])
+    micro_batches = stopped.micro_batches(0)
+    done = numbers([next(micro_batches), next(micro_batches)])
     position = stopped.position(0, 2)
     assert position["positions"][0]["samples"] == 4
     other.continue_from(0, 2, position)
-    assert done + numbers(other.rounds(0, first=2)) == list(range(9))
-    assert numbers(other.rounds(1)) == list(range(9))
+    assert done + numbers(other.micro_batches(0, first=2)) == list(range(9))
+    assert numbers(other.micro_batches(1)) == list(range(9))
 
 
 def test_the_rounds_of_an_epoch_that_goes_on_are_those_of_that_epoch_alone():
     position = make(list(range(40))).position(0, 3)
     loader = UnsharedLoader(build_loader(list(range(40)), LoaderOptions(purpose="train", batch_size=5)), CPU)
-    assert loader.num_rounds == 8
+    assert loader.num_micro_batches == 8
     loader.continue_from(0, 3, position)
-    assert loader.num_rounds == 3 + 7
-    assert numbers(loader.rounds(0, first=3)) == list(range(6, 40))
-    next(loader.rounds(1))
-    assert loader.num_rounds == 8
+    assert loader.num_micro_batches == 3 + 7
+    assert numbers(loader.micro_batches(0, first=3)) == list(range(6, 40))
+    next(loader.micro_batches(1))
+    assert loader.num_micro_batches == 8
 
 
 def test_another_number_of_processes_can_go_on_between_epochs_only():
@@ -125,4 +125,4 @@ def test_another_number_of_processes_can_go_on_between_epochs_only():
     with pytest.raises(DataError, match="a position with the data of 0"):
         loader.continue_from(0, 1, {"kind": "stream", "samples": 2})
     loader.continue_from(1, 0, position)
-    assert numbers(loader.rounds(1)) == [1, 2, 3]
+    assert numbers(loader.micro_batches(1)) == [1, 2, 3]

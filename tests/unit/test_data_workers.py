@@ -41,9 +41,9 @@ def build(data, workers=2):
     return build_loader(data, LoaderOptions(purpose="train", batch_size=2, num_workers=workers))
 
 
-def workers_of(rounds):
-    """Return the processes that load the rounds of a generator that is not at its end."""
-    frame = rounds.gi_frame.f_locals
+def workers_of(micro_batches):
+    """Return the processes that load the micro-batches of a generator that is not at its end."""
+    frame = micro_batches.gi_frame.f_locals
     batches = frame.get("batches") or frame["self"]._reading
     return batches._workers
 
@@ -51,14 +51,14 @@ def workers_of(rounds):
 @pytest.mark.parametrize("data", [Numbers(), Scheduled(), Stream()], ids=lambda data: type(data).__name__)
 def test_workers_end_with_the_run_even_if_a_traceback_holds_their_iterator(data):
     loader = build(data)
-    rounds = loader.rounds(0)
-    next(rounds)
-    workers = workers_of(rounds)
+    micro_batches = loader.micro_batches(0)
+    next(micro_batches)
+    workers = workers_of(micro_batches)
     assert any(worker.is_alive() for worker in workers)
     loader.end_workers()
     assert not any(worker.is_alive() for worker in workers)
-    rounds.close()
-    assert len(list(loader.rounds(1))) >= 20
+    micro_batches.close()
+    assert len(list(loader.micro_batches(1))) >= 20
     loader.end_workers()
 
 
@@ -86,7 +86,7 @@ def test_a_worker_outlives_a_first_request_to_end_and_leaves_at_the_second():
 def test_an_error_about_a_killed_worker_says_what_may_have_killed_it():
     loader = build(Numbers(killed_at=12))
     with pytest.raises((RuntimeError, ConnectionError, EOFError)) as caught:
-        list(loader.rounds(0))
+        list(loader.micro_batches(0))
     note_dead_worker(caught.value)
     notes = [note for note in caught.value.__notes__ if note.startswith("a process that loads data")]
     assert len(notes) == 1
@@ -106,9 +106,9 @@ def test_each_fork_waits_for_the_lock_on_the_list_of_threads(monkeypatch):
     monkeypatch.setattr(os, "register_at_fork", lambda **hooks: registered.append(hooks))
     _wait_at_each_fork.cache_clear()
     for data in (Numbers(), Stream()):
-        list(build(data, workers=0).rounds(0))
+        list(build(data, workers=0).micro_batches(0))
     assert registered == []
     for data in (Numbers(), Stream()):
-        list(build(data).rounds(0))
+        list(build(data).micro_batches(0))
     assert registered == [{"before": sys._current_frames}]
     _wait_at_each_fork.cache_clear()

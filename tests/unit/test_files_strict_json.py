@@ -50,7 +50,7 @@ def test_json_lines_are_readable_after_each_append(tmp_path):
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 2, "te', '{"note": "ä'.encode()[:-1], b"\x00\x00"])
-def test_line_cut_short_by_a_crash_is_passed_over_and_then_removed(tmp_path, torn):
+def test_line_cut_short_by_a_crash_is_skipped_and_then_removed(tmp_path, torn):
     path = tmp_path / "history.jsonl"
     path.write_bytes(b'{"step": 1}\n' + torn)
     assert list(read_json_lines(path)) == [{"step": 1}]

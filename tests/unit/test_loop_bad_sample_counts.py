@@ -84,7 +84,7 @@ def test_validation_counts_the_others(caplog):
     assert trainer.state.bad_samples == 0
 
 
-def test_the_trial_evaluation_passes_over_batches_without_anything_left():
+def test_the_trial_evaluation_skips_batches_without_anything_left():
     trainer, module = fit(Numbers(2), Unreadable(12, range(8)))
     assert module.validated[0] == [8.0, 9.0]
     assert trainer.state.metrics == {"val_loss": 9.5}
@@ -134,7 +134,7 @@ class Manual(ExtendedAcceleratorModule):
         return loss
 
 
-def test_manual_steps_pass_over_a_batch_without_anything_left():
+def test_manual_steps_skip_a_batch_without_anything_left():
     trainer, module = make_trainer(on_bad_sample="skip", shuffle_train=False, checkpoint_every="1 step"), Manual()
     trainer.fit(module, Unreadable(8, {2, 3, 4}))
     assert module.seen == [[0.0, 1.0], [5.0], [6.0, 7.0]]

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from accmt.metrics import TrainingWindow
+from accmt.metrics import RunningAverages
 from accmt.metrics.weighted_sum import _COMPACT_AT, WeightedSum, exact_sum
 
 CPU = torch.device("cpu")
@@ -125,7 +125,7 @@ def test_exact_sum_never_raises(values, expected):
 
 
 def window_of(*losses, others=None):
-    window = TrainingWindow(CPU)
+    window = RunningAverages(CPU)
     for loss, weight in losses:
         window.add(torch.tensor(loss), weight, others)
     return window
@@ -154,7 +154,7 @@ def test_means_since_the_log_and_since_the_evaluation_are_independent():
 
 @pytest.mark.feature("D03")
 def test_other_values_have_means_of_their_own():
-    window = TrainingWindow(CPU)
+    window = RunningAverages(CPU)
     window.add(torch.tensor(1.0), 1.0, {"a": torch.tensor(2.0)})
     window.add(torch.tensor(1.0), 3.0, {"a": torch.tensor(6.0), "b": torch.tensor(1.0)})
     window.add(torch.tensor(1.0), 1.0)
@@ -192,7 +192,7 @@ def test_the_mean_of_an_epoch_survives_in_the_state(ends_epoch):
     if ends_epoch:
         window.end_epoch()
     window.add(torch.tensor(0.1), 3.0)
-    resumed = TrainingWindow(CPU)
+    resumed = RunningAverages(CPU)
     resumed.load_state_dict(window.state_dict())
     window.take_row("loss")
     resumed.take_row("loss")

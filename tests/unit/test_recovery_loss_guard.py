@@ -180,7 +180,7 @@ def test_rollback_leaves_one_point_at_each_step(tmp_path: Any) -> None:
     assert steps[-1] == trainer.state.global_step == 22
 
 
-def test_a_run_that_is_resumed_still_passes_over_what_it_was_rolled_back_for(tmp_path: Any) -> None:
+def test_a_run_that_is_resumed_still_skips_what_it_was_rolled_back_for(tmp_path: Any) -> None:
     data = make_data({10: NO_LOSS})
     settings = {"on_nonfinite": "rollback", "checkpoint_every": "1 step"}
     train(data, tmp_path, hps={"max_steps": 9}, **settings)
@@ -274,7 +274,7 @@ def test_a_thousand_losses_between_two_looks_are_all_looked_at() -> None:
     guard = LossGuard("stop", None)
     for number in range(1000):
         guard.add(torch.tensor(NO_LOSS if number == 300 else 1.0), 1, Place(number, 0, number, number))
-    assert [place.round for place, _, _ in guard.find()] == [300]
+    assert [place.micro_batch for place, _, _ in guard.find()] == [300]
     assert guard.find() == []
 
 

@@ -1,4 +1,4 @@
-"""Batch norm over processes: which layers take part, that they stay the user's, and rounds without the others.
+"""Batch norm over processes: which layers take part, that they stay the user's, and micro-batches without the others.
 
 torch has `SyncBatchNorm` on GPUs only, so what it computes is tried in tests/distributed with arithmetic of their own.
 """

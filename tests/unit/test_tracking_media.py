@@ -230,7 +230,7 @@ def test_an_outage_delays_and_loses_nothing(tmp_path, error, caplog):
 
 
 @pytest.mark.parametrize("is_alone", [False, True])
-def test_what_a_tracker_refuses_for_good_is_passed_over_and_said(tmp_path, is_alone, caplog):
+def test_what_a_tracker_refuses_for_good_is_skipped_and_said(tmp_path, is_alone, caplog):
     def refuse(kind):
         if kind in ("images", "file"):
             raise TypeError("not like that")

@@ -22,7 +22,7 @@ from accmt import AcceleratorModule, Trainer
 from accmt.processes import gather_objects, is_main_process, process_index
 from accmt.setup import sync_batchnorm
 
-SAMPLES = 9  # with batches of 2 on 2 processes the last round has one sample, and one process none
+SAMPLES = 9  # with batches of 2 on 2 processes the last micro-batch has one sample, and one process none
 HPS: dict[str, Any] = {"epochs": 2, "batch_size": 2, "optim": {"type": "SGD", "lr": 0.1}}
 QUIET: dict[str, Any] = {"model_saving": None, "checkpoint_every": None, "verbose": False, "seed": 0}
 

@@ -65,7 +65,7 @@ def main(result: Path, folder: Path) -> None:
     )
     trainer.fit(Logging(), make_numbers(), make_numbers())
     metrics = gather_objects(trainer.state.metrics)
-    epoch_losses = gather_objects(trainer.run.window.epoch_loss)
+    epoch_losses = gather_objects(trainer.run.running_averages.epoch_loss)
     if is_main_process():
         rows = [(row["step"], row["values"]) for row in read_history(trainer.log_dir) if "values" in row]
         result.write_text(json.dumps({"rows": rows, "metrics": metrics, "epoch_losses": epoch_losses}))

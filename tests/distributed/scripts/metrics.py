@@ -177,9 +177,9 @@ def validate(samples: list[dict[str, Any]]) -> dict[str, Any]:
 def batches_of(length: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     share = Share(process_index(), num_processes())
     options = LoaderOptions(purpose="validate", batch_size=BATCH_SIZE, share=share, seed=0, shuffle=False, collate=list)
-    for round_ in build_loader([make_sample(index) for index in range(length)], options).rounds(0):
-        if round_.batch is not None:
-            yield round_.index, round_.batch
+    for micro_batch in build_loader([make_sample(index) for index in range(length)], options).micro_batches(0):
+        if micro_batch.batch is not None:
+            yield micro_batch.index, micro_batch.batch
 
 
 def evaluate(metrics: tuple[Metric, ...], length: int, chunk_bytes: int | None = CHUNK_BYTES) -> dict[str, float]:

@@ -74,7 +74,12 @@ def read_with_own_generators() -> dict[str, list[int]]:
         "loader": build_loader(given, LoaderOptions(**options)),
     }
     return {
-        name: [int(s) for round_ in loader.rounds(1) if round_.batch is not None for s in round_.batch]
+        name: [
+            int(s)
+            for micro_batch in loader.micro_batches(1)
+            if micro_batch.batch is not None
+            for s in micro_batch.batch
+        ]
         for name, loader in loaders.items()
     }
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, ExtendedAcceleratorModule
-from accmt.metrics import TrainingWindow
+from accmt.metrics import RunningAverages
 from accmt.processes import acting_alone, gather_objects, is_main_process, num_processes
 from tests.toys import Linear, Numbers, logged, make_points, make_trainer
 
@@ -62,11 +62,11 @@ def learn_unevenly() -> float:
 
 def continue_row() -> dict[str, float]:
     """Add values of each process to those that a run of one process had not logged yet."""
-    window = TrainingWindow(torch.device("cpu"))
+    window = RunningAverages(torch.device("cpu"))
     with acting_alone():
         window.add(torch.tensor(1.0), 2)
         state = window.state_dict()
-    window = TrainingWindow(torch.device("cpu"))
+    window = RunningAverages(torch.device("cpu"))
     window.load_state_dict(state)
     window.add(torch.tensor(4.0), 1)
     return window.take_row("loss")
