@@ -24,7 +24,7 @@ _DIE_S = 1.0
 _THREADS_S = 0.002  # for threads of torch to finish with the collective before
 _DEAD = explain(
     "a process that loads data",
-    "it is gone without a word: the system ends a process so when memory, or room in /dev/shm, is used up",
+    "it exited without an error message: the system ends a process so when memory, or room in /dev/shm, is used up",
     "all of them alive as long as the run",
     "look at `dmesg` and `df /dev/shm`; fewer dataloader_num_workers, or smaller batches, need less of both",
 )

@@ -14,13 +14,12 @@ from accmt.loop.optimizer_step import step_schedule
 from accmt.loop.training import finish_update, log_row, save_if_due, train_epoch
 from accmt.messages import say, warn
 from accmt.processes import run_on_every_process, run_on_main_process
-from accmt.recovery.crash_loop import note_end, tell_repetition
+from accmt.recovery.crash_loop import note_end, warn_of_crash_loop
 from accmt.recovery.restart import Restart
-from accmt.recovery.resume_hint import telling_how_to_go_on
-from accmt.recovery.shutdown import leave_if_asked, settle, watching
+from accmt.recovery.shutdown import handle_failure, printing_resume_hint, stop_if_requested, watching
 from accmt.run import Run
 from accmt.setup.datasets import end_workers
-from accmt.setup.model import give_back
+from accmt.setup.model import detach_run
 from accmt.setup.preflight import check_room, try_saving
 from accmt.state import Progress
 from accmt.tracking import RunStatus
@@ -43,7 +42,7 @@ def fit(run: Run) -> None:
     Raises:
         BaseException: What a step, a hook or the data raised; hooks were told, and trackers closed.
     """
-    with telling_how_to_go_on(run), computing_without_cache(run.unwrapped_model):
+    with printing_resume_hint(run), computing_without_cache(run.unwrapped_model):
         try:
             _fit(run)
         finally:
@@ -92,7 +91,7 @@ def _begin(run: Run) -> None:
     run_on_main_process(lambda: run.tracking.start(describe(run)))
     run.module.tracker = next(iter(run.tracking.loggers), None)
     run.checkpoints.begin(run)
-    tell_repetition(run)
+    warn_of_crash_loop(run)
     if run.settings.running.preflight:
         check_room(run)
 
@@ -116,7 +115,7 @@ def _train_and_tell(run: Run) -> None:
         raise
     except BaseException as error:
         try:
-            failure = settle(run, error)
+            failure = handle_failure(run, error)
             _tell_failure(run, failure)
         finally:
             _call_end_hooks(run)
@@ -199,7 +198,7 @@ def _tell_epoch_end(run: Run, *, is_counted: bool, evaluated: bool) -> None:
         hook()
     run.boundary.mark(run)
     save_if_due(run, epoch_ended=is_counted, evaluated=evaluated)
-    leave_if_asked(run)
+    stop_if_requested(run)
 
 
 def _require_updates(run: Run) -> None:
@@ -258,7 +257,7 @@ def _call_end_hooks(run: Run) -> None:
 def restore_model(run: Run) -> None:
     """Give the module its own model back, and end the processes that load data."""
     end_workers((run.train_loader, *run.val_loaders.values()))
-    give_back(run.module, run.model, run.accelerator)
+    detach_run(run.module, run.model, run.accelerator)
     if run.accelerator is not run.settings.running.accelerator:  # what a user prepared is not ours to forget
         run.accelerator.free_memory()
 

@@ -10,8 +10,8 @@ from accmt.loop.evaluation import evaluate_and_count
 from accmt.loop.manual import ManualSteps
 from accmt.loop.train_step import Windows
 from accmt.module import ExtendedAcceleratorModule
-from accmt.recovery.loss_guard import look_at_losses
-from accmt.recovery.shutdown import leave_if_asked
+from accmt.recovery.loss_guard import check_losses
+from accmt.recovery.shutdown import stop_if_requested
 from accmt.recovery.step_snapshot import Due
 from accmt.run import Run
 
@@ -63,7 +63,7 @@ def finish_update(run: Run) -> None:
         run.boundary.due = due  # nothing has moved since the update
     if is_update:
         save_if_due(run, evaluated=evaluated)
-    leave_if_asked(run)
+    stop_if_requested(run)
 
 
 def _tell_update(run: Run, *, is_update: bool) -> None:
@@ -79,7 +79,7 @@ def _log_and_evaluate(run: Run) -> bool:
         log_row(run)
     is_evaluation_due = run.cadence.is_evaluation_due(state, run.updates_per_epoch(state.epoch))
     if is_evaluation_due:
-        look_at_losses(run)
+        check_losses(run)
         evaluate_and_count(run)
     return is_evaluation_due
 
@@ -90,7 +90,7 @@ def save_if_due(run: Run, *, epoch_ended: bool = False, evaluated: bool = False)
     Processes: collective.
     """
     if run.checkpoints.is_due(run, epoch_ended=epoch_ended, evaluated=evaluated):
-        look_at_losses(run)
+        check_losses(run)
     run.checkpoints.save_if_due(run, epoch_ended=epoch_ended, evaluated=evaluated)
 
 
@@ -111,4 +111,4 @@ def log_row(run: Run) -> None:
     for hook in run.hooks.on_log:
         hook(values=row, step=run.state.global_step)
     if run.guard.looks_at_every_row or not math.isfinite(row.get(loss_name, 0.0)):
-        look_at_losses(run)
+        check_losses(run)

@@ -38,13 +38,7 @@ class Checkpointer(Protocol):
     """
 
     def save(self, write: Callable[[Path], object], step: int, *, force: bool) -> None:
-        """Store a checkpoint.
-
-        Args:
-            write: Puts this process's files into an existing empty folder, the same for all processes.
-            step: Updates done.
-            force: Whether it was asked for, rather than due by `checkpoint_every`: it should not be left out.
-        """
+        """Store a checkpoint."""
 
     def load(self) -> Path | None:
         """Return a folder with the files of the checkpoint to continue from; None where there is none."""
@@ -117,9 +111,6 @@ class Checkpoints:
         """Make the folder this run's own.
 
         Processes: collective.
-
-        Raises:
-            CheckpointError: Another run is writing there, or an earlier run's checkpoints cannot be moved away.
         """
         if self._writer is not None:
             self._store.claim()
@@ -135,19 +126,12 @@ class Checkpoints:
         """Find out whether everything else than the optimizer's state can be stored, as it is before training.
 
         Processes: collective.
-
-        Raises:
-            CheckpointError: Something cannot be stored; the message names it.
         """
         if self.are_written:
             self._collector.collect(collect_others(run))
 
     def request(self, folder: Path | None) -> None:
-        """Ask for a checkpoint at the end of the update in work.
-
-        Args:
-            folder: A folder of checkpoints of its own, in which none is deleted; None is that of the run.
-        """
+        """Ask for a checkpoint at the end of the update in work."""
         self._requests.append(folder)
 
     def is_due(self, run: Run, *, epoch_ended: bool, evaluated: bool) -> bool:
@@ -201,13 +185,6 @@ class Checkpoints:
         """Save the last update boundary, whatever the run was doing since, and wait until it is durable.
 
         Processes: collective, unless the main one is alone.
-
-        Args:
-            run: The run.
-            is_alone: Whether the other processes are gone.
-
-        Raises:
-            CheckpointError: It cannot be written.
         """
         told, boundary = self._settings.checkpoints, run.boundary
         if self._saved == (boundary.own["parts"]["state"], boundary.due):
@@ -226,13 +203,6 @@ class Checkpoints:
         """Save at once.
 
         Processes: collective.
-
-        Args:
-            run: The run, at an update boundary.
-            folder: As in `request`; it is waited until the checkpoint is durable.
-
-        Raises:
-            CheckpointError: It cannot be written to `folder`.
         """
         if folder is None and (self._writer is not None or self._checkpointer is not None):
             self._save(run, force=True)
@@ -275,9 +245,6 @@ class Checkpoints:
         """Return the newest checkpoint of the run, when it is durable; every file is verified.
 
         Processes: collective.
-
-        Raises:
-            NoCheckpointError: There is none.
         """
         self.wait()
         if self._checkpointer is not None:
@@ -294,10 +261,6 @@ class Checkpoints:
         """Wait until the last checkpoint is durable.
 
         Processes: collective.
-
-        Args:
-            has_result: Whether the run came to its end, or saved a model. If not, and it wrote no checkpoint, those of
-                an earlier run get their place back.
         """
         if self._writer is not None:
             self._writer.close()

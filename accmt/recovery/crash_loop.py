@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _MAX_TEXT = 500
 
 
-def tell_repetition(run: Run) -> None:
+def warn_of_crash_loop(run: Run) -> None:
     """Note that the run goes on, and warn if it has failed here too often; one that is to begin anew never has."""
     if not _is_noted(run):
         return
@@ -33,12 +33,7 @@ def tell_repetition(run: Run) -> None:
 
 
 def note_end(run: Run, error: BaseException | None) -> None:
-    """Note how the run ended.
-
-    Args:
-        run: The run.
-        error: What ended it; None where it came to its end.
-    """
+    """Note how the run ended."""
     if not _is_noted(run):
         return
     folder = run.checkpoints.folder

@@ -187,14 +187,10 @@ class LossGuard:
             self._recent.extend(state["recent"][process_index()])
 
 
-def look_at_losses(run: Run) -> None:
+def check_losses(run: Run) -> None:
     """React to what is wrong with the losses since the last look.
 
     Processes: collective.
-
-    Raises:
-        NonFiniteError: One is, and the run is to stop.
-        Restart: One is, and the run is to go back to its newest checkpoint.
     """
     guard = run.guard
     own = [

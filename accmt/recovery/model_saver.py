@@ -1,7 +1,8 @@
-"""Saves the best models, and counts evaluations without a better value, on the same hooks as a user's callbacks."""
+"""Saves the best models, with what their folders say of the run, on the same hooks as a user's callbacks."""
 
 from __future__ import annotations
 
+import inspect
 import secrets
 import sys
 from collections.abc import Mapping
@@ -10,13 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from accmt import huggingface
 from accmt.callbacks import Callback
+from accmt.data.options import length_of
 from accmt.errors import SavingError, explain
 from accmt.loop.reduction import broadcast_buffers
 from accmt.messages import say, warn
+from accmt.metrics import Metric
+from accmt.metrics.building import BUILTIN
 from accmt.processes import run_on_main_process
-from accmt.recovery.model_card_facts import describe_trainer, write_card
 from accmt.run import Run
 from accmt.saving import (
     RUN_KEY,
@@ -28,10 +33,15 @@ from accmt.saving import (
     keep_previous,
     name_by_rules,
     remove_surplus,
+    write_command,
     write_hps,
+    write_model_card,
     write_status,
     write_trainer_config,
 )
+from accmt.settings import Settings
+from accmt.tracking.specs import resolve_trackers, tracker_names
+from accmt.version import __version__
 
 
 class _NotSavedError(Exception):
@@ -62,9 +72,6 @@ class ModelSaver(Callback):
         """Keep every other run from saving to the model folder, until `release`, or until this process ends.
 
         Processes: collective; the main process holds the claim.
-
-        Raises:
-            SavingError: Another run saves there.
         """
         if self.selection.names or run.settings.saving.save_last:
             run_on_main_process(lambda: self._take(run.settings.model_folder.absolute()))
@@ -132,11 +139,7 @@ class ModelSaver(Callback):
             self._unsaved.pop(folder, None)
 
     def require_saved(self) -> None:
-        """Check at the end of a run that every model which was to be saved is, or a later one in its place.
-
-        Raises:
-            SavingError: One is not; all else of the run is kept.
-        """
+        """Check at the end of a run that every model which was to be saved is, or a later one in its place."""
         if not self._unsaved:
             return
         folder, failures = next(iter(self._unsaved.items()))
@@ -149,10 +152,6 @@ class ModelSaver(Callback):
         """Forget the best values of a run that goes on, where the folder does not hold the model that had them.
 
         Processes: collective.
-
-        Args:
-            model_path: Where models are saved.
-            run_id: Names the run that saved them.
         """
         missing = run_on_main_process(
             lambda: [
@@ -171,11 +170,7 @@ class ModelSaver(Callback):
             warn(f"no model was saved: {reason}; {do}")
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Check, with the results of a trial, that what decides will be there.
-
-        Raises:
-            ModuleContractError: It is not among the results.
-        """
+        """Check, with the results of a trial, that what decides will be there."""
         values = self._values(metrics, train_loss=0.0)
         self.selection.require(values)
         if self.patience is not None:
@@ -190,9 +185,6 @@ def save_model(run: Run, *folders: Path) -> None:
     """Save the weights, what a transformers model needs beside them, and `status.json`; keep another run's model.
 
     Processes: collective: weights are gathered from all, and written by the main process.
-
-    Raises:
-        OSError: A folder cannot be written; an older model in it still loads.
     """
     if not folders:
         return
@@ -241,3 +233,76 @@ def _keep_previous(run: Run, folder: Path) -> None:
         say(f"the model of an earlier run in {folder} is kept in {kept}")
     for place in removed:
         say(f"the model of an earlier run in {place} was deleted (max_previous_runs={keep})")
+
+
+def write_card(run: Run, folder: Path) -> None:
+    """Write `README.md` into a model folder, unless the user's own is there.
+
+    Processes: main only.
+    """
+    state, model = run.state, run.unwrapped_model
+    write_model_card(
+        folder,
+        head={**huggingface.describe_model(model), "tags": ["accmt"]},
+        sections={
+            "Results": {**_describe_loss(run), **state.metrics, **state.best},
+            "Model": {"model": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())},
+            "Samples": _count_samples(run),
+            "Hyper-parameters": run.settings.hps.get_config(),
+            "Training": _describe_training(run),
+            "Command": write_command(sys.argv),
+        },
+    )
+
+
+def describe_trainer(settings: Settings) -> dict[str, Any]:
+    """Return the arguments of the Trainer, with metrics and trackers by name where a name makes an equal one.
+
+    Trackers are left out where one is the user's own.
+    """
+    arguments, told = settings.to_arguments(), settings.tracking
+    if "metrics" in arguments:
+        arguments["metrics"] = _name_metrics(arguments["metrics"])
+    trackers = resolve_trackers(arguments.pop("log_with", None))
+    if all(tracker.name in tracker_names() for tracker in trackers):
+        own = {tracker.name: tracker.init_kwargs for tracker in trackers if tracker.init_kwargs}
+        return arguments | own | ({"log_with": [tracker.name for tracker in trackers]} if trackers else {})
+    return {name: value for name, value in arguments.items() if name not in told.tracker_kwargs}
+
+
+def _name_metrics(given: Any) -> Any:
+    if isinstance(given, list | tuple):
+        return [_name_metrics(item) for item in given]
+    if isinstance(given, dict):
+        return {name: _name_metrics(item) for name, item in given.items()}
+    kind: Any = BUILTIN.get(given.name) if isinstance(given, Metric) else None
+    is_told_by_name = kind is type(given) and list(inspect.signature(kind).parameters) == ["name"]
+    return given.name if is_told_by_name else given
+
+
+def _count_samples(run: Run) -> dict[str, Any]:
+    loaders = {"training": run.train_loader}
+    loaders |= {f"validation {name}".strip(): loader for name, loader in run.val_loaders.items()}
+    counted = {name: length_of(loader.dataloader.dataset) for name, loader in loaders.items()}
+    return {name: number for name, number in counted.items() if number is not None}
+
+
+def _describe_loss(run: Run) -> dict[str, float]:
+    loss = run.running_averages.epoch_loss
+    return {} if loss is None else {run.settings.tracking.train_loss_metric_name: loss}
+
+
+def _describe_training(run: Run) -> dict[str, Any]:
+    state, settings = run.state, run.settings
+    accumulation = settings.optimization.accumulation_at(state.epoch)
+    return {
+        "updates": state.global_step,
+        "epochs finished": state.epoch,
+        "training samples seen": state.samples_seen,
+        "samples of an update": settings.hps.train_batch_size * accumulation * state.num_processes,
+        "processes": state.num_processes,
+        "mixed precision": str(run.accelerator.mixed_precision),
+        "seed": run.seed,
+        "accmt": __version__,
+        "torch": torch.__version__,
+    }

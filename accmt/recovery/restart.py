@@ -86,12 +86,8 @@ class Recovery:
         self.is_temporary = False
 
 
-def check_recovery(settings: Settings, module: AcceleratorModule, train_data: Any) -> None:
-    """Check that the run can recover from what it is told to recover from.
-
-    Raises:
-        ArgumentError: It cannot.
-    """
+def check_restarts(settings: Settings, module: AcceleratorModule, train_data: Any) -> None:
+    """Check that the run can recover from what it is told to recover from."""
     reaction = settings.failures.on_nonfinite
     steps_itself = isinstance(module, ExtendedAcceleratorModule)
     if reaction in ("skip", "rollback") and steps_itself:
@@ -114,9 +110,6 @@ def restart_with_smaller_batches(run: Run) -> NoReturn:
     """End the run at its last update boundary, to go on with micro-batches half as large and as many more of them.
 
     Processes: collective.
-
-    Raises:
-        Restart: Always.
     """
     free_memory(run)
     size = current_micro_batch_size(run)
@@ -136,16 +129,6 @@ def roll_back(run: Run, window: int, why: str, *, is_skipped: bool) -> NoReturn:
     are trained on again, each judged before the optimizer steps.
 
     Processes: collective; the same window on all.
-
-    Args:
-        run: The run.
-        window: The window where something went wrong, by the samples seen before it.
-        why: What is wrong there, for the messages.
-        is_skipped: Whether the window is left out unseen: a spike may not look like one again.
-
-    Raises:
-        Restart: Always, unless this led nowhere before.
-        NonFiniteError: The run went back to this checkpoint too often.
     """
     recovery, checkpoint = run.recovery, run.checkpoints.newest()
     step = read_others(checkpoint)["parts"]["state"]["global_step"]

@@ -46,15 +46,6 @@ def find_resumed(settings: Settings, override: Path | None = None) -> Resumed | 
     """Return what a run continues from, None where it begins anew.
 
     Processes: collective.
-
-    Args:
-        settings: What the Trainer was told.
-        override: A checkpoint that was chosen by `Trainer.load_checkpoint`.
-
-    Raises:
-        NoCheckpointError: There is no checkpoint where one is asked for.
-        CheckpointCorruptError: The checkpoint that is asked for is damaged.
-        HyperParameterError: Hyper-parameters have changed that a run cannot continue with.
     """
     folder = override or _find_folder(settings)
     if folder is None:
@@ -103,10 +94,6 @@ def find_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in `path`, or the newest in a folder of checkpoints; every file is verified.
 
     Processes: collective.
-
-    Raises:
-        NoCheckpointError: There is no checkpoint.
-        CheckpointCorruptError: It is damaged.
     """
     path = path.parent if path.name == MANIFEST_NAME else path
     newest = None if (path / MANIFEST_NAME).exists() else CheckpointStore(path).newest()

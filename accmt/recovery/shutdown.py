@@ -1,60 +1,55 @@
-"""Leaves a run before its time: at a point where it can be continued, or with a safe checkpoint of the last one."""
+"""Ends a run before its time: where another one can resume it, with a hint how, or with an emergency checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from accmt.callbacks.averaging import EMA
-from accmt.data import UnsharedLoader
+from accmt.data import Loader, MicroBatch, UnsharedLoader
 from accmt.errors import Preempted, ProcessFailedError, explain
-from accmt.failures import Reason, Watch, is_consequence, is_out_of_memory, kind_of
+from accmt.failures import Interruption, Reason, Watch, is_consequence, is_out_of_memory, kind_of
 from accmt.messages import say, warn
-from accmt.processes import acting_alone, is_main_process
+from accmt.processes import acting_alone, gather_objects, is_main_process, num_processes
 from accmt.recovery.restart import Restart, free_memory
 from accmt.run import Run
 from accmt.settings.handlers import Handler
 
-_ALIKE_S = 2.0
+if TYPE_CHECKING:
+    from accmt.trainer import Trainer
+
+_SAME_FAILURE_S = 2.0
 
 
-def leave_if_asked(run: Run) -> None:
-    """Leave the run here, at an update boundary, if somebody asked for it, or end training if its time is used up.
+def stop_if_requested(run: Run) -> None:
+    """Stop the run here, between two optimizer steps, if somebody asked for it, or end training if its time is up.
 
-    Processes: all, at the same boundary.
-
-    Raises:
-        KeyboardInterrupt: After Ctrl-C.
-        Preempted: After SIGTERM or SIGUSR1.
+    Processes: all, after the same step.
     """
     if run.clock.is_used_up and is_main_process() and not run.interruption.ends_training:
         run.interruption.request(Reason("max_time", "finish"))
     reason = run.interruption.pass_point()
     if reason is not None:
-        leave(run, reason)
+        stop_run(run, reason)
 
 
-def leave(run: Run, reason: Reason) -> NoReturn:
-    """Leave the run, which is at its last boundary or in something that can be repeated.
+def stop_run(run: Run, reason: Reason) -> NoReturn:
+    """Stop the run, which is between two optimizer steps or in something that can be repeated.
 
     Processes: all, at the same place.
-
-    Raises:
-        KeyboardInterrupt: After Ctrl-C.
-        Preempted: After SIGTERM or SIGUSR1.
     """
-    left = f"the run is left at update {run.state.global_step}"
-    say(f"{reason.what}: {left}")
+    stopped = f"the run stops at step {run.state.global_step}"
+    say(f"{reason.what}: {stopped}")
     run.interruption.is_left = True
     if reason.ending == "interrupt":
-        raise KeyboardInterrupt(left)
+        raise KeyboardInterrupt(stopped)
     raise Preempted(run.settings.failures.preempt_exit_code)
 
 
 @contextmanager
 def watching(run: Run) -> Iterator[None]:
-    """Watch signals and the other processes; where one fails and others do not, this process ends soon for sure."""
+    """Watch signals and the other processes; where one fails and others do not, this process is sure to end soon."""
     watch = run.watch
     if watch is None:
         yield
@@ -65,7 +60,7 @@ def watching(run: Run) -> Iterator[None]:
     except Restart:
         raise  # all processes together
     except BaseException as error:
-        _tell_others(run, watch, error)
+        _send_failure(run, watch, error)
         raise
     finally:
         watch.stop()
@@ -73,23 +68,19 @@ def watching(run: Run) -> Iterator[None]:
             watch.leave_for_sure()
 
 
-def settle(run: Run, error: BaseException) -> BaseException:
-    """Do what is to be done about the error that ends a run before anything else: tell others, take a checkpoint.
-
-    Returns:
-        The error; or, where it only says that another process is gone, one that says what happened there.
-    """
+def handle_failure(run: Run, error: BaseException) -> BaseException:
+    """Do first what an error that ends a run asks for: inform the other processes, take an emergency checkpoint."""
     if run.watch is not None:
-        _tell_others(run, run.watch, error)
-    _keep_safe(run, error)
+        _send_failure(run, run.watch, error)
+    _save_emergency_checkpoint(run, error)
     return _explain_consequence(run.watch, error) if run.watch is not None and run.watch.is_apart else error
 
 
-def _tell_others(run: Run, watch: Watch, error: BaseException) -> None:
+def _send_failure(run: Run, watch: Watch, error: BaseException) -> None:
     if watch.has_failed or run.interruption.is_left:
         return
     watch.tell_failure(error)
-    watch.is_apart = not watch.all_failed_alike(_ALIKE_S)
+    watch.is_apart = not watch.all_failed_alike(_SAME_FAILURE_S)
 
 
 def _explain_consequence(watch: Watch, error: BaseException) -> BaseException:
@@ -97,27 +88,27 @@ def _explain_consequence(watch: Watch, error: BaseException) -> BaseException:
         return error
     for index, note in watch.failures().items():
         if not note["is_consequence"]:
-            do = "mend that; the others only waited for it"
+            do = "fix that error; the other processes were waiting for it"
             return ProcessFailedError(explain(f"process {index}", f"it failed:\n{note['text']}", "no error", do))
     silent = ", ".join(map(str, watch.find_silent())) or "another one"
-    got = f"it is gone without a word: killed, perhaps because memory ran out ({error})"
-    return ProcessFailedError(explain(f"process {silent}", got, "all processes alive", "see the system's log"))
+    got = f"it exited without an error message: killed, perhaps because memory ran out ({error})"
+    return ProcessFailedError(explain(f"process {silent}", got, "all processes alive", "look at the system's log"))
 
 
-def _keep_safe(run: Run, error: BaseException) -> None:
-    """Take a checkpoint of the last update boundary if the error is one to take it at; nothing here hides the error."""
+def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:
+    """Take a checkpoint of the last step snapshot if a handler asks for it; nothing here hides the error."""
     if not _is_handled(run, error):
         return
     if not run.boundary.can_be_saved:
-        warn("no checkpoint is taken of an update that is half done or whose loss is wrong: the newest one stands")
+        warn("no emergency checkpoint: the run is in the middle of a step, or its loss is wrong; the newest one stays")
         return
     if is_out_of_memory(error):
         free_memory(run)
-    _take_averages_out(run)
+    _restore_trained_weights(run)
     try:
         _save_boundary(run)
     except Exception as own:  # noqa: BLE001 - the error that ends the run goes first
-        warn(f"the safe checkpoint could not be taken, the newest one stands: {own}")
+        warn(f"the emergency checkpoint could not be taken, the newest one stays: {own}")
 
 
 def _save_boundary(run: Run) -> None:
@@ -142,12 +133,120 @@ def _kinds_of(watch: Watch | None, error: BaseException) -> set[Handler | None]:
     """Return the kind of an error; of one that is the consequence of others, theirs too."""
     if watch is None or not is_consequence(error):
         return {kind_of(error)}
-    told = {note["kind"] for note in watch.failures().values() if note["kind"] is not None}
-    return {Handler[name] for name in told} | {kind_of(error)}
+    kinds = {note["kind"] for note in watch.failures().values() if note["kind"] is not None}
+    return {Handler[name] for name in kinds} | {kind_of(error)}
 
 
-def _take_averages_out(run: Run) -> None:
-    """Give the model the weights of training where an evaluation of their average was broken off."""
+def _restore_trained_weights(run: Run) -> None:
+    """Give the model its trained weights back where an evaluation of their average was interrupted."""
     for callback in run.callbacks:
         if isinstance(callback, EMA) and callback.is_in_place:
             callback.on_fit_end()
+
+
+class InterruptibleLoader:
+    """Validation data whose micro-batches end early, on all processes, when the run is to stop.
+
+    A process that learns of it stops reading at once. At the end of the data, where processes wait for one another
+    anyway, it informs the others, and all stop the run there. The resumed run does the evaluation again.
+    """
+
+    def __init__(self, own: Loader, trainer: Trainer) -> None:
+        self.dataloader = own.dataloader
+        self.micro_batches_per_batch = own.micro_batches_per_batch
+        self.share = own.share
+        self._own = own
+        self._trainer = trainer
+        self.samples_in = own.samples_in
+        self.samples_of = own.samples_of
+        self.tell_epoch_again = own.tell_epoch_again
+        self.end_workers = own.end_workers
+        self.position = own.position
+        self.continue_from = own.continue_from
+
+    def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
+        reason: Reason | None = None
+        may_stop = self._may_stop()
+        for micro_batch in self._own.micro_batches(epoch, first):
+            reason = self._interruption.reason_to_leave if may_stop else None
+            if reason is not None:
+                break
+            yield micro_batch
+        if may_stop:
+            agreed = next((one for one in gather_objects(reason) if one is not None), None)
+            if agreed is not None:
+                stop_run(self._trainer.run, agreed)
+
+    @property
+    def num_micro_batches(self) -> int | None:
+        return self._own.num_micro_batches
+
+    @property
+    def _interruption(self) -> Interruption:
+        return self._trainer.run.interruption
+
+    def _may_stop(self) -> bool:
+        """Return whether processes need not keep in step, and there is something to resume from."""
+        keeps_in_step = num_processes() > 1 and not self._trainer.settings.evaluation.report_loss_after_eval
+        return self._trainer.state.stage == "validate" and self._interruption.is_listening and not keeps_in_step
+
+
+@contextmanager
+def printing_resume_hint(run: Run) -> Iterator[None]:
+    """Print last of all what the run can be resumed from; the error that ends it says so once more.
+
+    Python prints a traceback below all messages, and the notes of an error below its traceback.
+    """
+    try:
+        yield
+    except BaseException as error:
+        line = describe_resume(run)
+        if line is not None and is_main_process():
+            say(line)
+            error.add_note(line)
+        raise
+    is_at_its_end = not run.interruption.ends_training or run.cadence.is_finished(run.state)
+    line = None if is_at_its_end else describe_resume(run)
+    if line is not None:
+        say(line)
+
+
+def describe_resume(run: Run) -> str | None:
+    """Return the line that says how to resume; None where nothing was done that is worth it.
+
+    It is true when checkpoints are closed, for one that is being written may fail, and on the main process, which saves
+    alone where the others are gone.
+    """
+    place = _find_place(run)
+    if place is not None:
+        return f"resume: run the same program{_with_changes(run)} to continue from {place}"
+    if run.state.global_step == 0 or run.settings.running.fast_dev_run:
+        return None
+    why = (
+        "checkpoints are off (checkpoint_every=None)"
+        if run.settings.checkpoints.every is None
+        else "no checkpoint was written"
+    )
+    return f"resume: {why}, so the same program starts from the beginning"
+
+
+def _find_place(run: Run) -> str | None:
+    checkpoints, checkpointer = run.checkpoints, run.settings.checkpoints.checkpointer
+    if checkpointer is not None:
+        return f"what {type(checkpointer).__name__} keeps" if checkpoints.has_saved or run.is_resumed else None
+    newest = checkpoints.find_newest_known()
+    if newest is not None and newest.parent == checkpoints.folder:
+        return str(run.settings.checkpoint_folder / newest.name)  # as the user wrote it, not from the root on
+    return None if newest is None else str(newest)
+
+
+def _with_changes(run: Run) -> str:
+    """Return what has to change in the program for it to resume there."""
+    resume = run.settings.checkpoints.resume
+    begins_there = resume in (True, None, "auto") or (resume is not False and not run.checkpoints.has_saved)
+    changes = [] if begins_there else ["resume=True"]
+    if resume is False and run.checkpoints.began_elsewhere:
+        changes.append("no load_checkpoint")
+    if run.interruption.ended_by == "max_time":  # which counts the time of all parts of a run
+        changes.append("a longer max_time")
+    return f" with {' and '.join(changes)}" if changes else ""

@@ -40,11 +40,6 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
 
     Several processes on machines without an accelerator device need `cpu=True`: without it Accelerate runs every
     process alone, each believing to be the only one.
-
-    Raises:
-        ArgumentError: A user's Accelerator contradicts another argument, fp16 is asked for on a CPU, or a Trainer has
-            closed the process group.
-        NotImplementedError: The launch asks for an engine that is not supported yet.
     """
     global _current  # noqa: PLW0603 - for `accmt.accelerator`
     from accelerate import Accelerator
@@ -148,11 +143,7 @@ def _refuse(name: str, trainer: Any, accelerator: Any) -> None:
 
 
 def _refuse_engines(given: Any) -> None:
-    """Refuse an engine that was asked for; where it has no effect, on CPUs say, Accelerate would train without it.
-
-    Args:
-        given: The Accelerator, or the mapping of its arguments, that the Trainer was given; None without.
-    """
+    """Refuse an engine that was asked for; where it has no effect, on CPUs say, Accelerate would train without it."""
     asked = [f"{name}={value}" for name in _ENGINE_FLAGS if (value := os.environ.get(name, "")).lower() in _TRUE]
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in _TRUE:
         sizes = {name: f"PARALLELISM_CONFIG_{name.upper()}" for name in _PARALLEL_SIZES}

@@ -29,14 +29,14 @@ from accmt.run import Actions, Run
 from accmt.settings import Settings
 from accmt.settings.durations import read_max_time
 from accmt.setup.accelerator import build_accelerator
-from accmt.setup.builtin_callbacks import builtin_callbacks
-from accmt.setup.dataloaders import Loaders, as_when_built, check_reloading
-from accmt.setup.fit_data import GivenData
+from accmt.setup.callbacks import make_builtin_callbacks
+from accmt.setup.dataloaders import Loaders, at_epoch_of_building, check_reloading
 from accmt.setup.inputs import Inputs, check_inputs
-from accmt.setup.model import Prepared, equip_module, prepare
+from accmt.setup.model import Prepared, attach_run, prepare
 from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module, defines
 from accmt.setup.run_length import RunLength, measure_run
-from accmt.setup.same_on_processes import require_alike
+from accmt.setup.same_on_processes import require_same_settings
+from accmt.setup.user_data import UserData
 from accmt.state import Counters, TrainingState
 
 if TYPE_CHECKING:
@@ -45,19 +45,10 @@ if TYPE_CHECKING:
     from accmt.trainer import Trainer
 
 
-def build_run(trainer: Trainer, module: Any, given: GivenData, recovery: Recovery) -> Run:
+def build_run(trainer: Trainer, module: Any, given: UserData, recovery: Recovery) -> Run:
     """Build everything that a run needs, and check all that can be known before the first batch.
 
     Processes: collective.
-
-    Args:
-        trainer: The Trainer, whose settings and overridable steps are used.
-        module: The user's module.
-        given: What `fit` was given to train and validate on.
-        recovery: What the run before this one has learned, which it is to go on from.
-
-    Raises:
-        AccmtError: A fault in module, data or settings.
     """
     settings, state = trainer.settings, trainer.state
     accelerator = build_accelerator(settings.running)
@@ -71,13 +62,13 @@ def build_run(trainer: Trainer, module: Any, given: GivenData, recovery: Recover
     loaders.build(inputs.train_data, inputs.val_data)
     saver = ModelSaver(inputs.selection, inputs.patience)
     callbacks = gather_callbacks(trainer, module)
-    hooks = connect_hooks(trainer, module, [*callbacks, *builtin_callbacks(settings, inputs.tracking, saver)])
+    hooks = connect_hooks(trainer, module, [*callbacks, *make_builtin_callbacks(settings, inputs.tracking, saver)])
     cadence = Cadence.of(settings)
     length = _place(trainer, module, loaders.train, cadence, resumed)
     prepared = prepare(module, accelerator, settings, cadence, length)
     _check_plateau(prepared.scheduler, loaders.validation)
     state.num_processes, state.best = num_processes(), inputs.selection.best
-    equip_module(trainer, module, accelerator, prepared)
+    attach_run(trainer, module, accelerator, prepared)
     parts = _make_parts(trainer, module, accelerator, prepared, recovery)
     run = Run(
         **parts,
@@ -103,7 +94,7 @@ def build_run(trainer: Trainer, module: Any, given: GivenData, recovery: Recover
 
 def _find_start(trainer: Trainer, module: AcceleratorModule, recovery: Recovery) -> Resumed | None:
     """Return what the run continues from, and let the module know where that is before it is asked for data."""
-    require_alike(trainer.settings)
+    require_same_settings(trainer.settings)
     resumed = find_resumed(trainer.settings, recovery.take_checkpoint() or trainer.chosen_checkpoint)
     if resumed is not None:
         recovery.learn(resumed.others["recovery"])
@@ -113,10 +104,10 @@ def _find_start(trainer: Trainer, module: AcceleratorModule, recovery: Recovery)
 
 
 def _find_inputs(
-    trainer: Trainer, module: AcceleratorModule, given: GivenData, accelerator: Accelerator, resumed: Resumed | None
+    trainer: Trainer, module: AcceleratorModule, given: UserData, accelerator: Accelerator, resumed: Resumed | None
 ) -> Inputs:
     given.begin("fit", trainer, accelerator)
-    with as_when_built(trainer.state, trainer.settings.data):
+    with at_epoch_of_building(trainer.state, trainer.settings.data):
         return check_inputs(trainer, module, given, resumed)
 
 

@@ -12,12 +12,12 @@ from accmt.data import Loader
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.loop.cadence import Cadence
 from accmt.module import AcceleratorModule
-from accmt.recovery.abandoned_evaluation import Abandonable
-from accmt.recovery.restart import Recovery, check_recovery
+from accmt.recovery.restart import Recovery, check_restarts
+from accmt.recovery.shutdown import InterruptibleLoader
 from accmt.settings import DataSettings
 from accmt.setup.datasets import build_evaluation_loader, build_train_loader, end_workers, find_sets
-from accmt.setup.fit_data import GivenData
 from accmt.setup.module_checks import defines
+from accmt.setup.user_data import UserData
 from accmt.state import TrainingState
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Loaders:
         self,
         trainer: Trainer,
         module: AcceleratorModule,
-        given: GivenData,
+        given: UserData,
         recovery: Recovery,
         *,
         seed: int,
@@ -65,13 +65,9 @@ class Loaders:
         """Build the loaders of data that were found.
 
         Processes: collective.
-
-        Raises:
-            ArgumentError: Settings that do not go with these data.
-            DataError: The data are empty or of no known kind.
         """
         settings, seed, device = self._trainer.settings, self._seed, self._device
-        check_recovery(settings, self._module, train_data)
+        check_restarts(settings, self._module, train_data)
         limit = self._recovery.max_micro_batch_size if settings.optimization.auto_micro_batch else None
         self.train = build_train_loader(
             self._module,
@@ -85,15 +81,12 @@ class Loaders:
         _check_fraction(Cadence.of(settings), self.train)
         for name, data in val_data.items():
             own = build_evaluation_loader(self._module, data, settings, "validate", seed=seed, device=device)
-            self.validation[name] = Abandonable(own, self._trainer)
+            self.validation[name] = InterruptibleLoader(own, self._trainer)
 
     def reload_if_due(self) -> None:
         """Ask for the data anew and build their loaders, if an epoch begins for which that is due.
 
         Processes: collective.
-
-        Raises:
-            AccmtError: As `build`; DataError also where the validation sets have other names than before.
         """
         state, told = self._trainer.state, self._trainer.settings.data
         if told.reload_dataloaders_every_n_epochs == 0 or state.train_step > 0:
@@ -110,12 +103,8 @@ class Loaders:
         self.build(train_data, val_data)
 
 
-def check_reloading(told: DataSettings, module: AcceleratorModule, given: GivenData) -> None:
-    """Check that there is somebody to ask for data anew.
-
-    Raises:
-        ArgumentError: Loaders are to be reloaded, and all data were given once for all.
-    """
+def check_reloading(told: DataSettings, module: AcceleratorModule, given: UserData) -> None:
+    """Check that there is somebody to ask for data anew."""
     asked, every = ("get_train_dataloader", "get_validation_dataloader"), told.reload_dataloaders_every_n_epochs
     makes_data = given.has_datamodule or any(defines(module, name) for name in asked)
     if every and not makes_data:
@@ -126,7 +115,7 @@ def check_reloading(told: DataSettings, module: AcceleratorModule, given: GivenD
 
 
 @contextmanager
-def as_when_built(state: TrainingState, told: DataSettings) -> Iterator[None]:
+def at_epoch_of_building(state: TrainingState, told: DataSettings) -> Iterator[None]:
     """Let the state tell the epoch for which the loaders in use are built, while data are asked for.
 
     A run that continues in a later epoch gets the data that it had.

@@ -1,25 +1,24 @@
-"""Which data a run uses, and the loaders made of them."""
+"""Which data a run uses, the order of its training samples, and the loaders made of them."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from accmt.data import Loader, LoaderOptions, Share, UnsharedLoader, build_collate, build_loader
+from accmt.data import Curriculum, Loader, LoaderOptions, Share, UnsharedLoader, build_collate, build_loader
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.messages import warn
-from accmt.module import AcceleratorModule
+from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
 from accmt.processes import num_processes, process_index
 from accmt.settings import DataSettings, Settings
-from accmt.setup.same_on_processes import find_alike
-from accmt.setup.sample_order import find_sampler
+from accmt.setup.same_on_processes import find_same_data
 
 if TYPE_CHECKING:
-    from accmt.setup.fit_data import GivenData
+    from accmt.setup.user_data import UserData
 
 Evaluation = Literal["validate", "test", "predict"]
 
@@ -41,11 +40,7 @@ _DATA: dict[Evaluation, _Source] = {
 
 
 def find_train_data(module: AcceleratorModule, given: Any) -> Any:
-    """Return the training data: what the module makes, else what `fit` was given.
-
-    Raises:
-        DataError: There are none.
-    """
+    """Return the training data: what the module makes, else what `fit` was given."""
     data = _ask(module.get_train_dataloader, given)
     if data is None:
         do = "trainer.fit(module, train_dataset), or def get_train_dataloader(self) in the module"
@@ -53,13 +48,10 @@ def find_train_data(module: AcceleratorModule, given: Any) -> Any:
     return data
 
 
-def find_sets(module: AcceleratorModule, given: GivenData, settings: Settings) -> tuple[Any, dict[str, Any]]:
+def find_sets(module: AcceleratorModule, given: UserData, settings: Settings) -> tuple[Any, dict[str, Any]]:
     """Return the training data and the validation sets of a run, by name.
 
     Processes: collective.
-
-    Raises:
-        DataError: There are no training data, a set has a name that results cannot carry, or processes have other data.
     """
 
     def find() -> dict[str, Any]:
@@ -67,24 +59,14 @@ def find_sets(module: AcceleratorModule, given: GivenData, settings: Settings) -
         sets = find_validation_data(module, given.load("validate"), settings.data)
         return {_TRAINING: train, **{_VALIDATION + name: data for name, data in sets.items()}}
 
-    found = dict(find_alike(find, settings.data))
+    found = dict(find_same_data(find, settings.data))
     train = found.pop(_TRAINING)
     sets = {name.removeprefix(_VALIDATION): data for name, data in found.items()}
     return train, {"": train} if settings.data.overfit_batches and sets else sets
 
 
 def find_data(module: AcceleratorModule, given: Any, purpose: Evaluation, settings: DataSettings) -> dict[str, Any]:
-    """Return the sets to validate, test or predict, by name; empty where they are limited to nothing.
-
-    Args:
-        module: The module, whose own data come first.
-        given: What the Trainer's method was given.
-        purpose: What the data are for.
-        settings: About data.
-
-    Raises:
-        DataError: There are none, or a set has a name that results cannot carry.
-    """
+    """Return the sets to validate, test or predict, by name; empty where they are limited to nothing."""
     method, argument, limit = _DATA[purpose]
     data = _ask(getattr(module, method), given)
     if data is None:
@@ -94,11 +76,7 @@ def find_data(module: AcceleratorModule, given: Any, purpose: Evaluation, settin
 
 
 def find_validation_data(module: AcceleratorModule, given: Any, settings: DataSettings) -> dict[str, Any]:
-    """Return the validation sets by name; empty where there are none or where they are limited to nothing.
-
-    Raises:
-        DataError: A set has a name that results cannot carry.
-    """
+    """Return the validation sets by name; empty where there are none or where they are limited to nothing."""
     data = _ask(module.get_validation_dataloader, given)
     return {} if data is None or settings.limit_val_batches == 0 else name_sets(data)
 
@@ -107,9 +85,6 @@ def name_sets(data: Any) -> dict[str, Any]:
     """Return several datasets by name: those of a dict, "0", "1" ... of a list; one alone has the name "".
 
     A list of samples is one dataset; one of datasets and loaders are several.
-
-    Raises:
-        DataError: A name is no text, is empty, or holds what separates it from the name of a metric.
     """
     if isinstance(data, list | tuple) and data and all(_is_dataset(one) for one in data):
         return {str(index): one for index, one in enumerate(data)}
@@ -145,19 +120,6 @@ def build_train_loader(
     """Build the loader of training batches.
 
     Processes: collective.
-
-    Args:
-        module: The module, whose collate function comes first.
-        data: The training data.
-        settings: What the Trainer was told.
-        seed: Seed of the order.
-        device: Where batches go.
-        max_micro_batch_size: What was found to fit in memory, beside the limit of the hyper-parameters.
-        also_read: The validation data.
-
-    Raises:
-        ArgumentError: A sampler stands beside a DataLoader, which has its own, or something beside a curriculum.
-        DataError: The data are empty, of no known kind, or end before the run.
     """
     told = settings.data
     _refuse_sampler_beside_loader(data, told)
@@ -192,9 +154,6 @@ def build_evaluation_loader(
     """Build the loader of the batches of one set that is validated, tested or predicted.
 
     Processes: collective.
-
-    Raises:
-        DataError: The data are empty or of no known kind.
     """
     told = settings.data
     is_validation = purpose == "validate"
@@ -273,3 +232,35 @@ def _refuse_sampler_beside_loader(data: Any, told: DataSettings) -> None:
                 "Trainer(sampler=...)", "a DataLoader as training data", expected, "give the sampler to the DataLoader"
             )
         )
+
+
+def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, num_shares: int) -> Any:
+    """Return what orders the training samples, or None."""
+    if not isinstance(data, Curriculum):
+        if isinstance(data, DataLoader) and isinstance(data.dataset, Curriculum):
+            _refuse("a DataLoader around it", "fit(module, curriculum)")
+        return settings.data.sampler
+    _check_settings(module, settings)
+    max_steps = settings.hps.max_steps
+    if max_steps is None:
+        _refuse("a run without max_steps", "max_steps: 1000 in the hyper-parameters, say; epochs may be left out")
+    missed = [number for number, count in enumerate(data.updates(max_steps), 1) if count == 0]
+    if missed:
+        warn(f"max_steps={max_steps} leaves no update for stage {', '.join(map(str, missed))} of the curriculum")
+    per_process = settings.hps.train_batch_size * settings.optimization.accumulation_at(0)
+    return data.order(max_steps, samples_per_update=per_process * num_shares, shuffle=settings.data.shuffle_train)
+
+
+def _check_settings(module: AcceleratorModule, settings: Settings) -> None:
+    told = settings.data
+    if isinstance(module, ExtendedAcceleratorModule):
+        _refuse("a module that steps by itself", "accmt.AcceleratorModule, whose updates are known beforehand")
+    if told.sampler is not None or told.batch_sampler is not None:
+        _refuse("sampler= or batch_sampler=", "leave it out: a curriculum decides the order")
+    is_limited = isinstance(told.limit_train_batches, int) or told.limit_train_batches < 1.0  # 1 is one batch
+    if is_limited and not settings.running.fast_dev_run:
+        _refuse("limit_train_batches= or overfit_batches=", "leave it out: max_steps says how long the run is")
+
+
+def _refuse(got: str, do: str) -> NoReturn:
+    raise ArgumentError(explain("training on a curriculum", got, "the curriculum alone, and max_steps", do))

@@ -18,8 +18,8 @@ from accmt.processes import broadcast_object, is_main_process
 from accmt.saving import Patience, Selection, without_validation
 from accmt.settings import Settings
 from accmt.setup.datasets import find_sets
-from accmt.setup.fit_data import GivenData
 from accmt.setup.module_checks import check_validation
+from accmt.setup.user_data import UserData
 from accmt.tracking import Tracking, default_run_name, default_track_name, resolve_trackers
 
 if TYPE_CHECKING:
@@ -63,13 +63,10 @@ class Inputs:
     tracking: Tracking
 
 
-def check_inputs(trainer: Trainer, module: AcceleratorModule, given: GivenData, resumed: Resumed | None) -> Inputs:
+def check_inputs(trainer: Trainer, module: AcceleratorModule, given: UserData, resumed: Resumed | None) -> Inputs:
     """Find and check all that can be checked before anything is built.
 
     Processes: collective.
-
-    Raises:
-        AccmtError: A fault in module, data or settings.
     """
     settings = trainer.settings
     train, val_sets = find_sets(module, given, settings)
@@ -89,12 +86,7 @@ def check_inputs(trainer: Trainer, module: AcceleratorModule, given: GivenData, 
 
 
 def check_metrics(settings: Settings, registered: Sequence[RegisteredSaving] = ()) -> None:
-    """Check metrics, rules of saving and patience as far as they can be checked without data.
-
-    Raises:
-        MetricError: Something is no metric, or two have one name.
-        ArgumentError: No such rule of saving, or no such value to wait for.
-    """
+    """Check metrics, rules of saving and patience as far as they can be checked without data."""
     given = settings.evaluation.metrics
     groups = given.values() if _is_by_set(given) else [given]
     metrics = {str(number): build_metrics(group) for number, group in enumerate(groups)}
@@ -108,16 +100,7 @@ def _is_by_set(given: Any) -> bool:
 
 
 def metrics_of_sets(given: Any, sets: Sequence[str]) -> dict[str, tuple[Metric, ...]]:
-    """Return the metrics of each validation set.
-
-    Args:
-        given: What `build_metrics` takes, for all sets; or a dict of that by the names of sets.
-        sets: The names of the validation sets.
-
-    Raises:
-        MetricError: Something is no metric, or two have one name.
-        ArgumentError: A dict names a set that does not exist.
-    """
+    """Return the metrics of each validation set."""
     is_by_set = _is_by_set(given) or (isinstance(given, Mapping) and set(given) <= set(sets))
     if not is_by_set:
         return {name: build_metrics(given) for name in sets}

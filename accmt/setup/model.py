@@ -27,8 +27,8 @@ from accmt.optimization import build_optimizer
 from accmt.optimization.stepper import Stepper
 from accmt.settings import RunningSettings, Settings
 from accmt.setup.module_checks import require_optimizer
-from accmt.setup.run_length import RunLength, make_schedule
-from accmt.setup.sync_batchnorm import give_own_batch_norm_back, synchronize_if_told
+from accmt.setup.run_length import RunLength, make_scheduler
+from accmt.setup.sync_batchnorm import restore_batch_norm, synchronize_if_asked
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -59,11 +59,6 @@ def prepare(
     """Build optimizer and schedule, and wrap the model for the launch.
 
     Processes: collective.
-
-    Raises:
-        ModuleContractError: The optimizer trains something else than `self.model`, or processes begin with different
-            weights.
-        ArgumentError: Batch norm cannot be synchronized here.
     """
     told = settings.running
     refuse_injected_adapters(module.model)
@@ -72,13 +67,13 @@ def prepare(
         enable_gradient_checkpointing(module.model, kwargs)
     if accelerator.device_placement:
         module.model.to(accelerator.device)
-    synchronize_if_told(module.model, settings, accelerator.device)
-    compile_if_told(module.model, told)
+    synchronize_if_asked(module.model, settings, accelerator.device)
+    compile_if_asked(module.model, told)
     own = module.get_optimizer()
     built = build_optimizer(settings.hps, module.model.parameters()) if own is None else own
     optimizer = require_optimizer(module, built)
     _require_own_parameters(module, optimizer)
-    scheduler = make_schedule(module, optimizer, settings, cadence, length)
+    scheduler = make_scheduler(module, optimizer, settings, cadence, length)
     model = _wrap(module.model, optimizer, accelerator)
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
     require_equal_weights(unwrapped)
@@ -112,23 +107,23 @@ def prepare_for_evaluation(module: AcceleratorModule, accelerator: Accelerator, 
 
     Processes: collective; every process gets the main process's weights, as training would give them.
     """
-    compile_if_told(module.model, settings.running)
+    compile_if_asked(module.model, settings.running)
     model: nn.Module = accelerator.prepare_model(module.model, evaluation_mode=True)
     broadcast_weights(model)
     return model
 
 
-def compile_if_told(model: nn.Module, told: RunningSettings) -> None:
+def compile_if_asked(model: nn.Module, told: RunningSettings) -> None:
     """Compile a model, unless an earlier run did."""
     if told.compile and model._compiled_call_impl is None:
         model.compile(**(told.compile_kwargs or {}))  # in place: names of weights stay as they are
 
 
-def give_back(module: AcceleratorModule, model: nn.Module, accelerator: Accelerator) -> None:
+def detach_run(module: AcceleratorModule, model: nn.Module, accelerator: Accelerator) -> None:
     """Give the module its own model back, without the wrappers of the run, and let the Accelerator forget it."""
     own = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
     own.__dict__.pop("_is_accelerate_prepared", None)
-    give_own_batch_norm_back(own)
+    restore_batch_norm(own)
     module.model = own
     if model in accelerator._models:
         accelerator._models.remove(model)
@@ -149,16 +144,14 @@ def _require_own_parameters(module: AcceleratorModule, optimizer: Any) -> None:
         )
 
 
-def equip_module(trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, prepared: Prepared) -> None:
+def attach_run(trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, prepared: Prepared) -> None:
     """Give the module what it has while it is trained."""
-    equip_for_evaluation(trainer, module, accelerator, prepared.model)
+    attach_evaluation(trainer, module, accelerator, prepared.model)
     module.optimizer = prepared.stepper.optimizer
     module.scheduler = prepared.scheduler
 
 
-def equip_for_evaluation(
-    trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, model: nn.Module
-) -> None:
+def attach_evaluation(trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, model: nn.Module) -> None:
     """Give the module what it has whatever is done with it."""
     module.trainer = trainer
     module.state = trainer.state
@@ -169,4 +162,4 @@ def equip_for_evaluation(
     module.logs = Logs(trainer)
     if module.teacher is not None:
         module.teacher.to(accelerator.device).eval().requires_grad_(requires_grad=False)
-        compile_if_told(module.teacher, trainer.settings.running)
+        compile_if_asked(module.teacher, trainer.settings.running)

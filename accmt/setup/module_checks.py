@@ -37,14 +37,7 @@ STEPS: dict[str, tuple[str, ...]] = {
 
 
 def check_module(module: Any) -> None:
-    """Check all that can be known about a module without training it.
-
-    Args:
-        module: What the user passed to `fit`.
-
-    Raises:
-        ModuleContractError: The message shows the line to write.
-    """
+    """Check all that can be known about a module without training it."""
     check_untrained_module(module, "fit")
     _check_trainable(module)
     if not defines(module, "training_step") and not _defines_step(module):
@@ -52,15 +45,7 @@ def check_module(module: Any) -> None:
 
 
 def check_untrained_module(module: Any, function: Function) -> None:
-    """Check what a module needs whatever is done with it.
-
-    Args:
-        module: What the user passed to a method of the Trainer.
-        function: That method.
-
-    Raises:
-        ModuleContractError: The message shows the line to write.
-    """
+    """Check what a module needs whatever is done with it."""
     _check_kind(module, function)
     _reject_foreign_methods(module)
     _check_spelling(module)
@@ -69,15 +54,7 @@ def check_untrained_module(module: Any, function: Function) -> None:
 
 
 def check_validation(module: AcceleratorModule, step: str = "validation_step") -> None:
-    """Check a module that has validation data, or test data.
-
-    Args:
-        module: The module.
-        step: "validation_step" or "test_step".
-
-    Raises:
-        ModuleContractError: It has no step for them; the message shows the line to write.
-    """
+    """Check a module that has validation data, or test data."""
     *names, _ = STEPS[step]
     if not any(defines(module, name) for name in names) and not _defines_step(module):
         got = f"{step.partition('_')[0]} data, but neither {', '.join(names)} nor step"
@@ -85,12 +62,7 @@ def check_validation(module: AcceleratorModule, step: str = "validation_step") -
 
 
 def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
-    """Return what `get_optimizer` returned, if it is one optimizer.
-
-    Raises:
-        ModuleContractError: It is a list, a pair, a dict or the like, or steps with a closure only; the message shows
-            the line to write.
-    """
+    """Return what `get_optimizer` returned, if it is one optimizer."""
     if hasattr(own, "param_groups") and hasattr(own, "step") and not isinstance(own, type):
         _require_step_without_closure(module, own)
         return own
@@ -121,11 +93,7 @@ def _require_step_without_closure(module: AcceleratorModule, optimizer: Any) -> 
 
 
 def require_scheduler(module: AcceleratorModule, own: Any) -> Any:
-    """Return what `get_scheduler` returned, if it is one scheduler.
-
-    Raises:
-        ModuleContractError: It is a list, a dict, a function or the like; the message shows the line to write.
-    """
+    """Return what `get_scheduler` returned, if it is one scheduler."""
     if hasattr(own, "step") and hasattr(own, "state_dict") and not isinstance(own, type):
         return own
     do = f"{_GET_SCHEDULER}; several are one as torch.optim.lr_scheduler.ChainedScheduler(schedulers)"
@@ -246,11 +214,7 @@ def _refuse(module: AcceleratorModule, got: str, do: str) -> NoReturn:
 
 
 def adapt_training_step(module: AcceleratorModule, state: TrainingState) -> Callable[[Any], Any]:
-    """Return the training step as a function of the batch alone, whatever further parameters it takes.
-
-    Raises:
-        ModuleContractError: It takes a parameter that nothing fills.
-    """
+    """Return the training step as a function of the batch alone, whatever further parameters it takes."""
     name, step = _find_step(module, "training_step")
     further = _find_further(step, lambda: state, lambda: state.train_step)
     if not _accepts(step, None, **further):
@@ -261,15 +225,7 @@ def adapt_training_step(module: AcceleratorModule, state: TrainingState) -> Call
 
 
 def adapt_validation_step(module: AcceleratorModule, name: str) -> Callable[[str, Any], Any]:
-    """Return a step without training as a function of (key, batch), whether it takes the key or not.
-
-    Args:
-        module: The user's module; its `state` is read when the step is called.
-        name: "validation_step", "test_step" or "predict_step".
-
-    Raises:
-        ModuleContractError: It takes a parameter that nothing fills.
-    """
+    """Return a step without training as a function of (key, batch), whether it takes the key or not."""
     name, step = _find_step(module, name)
     further = _find_further(step, lambda: module.state, lambda: module.state.val_step)
     if "key" in inspect.signature(step).parameters and _accepts(step, None, key=None, **further):

@@ -19,10 +19,6 @@ def try_saving(run: Run) -> None:
     """Save and load the model in memory, so that what no checkpoint or folder can give back is known now.
 
     Processes: collective.
-
-    Raises:
-        CheckpointError: It cannot be continued from; a warning where the run writes no checkpoint.
-        WeightsError: The model cannot be saved in its folder.
     """
     if run.saver.selection.names or run.settings.saving.save_last:
         run_on_every_process(lambda: _require_storable(run))

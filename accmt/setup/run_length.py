@@ -49,15 +49,7 @@ class RunLength:
 def measure_run(
     settings: Settings, cadence: Cadence, loader: Loader, micro_batches_per_epoch: int | None, counters: Counters
 ) -> RunLength:
-    """Count what is done, what the epoch in work still has, and the epochs after it.
-
-    Args:
-        settings: What the Trainer was told.
-        cadence: Where the run ends.
-        loader: The training data, at the place where the run begins.
-        micro_batches_per_epoch: Micro-batches of a whole epoch; None if unknown.
-        counters: What is done.
-    """
+    """Count what is done, what the epoch in work still has, and the epochs after it."""
 
     def updates(epoch: int, micro_batches: int) -> int:
         return -(-micro_batches // (settings.optimization.accumulation_at(epoch) * loader.micro_batches_per_batch))
@@ -76,7 +68,7 @@ def measure_run(
     return RunLength(total if cadence.max_steps is None else min(total, cadence.max_steps), per_epoch, done, basis)
 
 
-def make_schedule(
+def make_scheduler(
     module: AcceleratorModule, optimizer: torch.optim.Optimizer, settings: Settings, cadence: Cadence, length: RunLength
 ) -> Any:
     """Return the module's own schedule, else that of the hyper-parameters, or None.

@@ -15,14 +15,10 @@ from accmt.settings import DataSettings, Settings
 T = TypeVar("T")
 
 
-def find_alike(find: Callable[[], Mapping[str, Any]], settings: DataSettings) -> Mapping[str, Any]:
+def find_same_data(find: Callable[[], Mapping[str, Any]], settings: DataSettings) -> Mapping[str, Any]:
     """Return the data that `find` returns by name, which have to be of one kind and length on all processes.
 
     Processes: collective.
-
-    Raises:
-        DataError: They are not.
-        Exception: What `find` raised, on any process.
     """
     if num_processes() == 1:
         return find()
@@ -62,13 +58,10 @@ def _length(data: Any, unit: str = "samples") -> str:
     return f"{type(data).__name__} without a length" if length is None else f"{length} {unit}"
 
 
-def require_alike(settings: Settings) -> None:
+def require_same_settings(settings: Settings) -> None:
     """Check that processes have the same hyper-parameters, and the settings by which they plan their steps.
 
     Processes: collective.
-
-    Raises:
-        ArgumentError: They have not; the message names the first that differs.
     """
     if num_processes() == 1:
         return

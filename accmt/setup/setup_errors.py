@@ -18,12 +18,8 @@ _numbers = itertools.count()
 
 
 @contextmanager
-def telling_failed_setup() -> Iterator[None]:
-    """Say on every process which one failed, and how, where a run cannot be set up.
-
-    Raises:
-        ProcessFailedError: Another process failed, and this one only lost its connection.
-    """
+def reporting_failed_setup() -> Iterator[None]:
+    """Say on every process which one failed, and how, where a run cannot be set up."""
     number = next(_numbers)
     try:
         yield

@@ -23,13 +23,8 @@ _OWN_KIND = "_accmt_own_kind"
 _ARGUMENT = "Trainer(sync_batchnorm=True)"
 
 
-def synchronize_if_told(model: nn.Module, settings: Settings, device: torch.device) -> None:
-    """Let batch norm use the statistics of all processes, where it was asked for and there are several.
-
-    Raises:
-        ArgumentError: The processes have no GPUs, a layer computes more than torch's batch norm does, or
-            `auto_micro_batch` stands beside layers that wait for the other processes.
-    """
+def synchronize_if_asked(model: nn.Module, settings: Settings, device: torch.device) -> None:
+    """Let batch norm use the statistics of all processes, where it was asked for and there are several."""
     if num_processes() == 1:
         return
     if settings.running.sync_batchnorm:
@@ -43,11 +38,7 @@ def synchronize_if_told(model: nn.Module, settings: Settings, device: torch.devi
 
 
 def synchronize(model: nn.Module) -> None:
-    """Make the batch norm of a model `SyncBatchNorm`; what is already, is left as it is.
-
-    Raises:
-        ArgumentError: A layer computes more than torch's batch norm does.
-    """
+    """Make the batch norm of a model `SyncBatchNorm`; what is already, is left as it is."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
     own = {name: layer for name, layer in layers.items() if not isinstance(layer, nn.SyncBatchNorm)}
     for name, layer in own.items():
@@ -59,7 +50,7 @@ def synchronize(model: nn.Module) -> None:
         warn("sync_batchnorm=True has no effect: the model has no batch norm")
 
 
-def give_own_batch_norm_back(model: nn.Module) -> None:
+def restore_batch_norm(model: nn.Module) -> None:
     """Undo `synchronize`; a user's own `SyncBatchNorm` stays."""
     for layer in model.modules():
         if _OWN_KIND in vars(layer):

@@ -22,11 +22,7 @@ _running: list[tuple[Any, Any]] = []
 
 @contextmanager
 def running(trainer: Any, module: Any) -> Iterator[None]:
-    """Note for the length of a run that Trainer and module are in one, and refuse a second run of either within it.
-
-    Raises:
-        ModuleContractError: A callback or a step of a run begins another one of the same Trainer, module or model.
-    """
+    """Note for the length of a run that Trainer and module are in one, and refuse a second run of either within it."""
     model = getattr(module, "unwrapped_model", module) if hasattr(module, "model") else module
     for other_trainer, other_model in _running:
         if trainer is other_trainer or model is other_model:

@@ -15,7 +15,7 @@ from accmt.trainer.checkpoints import TrainerCheckpoints
 if TYPE_CHECKING:
     from accmt.module import AcceleratorModule
     from accmt.setup.datasets import Evaluation
-    from accmt.setup.fit_data import GivenData
+    from accmt.setup.user_data import UserData
     from accmt.trainer import Trainer
     from accmt.trainer.standalone_evaluation import Request
 
@@ -64,9 +64,9 @@ class TrainerEvaluation(TrainerCheckpoints):
             CheckpointError: The checkpoint is damaged, or another model's.
             SavingError: The folder of `results_output` cannot be written.
         """
-        from accmt.setup.fit_data import GivenData
+        from accmt.setup.user_data import UserData
 
-        given = GivenData("validate", {"validate": val_dataset}, datamodule)
+        given = UserData("validate", {"validate": val_dataset}, datamodule)
         request = self._request("validate", module, given, ckpt_path, verbose=verbose)
         return self._evaluate(request, results_output)
 
@@ -102,9 +102,9 @@ class TrainerEvaluation(TrainerCheckpoints):
         Raises:
             AccmtError: As `validate`.
         """
-        from accmt.setup.fit_data import GivenData
+        from accmt.setup.user_data import UserData
 
-        given = GivenData("test", {"test": test_dataset}, datamodule)
+        given = UserData("test", {"test": test_dataset}, datamodule)
         request = self._request("test", module, given, ckpt_path, verbose=verbose)
         return self._evaluate(request, results_output)
 
@@ -139,12 +139,12 @@ class TrainerEvaluation(TrainerCheckpoints):
         Raises:
             AccmtError: As `validate`; ModuleContractError also where a step returns no prediction for each sample.
         """
-        from accmt.setup.fit_data import GivenData
         from accmt.setup.torch_flags import working
+        from accmt.setup.user_data import UserData
         from accmt.trainer.standalone_evaluation import predict_alone
 
         with working(self.settings.running):
-            given = GivenData("predict", {"predict": dataset}, datamodule)
+            given = UserData("predict", {"predict": dataset}, datamodule)
             request = self._request("predict", module, given, ckpt_path, verbose=True)
             predictions = predict_alone(request, keeps=return_predictions)
         return predictions[""] if list(predictions) == [""] else predictions
@@ -153,7 +153,7 @@ class TrainerEvaluation(TrainerCheckpoints):
         self,
         function: Evaluation,
         module: AcceleratorModule | None,
-        given: GivenData,
+        given: UserData,
         ckpt_path: str | PathLike[str] | None,
         *,
         verbose: bool,

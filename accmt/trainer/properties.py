@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from accmt.module import AcceleratorModule
     from accmt.run import Run
     from accmt.settings import Settings
-    from accmt.setup.fit_data import GivenData
+    from accmt.setup.user_data import UserData
     from accmt.state import TrainingState
 
 
@@ -42,7 +42,7 @@ class TrainerView:
     _run: Run | None = None
     _dataloaders: Mapping[str, list[Any]] = MappingProxyType({})
     _evaluated: AcceleratorModule | None = None
-    _given: GivenData | None = None
+    _given: UserData | None = None
 
     @property
     def hps(self) -> HyperParameters:

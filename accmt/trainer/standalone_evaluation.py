@@ -23,11 +23,11 @@ from accmt.run import EvaluationRun, Run
 from accmt.setup.accelerator import build_accelerator
 from accmt.setup.build import connect_hooks, gather_callbacks
 from accmt.setup.datasets import Evaluation, build_evaluation_loader, end_workers, find_data
-from accmt.setup.fit_data import GivenData
 from accmt.setup.inputs import metrics_of_sets
-from accmt.setup.model import equip_for_evaluation, give_back, is_prepared, prepare_for_evaluation
+from accmt.setup.model import attach_evaluation, detach_run, is_prepared, prepare_for_evaluation
 from accmt.setup.module_checks import adapt_validation_step, check_untrained_module, check_validation, defines
-from accmt.setup.same_on_processes import find_alike
+from accmt.setup.same_on_processes import find_same_data
+from accmt.setup.user_data import UserData
 from accmt.state import TrainingState
 from accmt.trainer.chosen_weights import CheckpointPath, using_average, using_weights
 
@@ -56,7 +56,7 @@ class Request:
     trainer: Trainer
     function: Evaluation
     module: AcceleratorModule
-    given: GivenData
+    given: UserData
     ckpt_path: CheckpointPath | None
     last_run: Run | None
     verbose: bool
@@ -168,10 +168,10 @@ def _lending_model(request: Request) -> Iterator[tuple[Accelerator, nn.Module]]:
     model = module.model
     try:
         model = prepare_for_evaluation(module, accelerator, settings)
-        equip_for_evaluation(request.trainer, module, accelerator, model)
+        attach_evaluation(request.trainer, module, accelerator, model)
         yield accelerator, model
     finally:
-        give_back(module, model, accelerator)
+        detach_run(module, model, accelerator)
 
 
 @contextmanager
@@ -181,7 +181,7 @@ def _taking_data(request: Request, accelerator: Accelerator) -> Iterator[dict[st
     with given.ending(function):
         given.begin(function, trainer, accelerator)
         told = trainer.settings.data
-        yield dict(find_alike(lambda: find_data(request.module, given.load(function), function, told), told))
+        yield dict(find_same_data(lambda: find_data(request.module, given.load(function), function, told), told))
 
 
 def _build(request: Request, sets: Mapping[str, Any], accelerator: Accelerator, model: nn.Module) -> EvaluationRun:

@@ -22,8 +22,8 @@ from accmt.trainer.tuning import TrainerTuning
 
 if TYPE_CHECKING:
     from accmt.recovery.restart import Recovery
-    from accmt.setup.fit_data import GivenData
     from accmt.setup.inputs import RegisteredSaving
+    from accmt.setup.user_data import UserData
 
 ALIASES = {
     "model_saving_aboce": "model_saving_above",
@@ -209,11 +209,11 @@ class Trainer(TrainerTuning, TrainerArguments):
             KeyboardInterrupt: After Ctrl-C; `Preempted` after SIGTERM or SIGUSR1.
         """
         from accmt.recovery.restart import Recovery
-        from accmt.setup.fit_data import GivenData
         from accmt.setup.torch_flags import running, working
+        from accmt.setup.user_data import UserData
 
         module, recovery = _as_module(module, kwargs), Recovery()
-        given = GivenData("fit", {"train": train_dataset, "validate": val_dataset}, datamodule)
+        given = UserData("fit", {"train": train_dataset, "validate": val_dataset}, datamodule)
         try:
             with running(self, module), working(self.settings.running), given.ending("fit"):
                 self._given = given
@@ -227,14 +227,14 @@ class Trainer(TrainerTuning, TrainerArguments):
             raise
         return self.state
 
-    def _fit_once(self, module: Any, given: GivenData, recovery: Recovery) -> None:
+    def _fit_once(self, module: Any, given: UserData, recovery: Recovery) -> None:
         from accmt.loop.fit import fit
         from accmt.setup.build import build_run
-        from accmt.setup.setup_errors import telling_failed_setup
+        from accmt.setup.setup_errors import reporting_failed_setup
 
         self.state = TrainingState()
         self._run = None  # what an earlier run holds is free before the next is built
-        with telling_failed_setup():
+        with reporting_failed_setup():
             self._run = build_run(self, module, given, recovery)
         self.chosen_checkpoint = None
         fit(self._run)

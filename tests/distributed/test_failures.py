@@ -104,7 +104,7 @@ FAULTS = [
     (start, "raise", "on_validation_end", 0, "ValueError: the fault of this test"),
     (start, "exit", "on_before_training_step", 1, "SystemExit: 0"),
     (start, "memory", "on_after_backward", 1, "OutOfMemoryError: the fault of this test"),
-    (start_with_torchrun, "SIGKILL", "on_before_training_step", 1, "it is gone without a word"),
+    (start_with_torchrun, "SIGKILL", "on_before_training_step", 1, "it exited without an error message"),
 ]
 
 

@@ -79,7 +79,7 @@ def test_a_job_that_gets_the_signal_is_requeued_and_goes_on_with_the_same_bits(c
     wait_for("epoch 2", broken)
     os.kill(int(Path("srun.pid").read_text()), signal.SIGUSR1)
     assert job.wait(120) == 143
-    assert "SIGUSR1: the run is left at update" in broken.read_text()
+    assert "SIGUSR1: the run stops at step" in broken.read_text()
     assert Path("scontrol.log").read_text() == f"requeue {cluster['SLURM_JOB_ID']}\n"
     assert start(cluster, "out/broken", broken).wait(120) == 0
     assert "continuing from" in broken.read_text()

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 
 from accmt.callbacks.notebook import MOST_POINTS, Curve, NotebookView, draw, is_notebook
-from accmt.setup.builtin_callbacks import builtin_callbacks
+from accmt.setup.callbacks import make_builtin_callbacks
 from accmt.state import TrainingState
 from tests.toys import logged, make_points, make_trainer
 
@@ -120,7 +120,7 @@ def test_elsewhere_there_is_no_view_and_nothing_is_loaded(monkeypatch):
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     assert not is_notebook()
     assert "IPython" not in sys.modules
-    callbacks = builtin_callbacks(make_trainer(verbose=True).settings, None, None)
+    callbacks = make_builtin_callbacks(make_trainer(verbose=True).settings, None, None)
     assert not any(isinstance(callback, NotebookView) for callback in callbacks)
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from accmt import Accuracy, HyperParameters, Trainer
 from accmt.metrics import F1, MSE, build_metrics
-from accmt.recovery.model_card_facts import describe_trainer
+from accmt.recovery.model_saver import describe_trainer
 from accmt.saving import write_trainer_config
 from accmt.settings import Settings
 

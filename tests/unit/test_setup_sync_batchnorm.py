@@ -16,9 +16,9 @@ from accmt import AcceleratorModule
 from accmt.errors import ArgumentError
 from accmt.setup import sync_batchnorm
 from accmt.setup.sync_batchnorm import (
-    give_own_batch_norm_back,
+    restore_batch_norm,
     synchronize,
-    synchronize_if_told,
+    synchronize_if_asked,
     synchronized_layers,
     without_synchronization,
 )
@@ -46,7 +46,7 @@ def test_batch_norm_becomes_synchronized_and_its_own_kind_again():
         for name in kinds(untouched)
     ]
     assert list(model.state_dict()) == names
-    give_own_batch_norm_back(model)
+    restore_batch_norm(model)
     assert kinds(model) == kinds(untouched)
     assert all(now is before for now, before in zip(model.modules(), objects, strict=True))
     assert all(now is before for now, before in zip(model.parameters(), weights, strict=True))
@@ -72,7 +72,7 @@ def test_a_layer_keeps_its_hooks_and_a_copy_finds_back_too():
     copied = copy.deepcopy(model)
     model[:3](torch.randn(2, 3))
     assert calls == ["called"]
-    give_own_batch_norm_back(copied)
+    restore_batch_norm(copied)
     assert kinds(copied) == kinds(build())
     assert kinds(model) != kinds(build())
 
@@ -110,7 +110,7 @@ def test_synchronized_layers_of_the_users_own_stay_so():
     model = nn.Sequential(nn.SyncBatchNorm(4), nn.BatchNorm1d(4))
     synchronize(model)
     assert len(synchronized_layers(model)) == 2
-    give_own_batch_norm_back(model)
+    restore_batch_norm(model)
     assert kinds(model) == ["Sequential", "SyncBatchNorm", "BatchNorm1d"]
 
 
@@ -149,10 +149,10 @@ def test_several_processes_synchronize_on_gpus_and_are_refused_on_cpus(monkeypat
     monkeypatch.setattr(sync_batchnorm, "num_processes", lambda: 2)
     model, told = build(), settings_of(sync_batchnorm=True)
     with pytest.raises(ArgumentError, match="processes on CPUs.*\n.*one GPU for each"):
-        synchronize_if_told(model, told, torch.device("cpu"))
-    synchronize_if_told(model, settings_of(), torch.device("cuda"))
+        synchronize_if_asked(model, told, torch.device("cpu"))
+    synchronize_if_asked(model, settings_of(), torch.device("cuda"))
     assert synchronized_layers(model) == ()
-    synchronize_if_told(model, told, torch.device("cuda"))
+    synchronize_if_asked(model, told, torch.device("cuda"))
     assert len(synchronized_layers(model)) == 2
 
 
@@ -160,6 +160,6 @@ def test_several_processes_synchronize_on_gpus_and_are_refused_on_cpus(monkeypat
 def test_it_cannot_stand_beside_batches_that_may_run_out_of_memory_alone(monkeypatch):
     monkeypatch.setattr(sync_batchnorm, "num_processes", lambda: 2)
     told = settings_of(auto_micro_batch=True)
-    synchronize_if_told(build(), told, torch.device("cuda"))
+    synchronize_if_asked(build(), told, torch.device("cuda"))
     with pytest.raises(ArgumentError, match="auto_micro_batch=True.*\n.*synchronized batch norm"):
-        synchronize_if_told(nn.SyncBatchNorm(4), told, torch.device("cuda"))
+        synchronize_if_asked(nn.SyncBatchNorm(4), told, torch.device("cuda"))

@@ -15,7 +15,7 @@ from accmt.checkpoint.store import CheckpointStore
 from accmt.errors import Preempted
 from tests.toys import Linear, make_points, make_trainer
 
-ON_IT_GOES = "resume: the same program{} goes on from out/checkpoint-model/step-0000000{}"
+ON_IT_GOES = "resume: run the same program{} to continue from out/checkpoint-model/step-0000000{}"
 WITH_TRUE = " with resume=True"
 
 
@@ -61,7 +61,7 @@ def shown(error: BaseException) -> list[str]:
 def test_ctrl_c_ends_with_a_line_on_how_to_go_on_below_a_traceback_of_two_frames(ended, capfd):
     error, said = ended(3, signal.SIGINT, error=KeyboardInterrupt)
     assert said == ON_IT_GOES.format(WITH_TRUE, 4)
-    assert shown(error)[-2:] == ["KeyboardInterrupt: the run is left at update 4", said]
+    assert shown(error)[-2:] == ["KeyboardInterrupt: the run stops at step 4", said]
     frames = traceback.extract_tb(error.__traceback__)
     assert [Path(frame.filename).name for frame in frames] == [Path(__file__).name, "trainer.py"]
     state = make_trainer({"epochs": 2}, checkpoint_every="2 steps", resume=True).fit(Linear(), make_points())
@@ -99,7 +99,7 @@ def test_a_program_that_chose_a_checkpoint_would_choose_it_again(ended, caplog):
     trainer.load_checkpoint("out/checkpoint-model")
     with pytest.raises(BrokenError) as caught:
         trainer.fit(Linear(), make_points())
-    way = "resume: the same program with resume=True and no load_checkpoint goes on from "
+    way = "resume: run the same program with resume=True and no load_checkpoint to continue from "
     assert shown(caught.value)[-1] == f"{way}out/checkpoint-other/step-00000004"
 
 
@@ -121,7 +121,7 @@ def test_where_nothing_was_saved_it_says_so(ended):
         ({"checkpoint_every": "epoch"}, "no checkpoint was written"),
     ):
         error, said = ended(3, **settings)
-        assert said == shown(error)[-1] == f"resume: {why}, so the same program begins anew"
+        assert said == shown(error)[-1] == f"resume: {why}, so the same program starts from the beginning"
 
 
 def test_a_run_that_fails_at_its_first_batch_is_not_told_what_it_lost(ended):
@@ -140,9 +140,10 @@ def test_what_a_checkpointer_keeps_is_named_by_its_class(ended):
             return None
 
     assert (
-        ended(3, checkpointer=Shelf())[1] == "resume: the same program with resume=True goes on from what Shelf keeps"
+        ended(3, checkpointer=Shelf())[1]
+        == "resume: run the same program with resume=True to continue from what Shelf keeps"
     )
-    assert "so the same program begins anew" in ended(1, checkpointer=Shelf())[1]
+    assert "so the same program starts from the beginning" in ended(1, checkpointer=Shelf())[1]
 
 
 def test_training_that_ends_early_says_it_too_and_a_run_at_its_end_does_not(caplog):

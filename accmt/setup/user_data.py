@@ -52,11 +52,7 @@ class DataModule:
             raise ArgumentError(explain("datamodule", type(own).__name__, expected, do))
 
     def load(self, purpose: Purpose) -> Any:
-        """Return what the datamodule makes for a purpose, made anew; None if it makes nothing for it.
-
-        Raises:
-            DataError: Its training data are None.
-        """
+        """Return what the datamodule makes for a purpose, made anew; None if it makes nothing for it."""
         method = self._find(_LOADERS[purpose])
         data = None if method is None else method()
         if data is None and method is not None and purpose == "train":
@@ -118,7 +114,7 @@ class DataModule:
         return None if getattr(method, "__qualname__", "").startswith("DataHooks.") else method
 
 
-class GivenData:
+class UserData:
     """The data, by their purpose, that a method of the Trainer was given.
 
     Args:

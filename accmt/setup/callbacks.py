@@ -17,14 +17,8 @@ from accmt.settings import Settings
 from accmt.tracking import Tracking
 
 
-def builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelSaver) -> list[Callback]:
-    """Return accmt's own callbacks, in the order in which those of equal `order` act.
-
-    Args:
-        settings: What the Trainer was told.
-        tracking: Where rows go.
-        saver: Saves the best model.
-    """
+def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelSaver) -> list[Callback]:
+    """Return accmt's own callbacks, in the order in which those of equal `order` act."""
     told, logged = settings.running, settings.tracking
     loss_name = logged.train_loss_metric_name
     enable_bar = told.verbose if told.enable_progress_bar is None else told.enable_progress_bar
