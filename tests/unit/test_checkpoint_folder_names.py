@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from accmt.checkpoint import names
+from accmt.checkpoint import folder_names as names
 from accmt.checkpoint.folder_names import (
     SILENT_FOR_S,
     STEP,

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from accmt.failures import starts
+from accmt.failures import run_starts as starts
 from accmt.failures.run_starts import Start, describe_repetition, forget_starts, note_failure, note_start
 
 

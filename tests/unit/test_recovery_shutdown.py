@@ -139,10 +139,8 @@ def test_what_a_checkpointer_keeps_is_named_by_its_class(ended):
         def load(self):
             return None
 
-    assert (
-        ended(3, checkpointer=Shelf())[1]
-        == "resume: run the same program with resume=True to continue from what Shelf keeps"
-    )
+    kept = "resume: run the same program with resume=True to continue from what Shelf keeps"
+    assert ended(3, checkpointer=Shelf())[1] == kept
     assert "so the same program starts from the beginning" in ended(1, checkpointer=Shelf())[1]
 
 
