@@ -40,7 +40,8 @@ from accmt.saving import (
     write_trainer_config,
 )
 from accmt.settings import Settings
-from accmt.tracking.specs import resolve_trackers, tracker_names
+from accmt.tracking import resolve_trackers
+from accmt.tracking.trackers import TRACKERS
 from accmt.version import __version__
 
 
@@ -264,7 +265,7 @@ def describe_trainer(settings: Settings) -> dict[str, Any]:
     if "metrics" in arguments:
         arguments["metrics"] = _name_metrics(arguments["metrics"])
     trackers = resolve_trackers(arguments.pop("log_with", None))
-    if all(tracker.name in tracker_names() for tracker in trackers):
+    if all(tracker.name in TRACKERS for tracker in trackers):
         own = {tracker.name: tracker.init_kwargs for tracker in trackers if tracker.init_kwargs}
         return arguments | own | ({"log_with": [tracker.name for tracker in trackers]} if trackers else {})
     return {name: value for name, value in arguments.items() if name not in told.tracker_kwargs}

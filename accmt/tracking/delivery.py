@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from accmt.errors import explain
 from accmt.messages import say, warn
@@ -15,8 +16,7 @@ from accmt.tracking.history import History
 from accmt.tracking.ledger import Account, Ledger
 from accmt.tracking.outage import Outage, name_error
 from accmt.tracking.replay import Replay, Resume, count_rows_left
-from accmt.tracking.run_folder import RunPlace
-from accmt.tracking.spec import GivenTracker, TrackerSpec
+from accmt.tracking.spec import RunStart, TrackerSpec, UserTracker
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -41,12 +41,10 @@ class Delivery:
 
     Args:
         spec: The tracker's kind.
-        place: Where the records of the run go.
+        start: How the run starts there; what it resumes is found in the ledger.
         history: The rows.
         ledger: Holds the account of this tracker.
         key: Its name in the ledger.
-        kwargs: Arguments of the tracker's start.
-        is_quiet: Whether the tracker's own messages are held back.
         is_patient: Whether a start that an outage prevents is tried again, instead of being an error.
 
     Attributes:
@@ -58,13 +56,11 @@ class Delivery:
     def __init__(
         self,
         spec: TrackerSpec,
-        place: RunPlace,
+        start: RunStart,
         history: History,
         ledger: Ledger,
         *,
         key: str,
-        kwargs: Mapping[str, Any],
-        is_quiet: bool,
         is_patient: bool,
     ) -> None:
         self.spec = spec
@@ -72,9 +68,7 @@ class Delivery:
         self.tracker: GeneralTracker | None = None
         self.start_error: BaseException | None = None
         self.outage = Outage(spec.name, str(history.path))
-        self._place = place
-        self._kwargs = kwargs
-        self._is_quiet = is_quiet
+        self._start_of_run = start
         self._is_patient = is_patient
         self._history = history
         self._ledger = ledger
@@ -151,7 +145,7 @@ class Delivery:
         left = count_rows_left(self._history.path, account)
         got = f"{left} rows left, and a run that is not ended" if account.status is None else f"{left} rows left"
         folder = self._history.path.parent
-        is_users_own = isinstance(self.spec, GivenTracker)
+        is_users_own = isinstance(self.spec, UserTracker)
         do = f"nothing: {self._history.path} has them" if is_users_own else f"accmt sync {folder}"
         expected = f"everything delivered within {flush_s:g} s"
         warn(explain(where, f"{got} ({name_error(self.outage.error)})", expected, do))
@@ -172,8 +166,9 @@ class Delivery:
     def _start(self) -> Feed:
         replay = Replay(self._history.path, self.account, self.spec.rewinding)
         resume = Resume(self.account.run_id, self._ledger.attempt, replay.first_step, replay.kept_steps)
+        start = replace(self._start_of_run, resume=resume)
         while True:
-            tracker = self.spec.build(self._place, self._kwargs, is_quiet=self._is_quiet, resume=resume)
+            tracker = self.spec.build(start)
             try:
                 tracker.start()
                 break

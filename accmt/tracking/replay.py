@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Resume:
-    """What a tracker has to know to go on with a run.
+    """What a tracker has to know to resume a run.
 
     Args:
         run_id: Its id of the run; None for a new run.
@@ -52,6 +52,14 @@ class Resume:
     attempt: int = 1
     first_step: int | None = None
     kept_steps: tuple[int, int] | None = None
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """What a resumed run says of itself in trackers that keep the points of earlier attempts."""
+        if self.attempt == 1:
+            return {}
+        steps = {} if self.kept_steps is None else {"accmt.steps_of_earlier_attempts": "{}-{}".format(*self.kept_steps)}
+        return {"accmt.attempt": str(self.attempt), **steps}
 
 
 class Replay:

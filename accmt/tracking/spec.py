@@ -1,10 +1,13 @@
-"""What accmt asks of a tracker, and the answers of those that users bring along."""
+"""What accmt asks of a tracker: the base of every file in `trackers/`, and the answers for a user's own tracker."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from functools import cache
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from accmt.tracking.media import Kind, Media
 from accmt.tracking.outage import is_outage
@@ -14,39 +17,62 @@ from accmt.tracking.run_folder import RunPlace
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-NEW_RUN = Resume()
+STATUS = "accmt.status"
+"""Where a tracker keeps how the run ended, beside or instead of a status of its own."""
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """How a run starts in a tracker.
+
+    Args:
+        place: Where the records of the run go.
+        kwargs: Arguments of the tracker's start.
+        is_quiet: Whether the tracker's own messages are held back.
+        resume: The run to resume.
+    """
+
+    place: RunPlace
+    kwargs: Mapping[str, Any]
+    is_quiet: bool = False
+    resume: Resume = Resume()
 
 
 class TrackerSpec:
-    """One kind of tracker; the class itself, an instance with arguments, or its name may be given as `log_with`.
+    """One kind of tracker, before a run exists; `log_with` takes the class, an instance with arguments, or its name.
+
+    The tracker of a run is what `build` returns: a `TrackerRun` with `log_rows(rows)`, `finish(status)` and, where
+    there are such, `run_id`, `add_images(media)`, `add_table(media)` and `add_artifact(media)`.
 
     Args:
         init_kwargs: Arguments of the tracker's start, as in `MLFlow(tags={"team": "news"})`.
+
+    Attributes:
+        name: Its lower-case name, which is also that of its file and of the module that it imports.
+        package: What to install.
+        kwargs_of: The class or function whose keywords its start takes, as `module:name`.
+        reserved: Those of them that accmt sets.
+        takes_url: Whether `logging_dir` may be the URL of its server.
+        rewinding: What it does with points that a resumed run takes back.
     """
 
     name: str
     package: ClassVar[str]
+    kwargs_of: ClassVar[str]
+    reserved: ClassVar[frozenset[str]] = frozenset()
     takes_url: ClassVar[bool] = False
-    rewinding: ClassVar[Rewinding] = Rewinding.UNKNOWN
+    rewinding: ClassVar[Rewinding] = Rewinding.KEEPS
 
     def __init__(self, **init_kwargs: Any) -> None:
         self.init_kwargs = init_kwargs
 
     def accepted_names(self) -> frozenset[str] | None:
         """Return the keywords that the tracker's start takes; None where it takes any."""
-        raise NotImplementedError
+        names = parameter_names(resolve_name(self.kwargs_of))
+        return None if names is None else names - self.reserved
 
-    def build(
-        self, place: RunPlace, kwargs: Mapping[str, Any], *, is_quiet: bool, resume: Resume = NEW_RUN
-    ) -> GeneralTracker:
-        """Make the tracker of one run; its `start` is left to the caller.
-
-        Args:
-            place: Where the records of the run go.
-            kwargs: Arguments of the tracker's start.
-            is_quiet: Whether the tracker's own messages are held back.
-            resume: The run to go on with.
-        """
+    def build(self, start: RunStart) -> GeneralTracker:
+        """Make the tracker of one run; the caller starts it."""
         raise NotImplementedError
 
     def server(self, place: RunPlace) -> str | None:
@@ -60,12 +86,12 @@ class TrackerSpec:
         return False
 
     def missing_key(self, kwargs: Mapping[str, Any]) -> str | None:
-        """Return how to give the key that the tracker needs to reach its service; None where nothing is missing."""
+        """Return how to provide the key that the tracker needs to reach its service; None where nothing is missing."""
         del kwargs
         return None
 
     def upload_command(self, place: RunPlace) -> str:
-        """Return the command that hands to the service what a run without a key left in files."""
+        """Return the command that uploads to the service what a run without a key left in files."""
         del place
         return ""
 
@@ -75,14 +101,9 @@ class TrackerSpec:
         return 0.0
 
     def deliver(self, tracker: GeneralTracker, rows: Sequence[Row]) -> Iterator[int]:
-        """Log rows in their order.
-
-        Yields:
-            How many more of them the tracker has.
-        """
-        for row in rows:
-            tracker.log(dict(row.values), step=row.step)
-            yield 1
+        """Log rows in their order; yields how many more of them the tracker has."""
+        tracker.log_rows(rows)
+        yield len(rows)
 
     def takes(self, tracker: GeneralTracker, kind: Kind) -> bool:
         """Return whether the tracker has a place for images, tables or artifacts."""
@@ -93,21 +114,19 @@ class TrackerSpec:
         getattr(tracker, f"add_{media.kind}")(media)
 
     def is_outage(self, error: BaseException | None) -> bool:
-        """Return whether an error of the tracker says that its service cannot be reached at the moment."""
+        """Return whether an error of the tracker means that its service cannot be reached at the moment."""
         return is_outage(error)
 
     def is_refusal(self, error: BaseException) -> bool:
-        """Return whether an error of the tracker says that it will never take a row, for what is in it."""
+        """Return whether an error of the tracker means that it will never take a row, because of its content."""
         del error
         return False
 
     def attach(self, tracker: GeneralTracker) -> None:
         """Do what a started tracker needs on the main thread, where a user's own code calls its library."""
-        del tracker
 
     def detach(self, tracker: GeneralTracker, status: str) -> None:
         """Undo `attach`, after the tracker's run was ended or given up."""
-        del tracker, status
 
     def clean_name(self, name: str) -> str:
         """Return the name under which the tracker keeps a metric or a parameter."""
@@ -115,13 +134,12 @@ class TrackerSpec:
 
     def finish(self, tracker: GeneralTracker, status: str) -> None:
         """End the run with `status`, where the tracker knows one."""
-        del status
-        tracker.finish()
+        tracker.finish(status)
 
     def run_id(self, tracker: GeneralTracker) -> str | None:
         """Return the id by which the tracker's service knows the run, if it has one."""
-        del tracker
-        return None
+        run_id = getattr(tracker, "run_id", None)
+        return None if run_id is None else str(run_id)
 
     def dashboard_command(self, place: RunPlace) -> list[str]:
         """Return the command that shows the runs in a browser; empty where there is nothing to start."""
@@ -129,45 +147,100 @@ class TrackerSpec:
         return []
 
 
-class GivenTracker(TrackerSpec):
+if TYPE_CHECKING:
+    _Base: Any
+else:
+    _Base = object
+
+
+class TrackerRun(_Base):  # type: ignore[misc]
+    """What accmt adds to one of Accelerate's trackers.
+
+    Accelerate's class becomes a base when the first object is made, not where the class is written: otherwise naming
+    a tracker would import Accelerate, which takes a third of a second.
+
+    Attributes:
+        base: Accelerate's class, as `module:name`.
+    """
+
+    base: ClassVar[str]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        del args, kwargs
+        run: Self = object.__new__(_with_base(cls))  # type: ignore[arg-type]
+        return run
+
+
+@cache
+def _with_base(run: type[TrackerRun]) -> type[TrackerRun]:
+    return type(run.__name__, (run, resolve_name(run.base)), {})
+
+
+class ServiceSpec(TrackerSpec):
+    """A tracker with accounts: it needs a key, and has a mode of its own in which it only writes files."""
+
+    key_advice: ClassVar[str]
+
+    def has_key(self, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether the service's key is known; nobody is asked for it."""
+        raise NotImplementedError
+
+    def is_offline_wanted(self, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether the user told the tracker to leave its service alone."""
+        raise NotImplementedError
+
+    def is_offline(self, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether the run goes to files instead of the service."""
+        return self.is_offline_wanted(kwargs) or not self.has_key(kwargs)
+
+    def is_remote(self, place: RunPlace, kwargs: Mapping[str, Any]) -> bool:
+        del place
+        return not self.is_offline(kwargs)
+
+    def missing_key(self, kwargs: Mapping[str, Any]) -> str | None:
+        return None if self.is_offline_wanted(kwargs) or self.has_key(kwargs) else self.key_advice
+
+
+class UserTracker(TrackerSpec):
     """A user's own Accelerate tracker: an instance, or a class.
 
     A class is called with those of `run_name`, `track_name`, `project_name`, `experiment_name` and `logging_dir` (the
     run folder) that its constructor names, and with the Trainer's further keywords that it takes.
 
-    A resumed run is a new start for it: nobody can know whether it goes on with the old one. It gets the rows after the
+    A resumed run is a new start for it: nobody can know whether it continues the old one. It gets the rows after the
     checkpoint, and those before it that it had not got. Its `start`, `log` and `finish` are called from one thread, and
     so are those of `log_images`, `log_table`, `log_artifact` and `log_artifacts` that it has, as Accelerate names them.
     """
 
-    def __init__(self, given: GeneralTracker | type[GeneralTracker]) -> None:
+    rewinding = Rewinding.UNKNOWN
+
+    def __init__(self, tracker: GeneralTracker | type[GeneralTracker]) -> None:
         super().__init__()
-        self._given = given
-        own_name = getattr(given, "name", None)
-        self.name = own_name if isinstance(own_name, str) else getattr(given, "__name__", type(given).__name__)
+        self._tracker = tracker
+        own_name = getattr(tracker, "name", None)
+        self.name = own_name if isinstance(own_name, str) else getattr(tracker, "__name__", type(tracker).__name__)
 
     def accepted_names(self) -> frozenset[str] | None:
-        """As `TrackerSpec.accepted_names`; an instance takes none any more."""
-        return parameter_names(self._given) if isinstance(self._given, type) else frozenset()
+        return parameter_names(self._tracker) if isinstance(self._tracker, type) else frozenset()
 
-    def build(
-        self, place: RunPlace, kwargs: Mapping[str, Any], *, is_quiet: bool, resume: Resume = NEW_RUN
-    ) -> GeneralTracker:
-        """As `TrackerSpec.build`."""
-        del is_quiet, resume
-        if not isinstance(self._given, type):
-            return self._given
+    def build(self, start: RunStart) -> GeneralTracker:
+        if not isinstance(self._tracker, type):
+            return self._tracker
+        place = start.place
         project = dict.fromkeys(("track_name", "project_name", "experiment_name"), place.track_name)
         offered = {**project, "run_name": place.run_name, "logging_dir": str(place.run_folder)}
-        named = inspect.signature(self._given).parameters
-        return self._given(**{**{name: value for name, value in offered.items() if name in named}, **kwargs})
+        named = inspect.signature(self._tracker).parameters
+        return self._tracker(**{**{name: value for name, value in offered.items() if name in named}, **start.kwargs})
+
+    def deliver(self, tracker: GeneralTracker, rows: Sequence[Row]) -> Iterator[int]:
+        for row in rows:
+            tracker.log(dict(row.values), step=row.step)
+            yield 1
 
     def takes(self, tracker: GeneralTracker, kind: Kind) -> bool:
-        """As `TrackerSpec.takes`."""
         return hasattr(tracker, f"log_{kind}")
 
     def deliver_media(self, tracker: GeneralTracker, media: Media) -> None:
-        """As `TrackerSpec.deliver_media`."""
         if media.kind == "images":
             tracker.log_images({media.name: list(media.images().values())}, step=media.step)
         elif media.kind == "table":
@@ -178,10 +251,18 @@ class GivenTracker(TrackerSpec):
         else:
             tracker.log_artifact(str(media.path))
 
+    def finish(self, tracker: GeneralTracker, status: str) -> None:
+        del status
+        tracker.finish()
 
-def parameter_names(function: Any, without: frozenset[str] | set[str] = frozenset()) -> frozenset[str] | None:
+    def run_id(self, tracker: GeneralTracker) -> str | None:
+        del tracker
+        return None
+
+
+def parameter_names(function: Any) -> frozenset[str] | None:
     """Return the names of a function's parameters; None where it takes any keyword."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
-    return frozenset(parameters) - without
+    return frozenset(parameters)

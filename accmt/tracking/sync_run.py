@@ -9,10 +9,12 @@ from accmt.errors import ArgumentError, explain
 from accmt.tracking.delivery import Delivery, wait_for_the_end
 from accmt.tracking.history import HISTORY_FILE, History, read_history
 from accmt.tracking.ledger import LEDGER_FILE, Ledger
+from accmt.tracking.log_with import resolve_trackers
 from accmt.tracking.outage import name_error
 from accmt.tracking.replay import count_rows_left
 from accmt.tracking.run_folder import RunPlace
-from accmt.tracking.specs import resolve_trackers, tracker_names
+from accmt.tracking.spec import RunStart
+from accmt.tracking.trackers import TRACKERS
 
 _START_S = 30.0
 
@@ -81,7 +83,7 @@ def _sync(key: str, folder: Path, history: History, ledger: Ledger, status: str,
     left_before = count_rows_left(history.path, account)
     if left_before == 0 and account.status == status:
         return Synced(key, 0, 0)
-    if key not in tracker_names():
+    if key not in TRACKERS:
         return Synced(key, 0, left_before, "a tracker of the user's own, which only a run can start")
     delivery = _build_delivery(key, folder, history, ledger)
     delivery.begin(min(_START_S, timeout_s))
@@ -98,13 +100,6 @@ def _build_delivery(key: str, folder: Path, history: History, ledger: Ledger) ->
     # The folder may have been moved since: a local store is looked for beside it, not where it was.
     logging_dir = account.server or str(folder.absolute().parent.parent)
     (spec,) = resolve_trackers(key)
-    return Delivery(
-        spec,
-        RunPlace(logging_dir, ledger.track_name, ledger.run_name, folder.absolute()),
-        history,
-        ledger,
-        key=key,
-        kwargs=account.kwargs,
-        is_quiet=True,
-        is_patient=False,
-    )
+    place = RunPlace(logging_dir, ledger.track_name, ledger.run_name, folder.absolute())
+    start = RunStart(place, account.kwargs, is_quiet=True)
+    return Delivery(spec, start, history, ledger, key=key, is_patient=False)

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 from accmt.errors import ArgumentError, TrackerError, explain
 from accmt.files import read_json_lines, require_writable_folder
 from accmt.messages import say, warn
-from accmt.tracking.credentials import tell_of_missing_key, without_secrets
 from accmt.tracking.delivery import Delivery, wait_for_the_end
 from accmt.tracking.history import History
-from accmt.tracking.init_kwargs import kwargs_of_each
 from accmt.tracking.ledger import Account, Ledger
+from accmt.tracking.log_with import kwargs_of_each, report_missing_key, without_secrets
 from accmt.tracking.media import MediaLog
 from accmt.tracking.outage import name_error
 from accmt.tracking.replay import Rewinding, count_rows_left
 from accmt.tracking.run_folder import RunPlace
-from accmt.tracking.spec import TrackerSpec
+from accmt.tracking.spec import RunStart, TrackerSpec
 from accmt.tracking.values import to_floats, to_plain
 
 if TYPE_CHECKING:
@@ -301,15 +300,13 @@ class Tracking:
         for (key, spec), kwargs in zip(self._keys().items(), self._kwargs, strict=True):
             if key in held_back:
                 continue
-            tell_of_missing_key(spec, self._place, kwargs, is_needed=self._offline is False)
+            report_missing_key(spec, self._place, kwargs, is_needed=self._offline is False)
             delivery = Delivery(
                 spec,
-                self._place,
+                RunStart(self._place, kwargs, is_quiet=self._is_quiet),
                 history,
                 ledger,
                 key=key,
-                kwargs=kwargs,
-                is_quiet=self._is_quiet,
                 is_patient=self._offline is not False,
             )
             self._deliveries.append(delivery)

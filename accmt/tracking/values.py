@@ -7,6 +7,8 @@ NaN, and MLflow's database keeps an infinity as the largest float.
 
 from __future__ import annotations
 
+import posixpath
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 from zlib import crc32
@@ -87,6 +89,16 @@ class CleanNames:
         self._taken.add(cleaned)
         self._cleaned[name] = cleaned
         return cleaned
+
+
+def clean_path(name: str) -> str:
+    """Turn a name into a relative path in its shortest form, which leads out of no folder."""
+    return posixpath.normpath(posixpath.join("/", name)).strip("/") or "_"
+
+
+def clean_file_name(name: str) -> str:
+    """Turn the name of a file or folder into one that services take for an artifact."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:128]
 
 
 def _to_float(name: str, value: Any) -> float:

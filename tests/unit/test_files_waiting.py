@@ -9,7 +9,7 @@ import pytest
 from accelerate.tracking import MLflowTracker
 
 from accmt.files import taking_turns
-from accmt.tracking.adapters import MLFlowRun
+from accmt.tracking.trackers.mlflow import MLFlowRun
 
 
 class Meeting:
@@ -53,7 +53,7 @@ def test_one_at_a_time_is_in_a_folder(tmp_path: Path) -> None:
 def test_runs_on_one_database_start_in_turn(uri: str, most: int, tmp_path: Path, monkeypatch) -> None:
     meeting = Meeting()
     monkeypatch.setattr(MLflowTracker, "start", lambda self: meeting.attend())
-    monkeypatch.setattr(MLFlowRun, "_forget_a_run_that_is_gone", lambda self: None)
+    monkeypatch.setattr(MLFlowRun, "_forget_a_missing_run", lambda self: None)
     runs = [MLFlowRun(uri.format(tmp_path), is_quiet=True) for _ in range(2)]
     run_at_once(*(run._start_in_turn for run in runs))
     assert meeting.most == most

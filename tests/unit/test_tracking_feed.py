@@ -7,15 +7,13 @@ from accmt.tracking.feed import Feed
 from accmt.tracking.history import History
 from accmt.tracking.ledger import Account
 from accmt.tracking.replay import Replay, Rewinding
-from accmt.tracking.spec import TrackerSpec
+from accmt.tracking.spec import UserTracker
 from tests.faults.tracking import Faulty
 
 
-class Buffering(TrackerSpec):
-    name = "buffering"
-
-    def __init__(self, settles_in_s):
-        super().__init__()
+class Buffering(UserTracker):
+    def __init__(self, tracker, settles_in_s):
+        super().__init__(tracker)
         self.seconds = settles_in_s
 
     def settles_in_s(self, tracker):
@@ -34,7 +32,7 @@ def history(tmp_path):
 def deliver(history, settles_in_s):
     account, tracker = Account(), Faulty()
     replay = Replay(history.path, account, Rewinding.KEEPS)
-    feed = Feed(Buffering(settles_in_s), tracker, history, account, replay)
+    feed = Feed(Buffering(tracker, settles_in_s), tracker, history, account, replay)
     while feed.fetch():
         list(feed.hand_over(2))
     feed.close()

@@ -9,10 +9,10 @@ import urllib3
 from accelerate.state import PartialState
 from accelerate.tracking import MLflowTracker
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, _validate_metric_name, _validate_param_name
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from accmt.tracking.adapters import MLFlowRun, TensorBoardRun, clean_mlflow_name
 from accmt.tracking.replay import Resume, Row
+from accmt.tracking.run_folder import RunPlace
+from accmt.tracking.trackers.mlflow import MLFlow, MLFlowRun, clean_mlflow_name
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*:DeprecationWarning")
 
@@ -235,14 +235,27 @@ def test_a_start_hushes_mlflows_store_and_a_quiet_one_all_of_it(store, monkeypat
     assert of_store.isEnabledFor(logging.INFO)
 
 
-@pytest.mark.feature("D27")
-def test_tensorboard_keeps_the_configuration_in_the_runs_own_event_file(tmp_path):
-    run = TensorBoardRun(run_name="run", logging_dir=tmp_path)
-    run.start()
-    run.store_init_configuration({"lr": 0.5, "optim.type": "AdamW", "amsgrad": False, "epochs": 3})
-    run.log({"train_loss": 2.0}, step=1)
-    run.finish()
-    assert len(list((tmp_path / "run").iterdir())) == 1
-    events = EventAccumulator(str(tmp_path / "run")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train_loss")] == [(1, 2.0)]
-    assert set(events.PluginTagToContent("hparams")) == {"_hparams_/session_start_info"}
+@pytest.mark.feature("A15")
+def test_mlflow_keeps_a_folders_runs_in_one_database(tmp_path):
+    uri = MLFlow().tracking_uri(RunPlace(str(tmp_path), "t", "r"))
+    assert uri == f"sqlite:///{tmp_path}/mlflow.db"
+
+
+@pytest.mark.feature("A15")
+def test_mlflow_takes_a_url_as_tracking_uri():
+    assert MLFlow().tracking_uri(RunPlace("localhost:5000", "t", "r")) == "http://localhost:5000"
+
+
+def test_the_environments_tracking_uri_wins_over_the_default_folder_only(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://from-environment")
+    assert MLFlow().tracking_uri(RunPlace("logs", "t", "r")) == "http://from-environment"
+    assert MLFlow().tracking_uri(RunPlace(str(tmp_path), "t", "r")).startswith("sqlite:///")
+    assert MLFlow().tracking_uri(RunPlace("http://given", "t", "r")) == "http://given"
+
+
+def test_the_dashboard_is_started_on_the_folder_of_all_runs(tmp_path):
+    place = RunPlace(str(tmp_path), "t", "r")
+    expected = ["mlflow", "ui", "--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db"]
+    assert MLFlow().dashboard_command(place) == expected
+    assert MLFlow().dashboard_command(RunPlace("logs", "t", "r"))[-1] == "sqlite:///logs/mlflow.db"
+    assert MLFlow().dashboard_command(RunPlace("http://host", "t", "r")) == []

@@ -14,21 +14,11 @@ from accelerate.tracking import (
     WandBTracker,
 )
 
-from accmt.errors import ArgumentError, MissingPackageError
+from accmt import Aim, ClearML, CometML, DVCLive, MLFlow, SwanLab, TensorBoard, Trackio, WandB
+from accmt.errors import ArgumentError, MissingPackageError, TrackerError, UnknownArgumentError
+from accmt.tracking.log_with import kwargs_of_each, report_missing_key, resolve_trackers, without_secrets
 from accmt.tracking.run_folder import RunPlace
-from accmt.tracking.specs import (
-    Aim,
-    ClearML,
-    CometML,
-    DVCLive,
-    GivenTracker,
-    MLFlow,
-    SwanLab,
-    TensorBoard,
-    Trackio,
-    WandB,
-    resolve_trackers,
-)
+from accmt.tracking.spec import RunStart, TrackerSpec, UserTracker
 
 
 class Own(GeneralTracker):
@@ -74,9 +64,9 @@ def test_true_means_tensorboard():
         ((TensorBoard, MLFlow), [TensorBoard, MLFlow]),
         (TensorBoardTracker, [TensorBoard]),
         (MLflowTracker, [MLFlow]),
-        (Own, [GivenTracker]),
-        (Own("x", "y"), [GivenTracker]),
-        ([TensorBoard, Own], [TensorBoard, GivenTracker]),
+        (Own, [UserTracker]),
+        (Own("x", "y"), [UserTracker]),
+        ([TensorBoard, Own], [TensorBoard, UserTracker]),
     ],
 )
 def test_trackers_are_found_by_class_instance_name_and_list(log_with, expected):
@@ -139,12 +129,12 @@ def test_a_missing_package_is_an_import_error():
 
 def test_a_users_instance_is_used_as_it_is():
     tracker = Own("x", "y")
-    assert resolve_trackers(tracker)[0].build(RunPlace("logs", "t", "r"), {}, is_quiet=True) is tracker
+    assert resolve_trackers(tracker)[0].build(RunStart(RunPlace("logs", "t", "r"), {})) is tracker
 
 
 def test_a_users_class_gets_the_names_its_constructor_asks_for():
     (spec,) = resolve_trackers(Own)
-    tracker = spec.build(RunPlace("logs", "track", "run"), {"colour": "blue"}, is_quiet=True)
+    tracker = spec.build(RunStart(RunPlace("logs", "track", "run"), {"colour": "blue"}))
     assert tracker.arguments == ("track", "logs/track/run", "blue")
 
 
@@ -154,28 +144,94 @@ def test_a_users_tracker_is_known_by_its_name_or_its_class():
     assert resolve_trackers(Bare)[0].name == "Bare"
 
 
-@pytest.mark.feature("A15")
-def test_mlflow_keeps_a_folders_runs_in_one_database(tmp_path):
-    uri = MLFlow().tracking_uri(RunPlace(str(tmp_path), "t", "r"))
-    assert uri == f"sqlite:///{tmp_path}/mlflow.db"
+class Greedy(GeneralTracker):
+    name = "greedy"
+    requires_logging_directory = False
+    tracker = None
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.kwargs = kwargs
 
 
-@pytest.mark.feature("A15")
-def test_mlflow_takes_a_url_as_tracking_uri():
-    assert MLFlow().tracking_uri(RunPlace("localhost:5000", "t", "r")) == "http://localhost:5000"
+BOTH = [TensorBoard(), MLFlow()]
 
 
-def test_the_environments_tracking_uri_wins_over_the_default_folder_only(monkeypatch, tmp_path):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://from-environment")
-    assert MLFlow().tracking_uri(RunPlace("logs", "t", "r")) == "http://from-environment"
-    assert MLFlow().tracking_uri(RunPlace(str(tmp_path), "t", "r")).startswith("sqlite:///")
-    assert MLFlow().tracking_uri(RunPlace("http://given", "t", "r")) == "http://given"
+@pytest.mark.feature("A56")
+def test_a_keyword_goes_to_every_tracker_that_takes_it():
+    assert kwargs_of_each(BOTH, {"tags": {"a": "b"}, "flush_secs": 5}) == [{"flush_secs": 5}, {"tags": {"a": "b"}}]
 
 
-def test_dashboards_are_started_on_the_folder_of_all_runs(tmp_path):
-    place = RunPlace(str(tmp_path), "t", "r")
-    assert TensorBoard().dashboard_command(place) == ["tensorboard", "--logdir", str(tmp_path)]
-    expected = ["mlflow", "ui", "--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db"]
-    assert MLFlow().dashboard_command(place) == expected
-    assert MLFlow().dashboard_command(RunPlace("logs", "t", "r"))[-1] == "sqlite:///logs/mlflow.db"
-    assert MLFlow().dashboard_command(RunPlace("http://host", "t", "r")) == []
+@pytest.mark.feature("A56")
+def test_a_keyword_reaches_every_tracker_that_takes_anything():
+    specs = resolve_trackers([MLFlow, Greedy])
+    assert kwargs_of_each(specs, {"description": "x"}) == [{"description": "x"}, {"description": "x"}]
+
+
+@pytest.mark.feature("A56")
+def test_a_dict_under_a_trackers_name_goes_to_that_one_only():
+    given = {"mlflow": {"description": "x"}, "tensorboard": {"purge_step": 3}}
+    assert kwargs_of_each(BOTH, given) == [{"purge_step": 3}, {"description": "x"}]
+
+
+def test_the_nearer_the_tracker_the_stronger_the_keyword():
+    given = {"description": "for all", "nested_run": True}
+    assert kwargs_of_each([MLFlow(description="of the instance")], given) == [
+        {"description": "of the instance", "nested_run": True}
+    ]
+    given["mlflow"] = {"description": "of the dict"}
+    assert kwargs_of_each([MLFlow(description="of the instance")], given)[0]["description"] == "of the dict"
+
+
+def test_a_keyword_that_no_tracker_takes_is_an_error_with_the_nearest():
+    with pytest.raises(UnknownArgumentError, match=r"descripton=[\s\S]*do: description=\.\.\.\?"):
+        kwargs_of_each([MLFlow()], {"descripton": "x"})
+    with pytest.raises(UnknownArgumentError, match=r"mlflow=\{\.\.\.\}[\s\S]*tagz"):
+        kwargs_of_each([MLFlow()], {"mlflow": {"tagz": {}}})
+
+
+def test_a_keyword_without_any_tracker_is_an_error():
+    with pytest.raises(UnknownArgumentError, match="colour"):
+        kwargs_of_each([], {"colour": "red"})
+
+
+def test_keywords_of_a_tracker_that_is_not_used_are_an_error():
+    with pytest.raises(UnknownArgumentError, match="mlflow"):
+        kwargs_of_each([TensorBoard()], {"mlflow": {"description": "x"}})
+
+
+class Keyless(TrackerSpec):
+    name = "keyless"
+
+    def missing_key(self, kwargs):
+        return None if "key" in kwargs else "set THE_KEY"
+
+    def upload_command(self, place):
+        return f"upload {place.run_folder}"
+
+
+PLACE = RunPlace("logs", "track", "run")
+
+
+def test_a_missing_key_is_one_line_that_says_how_to_upload_later(caplog):
+    caplog.set_level("INFO", logger="accmt")
+    report_missing_key(Keyless(), PLACE, {}, is_needed=False)
+    (line,) = caplog.messages
+    assert line.endswith("has no key (set THE_KEY) and writes files; upload them by `upload logs/track/run`")
+
+
+def test_a_missing_key_is_an_error_where_the_service_must_be_reached():
+    with pytest.raises(TrackerError, match="the tracker keyless\\s+got: no key[\\s\\S]*do: set THE_KEY, or"):
+        report_missing_key(Keyless(), PLACE, {}, is_needed=True)
+
+
+def test_nothing_is_said_where_nothing_is_missing(caplog):
+    caplog.set_level("INFO", logger="accmt")
+    report_missing_key(Keyless(), PLACE, {"key": "x"}, is_needed=True)
+    report_missing_key(TrackerSpec(), PLACE, {}, is_needed=True)
+    assert caplog.messages == []
+
+
+def test_secrets_are_not_written_down():
+    given = {"api_key": "x", "token": "x", "write_token": "x", "experiment_key": "kept", "tags": ["kept"]}
+    assert without_secrets(given) == {"experiment_key": "kept", "tags": ["kept"]}

@@ -1,0 +1,148 @@
+"""What the Trainer's `log_with` and its further keywords mean: which trackers, and the arguments of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from importlib.util import find_spec
+from typing import Any, NoReturn
+
+from accmt.errors import ArgumentError, MissingPackageError, TrackerError, UnknownArgumentError, explain
+from accmt.messages import say
+from accmt.tracking.run_folder import RunPlace
+from accmt.tracking.spec import TrackerSpec, UserTracker
+from accmt.tracking.trackers import TRACKERS
+
+_CLASSES = ", ".join(spec.__name__ for spec in TRACKERS.values())
+_SUPPORTED = f"{_CLASSES}, their names, any accelerate GeneralTracker, or a list of these"
+_SECRETS = ("api_key", "token", "password", "secret")
+
+
+def resolve_trackers(log_with: Any) -> list[TrackerSpec]:
+    """Turn the Trainer's `log_with` into the trackers of a run.
+
+    Args:
+        log_with: None or False for none, True for TensorBoard, a tracker's class, instance or lower-case name, a class
+            or instance of any accelerate `GeneralTracker`, or a list of these.
+
+    Raises:
+        ArgumentError: An entry is no tracker (the nearest name is in the message), or one is named twice.
+        MissingPackageError: The tracker's package is not installed.
+    """
+    specs = find_specs(log_with)
+    for spec in specs:
+        _require_package(spec)
+    return specs
+
+
+def find_specs(log_with: Any) -> list[TrackerSpec]:
+    """Do what `resolve_trackers` does, without checking whether packages are installed.
+
+    Raises:
+        ArgumentError: An entry is no tracker (the nearest name is in the message), or one is named twice.
+    """
+    if log_with is None or log_with is False:
+        return []
+    entries = log_with if isinstance(log_with, list | tuple) else ["tensorboard" if log_with is True else log_with]
+    specs = [_find_spec(entry) for entry in entries]
+    names = [spec.name for spec in specs if not isinstance(spec, UserTracker)]
+    for name in names:
+        if names.count(name) > 1:
+            got = f"{name!r} {names.count(name)} times"
+            raise ArgumentError(explain("Trainer(log_with=...)", got, "each tracker once", f"leave one {name!r}"))
+    return specs
+
+
+def kwargs_of_each(specs: Sequence[TrackerSpec], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Distribute keywords to trackers.
+
+    `mlflow={...}` goes to MLflow alone; any other keyword goes to every tracker that takes it.
+
+    Args:
+        specs: The trackers of the run.
+        kwargs: Keywords of the Trainer that are none of its own.
+
+    Returns:
+        One dict for each of `specs`, its own arguments (`MLFlow(tags=...)`) included.
+
+    Raises:
+        UnknownArgumentError: No tracker takes a keyword.
+    """
+    own = {spec.name: dict(kwargs[spec.name]) for spec in specs if isinstance(kwargs.get(spec.name), Mapping)}
+    shared = {name: value for name, value in kwargs.items() if name not in own}
+    known: set[str] = set()
+    result = []
+    for spec in specs:
+        direct = {**spec.init_kwargs, **own.get(spec.name, {})}
+        accepted = spec.accepted_names() if shared or direct else None
+        _require_accepted(direct, accepted, f"Trainer({spec.name}={{...}})")
+        taken = {name: value for name, value in shared.items() if accepted is None or name in accepted}
+        known |= shared.keys() if accepted is None else accepted
+        result.append({**taken, **direct})
+    _require_accepted(shared, frozenset(known), "Trainer(...)")
+    return result
+
+
+def report_missing_key(spec: TrackerSpec, place: RunPlace, kwargs: Mapping[str, Any], *, is_needed: bool) -> None:
+    """Say that a tracker without a key writes files, and how to upload them later.
+
+    Nobody is asked for a key: a run that waits for an answer on a terminal is a run that does not train.
+
+    Raises:
+        TrackerError: The key is missing, and `is_needed`.
+    """
+    how = spec.missing_key(kwargs)
+    if how is None:
+        return
+    if is_needed:
+        where = f"the tracker {spec.name}"
+        expected = "a key of its service, for tracker_offline=False"
+        raise TrackerError(explain(where, "no key", expected, f'{how}, or tracker_offline="auto"'))
+    say(f"the tracker {spec.name} has no key ({how}) and writes files; upload them by `{spec.upload_command(place)}`")
+
+
+def without_secrets(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what must not lie in a run folder: keys and passwords."""
+    return {name: value for name, value in kwargs.items() if not name.lower().endswith(_SECRETS)}
+
+
+def _find_spec(entry: Any) -> TrackerSpec:
+    if isinstance(entry, str) and entry.lower() in TRACKERS:
+        return TRACKERS[entry.lower()]()
+    if isinstance(entry, TrackerSpec):
+        return entry
+    if isinstance(entry, type) and issubclass(entry, TrackerSpec):
+        return entry()
+    from accelerate.tracking import GeneralTracker
+
+    kind = entry if isinstance(entry, type) else type(entry)
+    if not issubclass(kind, GeneralTracker):
+        _reject_unknown(entry)
+    is_accelerates_own = isinstance(entry, type) and entry.__module__ == GeneralTracker.__module__
+    return TRACKERS[entry.name]() if is_accelerates_own and entry.name in TRACKERS else UserTracker(entry)
+
+
+def _require_package(spec: TrackerSpec) -> None:
+    if isinstance(spec, UserTracker) or find_spec(spec.name) is not None:
+        return
+    where = f"Trainer(log_with={type(spec).__name__})"
+    got = f"the package {spec.package} is not installed"
+    raise MissingPackageError(explain(where, got, "the tracker's package", f"pip install {spec.package}"))
+
+
+def _reject_unknown(entry: Any) -> NoReturn:
+    nearest = get_close_matches(str(entry).lower(), list(TRACKERS), n=1, cutoff=0.5)
+    got = f"{entry!r} ({type(entry).__name__})"
+    do = f"log_with={nearest[0]!r}?" if nearest else "log_with='tensorboard', for example"
+    raise ArgumentError(explain("Trainer(log_with=...)", got, _SUPPORTED, do))
+
+
+def _require_accepted(names: Iterable[str], accepted: frozenset[str] | None, where: str) -> None:
+    if accepted is None:
+        return
+    for name in names:
+        if name not in accepted:
+            nearest = get_close_matches(name, accepted, n=1)
+            do = f"{nearest[0]}=...?" if nearest else f"leave {name} out"
+            expected = "a keyword of a tracker in log_with" + (f": {', '.join(sorted(accepted))}" if accepted else "")
+            raise UnknownArgumentError(explain(where, f"{name}=..., which no tracker takes", expected, do))

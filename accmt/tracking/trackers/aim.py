@@ -1,0 +1,69 @@
+"""Aim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from accmt.tracking.media import Media
+from accmt.tracking.replay import Rewinding, Row
+from accmt.tracking.run_folder import RunPlace
+from accmt.tracking.spec import STATUS, RunStart, TrackerRun, TrackerSpec
+
+
+class Aim(TrackerSpec):
+    """Aim: experiment `track_name`, run `run_name`, in `<logging_dir>/.aim`. Keywords are those of `aim.Run`.
+
+    A resumed run continues the same Aim run, and its points replace those that a killed attempt logged after the
+    checkpoint. What the terminal shows is not captured, unless `capture_terminal_logs=True` asks for it.
+    """
+
+    name = "aim"
+    package = "aim"
+    kwargs_of = "aim:Run"
+    reserved = frozenset({"run_hash", "experiment", "read_only"})
+    rewinding = Rewinding.WITHDRAWS  # Aim keeps one point for each step: the last
+
+    def build(self, start: RunStart) -> TrackerRun:
+        return AimRun(start)
+
+    def dashboard_command(self, place: RunPlace) -> list[str]:
+        return ["aim", "up", "--repo", str(place.base_folder)]
+
+
+class AimRun(TrackerRun):
+    """A run in an Aim repository, which keeps files only in a storage of its own that a user has to name."""
+
+    base = "accelerate.tracking:AimTracker"
+
+    def __init__(self, start: RunStart) -> None:
+        options = {"capture_terminal_logs": False, **start.kwargs}
+        repository = options.pop("repo", str(start.place.base_folder))
+        names = {"run_hash": start.resume.run_id, "experiment": start.place.track_name}
+        super().__init__(start.place.run_name, repository, **options, **names)
+        self._tags = start.resume.tags
+
+    @property
+    def run_id(self) -> str:
+        return str(self.writer.hash)
+
+    def start(self) -> None:
+        super().start()
+        for name, value in self._tags.items():
+            self.writer[name] = value
+
+    def log_rows(self, rows: Sequence[Row]) -> None:
+        """Log rows; a point replaces one of the same name and step."""
+        for row in rows:
+            self.log(row.values, step=row.step)
+
+    def add_images(self, media: Media) -> None:
+        """Log images as one sequence."""
+        from aim import Image
+
+        images = [Image(image) for image in media.images().values()]
+        self.writer.track(images, name=media.name, step=media.step)
+
+    def finish(self, status: str = "FINISHED") -> None:
+        """Close the run, with the status among its parameters: Aim has none of its own."""
+        self.writer[STATUS] = status
+        super().finish()

@@ -1,0 +1,94 @@
+"""SwanLab."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+from uuid import uuid4
+
+from accmt.tracking.media import Media
+from accmt.tracking.replay import Row
+from accmt.tracking.run_folder import RunPlace
+from accmt.tracking.spec import STATUS, RunStart, ServiceSpec, TrackerRun
+from accmt.tracking.values import Scalar
+
+
+class SwanLab(ServiceSpec):
+    """SwanLab: project `track_name`, run `run_name`. Keywords are those of `swanlab.init`.
+
+    Without a key (`SWANLAB_API_KEY`, `swanlab login`) the run is an offline one in `<run folder>/swanlab`, which
+    SwanLab writes when the run ends: after a kill the next attempt, or `accmt sync`, delivers what that file would have
+    had. A resumed run has the same id, and offline a further folder.
+    """
+
+    name = "swanlab"
+    package = "swanlab"
+    key_advice = "set SWANLAB_API_KEY, or run `swanlab login`"
+
+    def accepted_names(self) -> frozenset[str] | None:
+        reserved = {"project", "id", "resume", "log_dir", "kwargs"}
+        return frozenset(inspect.signature(import_module("swanlab").init).parameters) - reserved
+
+    def build(self, start: RunStart) -> TrackerRun:
+        return SwanLabRun(start, is_offline=self.is_offline(start.kwargs))
+
+    def is_offline_wanted(self, kwargs: Mapping[str, Any]) -> bool:
+        mode = kwargs.get("mode") or import_module("swanlab").Settings().mode
+        return mode in ("offline", "local", "disabled")
+
+    def has_key(self, kwargs: Mapping[str, Any]) -> bool:
+        del kwargs
+        return bool(import_module("swanlab").Settings().api_key)
+
+    def upload_command(self, place: RunPlace) -> str:
+        return f"swanlab sync {place.run_folder}/swanlab/run-*"
+
+    def settles_in_s(self, tracker: TrackerRun) -> float:
+        del tracker
+        return math.inf
+
+
+class SwanLabRun(TrackerRun):
+    base = "accelerate.tracking:SwanLabTracker"
+
+    def __init__(self, start: RunStart, *, is_offline: bool) -> None:
+        place = start.place
+        options = {"name": place.run_name, "log_dir": str(place.run_folder / "swanlab"), **start.kwargs}
+        if is_offline and options.get("mode") not in ("disabled", "local"):
+            options["mode"] = "offline"
+        # A new run gets its id here, by which a resumed one finds it also offline.
+        super().__init__(place.track_name, **options, id=start.resume.run_id or uuid4().hex, resume="allow")
+        self._tags = start.resume.tags
+
+    @property
+    def run_id(self) -> str:
+        return str(self.run.id)
+
+    def start(self) -> None:
+        super().start()
+        self.run.config.update(self._tags)
+
+    def store_init_configuration(self, values: dict[str, Scalar]) -> None:
+        self.run.config.update(values)
+
+    def log_rows(self, rows: Sequence[Row]) -> None:
+        """Log rows; SwanLab gives them the time of their arrival."""
+        for row in rows:
+            self.run.log(dict(row.values), step=row.step)
+
+    def add_images(self, media: Media) -> None:
+        """Log images as one chart."""
+        from swanlab import Image
+
+        self.run.log({media.name: [Image(image) for image in media.images().values()]}, step=media.step)
+
+    def finish(self, status: str = "FINISHED") -> None:
+        """End the run as a success, crashed, or, after a kill or a pre-emption, aborted."""
+        self.run.config.update({STATUS: status})
+        if status == "FINISHED":
+            self.run.finish()
+        else:
+            self.run.finish("crashed" if status == "FAILED" else "aborted", error=status)

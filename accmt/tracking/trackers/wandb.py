@@ -1,0 +1,131 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from accmt.tracking.media import Media
+from accmt.tracking.replay import Row
+from accmt.tracking.run_folder import RunPlace
+from accmt.tracking.spec import STATUS, RunStart, ServiceSpec, TrackerRun
+from accmt.tracking.values import Scalar, clean_file_name
+
+_AXIS = "global_step"
+# What a shell shows for each ending; wandb takes 255, which it gives itself after Ctrl-C, for a run that was stopped.
+_EXIT_CODES = {"FINISHED": 0, "FAILED": 1, "KILLED": 255, "PREEMPTED": 143}
+
+
+class WandB(ServiceSpec):
+    """Weights & Biases: project `track_name`, run `run_name`. Keywords are those of `wandb.init`.
+
+    Points stand over `global_step`, so that rows of any order are taken. Without a key (`WANDB_API_KEY`, `wandb login`)
+    the run is an offline one in `<run folder>/wandb`, as with `WANDB_MODE=offline`. A resumed run has the same id, and
+    offline a further folder; points that a killed attempt logged after the checkpoint stay, and new ones of the same
+    name and step are left out.
+    """
+
+    name = "wandb"
+    package = "wandb"
+    kwargs_of = "wandb:init"
+    reserved = frozenset({"id", "resume", "dir", "project"})
+    key_advice = "set WANDB_API_KEY, or run `wandb login`"
+
+    def build(self, start: RunStart) -> TrackerRun:
+        return WandBRun(start, is_offline=self.is_offline(start.kwargs))
+
+    def is_offline_wanted(self, kwargs: Mapping[str, Any]) -> bool:
+        return (kwargs.get("mode") or os.environ.get("WANDB_MODE")) in ("offline", "disabled", "dryrun")
+
+    def has_key(self, kwargs: Mapping[str, Any]) -> bool:
+        del kwargs
+        return bool(import_module("wandb").login(prompt=False, verify=False))
+
+    def upload_command(self, place: RunPlace) -> str:
+        return f"wandb sync {place.run_folder}/wandb/offline-run-*"
+
+    def settles_in_s(self, tracker: TrackerRun) -> float:
+        del tracker
+        return 2.0  # WandBRun has wandb's process write its file every second
+
+    def is_outage(self, error: BaseException | None) -> bool:
+        return isinstance(error, import_module("wandb").errors.CommError) or super().is_outage(error)
+
+
+class WandBRun(TrackerRun):
+    """A run of Weights & Biases, whose points stand over `global_step`.
+
+    wandb's own step only grows: a row of an earlier step, such as one that waited for an outage to end, would be lost.
+    """
+
+    base = "accelerate.tracking:WandBTracker"
+
+    def __init__(self, start: RunStart, *, is_offline: bool) -> None:
+        # Else a kill takes 15 seconds, and the process's exit waits 90 for a server that is not there.
+        settings = {"x_transaction_log_flush_interval": 1.0, "init_timeout": 30.0, "silent": start.is_quiet}
+        user_settings = start.kwargs.get("settings") or {}
+        options = {
+            "name": start.place.run_name,
+            **start.kwargs,
+            "settings": {**settings, **user_settings} if isinstance(user_settings, dict) else user_settings,
+            "dir": str(start.place.run_folder),
+            "id": start.resume.run_id,
+            "resume": "allow",
+        }
+        if is_offline and options.get("mode") != "disabled":
+            options["mode"] = "offline"
+        super().__init__(start.place.track_name, **options)
+        self._tags = start.resume.tags
+
+    @property
+    def run_id(self) -> str:
+        return str(self.run.id)
+
+    def start(self) -> None:
+        super().start()
+        self.run.define_metric(_AXIS, hidden=True)
+        self.run.define_metric("*", step_metric=_AXIS)
+        self.run.config.update(self._tags, allow_val_change=True)
+
+    def store_init_configuration(self, values: dict[str, Scalar]) -> None:
+        """Store the configuration; what changed in a resumed run replaces what was."""
+        self.run.config.update(values, allow_val_change=True)
+
+    def log_rows(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self.run.log({**row.values, _AXIS: row.step, "_timestamp": row.time})
+
+    def add_images(self, media: Media) -> None:
+        """Log images as one panel."""
+        from wandb import Image
+
+        self._log_media(media, [Image(image) for image in media.images().values()])
+
+    def add_table(self, media: Media) -> None:
+        from wandb import Table
+
+        columns, rows = media.table()
+        self._log_media(media, Table(columns=columns, data=rows, allow_mixed_types=True))
+
+    def add_artifact(self, media: Media) -> None:
+        """Log a file or folder as a version of the artifact of its name."""
+        from wandb import Artifact
+
+        artifact = Artifact(clean_file_name(media.name), type="file")
+        if media.path.is_dir():
+            artifact.add_dir(str(media.path))
+        else:
+            artifact.add_file(str(media.path), name=media.name)
+        self.run.log_artifact(artifact)
+
+    def finish(self, status: str = "FINISHED") -> None:
+        """End the run with an exit code, by which wandb tells endings apart, and the true word in the summary."""
+        self.run.summary[STATUS] = status
+        if status == "PREEMPTED":
+            self.run.mark_preempting()
+        self.run.finish(exit_code=_EXIT_CODES[status])
+
+    def _log_media(self, media: Media, value: Any) -> None:
+        self.run.log({media.name: value, _AXIS: media.step, "_timestamp": media.time})

@@ -1,0 +1,26 @@
+import pytest
+from accelerate.state import PartialState
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from accmt.tracking.run_folder import RunPlace
+from accmt.tracking.trackers.tensorboard import TensorBoard, TensorBoardRun
+
+
+@pytest.mark.feature("D27")
+def test_tensorboard_keeps_the_configuration_in_the_runs_own_event_file(tmp_path):
+    PartialState(cpu=True)
+    run = TensorBoardRun(run_name="run", logging_dir=tmp_path)
+    run.start()
+    run.store_init_configuration({"lr": 0.5, "optim.type": "AdamW", "amsgrad": False, "epochs": 3})
+    run.log({"train_loss": 2.0}, step=1)
+    run.finish()
+    assert len(list((tmp_path / "run").iterdir())) == 1
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train_loss")] == [(1, 2.0)]
+    assert set(events.PluginTagToContent("hparams")) == {"_hparams_/session_start_info"}
+    PartialState._reset_state()
+
+
+def test_the_dashboard_is_started_on_the_folder_of_all_runs(tmp_path):
+    place = RunPlace(str(tmp_path), "t", "r")
+    assert TensorBoard().dashboard_command(place) == ["tensorboard", "--logdir", str(tmp_path)]
