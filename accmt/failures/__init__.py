@@ -1,14 +1,13 @@
-"""What happens when a run is to end before its time, and when something goes wrong."""
+"""What happens when a run is asked to end before its time, and when something goes wrong."""
 
 from __future__ import annotations
 
 from accmt.failures.board import Board as Board
 from accmt.failures.clock import Clock as Clock
-from accmt.failures.error_kinds import is_out_of_memory as is_out_of_memory
-from accmt.failures.error_kinds import kind_of as kind_of
 from accmt.failures.interruption import Interruption as Interruption
 from accmt.failures.interruption import Reason as Reason
 from accmt.failures.signals import listening as listening
 from accmt.failures.watch import Watch as Watch
 from accmt.failures.watch import is_consequence as is_consequence
+from accmt.failures.watch import kind_of as kind_of
 from accmt.failures.watch import record_for_launcher as record_for_launcher

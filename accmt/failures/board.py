@@ -37,8 +37,7 @@ class Board:
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
-        store = PrefixStore(f"accmt-setup-{number}", _get_default_store().clone())  # type: ignore[attr-defined]
-        return cls(store, dist.get_rank(), dist.get_world_size())
+        return cls._connect(f"accmt-setup-{number}")
 
     @classmethod
     def open(cls) -> Board:
@@ -46,10 +45,12 @@ class Board:
 
         Processes: all, for the same runs in the same order.
         """
-        if not dist.is_initialized():
-            return cls(HashStore(), 0, 1)
-        connection = _get_default_store().clone()  # type: ignore[attr-defined]
-        store = PrefixStore(f"accmt-run-{next(_runs)}", connection)
+        return cls._connect(f"accmt-run-{next(_runs)}") if dist.is_initialized() else cls(HashStore(), 0, 1)
+
+    @classmethod
+    def _connect(cls, prefix: str) -> Board:
+        # A connection of its own: one that the main thread waits on in a collective would block every other user.
+        store = PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]
         return cls(store, dist.get_rank(), dist.get_world_size())
 
     def post(self, topic: str, note: Any) -> None:

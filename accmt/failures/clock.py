@@ -29,9 +29,7 @@ class Clock:
         return self._limit_s is not None and self.elapsed_s >= self._limit_s
 
     def state_dict(self) -> dict[str, float]:
-        """Return the seconds so far."""
         return {"elapsed_s": self.elapsed_s}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Count on from what `state_dict` returned."""
         self._before_s, self._began = state["elapsed_s"], time.monotonic()

@@ -13,12 +13,9 @@ _CALL, _BEHIND = "call", "behind"
 
 
 class LoneCalls:
-    """Finds a call that this process cannot come to, since it waits elsewhere for the one that has made it.
+    """Finds a call that this process cannot reach, because it waits elsewhere for the process that made it.
 
-    Without that both would wait for ever: collectives have no names, so neither hears of what the other is at.
-
-    Args:
-        board: Where processes leave notes.
+    Without this, both would wait for ever: collectives have no names, so neither learns what the other is doing.
     """
 
     def __init__(self, board: Board) -> None:
@@ -29,7 +26,7 @@ class LoneCalls:
         self._behind = 0
 
     def note(self, name: str) -> None:
-        """Tell the others that this process begins a call that they have to make, too."""
+        """Announce a call that the other processes have to make, too."""
         self._made += 1
         self._post(_CALL, {"number": self._made, "name": name})
 
@@ -39,7 +36,7 @@ class LoneCalls:
         self._newest = max(((note["number"], index, note["name"]) for index, note in notes.items()), default=None)
 
     def find(self, now: float, *, waits: bool) -> ArgumentError | None:
-        """Return what to say where a call is made by some processes only.
+        """Return the error about a call that only some processes make, if there is one.
 
         Args:
             now: The time in seconds.
@@ -55,7 +52,7 @@ class LoneCalls:
         if self._behind != number:
             self._behind = number
             self._post(_BEHIND, number)
-        # A third process may only be slow; then this one waits for that, and will make the call as well.
+        # A third process may only be slow: then this one waits for that process, and will make the call as well.
         calls, behind = self._board.read(_CALL), self._board.read(_BEHIND)
         made = {other for other, note in calls.items() if note["number"] >= number}
         apart = {other for other, noted in behind.items() if noted == number} - made
@@ -72,5 +69,5 @@ class LoneCalls:
 
 def _explain(name: str, caller: int, other: int) -> ArgumentError:
     got = f"a call by process {caller}, while process {other} waits for it elsewhere"
-    do = "call it without `if trainer.is_main` or the like: files are written by the main process alone"
+    do = "call it outside `if trainer.is_main:` and the like; only the main process writes files anyway"
     return ArgumentError(explain(name, got, "the same call on every process", do))

@@ -1,6 +1,6 @@
-"""Notes each start of a run in a file beside its checkpoints, to find one that fails at the same place every time.
+"""Records each start of a run in a file beside its checkpoints, to find crash loops: starts that fail at one place.
 
-A start whose end nobody noted was killed.
+A start whose end is not recorded was killed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from accmt.files import dumps, loads, write_text
 
 FILE_NAME = "starts.json"
 ENOUGH = 3
-"""So many failures in a row at one place are no accident."""
+"""Failures in a row at one place that make a crash loop."""
 
 _MAX_KEPT = 20
 _FOR_SAMPLES = 'on_bad_sample="skip" leaves out samples that cannot be read'
-_FOR_LOSSES = 'on_nonfinite="rollback" skips updates that spoil the loss'
-_FOR_MEMORY = "where memory runs out, auto_micro_batch=True or a smaller max_micro_batch_size needs less"
+_FOR_LOSSES = 'on_nonfinite="rollback" skips the steps that spoil the loss'
+_FOR_MEMORY = "if memory runs out, auto_micro_batch=True or a smaller max_micro_batch_size needs less"
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Start:
     """One start of a run.
 
     Attributes:
-        process: Names the process that started.
-        update: Updates that were done when it went on.
-        failed_after: Updates that were done when it failed; None if nobody noted an end.
+        process: Identifies the process that started.
+        update: Optimizer steps done when it started.
+        failed_after: Optimizer steps done when it failed; None if no end was recorded.
         error: What it failed with.
     """
 
@@ -44,40 +44,35 @@ class Start:
 
 
 def note_start(folder: Path, update: int) -> list[Start]:
-    """Note that a run goes on, and return the starts before it that failed, one after the other.
+    """Record that a run starts, and return the failed starts before it, oldest first.
 
     Args:
         folder: The folder of the run's checkpoints.
-        update: Updates that are done.
+        update: Optimizer steps that are done.
 
     Raises:
         OSError: The file cannot be written.
     """
     own = Start(_name_process(), update)
-    before = [start for start in _read(folder) if not _is_in_work(start, own.process)]
+    before = [start for start in _read(folder) if not _is_running(start, own.process)]
     _write(folder, [*before, own])
     return before
 
 
 def note_failure(folder: Path, update: int, error: str) -> None:
-    """Note that the run of this process failed.
-
-    Args:
-        folder: The folder of the run's checkpoints.
-        update: Updates that are done.
-        error: What it failed with.
+    """Record that the run of this process failed.
 
     Raises:
         OSError: The file cannot be written.
     """
     process = _name_process()
     starts = _read(folder)
-    if starts and _is_in_work(starts[-1], process):
+    if starts and _is_running(starts[-1], process):
         _write(folder, [*starts[:-1], replace(starts[-1], failed_after=update, error=error)])
 
 
 def forget_starts(folder: Path) -> None:
-    """Forget all starts: one of them came to an end that was no failure, or another run begins.
+    """Forget all starts: the last one did not fail, or another run begins.
 
     Raises:
         OSError: The file cannot be deleted.
@@ -86,16 +81,16 @@ def forget_starts(folder: Path) -> None:
 
 
 def describe_repetition(before: Sequence[Start], update: int, folder: Path) -> str | None:
-    """Return what is to be said to a run that failed at one place too often; None if it did not.
+    """Return the warning about a crash loop; None if there is none.
 
     Args:
         before: The starts that failed, as `note_start` returns them.
-        update: Updates that are done now.
+        update: Optimizer steps that are done now.
         folder: The folder of the run's checkpoints.
     """
     if not before:
         return None
-    # A start that was killed got as far as to the checkpoint from which the next one went on, and no further.
+    # A start that was killed counts as far as the checkpoint from which the next one resumed.
     reached = [*(start.update for start in before[1:]), update]
     ends = [_End(start, following) for start, following in zip(before, reached, strict=True)]
     alike = list(takewhile(lambda end: end.is_like(ends[-1]), reversed(ends)))
@@ -103,47 +98,40 @@ def describe_repetition(before: Sequence[Start], update: int, folder: Path) -> s
         return None
     known = next((end.start for end in alike if end.start.failed_after is not None), None)
     if known is None:
-        where = f"somewhere after update {update}, before the next checkpoint, killed without a word"
-        do = f"look at the system's log for what killed it; {_FOR_MEMORY}; checkpoint_every can be more often"
+        where = f"somewhere after step {update}, before the next checkpoint; they were killed without an error message"
+        do = f"look at the system's log for what killed them; {_FOR_MEMORY}; set a shorter checkpoint_every"
     else:
-        where = f"after update {known.failed_after}, the last time with {known.error}"
-        do = f"look at the batch that follows; {_FOR_SAMPLES}, {_FOR_LOSSES}, {_FOR_MEMORY}"
-    got = f"its last {len(alike)} starts all ended {where}"
-    return explain(f"the run that goes on from update {update} ({folder})", got, "a start that comes further", do)
+        where = f"after step {known.failed_after}, the last time with {known.error}"
+        do = f"look at the batch after it; {_FOR_SAMPLES}, {_FOR_LOSSES}, {_FOR_MEMORY}"
+    got = f"a crash loop: its last {len(alike)} starts all ended {where}"
+    return explain(f"the run that resumes at step {update} ({folder})", got, "a start that gets further", do)
 
 
 class _End(NamedTuple):
-    """How a start ended.
-
-    Attributes:
-        start: The start.
-        reached: Updates that were done at its last checkpoint.
-    """
-
     start: Start
-    reached: int
+    reached: int  # optimizer steps done at its last checkpoint
 
     def is_like(self, other: _End) -> bool:
-        """Return whether it was at the same place, as far as that is known."""
+        """Return whether both ended at the same place, as far as that is known."""
         places = self.start.failed_after, other.start.failed_after
         return self.reached == other.reached if None in places else places[0] == places[1]
 
 
-def _is_in_work(start: Start, process: str) -> bool:
-    """Return whether it is this process's start: a run that goes on by itself starts again without having failed."""
+def _is_running(start: Start, process: str) -> bool:
+    """Return whether it is this process's own start: a run that restarts itself has not failed."""
     return start.process == process and start.failed_after is None
 
 
 def _name_process() -> str:
     import psutil
 
-    return f"{os.getpid()}-{psutil.Process().create_time()}"  # in containers, numbers come again
+    return f"{os.getpid()}-{psutil.Process().create_time()}"  # in containers, process ids repeat
 
 
 def _read(folder: Path) -> list[Start]:
     try:
         return [Start(**entry) for entry in loads((folder / FILE_NAME).read_text(encoding="utf-8"))["starts"]]
-    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):  # of a hand that edits
+    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):  # edited by hand
         return []
 
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: heard in the main thread, for the length of a run, and given back as they were."""
+"""Signals that ask a run to end: handled in the main thread during a run, and left as they were after it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from accmt.errors import Preempted
 from accmt.failures.interruption import Interruption, Reason
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_SAME_CTRL_C_S = 0.5  # a launcher sends on what the terminal has sent to every process
-_ADVICE = b"\n[accmt] Ctrl-C: the update in work is finished and a checkpoint taken; once more leaves at once\n"
+_SAME_CTRL_C_S = 0.5  # a launcher forwards what the terminal has already sent to every process
+_ADVICE = b"\n[accmt] Ctrl-C: finishing the current step and saving a checkpoint; press it again to stop at once\n"
 
 Previous: TypeAlias = Callable[[int, FrameType | None], Any] | int | None
 
 
 @contextmanager
 def listening(interruption: Interruption, exit_code: int) -> Iterator[None]:
-    """Hear Ctrl-C, SIGTERM and SIGUSR1 while a run lasts; a handler that was there before is called at the end of it.
+    """Handle Ctrl-C, SIGTERM and SIGUSR1 during a run; handlers that were there before are called at its end.
 
-    Signals that are ignored, as in a job in the background, stay ignored. Outside the main thread nothing is heard.
+    Signals that are ignored, as in a background job, stay ignored. Outside the main thread nothing is handled.
 
     Args:
-        interruption: Is told.
+        interruption: Receives the requests.
         exit_code: That of `Preempted`, where the run is left at once.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -43,13 +43,6 @@ def listening(interruption: Interruption, exit_code: int) -> Iterator[None]:
 
 
 class _Listener:
-    """The handlers of one run.
-
-    Args:
-        interruption: Is told.
-        exit_code: That of `Preempted`.
-    """
-
     def __init__(self, interruption: Interruption, exit_code: int) -> None:
         self._interruption = interruption
         self._exit_code = exit_code
@@ -62,7 +55,7 @@ class _Listener:
         for number in _SIGNALS:
             previous = signal.getsignal(number)
             if previous in (signal.SIG_IGN, None) or (number == signal.SIGINT and not self._interruption.is_listening):
-                continue  # None was set by a library in C, which could not be given back
+                continue  # None: set by a C library, and could not be restored
             self._previous[number] = previous
             signal.signal(number, self._hear)
 

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accmt.errors import AccmtError
+from accmt.errors import AccmtError, is_out_of_memory
 from accmt.failures.board import Board
-from accmt.failures.error_kinds import kind_of
 from accmt.failures.interruption import Interruption, Reason
 from accmt.failures.lone_calls import LoneCalls
+from accmt.settings.handlers import Handler
 
 _POLL_S = 0.1
 _BEAT_S = 0.5
@@ -45,14 +45,14 @@ class Watch:
 
     Args:
         board: Where processes leave notes.
-        interruption: Is told of signals.
+        interruption: Receives the signals.
         hang_timeout_s: Seconds without progress after which the run ends; None is off.
         progress: Returns something that changes as long as the run goes on.
 
     Attributes:
         board: Where processes leave notes.
         calls: Those of the user that need every process.
-        has_failed: Whether this process has told of its failure.
+        has_failed: Whether this process has reported its failure.
         is_apart: Whether it failed while others did not, so that nothing can be done together any more.
     """
 
@@ -79,7 +79,6 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="accmt-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
         for end in (self._receiver, self._sender):
             end.setblocking(False)  # noqa: FBT003 - the socket's own signature
         self._main_thread = threading.get_ident()
@@ -100,8 +99,8 @@ class Watch:
         """Let `answer` look at the notes whenever there are new ones, also while the main thread waits."""
         self._answers.append(answer)
 
-    def tell_failure(self, error: BaseException) -> None:
-        """Tell the other processes that this one ends with an error."""
+    def report_failure(self, error: BaseException) -> None:
+        """Send the other processes the error that ends this one."""
         self.has_failed = True
         record_for_launcher(error)
         kind = kind_of(error)
@@ -124,7 +123,7 @@ class Watch:
         return False
 
     def failures(self) -> dict[int, Any]:
-        """Return what processes told of their failures, the first one first."""
+        """Return the reports of failures by process, the first one first."""
         try:
             notes = self.board.read("failed")
         except (RuntimeError, OSError):  # the process that held the store is gone
@@ -132,7 +131,7 @@ class Watch:
         return dict(sorted(notes.items(), key=lambda item: (item[1]["is_consequence"], item[1]["ticket"])))
 
     def find_silent(self) -> list[int]:
-        """Return the processes that show no life any more; takes a few beats."""
+        """Return the processes that no longer show that they are alive; takes a few beats."""
         try:
             before = self.board.beats()
             time.sleep(3 * _BEAT_S)
@@ -141,8 +140,8 @@ class Watch:
             return []
 
     @staticmethod
-    def leave_for_sure() -> None:
-        """See to it that this process ends soon, also where its exit waits for one that is gone."""
+    def exit_soon() -> None:
+        """End this process soon, also where its exit waits for one that is gone."""
         stderr = sys.__stderr__
         if stderr is not None:
             faulthandler.dump_traceback_later(_LEAVE_S, exit=True, file=stderr)
@@ -199,7 +198,7 @@ class Watch:
         if not waits_long and now - self._failure_seen_at < _BUSY_S:
             return
         index, note = next(iter(self.failures().items()))
-        self._end(f"process {index} failed, and this one waits for it in vain:\n{note['text']}")
+        self._end(f"process {index} failed while this one was waiting for it:\n{note['text']}")
 
     def _end_if_called_alone(self, now: float) -> None:
         if self.has_failed or self._failure_seen_at is not None or not self.calls.are_open():
@@ -229,15 +228,15 @@ class Watch:
         if progress != self._last_progress[0]:
             self._last_progress = progress, now
         elif now - self._last_progress[1] > self._hang_timeout_s:
-            self._tell_hang()
+            self._end_hung()
 
-    def _tell_hang(self) -> None:
+    def _end_hung(self) -> None:
         frame = sys._current_frames().get(self._main_thread)
         stack = traceback.format_stack(frame)
         waits = any(path in line for line in stack[-4:] for path in _WAITING)
         what = f"no progress for {self._hang_timeout_s:g} s; the main thread is here:\n{''.join(stack)}"
         self._post_failure(what, is_consequence=waits)
-        time.sleep(1.0)  # until all have told where they are
+        time.sleep(1.0)  # until all have reported where they are
         index, note = next(iter(self.failures().items()), (self.board.index, {"text": what}))
         self._end(f"process {index}: {note['text']}")
 
@@ -266,6 +265,15 @@ def record_for_launcher(error: BaseException) -> None:
 
         with contextlib.suppress(OSError):
             ErrorHandler().record_exception(error)
+
+
+def kind_of(error: BaseException) -> Handler | None:
+    """Return the kind of error that `Trainer(handlers=...)` knows it by; None where no handler is for it."""
+    if isinstance(error, KeyboardInterrupt):
+        return Handler.KEYBOARD
+    if is_out_of_memory(error):
+        return Handler.CUDA_OUT_OF_MEMORY
+    return Handler.ANY if isinstance(error, Exception) else None
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -6,8 +6,8 @@ from typing import Any
 
 from accmt.callbacks.dispatch import Hook
 from accmt.data import note_dead_worker
-from accmt.errors import DataError, Preempted, explain
-from accmt.failures import is_out_of_memory, listening
+from accmt.errors import DataError, Preempted, explain, is_out_of_memory
+from accmt.failures import listening
 from accmt.huggingface import computing_without_cache
 from accmt.loop.evaluation import evaluate, evaluate_and_count
 from accmt.loop.optimizer_step import step_schedule

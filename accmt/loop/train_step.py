@@ -9,8 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from accmt.data import MicroBatch, derive_seed, seed_generators
-from accmt.errors import ArgumentError, ModuleContractError, explain
-from accmt.failures import is_out_of_memory
+from accmt.errors import ArgumentError, ModuleContractError, explain, is_out_of_memory
 from accmt.loop.optimizer_step import finish_window, skip_window
 from accmt.loop.reduction import broadcast_buffers
 from accmt.loop.step_outputs import TrainingOutput, read_training_output

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from accmt.callbacks.averaging import EMA
 from accmt.data import Loader, MicroBatch, UnsharedLoader
-from accmt.errors import Preempted, ProcessFailedError, explain
-from accmt.failures import Interruption, Reason, Watch, is_consequence, is_out_of_memory, kind_of
+from accmt.errors import Preempted, ProcessFailedError, explain, is_out_of_memory
+from accmt.failures import Interruption, Reason, Watch, is_consequence, kind_of
 from accmt.messages import say, warn
 from accmt.processes import acting_alone, gather_objects, is_main_process, num_processes
 from accmt.recovery.restart import Restart, free_memory
@@ -65,7 +65,7 @@ def watching(run: Run) -> Iterator[None]:
     finally:
         watch.stop()
         if watch.is_apart:
-            watch.leave_for_sure()
+            watch.exit_soon()
 
 
 def handle_failure(run: Run, error: BaseException) -> BaseException:
@@ -79,7 +79,7 @@ def handle_failure(run: Run, error: BaseException) -> BaseException:
 def _send_failure(run: Run, watch: Watch, error: BaseException) -> None:
     if watch.has_failed or run.interruption.is_left:
         return
-    watch.tell_failure(error)
+    watch.report_failure(error)
     watch.is_apart = not watch.all_failed_alike(_SAME_FAILURE_S)
 
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from accmt.callbacks import Callback
-from accmt.errors import ArgumentError, explain
-from accmt.failures import is_out_of_memory
+from accmt.errors import ArgumentError, explain, is_out_of_memory
 from accmt.processes import broadcast_object, num_processes
 from accmt.settings.trial_runs import without_traces
 

@@ -150,7 +150,7 @@ def test_a_call_by_the_main_process_alone_is_no_hang_but_an_error(tmp_path: Path
     assert all(fork.poll() for fork in forks)
     assert f"trainer.{name}\n" in printed
     assert "a call by process 0, while process 1 waits for it elsewhere" in printed
-    assert "call it without `if trainer.is_main`" in printed
+    assert "call it outside `if trainer.is_main" in printed
 
 
 @pytest.mark.slow

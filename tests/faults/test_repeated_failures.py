@@ -22,9 +22,9 @@ def start(how: str, resume: str = "auto", every: str = "3 steps") -> str:
 @pytest.mark.parametrize(
     ("how", "every", "said"),
     [
-        ("raise", "3 steps", "its last 3 starts all ended after update 7, the last time with ValueError: a batch that"),
-        ("SIGKILL", "3 steps", "its last 3 starts all ended somewhere after update 6, before the next checkpoint"),
-        ("exit", "100 epochs", "its last 3 starts all ended somewhere after update 0, before the next checkpoint"),
+        ("raise", "3 steps", "its last 3 starts all ended after step 7, the last time with ValueError: a batch that"),
+        ("SIGKILL", "3 steps", "its last 3 starts all ended somewhere after step 6, before the next checkpoint"),
+        ("exit", "100 epochs", "its last 3 starts all ended somewhere after step 0, before the next checkpoint"),
     ],
 )
 def test_the_fourth_start_says_where_the_run_dies(how: str, every: str, said: str) -> None:

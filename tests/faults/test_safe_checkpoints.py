@@ -262,7 +262,7 @@ def test_a_second_ctrl_c_leaves_at_once(monkeypatch, capfd):
         trainer.fit(Fragile(), Augmented(), Augmented(9))
     assert trainer.state.global_step == 1
     assert not list(trainer.checkpoint_path.glob("step-*"))
-    assert "once more leaves at once" in capfd.readouterr().err
+    assert "press it again to stop at once" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("again_after_s", "is_same"), [(0.0, True), (0.1, True), (0.5, True), (0.6, False)])

@@ -97,7 +97,7 @@ def test_a_process_that_does_not_answer_is_an_error(monkeypatch):
     interruption = Interruption(is_listening=True, board=Board(dist.HashStore(), 0, 2))
     interruption.request(PREEMPT)
     interruption.agree()
-    with pytest.raises(ProcessFailedError, match="no answer within"):
+    with pytest.raises(ProcessFailedError, match="did not answer within"):
         interruption.pass_point()
 
 

@@ -89,9 +89,10 @@ def test_the_file_stays_small(tmp_path, as_process):
 )
 def test_three_failures_at_one_update_are_told(tmp_path, update, ends):
     where, got, expected, do = describe(tmp_path, update, *ends).splitlines()
-    assert where == f"the run that goes on from update {update} ({tmp_path})"
-    assert got == f"  got: its last 3 starts all ended after update 7, the last time with ValueError: {len(ends) - 1}"
-    assert expected == "  expected: a start that comes further"
+    assert where == f"the run that resumes at step {update} ({tmp_path})"
+    ended = f"all ended after step 7, the last time with ValueError: {len(ends) - 1}"
+    assert got == f"  got: a crash loop: its last 3 starts {ended}"
+    assert expected == "  expected: a start that gets further"
     for name in ("on_bad_sample", "on_nonfinite", "auto_micro_batch", "max_micro_batch_size"):
         assert name in do
 
@@ -101,7 +102,8 @@ def test_three_failures_at_one_update_are_told(tmp_path, update, ends):
 )
 def test_three_kills_before_the_same_checkpoint_are_told(tmp_path, update, ends):
     text = describe(tmp_path, update, *ends)
-    assert f"its last 3 starts all ended somewhere after update {update}, before the next checkpoint, killed" in text
+    assert f"its last 3 starts all ended somewhere after step {update}, before the next checkpoint" in text
+    assert "killed without an error message" in text
     assert "checkpoint_every" in text
 
 
