@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.tracking import GeneralTracker
 
-    from accmt.loop.manual import ManualSteps
+    from accmt.protocols import TrainerProtocol
     from accmt.state import TrainingState
-    from accmt.trainer import Trainer
 
 
 _OF_RUN = ("trainer", "state", "accelerator", "optimizer", "scheduler", "tracker", "logs", "manual_steps")
@@ -62,7 +61,7 @@ class AcceleratorModule(LogsValues):
     optimizer: torch.optim.Optimizer
     scheduler: Any
     state: TrainingState
-    trainer: Trainer
+    trainer: TrainerProtocol
     accelerator: Accelerator
     device: torch.device
     tracker: GeneralTracker | None
@@ -248,8 +247,8 @@ class AcceleratorModule(LogsValues):
     def from_functions(
         cls,
         model: nn.Module,
-        train_step: Callable[[Any, Trainer], Any],
-        eval_step: Callable[[Any, Trainer], Any] | None = None,
+        train_step: Callable[[Any, Any], Any],
+        eval_step: Callable[[Any, Any], Any] | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> AcceleratorModule:
         """Make a module of functions of a batch and the Trainer, in which `trainer.model` is the model to call.
@@ -298,6 +297,17 @@ class AcceleratorModule(LogsValues):
 
     def __bool__(self) -> bool:
         return True
+
+
+class ManualSteps(Protocol):
+    """What a run gives an `ExtendedAcceleratorModule` to step with."""
+
+    has_gradients: bool
+
+    def backward(self, loss: torch.Tensor) -> None: ...
+    def step_optimizer(self) -> bool: ...
+    def step_scheduler(self) -> None: ...
+    def zero_grad(self) -> None: ...
 
 
 class ExtendedAcceleratorModule(AcceleratorModule):

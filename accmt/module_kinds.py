@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +13,8 @@ from torch import nn
 from accmt.errors import ModuleContractError, explain
 from accmt.module import AcceleratorModule
 
-if TYPE_CHECKING:
-    from accmt.trainer import Trainer
-
-Step = Callable[[Any, "Trainer"], Any]
+Step = Callable[[Any, Any], Any]
+"""A function of a batch and the Trainer; `Any` lets a user annotate the second as `accmt.Trainer`."""
 
 
 class FunctionModule(AcceleratorModule):

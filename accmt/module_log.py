@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from accmt.errors import ArgumentError, ModuleContractError, explain
 
 if TYPE_CHECKING:
-    from accmt.loop.logging import Logs
+    from accmt.metrics.logged import LoggedValues
     from accmt.state import TrainingState
     from accmt.tracking.media import MediaLog
 
@@ -37,6 +37,30 @@ def _reject_keywords(name: Any, others: Mapping[str, Any]) -> None:
         got = "a keyword of Lightning's log" if is_known else "a keyword that log does not have"
         do = _OF_LIGHTNING.get(keyword) or f"did you mean {get_close_matches(keyword, _KEYWORDS, 1, 0.0)[0]}?"
         raise ArgumentError(explain(where, got, expected, do))
+
+
+class Logs(Protocol):
+    """Where a run puts what its module logs."""
+
+    of_training: LoggedValues
+    of_evaluation: LoggedValues
+    shown: dict[str, float]
+    logged: dict[str, float]
+
+    def log(
+        self,
+        name: str | Mapping[str, Any],
+        value: Any,
+        step: int | None,
+        reduction: str,
+        *,
+        instant: bool,
+        prog_bar: bool,
+        logger: bool,
+    ) -> None: ...
+    def media(self, method: str) -> MediaLog | None: ...
+    def of_bar(self, row: Mapping[str, float]) -> dict[str, float]: ...
+    def of_trackers(self, row: Mapping[str, float]) -> dict[str, float]: ...
 
 
 class LogsValues:

@@ -9,7 +9,7 @@ from pathlib import Path
 from accmt import Trainer
 from accmt.settings import Settings
 from accmt.settings.meanings import read_meanings
-from accmt.trainer.trainer import ALIASES
+from accmt.trainer.arguments import ALIASES
 
 PAGE = Path(__file__).with_name("arguments.md")
 

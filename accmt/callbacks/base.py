@@ -11,8 +11,8 @@ from accmt.errors import ModuleContractError, explain
 
 if TYPE_CHECKING:
     from accmt.module import AcceleratorModule
+    from accmt.protocols import TrainerProtocol
     from accmt.state import TrainingState
-    from accmt.trainer import Trainer
 
 
 class Callback:
@@ -32,7 +32,7 @@ class Callback:
     """
 
     order: float = 0
-    trainer: Trainer
+    trainer: TrainerProtocol
     module: AcceleratorModule
     state: TrainingState
 

@@ -13,9 +13,9 @@ from accmt.processes import is_main_process
 from accmt.settings.checks import require_choice
 
 if TYPE_CHECKING:
+    from accmt.protocols import TrainerProtocol
     from accmt.state import TrainingState
     from accmt.tracking.media import MediaLog
-    from accmt.trainer import Trainer
 
 _EVALUATIONS = ("sanity_check", "validate", "test")
 
@@ -33,7 +33,7 @@ class Logs:
         logged: The newest value that trackers got of each name.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: TrainerProtocol) -> None:
         self.of_training = LoggedValues()
         self.of_evaluation = LoggedValues()
         self.of_evaluation.close()

@@ -17,7 +17,7 @@ from accmt.run import Run
 from accmt.settings.handlers import Handler
 
 if TYPE_CHECKING:
-    from accmt.trainer import Trainer
+    from accmt.protocols import TrainerProtocol
 
 _SAME_FAILURE_S = 2.0
 
@@ -151,7 +151,7 @@ class InterruptibleLoader:
     anyway, it informs the others, and all stop the run there. The resumed run does the evaluation again.
     """
 
-    def __init__(self, own: Loader, trainer: Trainer) -> None:
+    def __init__(self, own: Loader, trainer: TrainerProtocol) -> None:
         self.dataloader = own.dataloader
         self.micro_batches_per_batch = own.micro_batches_per_batch
         self.share = own.share
@@ -183,7 +183,8 @@ class InterruptibleLoader:
 
     @property
     def _interruption(self) -> Interruption:
-        return self._trainer.run.interruption
+        interruption: Interruption = self._trainer.run.interruption
+        return interruption
 
     def _may_stop(self) -> bool:
         """Return whether processes need not keep in step, and there is something to resume from."""

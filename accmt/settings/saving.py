@@ -18,6 +18,15 @@ _RESUME_WORDS = {"true": True, "yes": True, "false": False, "no": False, "none":
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")  # one slash: `Path` makes one of two
 
 
+@dataclass(frozen=True)
+class RegisteredSaving:
+    """A rule that `Trainer.register_model_saving` adds, with thresholds of its own."""
+
+    name: str
+    below: float | Mapping[str, float] | None = None
+    above: float | Mapping[str, float] | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class SavingSettings:
     """When and where the model is saved.

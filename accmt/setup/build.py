@@ -42,10 +42,10 @@ from accmt.state import Counters, TrainingState
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from accmt.trainer import Trainer
+    from accmt.protocols import TrainerProtocol
 
 
-def build_run(trainer: Trainer, module: Any, given: UserData, recovery: Recovery) -> Run:
+def build_run(trainer: TrainerProtocol, module: Any, given: UserData, recovery: Recovery) -> Run:
     """Build everything that a run needs, and check all that can be known before the first batch.
 
     Processes: collective.
@@ -92,7 +92,7 @@ def build_run(trainer: Trainer, module: Any, given: UserData, recovery: Recovery
     return run
 
 
-def _find_start(trainer: Trainer, module: AcceleratorModule, recovery: Recovery) -> Resumed | None:
+def _find_start(trainer: TrainerProtocol, module: AcceleratorModule, recovery: Recovery) -> Resumed | None:
     """Return what the run continues from, and let the module know where that is before it is asked for data."""
     require_same_settings(trainer.settings)
     resumed = find_resumed(trainer.settings, recovery.take_checkpoint() or trainer.chosen_checkpoint)
@@ -104,7 +104,11 @@ def _find_start(trainer: Trainer, module: AcceleratorModule, recovery: Recovery)
 
 
 def _find_inputs(
-    trainer: Trainer, module: AcceleratorModule, given: UserData, accelerator: Accelerator, resumed: Resumed | None
+    trainer: TrainerProtocol,
+    module: AcceleratorModule,
+    given: UserData,
+    accelerator: Accelerator,
+    resumed: Resumed | None,
 ) -> Inputs:
     given.begin("fit", trainer, accelerator)
     with at_epoch_of_building(trainer.state, trainer.settings.data):
@@ -112,7 +116,11 @@ def _find_inputs(
 
 
 def _make_parts(
-    trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, prepared: Prepared, recovery: Recovery
+    trainer: TrainerProtocol,
+    module: AcceleratorModule,
+    accelerator: Accelerator,
+    prepared: Prepared,
+    recovery: Recovery,
 ) -> dict[str, Any]:
     """Return what of a run follows from Trainer, module, model and earlier failures alone."""
     settings = trainer.settings
@@ -158,7 +166,7 @@ def _make_watch(settings: Settings, state: TrainingState, *, is_listening: bool)
 
 
 def _place(
-    trainer: Trainer, module: AcceleratorModule, loader: Loader, cadence: Cadence, resumed: Resumed | None
+    trainer: TrainerProtocol, module: AcceleratorModule, loader: Loader, cadence: Cadence, resumed: Resumed | None
 ) -> RunLength:
     """Bring counters and data to where the run begins, and return how long it is."""
     state, micro_batches_per_epoch = trainer.state, loader.num_micro_batches
@@ -185,7 +193,7 @@ def _check_plateau(scheduler: Any, val_loaders: dict[str, Loader]) -> None:
         )
 
 
-def gather_callbacks(trainer: Trainer, module: AcceleratorModule) -> list[Callback]:
+def gather_callbacks(trainer: TrainerProtocol, module: AcceleratorModule) -> list[Callback]:
     """Return the user's callbacks: those of the module replace those of the Trainer that are of the same class."""
     of_module = build_callbacks(module.get_callbacks())
     replaced = {type(callback) for callback in of_module}
@@ -193,7 +201,7 @@ def gather_callbacks(trainer: Trainer, module: AcceleratorModule) -> list[Callba
     return [*(callback for callback in of_trainer if type(callback) not in replaced), *of_module]
 
 
-def connect_hooks(trainer: Trainer, module: AcceleratorModule, callbacks: Sequence[Callback]) -> Hooks:
+def connect_hooks(trainer: TrainerProtocol, module: AcceleratorModule, callbacks: Sequence[Callback]) -> Hooks:
     """Tell the callbacks whom they work for, and return their hooks and the module's."""
     for callback in callbacks:
         callback.trainer, callback.module, callback.state = trainer, module, trainer.state

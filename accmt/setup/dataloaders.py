@@ -21,7 +21,7 @@ from accmt.setup.user_data import UserData
 from accmt.state import TrainingState
 
 if TYPE_CHECKING:
-    from accmt.trainer import Trainer
+    from accmt.protocols import TrainerProtocol
 
 
 class Loaders:
@@ -44,7 +44,7 @@ class Loaders:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: TrainerProtocol,
         module: AcceleratorModule,
         given: UserData,
         recovery: Recovery,

@@ -15,8 +15,10 @@ from accmt.metrics.consolidation import directions_of
 from accmt.metrics.metric import IsBetter
 from accmt.module import AcceleratorModule
 from accmt.processes import broadcast_object, is_main_process
+from accmt.protocols import TrainerProtocol
 from accmt.saving import Patience, Selection, without_validation
 from accmt.settings import Settings
+from accmt.settings.saving import RegisteredSaving
 from accmt.setup.datasets import find_sets
 from accmt.setup.module_checks import check_validation
 from accmt.setup.user_data import UserData
@@ -24,22 +26,6 @@ from accmt.tracking import Tracking, default_run_name, default_track_name, resol
 
 if TYPE_CHECKING:
     from accmt.recovery.resume import Resumed
-    from accmt.trainer import Trainer
-
-
-@dataclass(frozen=True)
-class RegisteredSaving:
-    """A rule of saving with thresholds of its own.
-
-    Attributes:
-        name: The rule.
-        below: What its values must be below: a number, or one by name.
-        above: What they must be above.
-    """
-
-    name: str
-    below: Any = None
-    above: Any = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +49,9 @@ class Inputs:
     tracking: Tracking
 
 
-def check_inputs(trainer: Trainer, module: AcceleratorModule, given: UserData, resumed: Resumed | None) -> Inputs:
+def check_inputs(
+    trainer: TrainerProtocol, module: AcceleratorModule, given: UserData, resumed: Resumed | None
+) -> Inputs:
     """Find and check all that can be checked before anything is built.
 
     Processes: collective.

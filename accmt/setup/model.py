@@ -33,7 +33,7 @@ from accmt.setup.sync_batchnorm import restore_batch_norm, synchronize_if_asked
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from accmt.trainer import Trainer
+    from accmt.protocols import TrainerProtocol
 
 
 @dataclass(frozen=True)
@@ -144,14 +144,18 @@ def _require_own_parameters(module: AcceleratorModule, optimizer: Any) -> None:
         )
 
 
-def attach_run(trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, prepared: Prepared) -> None:
+def attach_run(
+    trainer: TrainerProtocol, module: AcceleratorModule, accelerator: Accelerator, prepared: Prepared
+) -> None:
     """Give the module what it has while it is trained."""
     attach_evaluation(trainer, module, accelerator, prepared.model)
     module.optimizer = prepared.stepper.optimizer
     module.scheduler = prepared.scheduler
 
 
-def attach_evaluation(trainer: Trainer, module: AcceleratorModule, accelerator: Accelerator, model: nn.Module) -> None:
+def attach_evaluation(
+    trainer: TrainerProtocol, module: AcceleratorModule, accelerator: Accelerator, model: nn.Module
+) -> None:
     """Give the module what it has whatever is done with it."""
     module.trainer = trainer
     module.state = trainer.state

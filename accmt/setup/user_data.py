@@ -15,7 +15,7 @@ from accmt.setup.datasets import Evaluation
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from accmt.trainer import Trainer
+    from accmt.protocols import TrainerProtocol
 
 Purpose: TypeAlias = Literal["train"] | Evaluation
 Stage: TypeAlias = Literal["fit"] | Evaluation
@@ -60,7 +60,7 @@ class DataModule:
             raise DataError(explain(where, "None", expected, "return DataLoader(dataset, batch_size=16)"))
         return data
 
-    def begin(self, stage: Stage, trainer: Trainer, accelerator: Accelerator) -> None:
+    def begin(self, stage: Stage, trainer: TrainerProtocol, accelerator: Accelerator) -> None:
         """Let the data be prepared, by one process (of each machine, if `prepare_data_per_node`), then set up by all.
 
         Processes: collective. A stage that has begun already is not begun again.
@@ -149,7 +149,7 @@ class UserData:
         """Return the data for a purpose, as they are or made anew; None if there are none."""
         return self._data.get(purpose) if self._datamodule is None else self._datamodule.load(purpose)
 
-    def begin(self, stage: Stage, trainer: Trainer, accelerator: Accelerator) -> None:
+    def begin(self, stage: Stage, trainer: TrainerProtocol, accelerator: Accelerator) -> None:
         """Get the data ready, once the processes know of one another.
 
         Processes: collective.

@@ -1,4 +1,4 @@
-"""What can be read off a Trainer."""
+"""What can be read off a Trainer: settings, counters, the parts of its run, its callbacks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from accmt.callbacks import Callback, Hooks, build_callbacks, describe_hooks
+from accmt.errors import CallbackNotFoundError, explain
+from accmt.messages import say, speaking
 from accmt.processes import is_main_process, num_processes
+from accmt.protocols import TrainerProtocol
 
 if TYPE_CHECKING:
     import torch
@@ -26,19 +30,26 @@ if TYPE_CHECKING:
     from accmt.setup.user_data import UserData
     from accmt.state import TrainingState
 
+C = TypeVar("C")
 
-class TrainerView:
-    """The read-only properties of a Trainer; those of a run say so, and need one that has begun.
+RAISE: Final = object()
+"""The default of `get_callback`: no callback is an error."""
+
+
+class TrainerProperties(TrainerProtocol):
+    """What can be read off a Trainer; what belongs to a run needs one that has begun.
 
     Attributes:
         settings: What the Trainer was told.
         state: The counters of the current or last run.
+        chosen_checkpoint: Folder of the checkpoint that the next run continues from, where one was chosen.
         profile: What each phase of the last run with `profiler="simple"` took, on the main process; live while it runs.
     """
 
     settings: Settings
     state: TrainingState
     profile: PhaseTimes | None = None
+    chosen_checkpoint: Path | None = None
     _run: Run | None = None
     _dataloaders: Mapping[str, list[Any]] = MappingProxyType({})
     _evaluated: AcceleratorModule | None = None
@@ -48,6 +59,10 @@ class TrainerView:
     def hps(self) -> HyperParameters:
         """The hyper-parameters."""
         return self.settings.hps
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments that make an equal Trainer, those at their default left out."""
+        return self.settings.to_arguments()
 
     @property
     def is_main(self) -> bool:
@@ -218,3 +233,43 @@ class TrainerView:
         if shutil.which(command[0]) is None and beside_python.exists():  # a virtual environment that is not activated
             command = [os.path.relpath(beside_python), *command[1:]]
         return shlex.join(command)
+
+    def get_callback(self, cls: type[C], default: Any = RAISE) -> C | Any:
+        """Return the first callback of a class, or of one derived from it.
+
+        Args:
+            cls: The class.
+            default: What is returned where there is none.
+
+        Raises:
+            CallbackNotFoundError: There is none, and no default.
+        """
+        callbacks = self._own_callbacks()
+        found = next((callback for callback in callbacks if isinstance(callback, cls)), default)
+        if found is RAISE:
+            where = f"get_callback({cls.__name__})"
+            expected = "one of: " + (", ".join(type(callback).__name__ for callback in callbacks) or "there are none")
+            do = f"Trainer(callbacks={cls.__name__}(...)), or get_callback({cls.__name__}, default=None)"
+            raise CallbackNotFoundError(explain(where, "no callback of that class", expected, do))
+        return found
+
+    get_hook = get_callback
+
+    def describe_callbacks(self) -> str:
+        """Return who acts at each hook, in that order, as a Markdown table; it is said, too, unless `verbose=False`.
+
+        Once a run was begun, the module and accmt's own callbacks are in it.
+
+        Raises:
+            ModuleContractError: A callback has a method that looks like a hook and is none.
+        """
+        hooks = Hooks(self._own_callbacks(), is_main_process=self.is_main) if self._run is None else self._run.hooks
+        table = describe_hooks(hooks.callbacks)
+        with speaking(verbose=self.settings.running.verbose):
+            say(f"callbacks by hook\n{table}")
+        return table
+
+    describe_hooks = describe_callbacks
+
+    def _own_callbacks(self) -> list[Callback]:
+        return build_callbacks(self.settings.running.callbacks) if self._run is None else list(self._run.callbacks)

@@ -25,7 +25,7 @@ from accmt.settings import Settings
 
 if TYPE_CHECKING:
     from accmt.module import AcceleratorModule
-    from accmt.trainer.checkpoints import TrainerCheckpoints
+    from accmt.protocols import TrainerProtocol
 
 _LEFT_OUT = ("checkpointer", "run_name", "log_with", "additional_tracker_config")
 
@@ -70,7 +70,7 @@ class _Witness(Callback):
 
 
 def check_resume(
-    trainer: TrainerCheckpoints,
+    trainer: TrainerProtocol,
     module: AcceleratorModule,
     train_dataset: Any,
     val_dataset: Any = None,
@@ -114,7 +114,7 @@ def _scratch_folder() -> Iterator[Path]:
 
 
 def _run(
-    trainer: TrainerCheckpoints,
+    trainer: TrainerProtocol,
     folder: Path,
     module: Any,
     data: tuple[Any, Any],

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -14,11 +16,13 @@ from accmt.callbacks.averaging import EMA
 from accmt.callbacks.progress import draw_batches
 from accmt.data import Loader, MicroBatch, draw_seed
 from accmt.errors import ArgumentError, explain
+from accmt.files import dumps, require_writable_folder, write_text
 from accmt.huggingface import computing_without_cache
 from accmt.loop.evaluation import call_hooks, evaluate, in_evaluation_mode, reported
 from accmt.loop.prediction import predict
+from accmt.messages import say
 from accmt.module import AcceleratorModule
-from accmt.processes import broadcast_object, is_main_process, num_processes
+from accmt.processes import broadcast_object, is_main_process, num_processes, run_on_main_process
 from accmt.run import EvaluationRun, Run
 from accmt.setup.accelerator import build_accelerator
 from accmt.setup.build import connect_hooks, gather_callbacks
@@ -27,14 +31,14 @@ from accmt.setup.inputs import metrics_of_sets
 from accmt.setup.model import attach_evaluation, detach_run, is_prepared, prepare_for_evaluation
 from accmt.setup.module_checks import adapt_validation_step, check_untrained_module, check_validation, defines
 from accmt.setup.same_on_processes import find_same_data
+from accmt.setup.torch_flags import working
 from accmt.setup.user_data import UserData
 from accmt.state import TrainingState
 from accmt.trainer.chosen_weights import CheckpointPath, using_average, using_weights
+from accmt.trainer.properties import TrainerProperties
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-    from accmt.trainer import Trainer
 
 _STEPS: dict[Evaluation, str] = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
@@ -53,7 +57,7 @@ class Request:
         verbose: Whether people are told about it.
     """
 
-    trainer: Trainer
+    trainer: TrainerProperties
     function: Evaluation
     module: AcceleratorModule
     given: UserData
@@ -75,17 +79,71 @@ class Request:
         return self.last_run if self.last_run is not None and is_prepared(self.module) else None
 
 
-def evaluate_alone(request: Request) -> dict[str, float]:
-    """Validate or test, and tell the hooks.
+def find_request(
+    trainer: TrainerProperties,
+    function: Evaluation,
+    module: AcceleratorModule | None,
+    dataset: Any,
+    datamodule: Any,
+    ckpt_path: CheckpointPath | None,
+    *,
+    verbose: bool = True,
+) -> Request:
+    """Return what a method of the Trainer was asked for, with what it leaves out taken from the last `fit`.
+
+    Raises:
+        ArgumentError: There is neither a module nor a last `fit`, or there are both data and a datamodule.
+    """
+    given, last = UserData(function, {function: dataset}, datamodule), trainer._run
+    if module is None and last is not None:
+        module = last.module
+    if module is None:
+        do = f"trainer.{function}(module, ...), or fit first"
+        raise ArgumentError(explain(function, "no module, and no run that had one", "a module", do))
+    trainer._evaluated = module
+    if last is not None and trainer.state.status == "running":
+        last.note_call(f"trainer.{function}")
+    return Request(
+        trainer=trainer,
+        function=function,
+        module=module,
+        given=given if given.has_any or trainer._given is None else trainer._given,
+        ckpt_path=ckpt_path,
+        last_run=last if last is not None and last.module is module else None,
+        verbose=verbose,
+    )
+
+
+def evaluate_alone(request: Request, results_output: str | PathLike[str] | None) -> dict[str, float]:
+    """Validate or test, call the hooks, and print and write the results.
 
     Processes: collective.
 
     Returns:
-        Losses and metrics by name; with several sets `<name>__<key>`. Empty where the data are limited to nothing.
+        Losses and metrics by name; with several sets `<name>__<key>`. Empty where the data are limited to 0 batches.
 
     Raises:
         AccmtError: A fault in module, data, weights or metrics.
     """
+    output = None if results_output is None else Path(results_output).absolute()
+    with working(request.trainer.settings.running):
+        if output is not None:
+            require_writable_folder(output.parent, "results_output")
+        results = _evaluate(request)
+        if request.verbose:
+            values = ", ".join(f"{name} {value:.4g}" for name, value in results.items())
+            say(f"{request.function}: {values or 'nothing, for the data are limited to 0 batches'}")
+        if output is not None:
+            run_on_main_process(lambda: _write(output, results))
+    return results
+
+
+def _write(path: Path, results: dict[str, float]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, dumps(results, indent=2) + "\n")
+
+
+def _evaluate(request: Request) -> dict[str, float]:
     with _open(request) as run, in_evaluation_mode(run.unwrapped_model):
         call_hooks(run.hooks.on_evaluation_start)
         results = evaluate(run, request.function)
@@ -96,16 +154,17 @@ def evaluate_alone(request: Request) -> dict[str, float]:
     return results
 
 
-def predict_alone(request: Request, *, keeps: bool) -> dict[str, Any]:
-    """Predict; as `accmt.loop.prediction.predict`.
+def predict_alone(request: Request, *, keeps: bool) -> Any:
+    """Predict; as `accmt.loop.prediction.predict`, but of a single set its predictions alone.
 
     Processes: collective.
 
     Raises:
         AccmtError: A fault in module, data, weights or step.
     """
-    with _open(request) as run:
-        return predict(run, keeps=keeps)
+    with working(request.trainer.settings.running), _open(request) as run:
+        predictions = predict(run, keeps=keeps)
+    return predictions[""] if list(predictions) == [""] else predictions
 
 
 @contextmanager

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from accmt.callbacks import build_callbacks
 from accmt.config import HyperParameters
-from accmt.errors import AccmtError, UnknownArgumentError, explain
+from accmt.errors import AccmtError, CheckpointError, UnknownArgumentError, explain
 from accmt.module import AcceleratorModule
 from accmt.settings import Settings
+from accmt.settings.saving import RegisteredSaving
 from accmt.settings.trial_runs import apply_trials
 from accmt.state import TrainingState
-from accmt.trainer.arguments import TrainerArguments
-from accmt.trainer.tuning import TrainerTuning
+from accmt.trainer.arguments import resolve_aliases
+from accmt.trainer.properties import TrainerProperties
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from types import TracebackType
+
+    from accmt.checkpoint.manifest import Checkpoint
     from accmt.recovery.restart import Recovery
-    from accmt.setup.inputs import RegisteredSaving
     from accmt.setup.user_data import UserData
-
-ALIASES = {
-    "model_saving_aboce": "model_saving_above",
-    "callback": "callbacks",
-    "hooks": "callbacks",
-    "precision": "mixed_precision",
-}
-"""Other spellings of arguments, from the original's documentation and from other trainers."""
-
-MISSPELT = ("model_saving_aboce",)
+    from accmt.tuning import Search, Tuning
 
 
-class Trainer(TrainerTuning, TrainerArguments):
+class Trainer(TrainerProperties):
     """Trains an `AcceleratorModule`.
 
     The constructor only takes and checks settings: no process group, no file, no network before `fit`. Every argument
@@ -156,7 +150,7 @@ class Trainer(TrainerTuning, TrainerArguments):
         given = dict(locals())  # the one place that names every argument is the signature above
         tracker_kwargs = given.pop("kwargs")
         arguments = {name: value for name, value in given.items() if name not in ("self", "__class__")}
-        arguments = _resolve_aliases(arguments, tracker_kwargs)
+        arguments = resolve_aliases(arguments, tracker_kwargs)
         from accmt.setup.inputs import check_metrics
         from accmt.tracking import find_specs
 
@@ -176,7 +170,7 @@ class Trainer(TrainerTuning, TrainerArguments):
 
     def fit(
         self,
-        module: AcceleratorModule | str | tuple[Any, ...],
+        module: AcceleratorModule | str | PathLike[str] | tuple[Any, ...],
         train_dataset: Any = None,
         val_dataset: Any = None,
         *,
@@ -200,7 +194,7 @@ class Trainer(TrainerTuning, TrainerArguments):
             The counters of the finished run.
 
         Raises:
-            ModuleContractError: The module, a callback or a step does not keep the contract.
+            ModuleContractError: The module, a callback or a step violates the contract.
             DataError: There are no training data, or they are empty.
             SavingError: `model_path` or `logging_dir` cannot be written.
             NoCheckpointError: There is no checkpoint to continue from, where `resume` asks for one.
@@ -212,22 +206,22 @@ class Trainer(TrainerTuning, TrainerArguments):
         from accmt.setup.torch_flags import running, working
         from accmt.setup.user_data import UserData
 
-        module, recovery = _as_module(module, kwargs), Recovery()
+        trained, recovery = _as_module(module, kwargs), Recovery()
         given = UserData("fit", {"train": train_dataset, "validate": val_dataset}, datamodule)
         try:
-            with running(self, module), working(self.settings.running), given.ending("fit"):
+            with running(self, trained), working(self.settings.running), given.ending("fit"):
                 self._given = given
-                self._fit_once(module, given, recovery)
+                self._fit_once(trained, given, recovery)
                 while recovery.checkpoint is not None:
-                    self._fit_once(module, given, recovery)
+                    self._fit_once(trained, given, recovery)
         except KeyboardInterrupt as error:
             if self._run is not None and self._run.interruption.is_left_in_order:
-                # Between two updates the frames say nothing, and would push away what was said about going on.
+                # Between two steps the frames say nothing, and would scroll the hint on how to resume out of sight.
                 raise error.with_traceback(None) from None
             raise
         return self.state
 
-    def _fit_once(self, module: Any, given: UserData, recovery: Recovery) -> None:
+    def _fit_once(self, module: AcceleratorModule, given: UserData, recovery: Recovery) -> None:
         from accmt.loop.fit import fit
         from accmt.setup.build import build_run
         from accmt.setup.setup_errors import reporting_failed_setup
@@ -239,9 +233,180 @@ class Trainer(TrainerTuning, TrainerArguments):
         self.chosen_checkpoint = None
         fit(self._run)
 
-    def train(self, *args: Any, **kwargs: Any) -> TrainingState:
-        """Do what `fit` does; the name that other trainers have for it."""
-        return self.fit(*args, **kwargs)
+    train = fit
+
+    def do_backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a scaled loss to those of the accumulation window; a subclass may replace it."""
+        self.run.stepper.backward(loss)
+
+    def do_opt_step(self) -> bool:
+        """Make the optimizer step of an accumulation window; a subclass may replace it.
+
+        Returns:
+            Whether the optimizer really stepped; if not, neither scheduler nor counters advance.
+        """
+        return self.run.stepper.step()
+
+    def do_zero_grad(self) -> None:
+        """Begin the next accumulation window without gradients; a subclass may replace it."""
+        self.run.stepper.zero_grad()
+
+    def reset_optimizer(self) -> None:
+        """Let the optimizer forget what it keeps of each parameter, such as momenta; learning rates stay.
+
+        Processes: all, after the same optimizer step.
+
+        Raises:
+            RuntimeError: There was no run yet.
+        """
+        self.run.stepper.optimizer.state.clear()
+
+    def validate(
+        self,
+        module: AcceleratorModule | None = None,
+        val_dataset: Any = None,
+        ckpt_path: str | PathLike[str] | None = None,
+        verbose: bool = True,  # noqa: FBT001, FBT002 - the documented signature is positional
+        results_output: str | PathLike[str] | None = None,
+        *,
+        datamodule: Any = None,
+    ) -> dict[str, float]:
+        """Evaluate validation data, each sample once, as `fit` does: after it, the same values bit for bit.
+
+        Weights, counters and modes of the module and of the Trainer stay as they are, and no model is saved. Hooks of
+        evaluations are called; a row is logged only while `fit` runs.
+
+        Processes: collective.
+
+        Args:
+            module: The module; None is that of the last `fit`.
+            val_dataset: As for `fit`: one set, or several in a list or dict; None is that of the last `fit` or of its
+                datamodule, or what the module's `get_validation_dataloader` makes.
+            ckpt_path: Whose weights: None for those that the module has; "best" for `model_path`; "last" for the
+                newest checkpoint, or `<model_path>/last` where there is none; or the path of a model folder or of a
+                checkpoint. The module has its own again afterwards.
+            verbose: Whether the results are printed, and a progress bar is drawn on a terminal.
+            results_output: A JSON file in which the main process writes the results.
+            datamodule: Makes the data instead, as for `fit`.
+
+        Returns:
+            Losses and metrics by name; of several sets `<name>__<set>`. The same on every process.
+
+        Raises:
+            ArgumentError: There is neither a module nor a last `fit`, or there are both data and a datamodule.
+            ModuleContractError: The module has no validation step, or a step violates the contract.
+            DataError: There are no data, or they are empty.
+            MetricError: A metric got nothing, or computed something else than numbers.
+            NoCheckpointError: There are no weights at `ckpt_path`.
+            WeightsError: They are incomplete, or another model's.
+            CheckpointError: The checkpoint is damaged, or another model's.
+            SavingError: The folder of `results_output` cannot be written.
+        """
+        from accmt.trainer.standalone_evaluation import evaluate_alone, find_request
+
+        request = find_request(self, "validate", module, val_dataset, datamodule, ckpt_path, verbose=verbose)
+        return evaluate_alone(request, results_output)
+
+    evaluate = validate
+
+    def test(
+        self,
+        module: AcceleratorModule | None = None,
+        test_dataset: Any = None,
+        ckpt_path: str | PathLike[str] | None = None,
+        verbose: bool = True,  # noqa: FBT001, FBT002 - the documented signature is positional
+        results_output: str | PathLike[str] | None = None,
+        *,
+        datamodule: Any = None,
+    ) -> dict[str, float]:
+        """Evaluate test data by the module's `test_step`, or by its validation step where it has none.
+
+        As `validate`, arguments, results and errors included; but batches have the third number of `batch_size`, and
+        the loss is called `test_loss`. `test_dataset` may be None where the module has `get_test_dataloader`, or the
+        last `fit` had a datamodule.
+
+        Processes: collective.
+        """
+        from accmt.trainer.standalone_evaluation import evaluate_alone, find_request
+
+        request = find_request(self, "test", module, test_dataset, datamodule, ckpt_path, verbose=verbose)
+        return evaluate_alone(request, results_output)
+
+    def predict(
+        self,
+        module: AcceleratorModule | None = None,
+        dataset: Any = None,
+        ckpt_path: str | PathLike[str] | None = None,
+        return_predictions: bool = True,  # noqa: FBT001, FBT002 - the documented signature is positional
+        *,
+        datamodule: Any = None,
+    ) -> Any:
+        """Predict each sample of a dataset once, by the module's `predict_step`.
+
+        In batches of the third number of `batch_size`; no hooks are called.
+
+        Processes: collective.
+
+        Args:
+            module: The module; None is that of the last `fit`.
+            dataset: What to predict; several sets in a list or dict; None where the module has
+                `get_predict_dataloader`.
+            ckpt_path: As in `validate`.
+            return_predictions: False keeps nothing, for a `predict_step` that stores its results itself.
+            datamodule: As in `test`.
+
+        Returns:
+            On the main process the predictions in the order of the data, on the CPU; None on the others, and where
+            they are not kept. Batches are joined: tensors to one tensor `[samples, ...]` (a list of the samples where
+            their shapes differ), lists to one list, dicts and tuples entry by entry. Of several sets a dict by name.
+
+        Raises:
+            AccmtError: As `validate`; ModuleContractError also where a step returns no prediction for each sample.
+        """
+        from accmt.trainer.standalone_evaluation import find_request, predict_alone
+
+        request = find_request(self, "predict", module, dataset, datamodule, ckpt_path)
+        return predict_alone(request, keeps=return_predictions)
+
+    def tune(
+        self,
+        module: AcceleratorModule,
+        train_dataset: Any = None,
+        *,
+        batch_size: Search | None = None,
+        lr: bool = False,
+        lowest_lr: float = 1e-7,
+        highest_lr: float = 1.0,
+        lr_updates: int = 100,
+    ) -> Tuning:
+        """Find a batch size and a learning rate, and put them into the hyper-parameters of this Trainer.
+
+        Each trial trains the module for a few steps, without validation, callbacks, files and trackers; then it gets
+        its weights back. Hooks of the module are called. A new batch size changes the effective batch: where that is
+        to stay, use `auto_micro_batch=True` instead.
+
+        Processes: collective.
+
+        Args:
+            module: The module.
+            train_dataset: As for `fit`.
+            batch_size: "power" doubles the batch until memory runs out, "binsearch" then looks for the largest that
+                fits; None leaves it as it is.
+            lr: Whether to look for the learning rate at which the loss falls fastest while the rate rises.
+            lowest_lr: Where the rate begins.
+            highest_lr: Where it ends, if the loss does not diverge before.
+            lr_updates: Optimizer steps in between.
+
+        Returns:
+            What was found; the hyper-parameters have it too. With `fast_dev_run` nothing is tried.
+
+        Raises:
+            ArgumentError: A single sample does not fit in memory, or `batch_size` is something else.
+            DataError: There are no training data.
+        """
+        from accmt.tuning import tune
+
+        return tune(self, module, train_dataset, batch_size, (lowest_lr, highest_lr, lr_updates) if lr else None)
 
     def save_model(self, path: str | PathLike[str] | None = None) -> None:
         """Save the current weights, as the best ones are saved.
@@ -261,7 +426,10 @@ class Trainer(TrainerTuning, TrainerArguments):
         save_model(self.run, self.settings.model_folder if path is None else Path(path))
 
     def register_model_saving(
-        self, name: str, saving_below: float | None = None, saving_above: float | None = None
+        self,
+        name: str,
+        saving_below: float | Mapping[str, float] | None = None,
+        saving_above: float | Mapping[str, float] | None = None,
     ) -> None:
         """Save the model by one more rule, with thresholds of its own, from the next `fit` on.
 
@@ -273,45 +441,189 @@ class Trainer(TrainerTuning, TrainerArguments):
         Raises:
             ArgumentError: No such rule, one that is there already, or bounds that nothing can be between.
         """
-        from accmt.setup.inputs import RegisteredSaving, check_metrics
+        from accmt.setup.inputs import check_metrics
 
         registered = [*self.registered_savings, RegisteredSaving(name, saving_below, saving_above)]
         check_metrics(self.settings, registered)
         self.registered_savings = registered
 
-    def do_backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a scaled loss to those of the window; a subclass may replace it."""
-        self.run.stepper.backward(loss)
+    def save_checkpoint(self, path: str | PathLike[str] | None = None) -> None:
+        """Save everything that a run needs to continue.
 
-    def do_opt_step(self) -> bool:
-        """Make the update of a window; a subclass may replace it.
+        While a run trains, the checkpoint is written after the current optimizer step and what else is due there: in
+        the middle of a step there is no state to continue from.
+
+        Processes: collective.
+
+        Args:
+            path: A folder of checkpoints of its own, in which none is deleted; None is that of the run.
+
+        Raises:
+            RuntimeError: There was no run yet.
+            CheckpointError: The folder cannot be written (`fit` raises that while a run trains), or the run has failed:
+                its state may be that of the middle of a step.
+        """
+        folder = None if path is None else Path(path).absolute()
+        if self.state.status in ("failed", "interrupted"):
+            got = "a run that ended in the middle of an optimizer step"
+            do = "Trainer(handlers=Handler.ALL), which saves the last finished step"
+            raise CheckpointError(explain("save_checkpoint", got, "a run that is training, or came to its end", do))
+        self.run.note_call("trainer.save_checkpoint")
+        if self.state.status == "running":
+            self.run.checkpoints.request(folder)
+        else:
+            self.run.checkpoints.save(self.run, folder)
+
+    def load_checkpoint(self, path: str | PathLike[str] | None = None) -> Checkpoint | None:
+        """Choose the checkpoint that the next `fit` continues from, whatever `resume` says.
+
+        Processes: collective.
+
+        Args:
+            path: A checkpoint, or a folder of them, of which the newest is taken; None is the Trainer's own folder.
 
         Returns:
-            Whether the optimizer really stepped; if not, neither schedule nor counters advance.
+            The checkpoint, every file verified; None where `path` is None and there is none.
+
+        Raises:
+            NoCheckpointError: There is no checkpoint in `path`.
+            CheckpointCorruptError: It is damaged.
         """
-        return self.run.stepper.step()
+        from accmt.checkpoint.store import CheckpointStore
+        from accmt.recovery.resume import find_checkpoint
 
-    def do_zero_grad(self) -> None:
-        """Begin the next window without gradients; a subclass may replace it."""
-        self.run.stepper.zero_grad()
+        found = CheckpointStore(self.checkpoint_path).newest() if path is None else find_checkpoint(Path(path))
+        self.chosen_checkpoint = None if found is None else found.folder
+        return found
+
+    def check_resume(self, module: AcceleratorModule, train_dataset: Any, val_dataset: Any = None) -> int:
+        """Prove, in seconds, that interrupting and resuming changes no bit of this training.
+
+        Copies of the module make four optimizer steps without, and four with an interruption in the middle; every
+        batch, loss and tensor is compared. Nothing is written outside a temporary folder.
+
+        Processes: collective.
+
+        Args:
+            module: The module; it stays as it is.
+            train_dataset: As for `fit`.
+            val_dataset: As for `fit`.
+
+        Returns:
+            How many batches, losses and tensors were compared.
+
+        Raises:
+            CheckpointError: Something differs; the message names the first difference, and what hides it.
+        """
+        from accmt.trainer.resume_check import check_resume
+
+        return check_resume(self, module, train_dataset, val_dataset)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the Trainer itself; a subclass may add JSON values and tensors."""
+        return {"epochs_finished": self.state.epoch}
+
+    def update_state(self, state: dict[str, Any]) -> None:
+        """Take back what `get_state` returned; a subclass that adds to it reads its part here."""
+
+    def close(self) -> None:
+        """Release what the last run holds, and leave the process group that it began.
+
+        Without it the group lasts as long as the program. Afterwards each process is alone, and a launched program
+        cannot train once more: close at the end, once for all its Trainers. A second call does nothing.
+
+        Processes: all.
+
+        Raises:
+            RuntimeError: A run is not finished yet.
+        """
+        from accmt.setup.accelerator import close_group
+
+        if self.state.status == "running":
+            raise RuntimeError("a run is not finished yet: close the Trainer after it")
+        self._forget_run()
+        close_group()
+
+    def __enter__(self) -> Self:
+        """Return the Trainer, which is closed at the end of the `with` block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the Trainer; after an error the group is left to the end of the program.
+
+        Another process may still be in the middle of an exchange, for which closing would wait.
+        """
+        if kind is None:
+            self.close()
+        else:
+            self._forget_run()
+
+    def _forget_run(self) -> None:
+        if self._run is not None and self._run.module.trainer is self:
+            self._run.module.forget_run()
+        self._run = self._evaluated = self._given = None
+        self._dataloaders = {}
+
+    @classmethod
+    def from_config(cls, config: str | PathLike[str] | Mapping[str, Any], **kwargs: Any) -> Self:
+        """Make a Trainer of a YAML or JSON file, or a dict, of its arguments.
+
+        Args:
+            config: The arguments; `hps_config` may be a path or the hyper-parameters themselves.
+            **kwargs: Arguments that no file can hold, such as `log_with`, `sampler` and `collate_fn`; they win.
+
+        Raises:
+            ArgumentError: The file holds no mapping.
+            FileNotFoundError: There is no such file.
+        """
+        from accmt.trainer.arguments import read_config
+
+        make: Callable[..., Self] = cls  # a subclass may have a constructor of its own
+        return make(**{**read_config(config), **kwargs})
+
+    @classmethod
+    def add_argparse_args(cls, parser: ArgumentParser) -> ArgumentParser:
+        """Give a parser a flag for every argument of the Trainer that text can hold, in a group of their own.
+
+        Only what is typed appears in the parsed arguments, so that defaults hide nothing.
+
+        Args:
+            parser: A parser, perhaps with flags of its own.
+
+        Returns:
+            The same parser.
+
+        Raises:
+            ArgumentError: It has a flag or an argument of the same name; nothing was added.
+        """
+        from accmt.trainer.arguments import add_flags
+
+        add_flags(parser)
+        return parser
+
+    @classmethod
+    def from_argparse_args(
+        cls, args: Namespace, config: str | PathLike[str] | Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> Self:
+        """Make a Trainer of parsed arguments; those that are not the Trainer's are ignored.
+
+        Args:
+            args: What a parser with the flags of `add_argparse_args` returned.
+            config: A file or dict of arguments, as for `from_config`, which what was typed replaces one by one.
+            **kwargs: Arguments from the program; they win over what was typed.
+
+        Raises:
+            ArgumentError: `hps_config` or `model_path` is missing, or a value is invalid.
+            FileNotFoundError: There is no such file.
+        """
+        from accmt.trainer.arguments import take_typed
+
+        return cls.from_config(take_typed(args, config, kwargs))
 
 
-def _resolve_aliases(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Move arguments under other spellings from `extra` to their own names."""
-    resolved = dict(arguments)
-    for alias in [name for name in extra if name in ALIASES]:
-        name = ALIASES[alias]
-        if resolved[name] != Settings.defaults()[name]:
-            raise UnknownArgumentError(
-                explain(f"Trainer({alias}=..., {name}=...)", "both", "one of them", f"drop {alias}")
-            )
-        resolved[name] = extra.pop(alias)
-        if alias in MISSPELT:
-            warnings.warn(f"{alias} is a misspelling; write {name}", DeprecationWarning, stacklevel=3)
-    return resolved
-
-
-def _as_module(module: Any, kwargs: dict[str, Any]) -> Any:
+def _as_module(module: Any, kwargs: dict[str, Any]) -> AcceleratorModule:
     if isinstance(module, str | PathLike):
         return AcceleratorModule.from_hf(module, **kwargs)
     if isinstance(module, tuple):
@@ -322,4 +634,5 @@ def _as_module(module: Any, kwargs: dict[str, Any]) -> Any:
             "keywords only where `module` is the path of a transformers model",
         )
         raise UnknownArgumentError(explain("fit", got, expected, "give them to the Trainer, or to your module"))
-    return module
+    own: AcceleratorModule = module
+    return own

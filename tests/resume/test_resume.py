@@ -305,7 +305,7 @@ class TestSavingByHand:
         trainer = make("out/m")
         with pytest.raises(kind):
             trainer.fit(Broken(), Augmented(), Augmented(9))
-        with pytest.raises(CheckpointError, match="a run that ended in the middle of an update"):
+        with pytest.raises(CheckpointError, match="a run that ended in the middle of an optimizer step"):
             trainer.save_checkpoint("later")
         assert not Path("later").exists()
 

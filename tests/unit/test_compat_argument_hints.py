@@ -19,7 +19,7 @@ from accmt.compat.value_hints import advise_value
 from accmt.config.hyperparameters import FIELDS
 from accmt.errors import HyperParameterError
 from accmt.settings import Settings
-from accmt.trainer.trainer import ALIASES
+from accmt.trainer.arguments import ALIASES
 from tests.toys import HPS
 
 ADVICE = sorted({here for names in FOREIGN.values() for here in names.values()})

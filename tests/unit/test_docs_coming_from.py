@@ -21,7 +21,7 @@ from accmt.cli.main import COMMANDS
 from accmt.compat.argument_hints import FOREIGN
 from accmt.compat.method_hints import FOREIGN_METHODS
 from accmt.config.hyperparameters import FIELDS
-from accmt.trainer.trainer import ALIASES as ARGUMENTS
+from accmt.trainer.arguments import ALIASES as ARGUMENTS
 from tests.e2e.markdown import ROOT, read_table
 
 PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")

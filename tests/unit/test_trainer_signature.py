@@ -12,7 +12,7 @@ import pytest
 from accmt import Accuracy, Callback, Trainer
 from accmt.errors import AccmtError, UnknownArgumentError
 from accmt.settings import Settings
-from accmt.trainer.trainer import ALIASES
+from accmt.trainer.arguments import ALIASES
 
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
 EMPTY = inspect.Parameter.empty

@@ -11,7 +11,7 @@ from torch import nn
 
 from accmt import AcceleratorModule, HyperParameters, Trainer
 from accmt.errors import ArgumentError
-from accmt.trainer.trial_fits import find_batch_size, suggest_rate
+from accmt.tuning import find_batch_size, suggest_rate
 from tests.toys import Linear, Recorder, make_points, make_trainer
 
 

@@ -1,4 +1,4 @@
-"""Finds a size of batches that fits in memory, and a learning rate to begin with, in short runs that leave no trace."""
+"""`Trainer.tune`: finds a batch size that fits in memory, and a learning rate to begin with, in short trial fits."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from accmt.callbacks import Callback
+from accmt.config import HyperParameters
 from accmt.errors import ArgumentError, explain, is_out_of_memory
+from accmt.messages import say, warn
+from accmt.module import AcceleratorModule
 from accmt.processes import broadcast_object, num_processes
+from accmt.protocols import TrainerProtocol
+from accmt.settings import Settings
 from accmt.settings.trial_runs import without_traces
-
-if TYPE_CHECKING:
-    from accmt.module import AcceleratorModule
-    from accmt.settings import Settings
-    from accmt.trainer import Trainer
+from accmt.setup.datasets import find_train_data
+from accmt.setup.torch_flags import working
 
 Search = Literal["power", "binsearch"]
 
@@ -44,6 +46,56 @@ class Tuning:
     batch_size: int | None = None
     lr: float | None = None
     curve: tuple[tuple[float, float], ...] = ()
+
+
+def tune(
+    trainer: TrainerProtocol,
+    module: AcceleratorModule,
+    train_dataset: Any,
+    search: Search | None,
+    rates: tuple[float, float, int] | None,
+) -> Tuning:
+    """Do what `Trainer.tune` says.
+
+    Args:
+        trainer: Its hyper-parameters get what is found.
+        module: The module.
+        train_dataset: As for `fit`.
+        search: How to look for a batch size; None does not.
+        rates: The lowest and the highest learning rate and the steps in between; None does not look for one.
+    """
+    if trainer.settings.running.fast_dev_run:
+        return Tuning()
+    hps = trainer.settings.hps
+    module.trainer, module.state = trainer, trainer.state  # which its own loaders may go by
+    data = find_train_data(module, train_dataset)
+    size, rate, curve = None, None, list[tuple[float, float]]()
+    with working(trainer.settings.running):
+        if search is not None:
+            size = _search_batch_size(trainer, module, data, search)
+            hps.set_train_batch_size(size)
+            say(f"tune: batches of {size} samples fit")
+        if rates is not None:
+            curve = sweep_rates(trainer, module, data, *rates)
+            rate = suggest_rate(curve)
+            _take_rate(hps, rate)
+    return Tuning(size, rate, tuple(curve))
+
+
+def _search_batch_size(trainer: TrainerProtocol, module: AcceleratorModule, data: Any, search: Search) -> int:
+    if search not in ("power", "binsearch"):
+        expected, do = '"power", "binsearch" or None', 'batch_size="power"'
+        raise ArgumentError(explain("Trainer.tune(batch_size=...)", repr(search), expected, do))
+    start, limit = trainer.settings.hps.train_batch_size, _largest_batch(data)
+    return find_batch_size(lambda size: _fits_in_memory(trainer, module, data, size), start, limit, search)
+
+
+def _take_rate(hps: HyperParameters, rate: float | None) -> None:
+    if rate is None:
+        warn(f"tune: the loss falls at no learning rate, so lr stays {hps.optim_kwargs.get('lr')}")
+        return
+    hps.optim_kwargs = {**hps.optim_kwargs, "lr": rate}
+    say(f"tune: the loss falls fastest at lr {rate:.3g}")
 
 
 def find_batch_size(fits: Callable[[int], bool], start: int, limit: int, search: Search) -> int:
@@ -74,7 +126,7 @@ def find_batch_size(fits: Callable[[int], bool], start: int, limit: int, search:
     return good
 
 
-def fits_in_memory(trainer: Trainer, module: AcceleratorModule, data: Any, size: int) -> bool:
+def _fits_in_memory(trainer: TrainerProtocol, module: AcceleratorModule, data: Any, size: int) -> bool:
     """Train a few updates with batches of a size, and return whether they fitted.
 
     Processes: collective; it has to fit on all.
@@ -91,7 +143,7 @@ def fits_in_memory(trainer: Trainer, module: AcceleratorModule, data: Any, size:
 
 
 def sweep_rates(
-    trainer: Trainer, module: AcceleratorModule, data: Any, lowest: float, highest: float, updates: int
+    trainer: TrainerProtocol, module: AcceleratorModule, data: Any, lowest: float, highest: float, updates: int
 ) -> list[tuple[float, float]]:
     """Train with a learning rate that rises exponentially from update to update, until the loss diverges.
 
@@ -160,7 +212,9 @@ def _changed_hps(settings: Settings, **changes: Any) -> Any:
     return hps
 
 
-def _try(trainer: Trainer, module: AcceleratorModule, data: Any, *, callbacks: Any = None, **groups: Any) -> Trainer:
+def _try(
+    trainer: TrainerProtocol, module: AcceleratorModule, data: Any, *, callbacks: Any = None, **groups: Any
+) -> TrainerProtocol:
     """Run with other settings, without validation, files and trackers, and give the module its weights back."""
     before = {name: tensor.detach().cpu().clone() for name, tensor in module.model.state_dict().items()}
     is_training, trial = module.model.training, copy.copy(trainer)
@@ -187,7 +241,7 @@ def _quiet(settings: Settings, folder: Path, callbacks: Any, groups: dict[str, A
     )
 
 
-def largest_batch(data: Any) -> int:
+def _largest_batch(data: Any) -> int:
     """Return how many samples a batch of one process can have at most."""
     try:
         return max(1, len(data) // num_processes())
