@@ -141,7 +141,7 @@ def _train(run: Run) -> None:
 
 
 def _start_training(run: Run) -> None:
-    run.saver.tell_patience()
+    run.saver.update_patience_left()
     begins = not run.is_resumed or run.boundary.due == "start"
     run.boundary.mark(run, "start" if begins else run.boundary.due)
     if run.guard.reaction == "rollback" and not run.is_resumed:

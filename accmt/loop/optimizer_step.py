@@ -69,7 +69,7 @@ def _is_wanted(run: Run, window: AccumulationWindow) -> bool:
     if run.accelerator.scaler is not None or not run.guard.judges_before_step(window.samples_before):
         return True
     gradients = [parameter.grad for parameter in run.stepper.parameters if parameter.grad is not None]
-    return run.guard.lets_pass(gradients, run.state.global_step + 1, window.samples_before)
+    return run.guard.allows_step(gradients, run.state.global_step + 1, window.samples_before)
 
 
 def _skip(run: Run) -> bool:

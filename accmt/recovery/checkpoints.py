@@ -26,8 +26,8 @@ from accmt.run import Run
 from accmt.settings import Settings
 
 _UNFINISHED = (
-    "a checkpoint is due in the middle of an update: the module has called backward and not yet step_optimizer, and "
-    "gradients are in no checkpoint; it is written when one is due after an update"
+    "a checkpoint is due in the middle of a step: the module has called backward and not yet step_optimizer, and "
+    "gradients are in no checkpoint; it is written when one is due after a step"
 )
 
 
@@ -48,17 +48,17 @@ class Checkpoints:
     """Writes the checkpoints of one run.
 
     Args:
-        settings: What the Trainer was told.
+        settings: Those of the Trainer.
         model: The model, wrapped.
         optimizer: Its optimizer.
     """
 
     def __init__(self, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        told = settings.checkpoints
+        options = settings.checkpoints
         self.folder = settings.checkpoint_folder.absolute()  # a program may go to another folder while it trains
         self._settings = settings
         self._collector = StateCollector(model, [optimizer])
-        self._checkpointer: Checkpointer | None = told.checkpointer
+        self._checkpointer: Checkpointer | None = options.checkpointer
         self._is_failing = False
         self._is_prepared = False
         self._saved: tuple[dict[str, Any], Due | None] | None = None
@@ -67,9 +67,9 @@ class Checkpoints:
         self._latest: Path | None = None
         self._previous: Path | None = None
         self._requests: list[Path | None] = []
-        is_on = told.every is not None and told.checkpointer is None
+        is_on = options.every is not None and options.checkpointer is None
         self._group = new_cpu_group() if is_on else None
-        self._store = CheckpointStore(self.folder, max_checkpoints=told.max_checkpoints, group=self._group)
+        self._store = CheckpointStore(self.folder, max_checkpoints=options.max_checkpoints, group=self._group)
         self._writer = self._build_writer() if is_on else None
         self._has_begun = False
 
@@ -131,7 +131,7 @@ class Checkpoints:
             self._collector.collect(collect_others(run))
 
     def request(self, folder: Path | None) -> None:
-        """Ask for a checkpoint at the end of the update in work."""
+        """Ask for a checkpoint after the current step."""
         self._requests.append(folder)
 
     def is_due(self, run: Run, *, epoch_ended: bool, evaluated: bool) -> bool:
@@ -186,12 +186,12 @@ class Checkpoints:
 
         Processes: collective, unless the main one is alone.
         """
-        told, boundary = self._settings.checkpoints, run.boundary
+        options, boundary = self._settings.checkpoints, run.boundary
         if self._saved == (boundary.own["parts"]["state"], boundary.due):
             return
         with boundary.given_back(run):
             if is_alone or (self._writer is None and self._checkpointer is None):
-                store = CheckpointStore(self.folder, max_checkpoints=told.max_checkpoints)
+                store = CheckpointStore(self.folder, max_checkpoints=options.max_checkpoints)
                 self._begin_folder(run, store)
                 collector = StateCollector(run.model, [run.stepper.optimizer])  # its plan is one for these processes
                 self._writer = CheckpointWriter(store, collector, is_async=False, on_failure=_raise)
@@ -234,7 +234,7 @@ class Checkpoints:
             hook(folder=folder)
 
     def wait(self) -> None:
-        """Wait until the checkpoint in work is durable.
+        """Wait until the current checkpoint is durable.
 
         Processes: collective.
         """
@@ -254,7 +254,7 @@ class Checkpoints:
             folder = None if newest is None else newest.folder
         if folder is None:
             do = "look above for why it could not be written"
-            raise NoCheckpointError(explain("going on from a checkpoint", f"none in {self.folder}", "one", do))
+            raise NoCheckpointError(explain("resuming from a checkpoint", f"none in {self.folder}", "one", do))
         return folder
 
     def close(self, *, has_result: bool) -> None:
@@ -296,7 +296,7 @@ class Checkpoints:
 
     def _report_failure(self, error: CheckpointError) -> None:
         if not self._is_failing:
-            warn(f"{error}\nTraining goes on, and the next checkpoint is tried when it is due.")
+            warn(f"{error}\nTraining continues, and the next checkpoint is tried when it is due.")
         self._is_failing = True
 
 

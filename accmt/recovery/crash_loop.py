@@ -1,4 +1,4 @@
-"""Tells a run that it has failed at the same place too often; nothing here stops or hinders it."""
+"""Warns of a crash loop: a run that fails again and again at one place. Nothing here stops a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_TEXT = 500
 
 
 def warn_of_crash_loop(run: Run) -> None:
-    """Note that the run goes on, and warn if it has failed here too often; one that is to begin anew never has."""
+    """Note that the run starts, and warn if it has failed here too often; one that does not resume never has."""
     if not _is_noted(run):
         return
     folder, update = run.checkpoints.folder, run.state.global_step
@@ -47,8 +47,8 @@ def note_end(run: Run, error: BaseException | None) -> None:
 
 
 def _is_noted(run: Run) -> bool:
-    told = run.settings.checkpoints
-    return told.every is not None and told.checkpointer is None and is_main_process()
+    settings = run.settings.checkpoints
+    return settings.every is not None and settings.checkpointer is None and is_main_process()
 
 
 def _describe(error: BaseException) -> str:

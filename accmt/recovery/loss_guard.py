@@ -72,7 +72,7 @@ class Finding:
 
     def __str__(self) -> str:
         place = self.place
-        where = f"update {place.update} (epoch {place.epoch + 1}, batch {place.micro_batch}) on process {self.process}"
+        where = f"step {place.update} (epoch {place.epoch + 1}, batch {place.micro_batch}) on process {self.process}"
         if self.samples is None:
             return f"{self.what} at {where}"
         named = ", ".join(map(str, self.samples[:_MAX_NAMED])) + (", ..." if len(self.samples) > _MAX_NAMED else "")
@@ -90,7 +90,7 @@ class LossGuard:
 
     Attributes:
         reaction: What is done about a wrong one.
-        skipped: The updates that were left out since the last look, by the samples seen before their windows.
+        skipped: The steps skipped since the last look, by the samples seen before their windows.
     """
 
     def __init__(self, reaction: str | None, spike_guard: float | None, *, careful_until: int = 0) -> None:
@@ -132,8 +132,8 @@ class LossGuard:
         """Skip the losses of a window that a gradient scaler made no update of: it is there for overflows."""
         self._harmless.add(samples_before)
 
-    def lets_pass(self, gradients: list[torch.Tensor], update: int, samples_before: int) -> bool:
-        """Return whether an update with these gradients, reduced over processes, is to be made.
+    def allows_step(self, gradients: list[torch.Tensor], update: int, samples_before: int) -> bool:
+        """Return whether to step with these gradients, which are reduced over processes.
 
         Waits for the device.
         """
@@ -182,7 +182,7 @@ class LossGuard:
         return {"recent": None if self._spike_guard is None else gather_objects(list(self._recent))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; with another number of processes, begin to compare anew."""
+        """Take back what `state_dict` returned; with another number of processes, start the comparison again."""
         if state["recent"] is not None and len(state["recent"]) == num_processes():
             self._recent.extend(state["recent"][process_index()])
 
@@ -205,19 +205,19 @@ def check_losses(run: Run) -> None:
     ]
     found = sorted(chain.from_iterable(gather_objects(own)), key=lambda finding: finding.place.samples_before)
     skipped, guard.skipped = guard.skipped, {}
-    _tell_skipped([finding for finding in found if finding.place.samples_before in skipped], skipped)
+    _warn_of_skipped([finding for finding in found if finding.place.samples_before in skipped], skipped)
     made = [finding for finding in found if finding.place.samples_before not in skipped]
     if made:
         _react(run, made)
 
 
-def _tell_skipped(found: list[Finding], skipped: dict[int, int]) -> None:
+def _warn_of_skipped(found: list[Finding], skipped: dict[int, int]) -> None:
     for finding in found:
-        warn(f"{finding}: the update is left out")
+        warn(f"{finding}: the step is skipped")
     named = {finding.place.samples_before for finding in found}
     for samples_before, update in skipped.items():
         if samples_before not in named:
-            warn(f"the gradients of update {update} are not finite, though its losses are: it is left out")
+            warn(f"the gradients of step {update} are not finite, though its losses are: it is skipped")
 
 
 def _react(run: Run, found: list[Finding]) -> None:
@@ -229,6 +229,6 @@ def _react(run: Run, found: list[Finding]) -> None:
     if run.guard.reaction == "rollback":
         window = first.place.samples_before
         roll_back(run, window, str(first), is_skipped=first.is_spike)
-    do = 'lower the learning rate, pass clip_grad=1.0, or leave such updates out: on_nonfinite="skip" or "rollback"'
+    do = 'lower the learning rate, pass clip_grad=1.0, or skip such steps: on_nonfinite="skip" or "rollback"'
     expected = "finite losses; the newest checkpoint is older than this one"
     raise NonFiniteError(explain("the training loss", str(first), expected, do))

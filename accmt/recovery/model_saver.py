@@ -102,10 +102,10 @@ class ModelSaver(Callback):
                 raise
         if self.patience is not None:
             self.patience.consider(values)
-        self.tell_patience()
+        self.update_patience_left()
 
-    def tell_patience(self) -> None:
-        """Let the state tell how many evaluations without a better value are still allowed."""
+    def update_patience_left(self) -> None:
+        """Let the state hold how many evaluations without a better value are still allowed."""
         self.state.patience_left = None if self.patience is None else self.patience.left
 
     def _save(self, rules: list[str]) -> None:
@@ -125,7 +125,7 @@ class ModelSaver(Callback):
             self._try_saving(run, [run.settings.model_folder / "last"])
 
     def _try_saving(self, run: Run, folders: list[Path]) -> None:
-        """Save, and note where that failed: training, checkpoints and logs go on, and the end says it."""
+        """Save, and note where that failed: training, checkpoints and logs continue, and the end says it."""
         try:
             save_model(run, *folders)
         except OSError as error:
@@ -133,7 +133,8 @@ class ModelSaver(Callback):
             for folder in folders:
                 self._unsaved.setdefault(folder, {})[self.state.global_step] = error
             warn(
-                f"the model could not be saved in {where}: {error}\nTraining goes on; the next best one is tried again."
+                f"the model could not be saved in {where}: {error}\n"
+                "Training continues, and the next best model is tried again."
             )
             raise _NotSavedError from error
         for folder in folders:
@@ -150,7 +151,7 @@ class ModelSaver(Callback):
         raise SavingError(explain(f"model folder {folder}", got, "every best model saved", do)) from error
 
     def forget_missing(self, model_path: Path, run_id: str) -> None:
-        """Forget the best values of a run that goes on, where the folder does not hold the model that had them.
+        """Forget the best values of a resumed run, where the folder does not hold the model that had them.
 
         Processes: collective.
         """
@@ -161,8 +162,8 @@ class ModelSaver(Callback):
                 if not holds_model_of(self.selection.folder(model_path, rule), run_id)
             ]
         )
-        for told in self.selection.forget(lambda rule: rule not in missing):
-            warn(f"{model_path} does not hold the best model by {told}: the next evaluation counts as the best")
+        for best in self.selection.forget(lambda rule: rule not in missing):
+            warn(f"{model_path} does not hold the best model by {best}: the next evaluation counts as the best")
 
     def warn_if_nothing_was_saved(self) -> None:
         """Warn at the end of a run that was to save a model by its best value, and never did."""
@@ -261,24 +262,24 @@ def describe_trainer(settings: Settings) -> dict[str, Any]:
 
     Trackers are left out where one is the user's own.
     """
-    arguments, told = settings.to_arguments(), settings.tracking
+    arguments = settings.to_arguments()
     if "metrics" in arguments:
         arguments["metrics"] = _name_metrics(arguments["metrics"])
     trackers = resolve_trackers(arguments.pop("log_with", None))
     if all(tracker.name in TRACKERS for tracker in trackers):
         own = {tracker.name: tracker.init_kwargs for tracker in trackers if tracker.init_kwargs}
         return arguments | own | ({"log_with": [tracker.name for tracker in trackers]} if trackers else {})
-    return {name: value for name, value in arguments.items() if name not in told.tracker_kwargs}
+    return {name: value for name, value in arguments.items() if name not in settings.tracking.tracker_kwargs}
 
 
-def _name_metrics(given: Any) -> Any:
-    if isinstance(given, list | tuple):
-        return [_name_metrics(item) for item in given]
-    if isinstance(given, dict):
-        return {name: _name_metrics(item) for name, item in given.items()}
-    kind: Any = BUILTIN.get(given.name) if isinstance(given, Metric) else None
-    is_told_by_name = kind is type(given) and list(inspect.signature(kind).parameters) == ["name"]
-    return given.name if is_told_by_name else given
+def _name_metrics(metrics: Any) -> Any:
+    if isinstance(metrics, list | tuple):
+        return [_name_metrics(item) for item in metrics]
+    if isinstance(metrics, dict):
+        return {name: _name_metrics(item) for name, item in metrics.items()}
+    kind: Any = BUILTIN.get(metrics.name) if isinstance(metrics, Metric) else None
+    has_plain_name = kind is type(metrics) and list(inspect.signature(kind).parameters) == ["name"]
+    return metrics.name if has_plain_name else metrics
 
 
 def _count_samples(run: Run) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Going on after a failure without being started again, and what a run has learned from it.
+"""Continuing after a failure within one call of `fit`, and what a run has learned from it.
 
 A run that recovers ends at a checkpoint, and `Trainer.fit` builds another that continues from there, as a program does
 that is started again. So nothing has to be undone in memory, and all that holds for a resumed run holds here.
@@ -30,13 +30,13 @@ MAX_ROLLBACKS = 10
 """How often in a row a run goes back to the same checkpoint before it gives up."""
 
 
-class Restart(Exception):  # noqa: N818 - no error: the run goes on
+class Restart(Exception):  # noqa: N818 - no error: the run continues
     """Ends a run that another one continues at once; it never leaves `fit`."""
 
 
 @dataclass
 class Recovery:
-    """What a run has learned from failures that it went on from; checkpoints hold it.
+    """What a run has learned from failures that it survived; checkpoints hold it.
 
     Attributes:
         max_micro_batch_size: Samples of a micro-batch that fit in memory at most; None where memory never ran out.
@@ -87,27 +87,27 @@ class Recovery:
 
 
 def check_restarts(settings: Settings, module: AcceleratorModule, train_data: Any) -> None:
-    """Check that the run can recover from what it is told to recover from."""
+    """Check that the run can recover as its settings ask."""
     reaction = settings.failures.on_nonfinite
     steps_itself = isinstance(module, ExtendedAcceleratorModule)
     if reaction in ("skip", "rollback") and steps_itself:
-        _refuse(f"on_nonfinite={reaction!r}", "a module that steps by itself", 'on_nonfinite="stop"')
+        _reject(f"on_nonfinite={reaction!r}", "a module that steps by itself", 'on_nonfinite="stop"')
     if reaction == "rollback" and settings.checkpoints.every is None:
-        _refuse('on_nonfinite="rollback"', "checkpoint_every=None", 'checkpoint_every="epoch"')
+        _reject('on_nonfinite="rollback"', "checkpoint_every=None", 'checkpoint_every="epoch"')
     if settings.optimization.auto_micro_batch and steps_itself:
-        _refuse("auto_micro_batch=True", "a module that steps by itself", "auto_micro_batch=False")
+        _reject("auto_micro_batch=True", "a module that steps by itself", "auto_micro_batch=False")
     owns_batches = isinstance(train_data, DataLoader) or settings.data.batch_sampler is not None
     if settings.optimization.auto_micro_batch and owns_batches:
         do = "give the dataset itself, and its sizes in the hyper-parameters"
-        _refuse("auto_micro_batch=True", "batches that a DataLoader or a batch sampler of yours cuts", do)
+        _reject("auto_micro_batch=True", "batches that a DataLoader or a batch sampler of yours cuts", do)
 
 
-def _refuse(argument: str, got: str, do: str) -> NoReturn:
-    raise ArgumentError(explain(f"Trainer({argument})", f"{got} beside it", "a run that can recover so", do))
+def _reject(argument: str, got: str, do: str) -> NoReturn:
+    raise ArgumentError(explain(f"Trainer({argument})", f"{got} beside it", "a run that can recover like this", do))
 
 
 def restart_with_smaller_batches(run: Run) -> NoReturn:
-    """End the run at its last update boundary, to go on with micro-batches half as large and as many more of them.
+    """End the run at its last step snapshot, to continue with micro-batches half as large and as many more of them.
 
     Processes: collective.
     """
@@ -115,15 +115,15 @@ def restart_with_smaller_batches(run: Run) -> NoReturn:
     size = current_micro_batch_size(run)
     smaller = run.settings.hps.micro_batch_size_within(max(1, size // 2))
     run.recovery.max_micro_batch_size = smaller
-    told = f"micro-batches have {smaller} samples from here on instead of {size}"
-    warn(f"out of memory after update {run.state.global_step}: {told}; the effective batch stays what it is")
+    change = f"micro-batches have {smaller} samples from here on instead of {size}"
+    warn(f"out of memory after step {run.state.global_step}: {change}; the effective batch stays what it is")
     run.checkpoints.save_boundary(run)
     run.recovery.is_temporary = run.settings.checkpoints.every is None
     _restart(run, run.checkpoints.newest())
 
 
 def roll_back(run: Run, window: int, why: str, *, is_skipped: bool) -> NoReturn:
-    """End the run, to go on from its newest checkpoint and leave an update out.
+    """End the run, to continue from its newest checkpoint and skip a step.
 
     A loss that is not finite may come of the update before it, whose gradients were not. So the windows up to this one
     are trained on again, each judged before the optimizer steps.
@@ -135,12 +135,12 @@ def roll_back(run: Run, window: int, why: str, *, is_skipped: bool) -> NoReturn:
     recovery.rollbacks = recovery.rollbacks + 1 if step == recovery.rolled_back_to else 1
     recovery.rolled_back_to = step
     if recovery.rollbacks > MAX_ROLLBACKS:
-        got = f"{why}, after {MAX_ROLLBACKS} rollbacks to update {step}"
+        got = f"{why}, after {MAX_ROLLBACKS} rollbacks to step {step}"
         do = "look at the data and at the learning rate: passing over single updates does not help"
         raise NonFiniteError(explain("the training loss", got, "finite losses after passing over a few updates", do))
     recovery.skipped_windows |= {window} if is_skipped else set()
     recovery.careful_until = window + 1
-    warn(f"{why}: back to the checkpoint of update {step}, from where the update at fault is left out")
+    warn(f"{why}: back to the checkpoint of step {step}, from where the faulty step is skipped")
     _restart(run, checkpoint)
 
 

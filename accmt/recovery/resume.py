@@ -1,4 +1,4 @@
-"""Where a run begins: anew, or from a checkpoint; and what is said about everything that has changed since."""
+"""Where a run begins: at step 0, or at a checkpoint; and what has changed since that was written."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Resumed:
 
 
 def find_resumed(settings: Settings, override: Path | None = None) -> Resumed | None:
-    """Return what a run continues from, None where it begins anew.
+    """Return what a run resumes from; None where it starts from the beginning.
 
     Processes: collective.
     """
@@ -56,34 +56,36 @@ def find_resumed(settings: Settings, override: Path | None = None) -> Resumed | 
     require_allowed(changes, f"continuing from {folder}")
     manifest = read_manifest(folder)
     resumed = Resumed(folder, others, manifest if isinstance(manifest, Manifest) else None, tuple(changes))
-    _tell(resumed, settings)
+    _log_resume(resumed, settings)
     return resumed
 
 
 def _find_folder(settings: Settings) -> Path | None:
-    told = settings.checkpoints
-    if told.resume is False:
+    options = settings.checkpoints
+    if options.resume is False:
         return None
-    if told.checkpointer is not None:
-        return _require(told.checkpointer.load(), settings, f"the checkpointer {type(told.checkpointer).__name__}")
-    if told.resume in (True, None, "auto"):
+    if options.checkpointer is not None:
+        return _require(
+            options.checkpointer.load(), settings, f"the checkpointer {type(options.checkpointer).__name__}"
+        )
+    if options.resume in (True, None, "auto"):
         newest = CheckpointStore(settings.checkpoint_folder).newest()
         return _require(newest.folder if newest else None, settings, f"no checkpoint in {settings.checkpoint_folder}")
-    return find_checkpoint(settings.from_home(told.resume)).folder
+    return find_checkpoint(settings.from_home(options.resume)).folder
 
 
 def _require(folder: Path | None, settings: Settings, got: str) -> Path | None:
     if folder is not None or settings.checkpoints.resume is not True:
         return folder
-    do = 'check the path; resume="auto" begins anew where there is none'
+    do = 'check the path; resume="auto" starts from the beginning where there is none'
     previous = _find_previous(settings.checkpoint_folder)
     if previous is not None:
-        do = f'resume="{previous}" goes on with the earlier run whose checkpoints were moved there; {do}'
+        do = f'resume="{previous}" continues the earlier run whose checkpoints were moved there; {do}'
     raise NoCheckpointError(explain("Trainer(resume=True)", got, "a checkpoint to continue from", do))
 
 
 def _find_previous(folder: Path) -> Path | None:
-    """Return where a run that began anew, and was killed before it wrote a checkpoint, moved those of another."""
+    """Return where a new run, killed before it wrote a checkpoint, moved those of the run before it."""
     folder = folder.resolve()
     beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
     moved = [path for path in beside if path.name.startswith(f"{folder.name}.previous")]
@@ -100,11 +102,11 @@ def find_checkpoint(path: Path) -> Checkpoint:
     return newest or CheckpointStore(path.parent).find(path)
 
 
-def _tell(resumed: Resumed, settings: Settings) -> None:
-    """Say where the run goes on, and everything that is no longer as it was."""
+def _log_resume(resumed: Resumed, settings: Settings) -> None:
+    """Log where the run resumes, and what is no longer as it was."""
     counters, manifest = resumed.counters, resumed.manifest
     epoch = f"in epoch {counters['epoch'] + 1}" if counters["train_step"] else f"{counters['epoch']} epochs finished"
-    place = f"update {counters['global_step']}, {epoch}, {counters['samples_seen']} samples"
+    place = f"step {counters['global_step']}, {epoch}, {counters['samples_seen']} samples"
     say(f"continuing from {resumed.folder}: {place}")
     for change in resumed.changes:
         say(f"changed since that checkpoint: {change}")
@@ -112,12 +114,12 @@ def _tell(resumed: Resumed, settings: Settings) -> None:
     if seed is not None and seed != saved_seed:
         warn(f"seed={seed} is ignored: the run keeps its seed {saved_seed}, or its order of samples would change")
     if settings.checkpoints.reset_optimizer_on_resume:
-        say("optimizer and schedule begin anew (reset_optimizer_on_resume=True)")
+        say("optimizer and scheduler start again (reset_optimizer_on_resume=True)")
     if manifest is not None:
-        _tell_launch(manifest)
+        _log_changed_launch(manifest)
 
 
-def _tell_launch(manifest: Manifest) -> None:
+def _log_changed_launch(manifest: Manifest) -> None:
     saved = {"process(es)": manifest.processes, "CPU thread(s)": manifest.threads, "torch": manifest.versions["torch"]}
     now = {"process(es)": num_processes(), "CPU thread(s)": torch.get_num_threads(), "torch": torch.__version__}
     changed = [f"{name} {saved[name]} -> {now[name]}" for name in saved if saved[name] != now[name]]

@@ -44,15 +44,15 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
     global _current  # noqa: PLW0603 - for `accmt.accelerator`
     from accelerate import Accelerator
 
-    _refuse_closed_group()
-    given = settings.accelerator
-    _refuse_engines(given)
-    if isinstance(given, Accelerator):
-        accelerator = given
-        _check_given(accelerator, settings)
+    _reject_closed_group()
+    user_accelerator = settings.accelerator
+    _reject_engines(user_accelerator)
+    if isinstance(user_accelerator, Accelerator):
+        accelerator = user_accelerator
+        _check_user_accelerator(accelerator, settings)
     else:
         with _noting_group():
-            accelerator = Accelerator(**_arguments(given, settings))
+            accelerator = Accelerator(**_arguments(user_accelerator, settings))
         accelerator.gradient_accumulation_steps = 1  # the environment may say otherwise; accumulation is the loop's
     _check_loader_config(accelerator)
     _check_engine(accelerator)
@@ -91,8 +91,8 @@ def _default_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_available() else None
 
 
-def _refuse_closed_group() -> None:
-    """Refuse to begin a second group: the addresses of the first are still there where processes find one another.
+def _reject_closed_group() -> None:
+    """Reject to begin a second group: the addresses of the first are still there where processes find one another.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.html#reinitialization
     """
@@ -102,15 +102,15 @@ def _refuse_closed_group() -> None:
         raise ArgumentError(explain("a run after closing", got, "one close, after all work is done", do))
 
 
-def _arguments(given: Any, settings: RunningSettings) -> dict[str, Any]:
+def _arguments(user_accelerator: Any, settings: RunningSettings) -> dict[str, Any]:
     from accelerate import DistributedDataParallelKwargs
 
-    arguments = dict(given or {})
+    arguments = dict(user_accelerator or {})
     if arguments.get("gradient_accumulation_steps", 1) != 1:
-        _refuse("grad_accumulation_steps", "that of the Trainer", arguments["gradient_accumulation_steps"])
+        _reject("grad_accumulation_steps", "that of the Trainer", arguments["gradient_accumulation_steps"])
     if settings.mixed_precision is not None:
         if arguments.get("mixed_precision", settings.mixed_precision) != settings.mixed_precision:
-            _refuse("mixed_precision", settings.mixed_precision, arguments["mixed_precision"])
+            _reject("mixed_precision", settings.mixed_precision, arguments["mixed_precision"])
         arguments["mixed_precision"] = settings.mixed_precision
     if settings.ddp_kwargs is not None:
         handlers = list(arguments.get("kwargs_handlers") or [])
@@ -120,36 +120,36 @@ def _arguments(given: Any, settings: RunningSettings) -> dict[str, Any]:
     return arguments
 
 
-def _check_given(accelerator: Accelerator, settings: RunningSettings) -> None:
+def _check_user_accelerator(accelerator: Accelerator, settings: RunningSettings) -> None:
     if settings.mixed_precision not in (None, accelerator.mixed_precision):
-        _refuse("mixed_precision", settings.mixed_precision, accelerator.mixed_precision)
+        _reject("mixed_precision", settings.mixed_precision, accelerator.mixed_precision)
     if settings.ddp_kwargs is not None:
-        _refuse("ddp_kwargs", settings.ddp_kwargs, "its own kwargs_handlers")
+        _reject("ddp_kwargs", settings.ddp_kwargs, "its own kwargs_handlers")
     if accelerator.gradient_accumulation_steps != 1:
-        _refuse("grad_accumulation_steps", "that of the Trainer", accelerator.gradient_accumulation_steps)
+        _reject("grad_accumulation_steps", "that of the Trainer", accelerator.gradient_accumulation_steps)
 
 
 def _check_loader_config(accelerator: Accelerator) -> None:
     for name in ("split_batches", "dispatch_batches"):
         if getattr(accelerator.dataloader_config, name):
-            _refuse(name, "each process makes its own part of a global batch", f"{name}=True")
+            _reject(name, "each process makes its own part of a global batch", f"{name}=True")
 
 
-def _refuse(name: str, trainer: Any, accelerator: Any) -> None:
+def _reject(name: str, trainer: Any, accelerator: Any) -> None:
     got = f"{name}: the Trainer says {trainer!r}, the Accelerator {accelerator!r}"
     raise ArgumentError(
         explain("Trainer(accelerator=...)", got, "one place that says it", f"leave {name} to the Trainer")
     )
 
 
-def _refuse_engines(given: Any) -> None:
-    """Refuse an engine that was asked for; where it has no effect, on CPUs say, Accelerate would train without it."""
+def _reject_engines(user: Any) -> None:
+    """Reject an engine that was asked for; where it has no effect, on CPUs say, Accelerate would train without it."""
     asked = [f"{name}={value}" for name in _ENGINE_FLAGS if (value := os.environ.get(name, "")).lower() in _TRUE]
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in _TRUE:
         sizes = {name: f"PARALLELISM_CONFIG_{name.upper()}" for name in _PARALLEL_SIZES}
         asked += [f"{name}={os.environ[name]}" for name in sizes.values() if os.environ.get(name, "1") != "1"]
     for name in _ENGINE_ARGUMENTS:
-        plugin = given.get(name) if isinstance(given, Mapping) else getattr(getattr(given, "state", None), name, None)
+        plugin = user.get(name) if isinstance(user, Mapping) else getattr(getattr(user, "state", None), name, None)
         if plugin is not None and (name != "parallelism_config" or _parallel_sizes(plugin)):
             asked.append(f"Accelerator({name}=...)" + "".join(f", {size}" for size in _parallel_sizes(plugin)))
     if asked:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from accmt.protocols import TrainerProtocol
 
 
-def build_run(trainer: TrainerProtocol, module: Any, given: UserData, recovery: Recovery) -> Run:
+def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recovery: Recovery) -> Run:
     """Build everything that a run needs, and check all that can be known before the first batch.
 
     Processes: collective.
@@ -53,12 +53,12 @@ def build_run(trainer: TrainerProtocol, module: Any, given: UserData, recovery: 
     settings, state = trainer.settings, trainer.state
     accelerator = build_accelerator(settings.running)
     check_module(module)
-    check_reloading(settings.data, module, given)
+    check_reloading(settings.data, module, user_data)
     resumed = _find_start(trainer, module, recovery)
-    inputs = _find_inputs(trainer, module, given, accelerator, resumed)
+    inputs = _find_inputs(trainer, module, user_data, accelerator, resumed)
     seed = _choose_seed(settings, resumed)
     steps = adapt_training_step(module, state), adapt_validation_step(module, "validation_step")
-    loaders = Loaders(trainer, module, given, recovery, seed=seed, device=accelerator.device)
+    loaders = Loaders(trainer, module, user_data, recovery, seed=seed, device=accelerator.device)
     loaders.build(inputs.train_data, inputs.val_data)
     saver = ModelSaver(inputs.selection, inputs.patience)
     callbacks = gather_callbacks(trainer, module)
@@ -106,13 +106,13 @@ def _find_start(trainer: TrainerProtocol, module: AcceleratorModule, recovery: R
 def _find_inputs(
     trainer: TrainerProtocol,
     module: AcceleratorModule,
-    given: UserData,
+    user_data: UserData,
     accelerator: Accelerator,
     resumed: Resumed | None,
 ) -> Inputs:
-    given.begin("fit", trainer, accelerator)
+    user_data.begin("fit", trainer, accelerator)
     with at_epoch_of_building(trainer.state, trainer.settings.data):
-        return check_inputs(trainer, module, given, resumed)
+        return check_inputs(trainer, module, user_data, resumed)
 
 
 def _make_parts(

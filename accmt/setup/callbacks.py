@@ -19,20 +19,20 @@ from accmt.tracking import Tracking
 
 def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelSaver) -> list[Callback]:
     """Return accmt's own callbacks, in the order in which those of equal `order` act."""
-    told, logged = settings.running, settings.tracking
-    loss_name = logged.train_loss_metric_name
-    enable_bar = told.verbose if told.enable_progress_bar is None else told.enable_progress_bar
-    view = NotebookView(loss_name, logged.val_loss_metric_name) if enable_bar and is_notebook() else None
+    running, logging = settings.running, settings.tracking
+    loss_name = logging.train_loss_metric_name
+    enable_bar = running.verbose if running.enable_progress_bar is None else running.enable_progress_bar
+    view = NotebookView(loss_name, logging.val_loss_metric_name) if enable_bar and is_notebook() else None
     bar = ProgressBar(
-        enable=None if told.enable_progress_bar is None and enable_bar else enable_bar,
+        enable=None if running.enable_progress_bar is None and enable_bar else enable_bar,
         loss_name=loss_name,
         stream=None if view is None else view.terminal,
     )
-    first, last = build_monitor(logged.monitored, loss_name, is_main_process=is_main_process())
-    profiled_first, profiled_last = build_profiler(told.profiler, is_main_process=is_main_process())
-    summaries = [ModelSummary(int(told.enable_model_summary))] if told.enable_model_summary else []
-    rows = RowLogger(tracking, bar, logged.monitored)
-    ending: list[Callback] = [EndSummary(loss_name)] if told.verbose and not told.fast_dev_run else []
+    first, last = build_monitor(logging.monitored, loss_name, is_main_process=is_main_process())
+    profiled_first, profiled_last = build_profiler(running.profiler, is_main_process=is_main_process())
+    summaries = [ModelSummary(int(running.enable_model_summary))] if running.enable_model_summary else []
+    rows = RowLogger(tracking, bar, logging.monitored)
+    ending: list[Callback] = [EndSummary(loss_name)] if running.verbose and not running.fast_dev_run else []
     return [
         *profiled_first,
         *first,

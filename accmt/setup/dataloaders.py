@@ -1,4 +1,4 @@
-"""The loaders of a run that trains, and how they are made anew when an epoch begins."""
+"""The loaders of a run that trains, and how they are built again when an epoch begins."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Loaders:
     Args:
         trainer: The Trainer.
         module: The module, whose own data come first.
-        given: What `fit` was given.
+        user_data: What the user passed to `fit`.
         recovery: What was found to fit in memory.
         seed: Seed of everything random.
         device: Where batches go.
@@ -46,7 +46,7 @@ class Loaders:
         self,
         trainer: TrainerProtocol,
         module: AcceleratorModule,
-        given: UserData,
+        user_data: UserData,
         recovery: Recovery,
         *,
         seed: int,
@@ -55,7 +55,7 @@ class Loaders:
         self.validation: dict[str, Loader] = {}
         self._trainer = trainer
         self._module = module
-        self._given = given
+        self._user_data = user_data
         self._seed = seed
         self._device = device
         self._recovery = recovery
@@ -84,18 +84,18 @@ class Loaders:
             self.validation[name] = InterruptibleLoader(own, self._trainer)
 
     def reload_if_due(self) -> None:
-        """Ask for the data anew and build their loaders, if an epoch begins for which that is due.
+        """Ask for the data again and build their loaders, if that is due as an epoch begins.
 
         Processes: collective.
         """
-        state, told = self._trainer.state, self._trainer.settings.data
-        if told.reload_dataloaders_every_n_epochs == 0 or state.train_step > 0:
+        state, settings = self._trainer.state, self._trainer.settings.data
+        if settings.reload_dataloaders_every_n_epochs == 0 or state.train_step > 0:
             return
-        if _epoch_of_building(state.epoch, told) == self._built_for:
+        if _epoch_of_building(state.epoch, settings) == self._built_for:
             return
         self._built_for = state.epoch
         end_workers((self.train, *self.validation.values()))
-        train_data, val_data = find_sets(self._module, self._given, self._trainer.settings)
+        train_data, val_data = find_sets(self._module, self._user_data, self._trainer.settings)
         if val_data.keys() != self.validation.keys():
             got, expected = f"the sets {list(val_data)}", f"those of the epoch before: {list(self.validation)}"
             do = "return sets of the same names each time: metrics and saving go by them"
@@ -103,33 +103,33 @@ class Loaders:
         self.build(train_data, val_data)
 
 
-def check_reloading(told: DataSettings, module: AcceleratorModule, given: UserData) -> None:
-    """Check that there is somebody to ask for data anew."""
-    asked, every = ("get_train_dataloader", "get_validation_dataloader"), told.reload_dataloaders_every_n_epochs
-    makes_data = given.has_datamodule or any(defines(module, name) for name in asked)
+def check_reloading(settings: DataSettings, module: AcceleratorModule, user_data: UserData) -> None:
+    """Check that something can be asked for data again."""
+    asked, every = ("get_train_dataloader", "get_validation_dataloader"), settings.reload_dataloaders_every_n_epochs
+    makes_data = user_data.has_datamodule or any(defines(module, name) for name in asked)
     if every and not makes_data:
         where = f"Trainer(reload_dataloaders_every_n_epochs={every})"
-        got, expected = "data that fit was given, which stay the same", f"a module with {' or '.join(asked)}"
+        got, expected = "data that you passed to fit, which stay the same", f"a module with {' or '.join(asked)}"
         do = "def get_train_dataloader(self) in the module, fit(datamodule=...), or leave the argument out"
         raise ArgumentError(explain(where, got, expected, do))
 
 
 @contextmanager
-def at_epoch_of_building(state: TrainingState, told: DataSettings) -> Iterator[None]:
-    """Let the state tell the epoch for which the loaders in use are built, while data are asked for.
+def at_epoch_of_building(state: TrainingState, settings: DataSettings) -> Iterator[None]:
+    """Set the state to the epoch for which the current loaders are built, while data are asked for.
 
     A run that continues in a later epoch gets the data that it had.
     """
     epoch = state.epoch
-    state.epoch = _epoch_of_building(epoch, told)
+    state.epoch = _epoch_of_building(epoch, settings)
     try:
         yield
     finally:
         state.epoch = epoch
 
 
-def _epoch_of_building(epoch: int, told: DataSettings) -> int:
-    every = told.reload_dataloaders_every_n_epochs
+def _epoch_of_building(epoch: int, settings: DataSettings) -> int:
+    every = settings.reload_dataloaders_every_n_epochs
     return epoch - epoch % every if every else 0
 
 

@@ -39,24 +39,24 @@ _DATA: dict[Evaluation, _Source] = {
 }
 
 
-def find_train_data(module: AcceleratorModule, given: Any) -> Any:
-    """Return the training data: what the module makes, else what `fit` was given."""
-    data = _ask(module.get_train_dataloader, given)
+def find_train_data(module: AcceleratorModule, user_data: Any) -> Any:
+    """Return the training data: what the module makes, else what the user passed to `fit`."""
+    data = _ask(module.get_train_dataloader, user_data)
     if data is None:
         do = "trainer.fit(module, train_dataset), or def get_train_dataloader(self) in the module"
         raise DataError(explain("fit", "no training data", "a dataset or a DataLoader", do))
     return data
 
 
-def find_sets(module: AcceleratorModule, given: UserData, settings: Settings) -> tuple[Any, dict[str, Any]]:
+def find_sets(module: AcceleratorModule, user_data: UserData, settings: Settings) -> tuple[Any, dict[str, Any]]:
     """Return the training data and the validation sets of a run, by name.
 
     Processes: collective.
     """
 
     def find() -> dict[str, Any]:
-        train = find_train_data(module, given.load("train"))
-        sets = find_validation_data(module, given.load("validate"), settings.data)
+        train = find_train_data(module, user_data.load("train"))
+        sets = find_validation_data(module, user_data.load("validate"), settings.data)
         return {_TRAINING: train, **{_VALIDATION + name: data for name, data in sets.items()}}
 
     found = dict(find_same_data(find, settings.data))
@@ -65,19 +65,19 @@ def find_sets(module: AcceleratorModule, given: UserData, settings: Settings) ->
     return train, {"": train} if settings.data.overfit_batches and sets else sets
 
 
-def find_data(module: AcceleratorModule, given: Any, purpose: Evaluation, settings: DataSettings) -> dict[str, Any]:
-    """Return the sets to validate, test or predict, by name; empty where they are limited to nothing."""
+def find_data(module: AcceleratorModule, user_data: Any, purpose: Evaluation, settings: DataSettings) -> dict[str, Any]:
+    """Return the sets to validate, test or predict, by name; empty where they are limited to 0 batches."""
     method, argument, limit = _DATA[purpose]
-    data = _ask(getattr(module, method), given)
+    data = _ask(getattr(module, method), user_data)
     if data is None:
         do = f"trainer.{purpose}(module, {argument}), or def {method}(self) in the module"
         raise DataError(explain(purpose, "no data", "a dataset or a DataLoader, or several in a list or dict", do))
     return {} if getattr(settings, limit) == 0 else name_sets(data)
 
 
-def find_validation_data(module: AcceleratorModule, given: Any, settings: DataSettings) -> dict[str, Any]:
-    """Return the validation sets by name; empty where there are none or where they are limited to nothing."""
-    data = _ask(module.get_validation_dataloader, given)
+def find_validation_data(module: AcceleratorModule, user_data: Any, settings: DataSettings) -> dict[str, Any]:
+    """Return the validation sets by name; empty where there are none or where they are limited to 0 batches."""
+    data = _ask(module.get_validation_dataloader, user_data)
     return {} if data is None or settings.limit_val_batches == 0 else name_sets(data)
 
 
@@ -92,7 +92,7 @@ def name_sets(data: Any) -> dict[str, Any]:
         return {"": data}
     for name in data:
         if not isinstance(name, str) or not name or any(mark in name for mark in ("__", "@", "/")):
-            expected = "texts without '__', '@' and '/', which separate them from the names of metrics"
+            expected = "strings without '__', '@' and '/', which separate them from the names of metrics"
             raise DataError(explain("the names of the validation sets", repr(name), expected, "rename it"))
     return data
 
@@ -102,9 +102,9 @@ def _is_dataset(value: Any) -> bool:
     return is_known or type(value).__module__.partition(".")[0] == "datasets"
 
 
-def _ask(method: Callable[..., Any], given: Any) -> Any:
-    made = method(given) if inspect.signature(method).parameters else method()
-    return given if made is None else made
+def _ask(method: Callable[..., Any], user_data: Any) -> Any:
+    made = method(user_data) if inspect.signature(method).parameters else method()
+    return user_data if made is None else made
 
 
 def build_train_loader(
@@ -121,29 +121,29 @@ def build_train_loader(
 
     Processes: collective.
     """
-    told = settings.data
-    _refuse_sampler_beside_loader(data, told)
-    _refuse_iterator(data, settings)
+    data_settings = settings.data
+    _reject_sampler_beside_loader(data, data_settings)
+    _reject_iterator(data, settings)
     micro_batches_per_batch = _count_micro_batches(data, settings, max_micro_batch_size)
-    share = _share(told)
+    share = _share(data_settings)
     options = LoaderOptions(
         purpose="train",
         batch_size=settings.hps.train_batch_size // micro_batches_per_batch,
         micro_batches_per_batch=micro_batches_per_batch,
         share=share,
         seed=seed,
-        limit=told.limit_train_batches,
-        shuffle=told.shuffle_train,
+        limit=data_settings.limit_train_batches,
+        shuffle=data_settings.shuffle_train,
         sampler=find_sampler(module, data, settings, num_shares=share.count),
-        batch_sampler=told.batch_sampler,
-        drop_last=told.dataloader_drop_last,
-        collate=_collate(module, told, "collate_fn_train"),
-        num_workers=told.dataloader_num_workers,
-        persistent_workers=told.dataloader_persistent_workers,
-        pin_memory=_pins_memory(told, device),
-        skips_bad=told.on_bad_sample == "skip",
+        batch_sampler=data_settings.batch_sampler,
+        drop_last=data_settings.dataloader_drop_last,
+        collate=_collate(module, data_settings, "collate_fn_train"),
+        num_workers=data_settings.dataloader_num_workers,
+        persistent_workers=data_settings.dataloader_persistent_workers,
+        pin_memory=_pins_memory(data_settings, device),
+        skips_bad=data_settings.on_bad_sample == "skip",
         also_read=also_read,
-        agree_on=device if told.shard_dataloaders and num_processes() > 1 else None,
+        agree_on=device if data_settings.shard_dataloaders and num_processes() > 1 else None,
     )
     return _end_together(build_loader(data, options), device)
 
@@ -155,21 +155,21 @@ def build_evaluation_loader(
 
     Processes: collective.
     """
-    told = settings.data
+    data_settings = settings.data
     is_validation = purpose == "validate"
     options = LoaderOptions(
         purpose=purpose,
         batch_size=_evaluation_batch_size(settings, purpose),
-        share=_share(told),
+        share=_share(data_settings),
         seed=seed,
-        limit=getattr(told, _DATA[purpose].limit),
-        shuffle=is_validation and told.shuffle_validation,
-        sampler=told.sampler_val if is_validation else None,
-        collate=_collate(module, told, "collate_fn_val"),
-        num_workers=told.dataloader_num_workers,
-        persistent_workers=told.dataloader_persistent_workers,
-        pin_memory=_pins_memory(told, device),
-        skips_bad=told.on_bad_sample == "skip",
+        limit=getattr(data_settings, _DATA[purpose].limit),
+        shuffle=is_validation and data_settings.shuffle_validation,
+        sampler=data_settings.sampler_val if is_validation else None,
+        collate=_collate(module, data_settings, "collate_fn_val"),
+        num_workers=data_settings.dataloader_num_workers,
+        persistent_workers=data_settings.dataloader_persistent_workers,
+        pin_memory=_pins_memory(data_settings, device),
+        skips_bad=data_settings.on_bad_sample == "skip",
     )
     return _end_together(build_loader(data, options), device)
 
@@ -187,8 +187,8 @@ def end_workers(loaders: Iterable[Loader]) -> None:
         loader.end_workers()
 
 
-def _pins_memory(told: DataSettings, device: torch.device) -> bool:
-    return told.dataloader_pin_memory and device.type != "cpu"
+def _pins_memory(settings: DataSettings, device: torch.device) -> bool:
+    return settings.dataloader_pin_memory and device.type != "cpu"
 
 
 def _end_together(loader: Loader, device: torch.device) -> Loader:
@@ -197,9 +197,9 @@ def _end_together(loader: Loader, device: torch.device) -> Loader:
     return UnsharedLoader(loader, device) if has_own_data else loader
 
 
-def _refuse_iterator(data: Any, settings: Settings) -> None:
+def _reject_iterator(data: Any, settings: Settings) -> None:
     if isinstance(data, Iterator) and settings.hps.epochs != 1:
-        expected = "data that begin anew for each epoch"
+        expected = "data that start again in each epoch"
         do = "an IterableDataset, a list, or epochs: 1"
         raise DataError(explain("the training data", "an iterator, which can be read only once", expected, do))
 
@@ -212,20 +212,20 @@ def _count_micro_batches(data: Any, settings: Settings, limit: int | None) -> in
     return count
 
 
-def _share(told: DataSettings) -> Share:
-    return Share(process_index(), num_processes()) if told.shard_dataloaders else Share()
+def _share(settings: DataSettings) -> Share:
+    return Share(process_index(), num_processes()) if settings.shard_dataloaders else Share()
 
 
-def _collate(module: AcceleratorModule, told: DataSettings, phase: str) -> Callable[[Any], Any] | None:
+def _collate(module: AcceleratorModule, settings: DataSettings, phase: str) -> Callable[[Any], Any] | None:
     of_module = getattr(module, phase) or module.collate_fn
     if of_module is not None:
         return of_module
-    of_phase = getattr(told, phase)
-    return build_collate(of_phase, phase) if of_phase is not None else build_collate(told.collate_fn, "collate_fn")
+    of_phase = getattr(settings, phase)
+    return build_collate(of_phase, phase) if of_phase is not None else build_collate(settings.collate_fn, "collate_fn")
 
 
-def _refuse_sampler_beside_loader(data: Any, told: DataSettings) -> None:
-    if isinstance(data, DataLoader) and (told.sampler is not None or told.batch_sampler is not None):
+def _reject_sampler_beside_loader(data: Any, settings: DataSettings) -> None:
+    if isinstance(data, DataLoader) and (settings.sampler is not None or settings.batch_sampler is not None):
         expected = "a dataset beside sampler=, or a DataLoader that has its own sampler"
         raise ArgumentError(
             explain(
@@ -238,29 +238,33 @@ def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, nu
     """Return what orders the training samples, or None."""
     if not isinstance(data, Curriculum):
         if isinstance(data, DataLoader) and isinstance(data.dataset, Curriculum):
-            _refuse("a DataLoader around it", "fit(module, curriculum)")
+            _reject("a DataLoader around it", "fit(module, curriculum)")
         return settings.data.sampler
     _check_settings(module, settings)
     max_steps = settings.hps.max_steps
     if max_steps is None:
-        _refuse("a run without max_steps", "max_steps: 1000 in the hyper-parameters, say; epochs may be left out")
+        _reject("a run without max_steps", "max_steps: 1000 in the hyper-parameters, say; epochs may be left out")
     missed = [number for number, count in enumerate(data.updates(max_steps), 1) if count == 0]
     if missed:
-        warn(f"max_steps={max_steps} leaves no update for stage {', '.join(map(str, missed))} of the curriculum")
+        warn(
+            f"max_steps={max_steps} leaves no optimizer step for stage {', '.join(map(str, missed))} of the curriculum"
+        )
     per_process = settings.hps.train_batch_size * settings.optimization.accumulation_at(0)
     return data.order(max_steps, samples_per_update=per_process * num_shares, shuffle=settings.data.shuffle_train)
 
 
 def _check_settings(module: AcceleratorModule, settings: Settings) -> None:
-    told = settings.data
+    data_settings = settings.data
     if isinstance(module, ExtendedAcceleratorModule):
-        _refuse("a module that steps by itself", "accmt.AcceleratorModule, whose updates are known beforehand")
-    if told.sampler is not None or told.batch_sampler is not None:
-        _refuse("sampler= or batch_sampler=", "leave it out: a curriculum decides the order")
-    is_limited = isinstance(told.limit_train_batches, int) or told.limit_train_batches < 1.0  # 1 is one batch
+        _reject("a module that steps by itself", "accmt.AcceleratorModule, whose steps are known beforehand")
+    if data_settings.sampler is not None or data_settings.batch_sampler is not None:
+        _reject("sampler= or batch_sampler=", "leave it out: a curriculum decides the order")
+    is_limited = (
+        isinstance(data_settings.limit_train_batches, int) or data_settings.limit_train_batches < 1.0
+    )  # 1 is one batch
     if is_limited and not settings.running.fast_dev_run:
-        _refuse("limit_train_batches= or overfit_batches=", "leave it out: max_steps says how long the run is")
+        _reject("limit_train_batches= or overfit_batches=", "leave it out: max_steps says how long the run is")
 
 
-def _refuse(got: str, do: str) -> NoReturn:
+def _reject(got: str, do: str) -> NoReturn:
     raise ArgumentError(explain("training on a curriculum", got, "the curriculum alone, and max_steps", do))

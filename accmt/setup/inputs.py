@@ -1,4 +1,4 @@
-"""What a run is given: data, metrics, what models are saved by, trackers; checked before anything is built."""
+"""What a run works with: data, metrics, what models are saved by, trackers; checked before anything is built."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What was given, found and checked without building anything.
+    """What was found and checked without building anything.
 
     Attributes:
         train_data: The training data.
@@ -50,14 +50,14 @@ class Inputs:
 
 
 def check_inputs(
-    trainer: TrainerProtocol, module: AcceleratorModule, given: UserData, resumed: Resumed | None
+    trainer: TrainerProtocol, module: AcceleratorModule, user_data: UserData, resumed: Resumed | None
 ) -> Inputs:
     """Find and check all that can be checked before anything is built.
 
     Processes: collective.
     """
     settings = trainer.settings
-    train, val_sets = find_sets(module, given, settings)
+    train, val_sets = find_sets(module, user_data, settings)
     if val_sets:
         check_validation(module)
     if settings.saving.model_saving is not None or trainer.registered_savings:
@@ -75,28 +75,28 @@ def check_inputs(
 
 def check_metrics(settings: Settings, registered: Sequence[RegisteredSaving] = ()) -> None:
     """Check metrics, rules of saving and patience as far as they can be checked without data."""
-    given = settings.evaluation.metrics
-    groups = given.values() if _is_by_set(given) else [given]
+    user_metrics = settings.evaluation.metrics
+    groups = user_metrics.values() if _is_by_set(user_metrics) else [user_metrics]
     metrics = {str(number): build_metrics(group) for number, group in enumerate(groups)}
     _selection_of(settings, settings.saving.model_saving, metrics, registered, sets=None)
     _patience_of(settings, settings.saving.model_saving, metrics, sets=None)
 
 
-def _is_by_set(given: Any) -> bool:
+def _is_by_set(user_metrics: Any) -> bool:
     """Return whether a dict can only be of validation sets: no list of metrics has a name."""
-    return isinstance(given, Mapping) and any(isinstance(value, list | tuple) for value in given.values())
+    return isinstance(user_metrics, Mapping) and any(isinstance(value, list | tuple) for value in user_metrics.values())
 
 
-def metrics_of_sets(given: Any, sets: Sequence[str]) -> dict[str, tuple[Metric, ...]]:
+def metrics_of_sets(user_metrics: Any, sets: Sequence[str]) -> dict[str, tuple[Metric, ...]]:
     """Return the metrics of each validation set."""
-    is_by_set = _is_by_set(given) or (isinstance(given, Mapping) and set(given) <= set(sets))
+    is_by_set = _is_by_set(user_metrics) or (isinstance(user_metrics, Mapping) and set(user_metrics) <= set(sets))
     if not is_by_set:
-        return {name: build_metrics(given) for name in sets}
-    unknown = [name for name in given if name not in sets]
+        return {name: build_metrics(user_metrics) for name in sets}
+    unknown = [name for name in user_metrics if name not in sets]
     if unknown:
         got, expected = f"metrics for {unknown[0]!r}", f"names of the validation sets: {list(sets)}"
         raise ArgumentError(explain("Trainer(metrics=...)", got, expected, "rename one of the two"))
-    return {name: build_metrics(given.get(name)) for name in sets}
+    return {name: build_metrics(user_metrics.get(name)) for name in sets}
 
 
 _Metrics = Mapping[str, tuple[Metric, ...]]
@@ -165,16 +165,16 @@ def _build_patience(settings: Settings, metrics: _Metrics, sets: Sequence[str]) 
 
 
 def _build_tracking(settings: Settings, resumed: Resumed | None) -> Tracking:
-    told = settings.tracking
-    name = told.run_name or default_run_name() if resumed is None else resumed.others["run_name"]
+    logging = settings.tracking
+    name = logging.run_name or default_run_name() if resumed is None else resumed.others["run_name"]
     return Tracking(
-        resolve_trackers(told.log_with),
-        track_name=told.track_name or default_track_name(settings.model_folder),
+        resolve_trackers(logging.log_with),
+        track_name=logging.track_name or default_track_name(settings.model_folder),
         run_name=broadcast_object(name),
-        logging_dir=told.logging_dir,
+        logging_dir=logging.logging_dir,
         home=settings.home,
-        tracker_kwargs=told.tracker_kwargs,
+        tracker_kwargs=logging.tracker_kwargs,
         is_main_process=is_main_process() and not settings.running.fast_dev_run,  # elsewhere nothing is written
         verbose=settings.running.verbose,
-        offline=told.tracker_offline,
+        offline=logging.tracker_offline,
     )

@@ -60,15 +60,15 @@ def prepare(
 
     Processes: collective.
     """
-    told = settings.running
+    running = settings.running
     refuse_injected_adapters(module.model)
-    if told.gradient_checkpointing is not False:
-        kwargs = told.gradient_checkpointing if isinstance(told.gradient_checkpointing, Mapping) else None
+    if running.gradient_checkpointing is not False:
+        kwargs = running.gradient_checkpointing if isinstance(running.gradient_checkpointing, Mapping) else None
         enable_gradient_checkpointing(module.model, kwargs)
     if accelerator.device_placement:
         module.model.to(accelerator.device)
     synchronize_if_asked(module.model, settings, accelerator.device)
-    compile_if_asked(module.model, told)
+    compile_if_asked(module.model, running)
     own = module.get_optimizer()
     built = build_optimizer(settings.hps, module.model.parameters()) if own is None else own
     optimizer = require_optimizer(module, built)
@@ -113,10 +113,10 @@ def prepare_for_evaluation(module: AcceleratorModule, accelerator: Accelerator, 
     return model
 
 
-def compile_if_asked(model: nn.Module, told: RunningSettings) -> None:
+def compile_if_asked(model: nn.Module, settings: RunningSettings) -> None:
     """Compile a model, unless an earlier run did."""
-    if told.compile and model._compiled_call_impl is None:
-        model.compile(**(told.compile_kwargs or {}))  # in place: names of weights stay as they are
+    if settings.compile and model._compiled_call_impl is None:
+        model.compile(**(settings.compile_kwargs or {}))  # in place: names of weights stay as they are
 
 
 def detach_run(module: AcceleratorModule, model: nn.Module, accelerator: Accelerator) -> None:

@@ -41,7 +41,7 @@ def check_module(module: Any) -> None:
     check_untrained_module(module, "fit")
     _check_trainable(module)
     if not defines(module, "training_step") and not _defines_step(module):
-        _refuse(module, "neither training_step nor step", "def training_step(self, batch): return loss")
+        _reject(module, "neither training_step nor step", "def training_step(self, batch): return loss")
 
 
 def check_untrained_module(module: Any, function: Function) -> None:
@@ -58,7 +58,7 @@ def check_validation(module: AcceleratorModule, step: str = "validation_step") -
     *names, _ = STEPS[step]
     if not any(defines(module, name) for name in names) and not _defines_step(module):
         got = f"{step.partition('_')[0]} data, but neither {', '.join(names)} nor step"
-        _refuse(module, got, 'def validation_step(self, batch): return {"loss": loss}')
+        _reject(module, got, 'def validation_step(self, batch): return {"loss": loss}')
 
 
 def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
@@ -143,15 +143,15 @@ def _check_spelling(module: AcceleratorModule) -> None:
     for name in sorted(own - set(dir(AcceleratorModule))):
         nearest = get_close_matches(name, _CONTRACT, n=1, cutoff=0.9)
         if nearest and not name.startswith("_") and not defines(module, nearest[0]):
-            _refuse(
+            _reject(
                 module,
                 f"a method {name}, and no {nearest[0]}",
-                f"rename it to {nearest[0]} (or to something less alike)",
+                f"rename it to {nearest[0]} (or to a less similar name)",
             )
 
 
 def _reject_foreign_methods(module: AcceleratorModule) -> None:
-    """Reject what only another trainer would call: it would be ignored without a word."""
+    """Reject what only another trainer would call: nothing here calls it, and it would be ignored silently."""
     kinds = {kind: vars(kind) for kind in type(module).__mro__ if kind.__module__.split(".")[0] not in _LIBRARIES}
     for name, owner, do in find_unused_foreign_methods(kinds):
         where, got = f"{type(module).__name__}.{name}", f"a method of {owner}, which nothing calls here"
@@ -167,16 +167,16 @@ def _reject_foreign_methods(module: AcceleratorModule) -> None:
 def _check_model(module: AcceleratorModule) -> None:
     model = getattr(module, "model", None)
     if model is None:
-        _refuse(module, "no attribute `model`", "self.model = MyNetwork() in __init__")
+        _reject(module, "no attribute `model`", "self.model = MyNetwork() in __init__")
     if not isinstance(model, nn.Module):
-        _refuse(module, f"self.model is {type(model).__name__}", "self.model = an nn.Module")
+        _reject(module, f"self.model is {type(model).__name__}", "self.model = an nn.Module")
 
 
 def _check_trainable(module: AcceleratorModule) -> None:
     model = module.model
     _check_initialized(module, model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        _refuse(module, "no parameter of self.model requires a gradient", "leave at least one unfrozen")
+        _reject(module, "no parameter of self.model requires a gradient", "leave at least one unfrozen")
     _check_other_models(module, model)
     _check_teacher(module, model)
 
@@ -186,7 +186,7 @@ def _check_initialized(module: AcceleratorModule, model: nn.Module) -> None:
     lazy += [name for name, buffer in model.named_buffers() if is_lazy(buffer)]
     if lazy:
         got = f"lazy layers without weights ({', '.join(lazy[:3])}): nothing can train or save them"
-        _refuse(module, got, "run one batch through the model before `fit`, in __init__: self.model(torch.zeros(...))")
+        _reject(module, got, "run one batch through the model before `fit`, in __init__: self.model(torch.zeros(...))")
 
 
 def _check_other_models(module: AcceleratorModule, model: nn.Module) -> None:
@@ -197,18 +197,18 @@ def _check_other_models(module: AcceleratorModule, model: nn.Module) -> None:
         if any(parameter.requires_grad and id(parameter) not in own for parameter in other.parameters()):
             got = f"self.{name} has parameters that are not in self.model: they would be neither trained nor saved"
             do = f"self.model = nn.ModuleDict({{..., {name!r}: ...}}), or self.{name}.requires_grad_(False)"
-            _refuse(module, got, do)
+            _reject(module, got, do)
 
 
 def _check_teacher(module: AcceleratorModule, model: nn.Module) -> None:
-    """Refuse a teacher that is frozen together with weights that are to be trained."""
+    """Reject a teacher that is frozen together with weights that are to be trained."""
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if module.teacher is not None and any(id(parameter) in trained for parameter in module.teacher.parameters()):
         got = "self.teacher has trainable weights of self.model, and a teacher is frozen"
-        _refuse(module, got, "self.teacher = copy.deepcopy(...), or freeze what they share")
+        _reject(module, got, "self.teacher = copy.deepcopy(...), or freeze what they share")
 
 
-def _refuse(module: AcceleratorModule, got: str, do: str) -> NoReturn:
+def _reject(module: AcceleratorModule, got: str, do: str) -> NoReturn:
     expected = "self.model, an nn.Module, and training_step (or step); validation_step (or step) with validation data"
     raise ModuleContractError(explain(type(module).__name__, got, expected, do))
 
@@ -218,7 +218,7 @@ def adapt_training_step(module: AcceleratorModule, state: TrainingState) -> Call
     name, step = _find_step(module, "training_step")
     further = _find_further(step, lambda: state, lambda: state.train_step)
     if not _accepts(step, None, **further):
-        _refuse_parameters(module, name, step, f"def {name}(self, batch)")
+        _reject_parameters(module, name, step, f"def {name}(self, batch)")
     if not further:
         return step
     return lambda batch: step(batch, **_fill(further))
@@ -235,7 +235,7 @@ def adapt_validation_step(module: AcceleratorModule, name: str) -> Callable[[str
     names = list(inspect.signature(step).parameters)
     takes_key = len(names) > 1 and (names[0] == "key" or names[1] == "batch")
     if not takes_key or not _accepts(step, None, None, **further):
-        _refuse_parameters(module, name, step, f"def {name}(self, batch) or def {name}(self, key, batch)")
+        _reject_parameters(module, name, step, f"def {name}(self, batch) or def {name}(self, key, batch)")
     return lambda key, batch: step(key, batch, **_fill(further))
 
 
@@ -266,5 +266,5 @@ def _accepts(step: Callable[..., Any], *values: Any, **named: Any) -> bool:
     return True
 
 
-def _refuse_parameters(module: AcceleratorModule, name: str, step: Callable[..., Any], do: str) -> NoReturn:
-    _refuse(module, f"{name}{inspect.signature(step)}", f"{do}, with any of batch_idx, state, status_dict after it")
+def _reject_parameters(module: AcceleratorModule, name: str, step: Callable[..., Any], do: str) -> NoReturn:
+    _reject(module, f"{name}{inspect.signature(step)}", f"{do}, with any of batch_idx, state, status_dict after it")

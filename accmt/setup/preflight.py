@@ -30,7 +30,7 @@ def try_saving(run: Run) -> None:
     except CheckpointError as error:
         if run.checkpoints.are_written:
             raise
-        warn(f"{error}\nThe run writes no checkpoints, so it goes on.")
+        warn(f"{error}\nThe run writes no checkpoints, so it continues.")
 
 
 def _require_storable(run: Run) -> None:
@@ -44,10 +44,10 @@ def check_room(run: Run) -> None:
 
     It is no error: room may be made while the run trains, and a full disk does not stop it from training.
     """
-    told = run.settings.checkpoints
-    if told.every is not None and told.checkpointer is None:
+    settings = run.settings.checkpoints
+    if settings.every is not None and settings.checkpointer is None:
         size = estimate_size(run.unwrapped_model, run.stepper.optimizer)
-        shortage = find_shortage(size * ((told.max_checkpoints or 1) + 1), run.checkpoints.folder)
+        shortage = find_shortage(size * ((settings.max_checkpoints or 1) + 1), run.checkpoints.folder)
         if shortage is not None:
             warn(shortage)
     _check_model_folder(run)

@@ -1,4 +1,4 @@
-"""How many updates a run has, and the schedule of the learning rate that spans them."""
+"""How many optimizer steps a run has, and the learning-rate scheduler that spans them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from accmt.state import Counters
 
 @dataclass(frozen=True)
 class RunLength:
-    """The updates of a run, as planned.
+    """The optimizer steps of a run, as planned.
 
     Attributes:
         total: Of the whole run, those before an interruption included; None if nothing bounds it.
         per_epoch: Of a whole epoch; None if unknown.
-        done: Before the run continued; windows without an update count here, for they were planned too.
-        basis: What was planned with: epochs, `max_steps`, and the samples of an update.
+        done: Before the run continued; accumulation windows without a step count here, for they were planned too.
+        basis: What was planned with: epochs, `max_steps`, and the samples of a step.
     """
 
     total: int | None
@@ -49,9 +49,9 @@ class RunLength:
 def measure_run(
     settings: Settings, cadence: Cadence, loader: Loader, micro_batches_per_epoch: int | None, counters: Counters
 ) -> RunLength:
-    """Count what is done, what the epoch in work still has, and the epochs after it."""
+    """Count what is done, what the current epoch still has, and the epochs after it."""
 
-    def updates(epoch: int, micro_batches: int) -> int:
+    def steps(epoch: int, micro_batches: int) -> int:
         return -(-micro_batches // (settings.optimization.accumulation_at(epoch) * loader.micro_batches_per_batch))
 
     done = counters.global_step + counters.skipped_updates
@@ -59,21 +59,21 @@ def measure_run(
     basis = [cadence.epochs, cadence.max_steps, samples]
     if micro_batches_per_epoch is None or loader.num_micro_batches is None:
         return RunLength(cadence.max_steps, None, done, basis)
-    per_epoch = updates(0, micro_batches_per_epoch)
+    per_epoch = steps(0, micro_batches_per_epoch)
     if cadence.epochs is None:
         return RunLength(cadence.max_steps, per_epoch, done, basis)
     left = [micro_batches_per_epoch] * (cadence.epochs - counters.epoch)
     left[:1] = [loader.num_micro_batches - counters.train_step] if left else []
-    total = done + sum(updates(epoch, micro_batches) for epoch, micro_batches in enumerate(left, counters.epoch))
+    total = done + sum(steps(epoch, micro_batches) for epoch, micro_batches in enumerate(left, counters.epoch))
     return RunLength(total if cadence.max_steps is None else min(total, cadence.max_steps), per_epoch, done, basis)
 
 
 def make_scheduler(
     module: AcceleratorModule, optimizer: torch.optim.Optimizer, settings: Settings, cadence: Cadence, length: RunLength
 ) -> Any:
-    """Return the module's own schedule, else that of the hyper-parameters, or None.
+    """Return the module's own scheduler, else that of the hyper-parameters, or None.
 
-    A schedule that begins anew in a run that continues spans the updates that are left.
+    A scheduler that starts again in a resumed run spans the steps that are left.
     """
     begins_late = length.total is not None and settings.checkpoints.reset_optimizer_on_resume
     total = max(1, (length.total or 0) - length.done) if begins_late else length.total

@@ -1,4 +1,4 @@
-"""Processes that share data have to be given the same: their plans are pure functions of what they compare here."""
+"""What all processes have to be started with alike: each plans its part from these, without asking the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells the other processes where one fails while a run is set up; afterwards its watch does that."""
+"""Reports to the other processes that one failed while a run was set up; later its watch does that."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def reporting_failed_setup() -> Iterator[None]:
         yield
     except Exception as error:
         try:
-            told = _exchange(error, number)
+            note = _exchange(error, number)
         except (RuntimeError, OSError):  # the process that held the store is gone
             raise error from None
-        if told is None:
+        if note is None:
             raise
-        index, text = told
+        index, text = note
         do = "fix that error; the other processes were waiting for it"
         message = explain(f"process {index}", f"it failed while the run was set up:\n{text}", "no error", do)
         raise ProcessFailedError(message) from None

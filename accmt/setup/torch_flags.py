@@ -38,14 +38,14 @@ def running(trainer: Any, module: Any) -> Iterator[None]:
 
 
 @contextmanager
-def working(told: RunningSettings) -> Iterator[None]:
-    """Let a method of the Trainer do its work: as talkative as told, with torch's flags, without moving generators."""
-    with speaking(verbose=told.verbose), keeping_generators(), torch_flags(told):
+def working(settings: RunningSettings) -> Iterator[None]:
+    """Let a method of the Trainer do its work: as verbose as asked, with torch's flags, without moving generators."""
+    with speaking(verbose=settings.verbose), keeping_generators(), torch_flags(settings):
         yield
 
 
 @contextmanager
-def torch_flags(told: RunningSettings) -> Iterator[None]:
+def torch_flags(settings: RunningSettings) -> Iterator[None]:
     """Let torch be deterministic, choose convolutions by trying, or look for what made a NaN, as the settings say.
 
     Source: https://docs.pytorch.org/docs/stable/notes/randomness.html, also for the variable that cuBLAS needs.
@@ -54,13 +54,13 @@ def torch_flags(told: RunningSettings) -> Iterator[None]:
     algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     choices, anomaly = (cudnn.deterministic, cudnn.benchmark), torch.is_anomaly_enabled()
     has_variable = _CUBLAS in os.environ
-    if told.deterministic:
-        torch.use_deterministic_algorithms(mode=True, warn_only=told.deterministic == "warn")
+    if settings.deterministic:
+        torch.use_deterministic_algorithms(mode=True, warn_only=settings.deterministic == "warn")
         cudnn.deterministic, cudnn.benchmark = True, False
         os.environ.setdefault(_CUBLAS, ":4096:8")
-    if told.benchmark is not None:
-        cudnn.benchmark = told.benchmark
-    if told.detect_anomaly:
+    if settings.benchmark is not None:
+        cudnn.benchmark = settings.benchmark
+    if settings.detect_anomaly:
         autograd.set_detect_anomaly(mode=True)
     try:
         yield

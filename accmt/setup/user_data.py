@@ -1,4 +1,4 @@
-"""What a method of the Trainer was given to take data from: the data, or a datamodule that makes them."""
+"""What the user passes to a method of the Trainer: data, or a datamodule that makes them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DataModule:
             raise ArgumentError(explain("datamodule", type(own).__name__, expected, do))
 
     def load(self, purpose: Purpose) -> Any:
-        """Return what the datamodule makes for a purpose, made anew; None if it makes nothing for it."""
+        """Return what the datamodule makes for a purpose, made again; None if it makes nothing for it."""
         method = self._find(_LOADERS[purpose])
         data = None if method is None else method()
         if data is None and method is not None and purpose == "train":
@@ -95,9 +95,9 @@ class DataModule:
                 self._check_spelling(name)
 
     def _check_callable(self, name: str) -> None:
-        given = getattr(self._own, name)
-        if given is not None and not callable(given):
-            where, got = f"{type(self._own).__name__}.{name}", f"an object of {type(given).__name__}"
+        value = getattr(self._own, name)
+        if value is not None and not callable(value):
+            where, got = f"{type(self._own).__name__}.{name}", f"an object of {type(value).__name__}"
             raise ArgumentError(explain(where, got, "a method", f"def {name}(self): ..."))
 
     def _check_spelling(self, name: str) -> None:
@@ -105,7 +105,7 @@ class DataModule:
         if nearest is None or self._find(nearest) is not None or not callable(getattr(type(self._own), name, None)):
             return
         got, expected = f"a method {name}, and no {nearest}", f"methods among {', '.join(_METHODS)}"
-        do = f"rename it to {nearest} (or to something less alike)"
+        do = f"rename it to {nearest} (or to a less similar name)"
         raise ArgumentError(explain(f"the datamodule {type(self._own).__name__}", got, expected, do))
 
     def _find(self, name: str) -> Callable[[], Any] | None:
@@ -115,12 +115,12 @@ class DataModule:
 
 
 class UserData:
-    """The data, by their purpose, that a method of the Trainer was given.
+    """The data, by purpose, that the user passed to a method of the Trainer.
 
     Args:
         method: The method.
-        data: What it was given as its own arguments.
-        datamodule: What it was given as `datamodule`.
+        data: Its own arguments.
+        datamodule: Its argument `datamodule`.
 
     Raises:
         ArgumentError: There are both, or `datamodule` makes no loader at all.
@@ -142,11 +142,11 @@ class UserData:
 
     @property
     def has_any(self) -> bool:
-        """Whether anything was given at all."""
+        """Whether there is anything at all."""
         return self.has_datamodule or any(data is not None for data in self._data.values())
 
     def load(self, purpose: Purpose) -> Any:
-        """Return the data for a purpose, as they are or made anew; None if there are none."""
+        """Return the data for a purpose, as they are or made again; None if there are none."""
         return self._data.get(purpose) if self._datamodule is None else self._datamodule.load(purpose)
 
     def begin(self, stage: Stage, trainer: TrainerProtocol, accelerator: Accelerator) -> None:

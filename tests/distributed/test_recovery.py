@@ -50,7 +50,7 @@ def test_all_processes_stop_with_the_same_message_that_names_the_culprit(everywh
     process = (BAD_SAMPLE - 24) // per_process
     first = 24 + process * per_process
     samples = ", ".join(map(str, range(first, first + per_process)))
-    assert f"loss nan at update 3 (epoch 1, batch 2) on process {process}, samples [{samples}]" in message
+    assert f"loss nan at step 3 (epoch 1, batch 2) on process {process}, samples [{samples}]" in message
 
 
 @pytest.mark.parametrize("reaction", ["skip", "rollback"])

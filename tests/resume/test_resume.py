@@ -423,7 +423,7 @@ class TestAFullDisk:
             trainer, _ = train("out/m", resume=True, checkpoint_every="4 steps")
         assert trainer.state.finished
         assert caplog.text.count("No space left on device") == 1
-        assert "Training goes on" in caplog.text
+        assert "Training continues" in caplog.text
         assert names_in(trainer.checkpoint_path) == ["step-00000018"]
 
     def test_a_disk_too_small_is_said_before_training(self, caplog, monkeypatch):

@@ -149,7 +149,7 @@ class TestTheFolder:
         for older in ("out/checkpoint-m.previous-2", "out/checkpoint-m.previous-9"):
             Path(older).mkdir()
             os.utime(older, (0, 0))
-        with pytest.raises(NoCheckpointError, match=f'resume="{previous}" goes on with the earlier run'):
+        with pytest.raises(NoCheckpointError, match=f'resume="{previous}" continues the earlier run'):
             train("out/m", resume=True)
         assert not train("out/m", resume="auto")[0].run.is_resumed
         assert train("out/m", resume=str(previous))[0].run.is_resumed
@@ -364,7 +364,7 @@ class TestAskingByHand:
         whole = run("out/a", 4)
         with caplog.at_level(logging.WARNING):
             run("out/b", 3)
-        assert "in the middle of an update" in caplog.text
+        assert "in the middle of a step" in caplog.text
         assert names_in(Path("out/checkpoint-b")) == ["step-00000003"]
         assert torch.equal(run("out/b", 4, resume=True), whole)
 

@@ -80,7 +80,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_at_the_next_row_and_names_the_ba
     with pytest.raises(NonFiniteError) as caught:
         train(make_data({10: value}), tmp_path)
     message = str(caught.value)
-    assert "at update 6 (epoch 1, batch 5) on process 0, samples [10, 11]" in message
+    assert "at step 6 (epoch 1, batch 5) on process 0, samples [10, 11]" in message
     assert ("nan" if math.isnan(value) else "inf") in message
     assert 'on_nonfinite="skip"' in message
 
@@ -95,7 +95,7 @@ def test_the_row_of_a_loss_that_is_not_finite_shows_the_gap(tmp_path: Any) -> No
 
 
 def test_no_checkpoint_holds_what_a_loss_that_is_not_finite_made_of_the_weights(tmp_path: Any) -> None:
-    with pytest.raises(NonFiniteError, match="update 6 "):
+    with pytest.raises(NonFiniteError, match="step 6 "):
         train(make_data({10: NO_LOSS}), tmp_path, checkpoint_every="1 step", log_every=100, handlers="ALL")
     data = make_data({})
     trainer, module = train(data, tmp_path, checkpoint_every="1 step", resume=True)
@@ -115,7 +115,7 @@ def test_an_evaluation_is_not_made_with_weights_that_are_not_finite(tmp_path: An
         log_every=100,
         callbacks=recorder,
     )
-    with pytest.raises(NonFiniteError, match="update 6 "):
+    with pytest.raises(NonFiniteError, match="step 6 "):
         trainer.fit(module, make_data({10: NO_LOSS}), make_data({}))
     assert recorder.names("on_evaluation_start") == []
 
@@ -135,7 +135,7 @@ def test_skip_leaves_the_update_out_before_it_is_made(accumulation: int, tmp_pat
 def test_skip_tells_which_samples_were_left_out(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     train(make_data({10: NO_LOSS}), tmp_path, on_nonfinite="skip")
     told = caplog.text
-    assert "loss nan at update 6 (epoch 1, batch 5) on process 0, samples [10, 11]: the update is left out" in told
+    assert "loss nan at step 6 (epoch 1, batch 5) on process 0, samples [10, 11]: the step is skipped" in told
 
 
 class InfiniteGradient(Fit):
@@ -157,7 +157,7 @@ def test_skip_sees_gradients_that_are_not_finite_under_a_finite_loss(
     trainer.fit(module, make_data({10: 99.0}))
     assert trainer.state.skipped_updates == 2
     assert all(parameter.isfinite().all() for parameter in module.model.parameters())
-    assert "the gradients of update 6 are not finite, though its losses are" in caplog.text
+    assert "the gradients of step 6 are not finite, though its losses are" in caplog.text
 
 
 @pytest.mark.parametrize("every", ["1 step", "5 steps", "epoch"])
@@ -200,7 +200,7 @@ def test_rollbacks_to_ever_newer_checkpoints_end_no_run(tmp_path: Any) -> None:
 def test_rollbacks_that_lead_nowhere_end(tmp_path: Any) -> None:
     bad = dict.fromkeys(range(4, SAMPLES), NO_LOSS)
     settings = {"hps": {"batch_size": 1}, "on_nonfinite": "rollback", "checkpoint_every": "2 steps"}
-    with pytest.raises(NonFiniteError, match="after 10 rollbacks to update 4"):
+    with pytest.raises(NonFiniteError, match="after 10 rollbacks to step 4"):
         train(make_data(bad), tmp_path, **settings)
 
 

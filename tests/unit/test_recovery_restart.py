@@ -101,8 +101,8 @@ def test_only_the_window_in_work_is_done_again(tmp_path: Path) -> None:
 
 def test_it_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(Hungry(2), tmp_path, auto_micro_batch=True)
-    assert "out of memory after update 0: micro-batches have 4 samples from here on instead of 8" in caplog.text
-    assert "out of memory after update 0: micro-batches have 2 samples from here on instead of 4" in caplog.text
+    assert "out of memory after step 0: micro-batches have 4 samples from here on instead of 8" in caplog.text
+    assert "out of memory after step 0: micro-batches have 2 samples from here on instead of 4" in caplog.text
 
 
 def test_no_checkpoint_is_left_where_none_was_asked_for(tmp_path: Path) -> None:
