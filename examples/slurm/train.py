@@ -3,7 +3,7 @@
     sbatch examples/slurm/train.sbatch
     python examples/slurm/train.py --epochs 2
 
-What is special is `resume="auto"`: it starts from the beginning where there is no checkpoint, and else from the newest one.
+What is special is `resume="auto"`: it starts at step 0 where there is no checkpoint, and else from the newest one.
 """
 
 from __future__ import annotations
