@@ -66,21 +66,12 @@ class CollectedState:
     text: str
 
     def copied_by(self, snapshot: HostSnapshot, helper: Executor | None = None) -> CollectedState:
-        """Return the same with copies of the tensors as they are now; valid until the snapshot's next copy.
-
-        Args:
-            snapshot: Makes the copies.
-            helper: As in `HostSnapshot.take`.
-        """
+        """Return the same with copies of the tensors as they are now; valid until the snapshot's next copy."""
         return replace(self, pieces=replace(self.pieces, tensors=snapshot.take(self.pieces.tensors, helper)))
 
 
 class StateCollector:
     """Collects the state of a run again and again.
-
-    Args:
-        model: The model, wrapped (DDP, `fully_shard`, compiled) or not.
-        optimizers: The torch optimizers of its parameters; none of them is ever stepped.
 
     Raises:
         CheckpointError: The model is sharded by FSDP version 1.
@@ -98,8 +89,7 @@ class StateCollector:
     def collect(self, others: Mapping[str, Any]) -> CollectedState:
         """Collect the state as it is, and decide which process writes what of it; copies nothing.
 
-        Processes:
-            Collective. Model and optimizers may be sharded; no process gets the whole of either.
+        Processes: collective. Model and optimizers may be sharded; no process gets the whole of either.
 
         Args:
             others: Further states by name: JSON values and tensors. Those of the main process are kept.
@@ -125,9 +115,6 @@ def require_numbers(collected: CollectedState) -> None:
 
     The norm of a tensor tells, in one pass and without memory of its own; infinite entries, as in masks, are let be.
 
-    Args:
-        collected: The state, on any device.
-
     Raises:
         CheckpointError: A tensor holds NaN; the message names it.
     """
@@ -141,10 +128,6 @@ def require_numbers(collected: CollectedState) -> None:
 
 def write_state(collected: CollectedState, folder: Path) -> list[Path]:
     """Write this process's files; no process waits for another.
-
-    Args:
-        collected: What a `StateCollector` returned, or its copy.
-        folder: An existing empty folder that all processes write.
 
     Returns:
         The files of this process. They are not made durable here.
@@ -165,17 +148,13 @@ def save_state(
 ) -> list[Path]:
     """Collect and write a state at once; the arguments, errors and result of `StateCollector` and `write_state`.
 
-    Processes:
-        Collective.
+    Processes: collective.
     """
     return write_state(StateCollector(model, optimizers).collect(others), folder)
 
 
 def read_others(folder: Path) -> dict[str, Any]:
     """Return the other states of a folder without reading any tensor: each is a `TensorReference`.
-
-    Args:
-        folder: A folder that `write_state` filled, verified.
 
     Raises:
         CheckpointCorruptError: The checkpoint is incomplete.
@@ -187,9 +166,6 @@ def read_others(folder: Path) -> dict[str, Any]:
 
 def read_model(folder: Path) -> tuple[dict[str, Tensor], int]:
     """Read the model's part of what any number of processes saved, without the model.
-
-    Args:
-        folder: A folder that `write_state` filled, verified.
 
     Returns:
         Whole weights and buffers on the CPU by plain name, tied ones as one tensor; and how many frozen weights were
@@ -211,13 +187,11 @@ def read_model(folder: Path) -> tuple[dict[str, Tensor], int]:
 def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder: Path) -> dict[str, Any]:
     """Load what any number of processes saved; each process reads the parts that it needs.
 
-    Processes:
-        Collective.
+    Processes: collective.
 
     Args:
         model: The model, built and wrapped as it will be trained; its weights are replaced in place.
         optimizers: The optimizers, built as when it was saved; None leaves them as they are.
-        folder: A folder that `write_state` filled, verified.
 
     Returns:
         The other states, with their tensors on the CPU.

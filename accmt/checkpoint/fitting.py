@@ -42,11 +42,6 @@ def require_same_layout(begun: Mapping[str, str], now: Mapping[str, str]) -> Non
 def require_same_model(ours: State, saved: State, stored: Mapping[str, Any]) -> None:
     """Check that a model has the entries of a checkpoint.
 
-    Args:
-        ours: The model's state.
-        saved: The checkpoint's, without its tensors.
-        stored: What is known of those, by name.
-
     Raises:
         CheckpointError: It is another model; the message names some differences.
     """

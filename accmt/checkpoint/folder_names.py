@@ -34,10 +34,6 @@ class Unfinished:
     """What the name of an unfinished folder says.
 
     Attributes:
-        kind: What it is.
-        step: The step of the checkpoint.
-        host: The machine of the process that works on it.
-        pid: That process.
         started: When that process began, in whole seconds since 1970: numbers of processes are used again.
     """
 

@@ -26,11 +26,7 @@ _CHUNK = 2**22
 class FrozenWeights:
     """The weights that a model's checkpoints leave out.
 
-    Args:
-        model: The model, wrapped or not, as training begins.
-
-    Processes:
-        Collective where the model is sharded.
+    Processes: collective where the model is sharded.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,8 +41,7 @@ class FrozenWeights:
         Every value is looked at: a change through `.data`, as PEFT merges adapters, leaves no other trace. That costs
         less than the forward pass of one step, which reads them all too.
 
-        Processes:
-            Collective: what changed on one process is left out on none.
+        Processes: collective: what changed on one process is left out on none.
         """
         if not self._digests:
             return {}
@@ -121,8 +116,7 @@ def _weights(device: str) -> Tensor:
 def digest_of(weight: Tensor) -> str:
     """Return a fingerprint of a whole tensor, sharded or not (xxh3, 16 hexadecimal digits).
 
-    Processes:
-        Collective where it is sharded.
+    Processes: collective where it is sharded.
     """
     whole = weight.detach()
     whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
@@ -139,15 +133,10 @@ def _digest(tensor: Tensor) -> str:
 def require_same_frozen(model: nn.Module, saved: Mapping[str, str]) -> None:
     """Check that the weights which a checkpoint left out are those of the model.
 
-    Args:
-        model: The model that continues.
-        saved: What `FrozenWeights.digests` returned.
-
     Raises:
         CheckpointError: They are others; the message names some.
 
-    Processes:
-        Collective where the model is sharded.
+    Processes: collective where the model is sharded.
     """
     weights = {**model_state(model), **plain_parameter_names(model)} if saved else {}
     others = [name for name, digest in saved.items() if name not in weights or digest_of(weights[name]) != digest]

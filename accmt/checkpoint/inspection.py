@@ -20,7 +20,6 @@ class Inspection:
     """What was found in the folder of a checkpoint.
 
     Attributes:
-        folder: The folder.
         manifest: What it should hold; None where that cannot be read.
         faults: Each file at fault and what is wrong with it; none: the checkpoint is complete.
         is_known: Whether its format is one that this accmt reads; a resume stops at one that is not.

@@ -32,23 +32,14 @@ _NO_FILE = {errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file has to be.
-
-    Attributes:
-        size: Bytes.
-        xxh3_64: Digest of the content, 16 hexadecimal digits.
-    """
+    """What a file has to be."""
 
     size: int
     xxh3_64: str
 
     @classmethod
     def of(cls, path: Path) -> FileEntry:
-        """Measure a file.
-
-        Raises:
-            OSError: It cannot be read.
-        """
+        """Measure a file."""
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, xxhash.xxh3_64)
             return cls(file.tell(), digest.hexdigest())
@@ -59,15 +50,8 @@ class Manifest:
     """What a checkpoint holds and where it comes from.
 
     Attributes:
-        step: Updates done.
         sequence: How many checkpoints the folder had seen, this one included. The newest is the one with the largest:
             a run that continues from an old checkpoint passes the same steps again.
-        files: What each file has to be, by its path in the checkpoint.
-        info: Free JSON values: epoch, samples seen, ...
-        versions: Of accmt, torch and python.
-        processes: How many wrote it together.
-        threads: With how many threads the main process computed.
-        time: When it was written, ISO 8601 in UTC.
     """
 
     step: int
@@ -109,12 +93,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: every file was found to be what was written.
-
-    Attributes:
-        folder: Where it lies.
-        manifest: What it holds.
-    """
+    """A complete checkpoint: every file was found to be what was written."""
 
     folder: Path
     manifest: Manifest
@@ -132,11 +111,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Damage:
-    """Why a checkpoint is not complete.
-
-    Attributes:
-        reason: The file at fault and what is wrong with it.
-    """
+    """Why a checkpoint is not complete."""
 
     reason: str
 

@@ -29,9 +29,6 @@ def split_tensors(state: Any) -> tuple[dict[str, Tensor], Any]:
     A tensor's name is the path to it, joined by dots. Tensors that share their memory (tied weights) are taken once.
     One of a sub-class that is made of other tensors (a quantized one, say) is taken apart into those.
 
-    Args:
-        state: Dicts, lists and tuples, nested, of tensors and other values.
-
     Returns:
         The tensors by name, and the state with a `TensorReference` or a `WrappedTensor` in the place of each.
 
@@ -56,10 +53,6 @@ def split_tensors(state: Any) -> tuple[dict[str, Tensor], Any]:
 
 def join_tensors(tensors: Mapping[str, Tensor], rest: Any) -> Any:
     """Put tensors back: the inverse of `split_tensors`.
-
-    Args:
-        tensors: The tensors by name.
-        rest: The state with references.
 
     Raises:
         CheckpointCorruptError: A tensor that the state refers to is missing.

@@ -61,8 +61,7 @@ class PiecePlanner:
     def pieces_of(self, tensors: Mapping[str, Tensor]) -> Pieces:
         """Return this process's pieces; they are the given tensors or their local parts, not copies.
 
-        Processes:
-            Collective; every process passes the same names, for the same whole tensors.
+        Processes: collective; every process passes the same names, for the same whole tensors.
 
         Args:
             tensors: Tensors that are the same on every process, or sharded (DTensor), by name.
@@ -102,10 +101,6 @@ def file_names(num_files: int) -> list[str]:
 
 def write_pieces(pieces: Pieces, folder: Path) -> Path:
     """Write this process's file of tensors, also where it has none. Needs no other process.
-
-    Args:
-        pieces: What to write.
-        folder: An existing folder, the same for all processes.
 
     Returns:
         The file. It is not made durable here.

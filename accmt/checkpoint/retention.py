@@ -36,13 +36,7 @@ def prune(folder: Path, *, newest: Path, num_kept: int) -> None:
     Pinned folders stay and do not count. So does everything that we did not write: without a manifest of ours there is
     no telling. What cannot be deleted is a warning.
 
-    Args:
-        folder: The checkpoint folder.
-        newest: The checkpoint just published; kept in any case.
-        num_kept: How many are kept, from 1.
-
-    Processes:
-        Main only.
+    Processes: main only.
     """
     ours = [path for path, _ in list_by_age(folder) if path != newest and is_deletable(path)]
     surplus = ours[: max(len(ours) - (num_kept - 1), 0)]

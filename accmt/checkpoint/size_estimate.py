@@ -49,7 +49,6 @@ def find_shortage(bytes_needed: int, folder: Path) -> str | None:
 
     Args:
         bytes_needed: Size of a checkpoint times those kept and one more, which is written before the oldest goes.
-        folder: The checkpoint folder, which need not exist yet.
     """
     occupied = sum(_size_of(path) for path in list_published(folder))
     room = free_space(folder) + occupied

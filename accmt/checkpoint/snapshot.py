@@ -25,7 +25,6 @@ class HostSnapshot:
         """Copy tensors as they are now; when this returns, the sources may change.
 
         Args:
-            tensors: Plain tensors on any device, by name.
             helper: Copies half of those on the CPU where torch computes with one thread, as a launcher sets it: one
                 core alone does not use the memory's speed.
 
@@ -47,11 +46,7 @@ class HostSnapshot:
         return dict(self._buffers)
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Get the memory that a copy of such tensors needs, so that the first `take` takes no longer than the others.
-
-        Args:
-            tensors: As in `take`; only their shapes and dtypes are looked at.
-        """
+        """Get the memory for a copy of such tensors, so that the first `take` takes no longer than the others."""
         self._fit(tensors)
         for buffer in self._buffers.values():
             buffer.zero_()

@@ -20,12 +20,7 @@ _UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXI
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process could not write its part, in a form that can travel.
-
-    Attributes:
-        cause: The process and its error.
-        advice: What would help.
-    """
+    """Why a process could not write its part, in a form that can travel."""
 
     cause: str
     advice: str
@@ -39,12 +34,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Part:
-    """What one process contributed.
-
-    Attributes:
-        files: Its files, by their path in the checkpoint.
-        failure: Why it has none.
-    """
+    """What one process contributed."""
 
     files: dict[str, FileEntry] = field(default_factory=dict)
     failure: Failure | None = None
@@ -54,11 +44,6 @@ class Staging:
     """A checkpoint that is being written.
 
     Nothing here communicates, so files can be written by another thread than the one that begins and publishes.
-
-    Attributes:
-        step: Updates done.
-        folder: The temporary folder, the same on every process.
-        error: What went wrong in this process, if anything.
     """
 
     def __init__(self, step: int, folder: Path) -> None:

@@ -62,8 +62,6 @@ class CheckpointStore:
     checkpoint is in the making at a time: `begin` gives up one that was neither published nor discarded.
 
     Args:
-        folder: The checkpoint folder, on storage that all machines share; made when something is saved.
-        max_checkpoints: How many are kept; None keeps the newest.
         group: Where the processes agree; one of its own (`new_cpu_group`) where another thread publishes. None: the
             default group.
     """
@@ -83,8 +81,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: Another run writes here, or the folder cannot be written.
 
-        Processes:
-            Collective; the main process holds the claim.
+        Processes: collective; the main process holds the claim.
         """
 
         def lock() -> None:
@@ -110,18 +107,13 @@ class CheckpointStore:
         """Write a checkpoint and publish it; an older one of the same step is replaced.
 
         Args:
-            step: Updates done.
             write: Called on every process with an empty folder for its files; no two may write one of the same name.
             info: Free JSON values for the manifest, those of the main process.
-
-        Returns:
-            The folder of the checkpoint.
 
         Raises:
             CheckpointError: Something failed on some process. Older checkpoints are untouched.
 
-        Processes:
-            Collective.
+        Processes: collective.
         """
         staging = self.begin(step)
         staging.write(write)
@@ -133,8 +125,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: The folder cannot be written.
 
-        Processes:
-            Collective.
+        Processes: collective.
         """
 
         def make() -> Path:
@@ -151,18 +142,10 @@ class CheckpointStore:
     def publish(self, staging: Staging, info: Mapping[str, Any]) -> Path:
         """Give a checkpoint its name once every process has written its part, then delete those that are too many.
 
-        Args:
-            staging: What `begin` returned; nobody may write to it any more.
-            info: As in `save`.
-
-        Returns:
-            The folder of the checkpoint.
-
         Raises:
             CheckpointError: As in `save`; the temporary folder is removed.
 
-        Processes:
-            Collective.
+        Processes: collective.
         """
         whole = merge(gather_objects(staging.part(), group=self._group))
         if whole.failure is not None:
@@ -173,8 +156,7 @@ class CheckpointStore:
     def discard(self, staging: Staging) -> None:
         """Remove the temporary folder of a checkpoint that will not be published.
 
-        Processes:
-            Collective.
+        Processes: collective.
         """
         self._run_on_main(lambda: self._discard(staging.folder))
 
@@ -187,8 +169,7 @@ class CheckpointStore:
             CheckpointError: A checkpoint is of a version that this accmt does not know, or one that a kill left without
                 its name cannot be renamed.
 
-        Processes:
-            Collective; the main process decides.
+        Processes: collective; the main process decides.
         """
         return self._run_on_main(self._find_newest)
 
@@ -200,8 +181,7 @@ class CheckpointStore:
             CheckpointCorruptError: A file is missing, or is not what was written.
             CheckpointError: It is of a version that this accmt does not know.
 
-        Processes:
-            Collective; the main process decides.
+        Processes: collective; the main process decides.
         """
 
         def read() -> Checkpoint:
@@ -217,36 +197,27 @@ class CheckpointStore:
             CheckpointError: The folder cannot be read, or a checkpoint that a kill left without its name not be
                 renamed.
 
-        Processes:
-            Collective.
+        Processes: collective.
         """
         self._run_on_main(self._clean)
 
     def set_aside_previous(self) -> Path | None:
         """Move the checkpoints of an earlier run to `<folder>.previous` (`.previous-2` ...), so that a run starts anew.
 
-        Returns:
-            Where they are now; None where there were none.
-
         Raises:
             CheckpointError: They cannot be moved.
 
-        Processes:
-            Collective.
+        Processes: collective.
         """
         return self._run_on_main(self._set_aside_previous)
 
     def remove_surplus(self, keep: int | None) -> None:
         """Delete the checkpoints of the oldest earlier runs that were set aside; other files there stay.
 
-        Args:
-            keep: How many earlier runs are kept; None is all.
-
         Raises:
             OSError: The folders cannot be read.
 
-        Processes:
-            Main only.
+        Processes: main only.
         """
         for place in find_surplus(self.folder.resolve(), keep, _newest_manifest_in):
             for path in filter(_is_checkpoint, sorted(place.iterdir())):

@@ -45,9 +45,6 @@ def try_model(model: nn.Module) -> None:
 
     Memory: copies of the trainable weights, as their gradients take, or of 256 MiB with buffers and frozen weights.
 
-    Args:
-        model: The model, wrapped or not; afterwards it is as it was.
-
     Raises:
         CheckpointError: A weight or buffer does not come back, or the model does not load its own state.
     """
@@ -74,10 +71,6 @@ def try_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Check that an optimizer's state comes back with its bits and types, once it has one.
 
     Of parameters whose states are alike one is tried, the smallest, on another object of the optimizer's class.
-
-    Args:
-        model: The model, wrapped or not.
-        optimizer: The optimizer, which is not touched.
 
     Raises:
         CheckpointError: An entry comes back otherwise, the optimizer does not load its own state, or holds another

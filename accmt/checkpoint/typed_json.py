@@ -35,11 +35,7 @@ _EXACT_BITS = 53
 
 @dataclass(frozen=True)
 class TensorReference:
-    """Stands in a state for a tensor that is kept elsewhere.
-
-    Attributes:
-        name: The tensor's name there.
-    """
+    """Stands in a state for a tensor that is kept elsewhere."""
 
     name: str
 
@@ -50,11 +46,7 @@ class WrappedTensor:
 
     Attributes:
         kind: The sub-class: its module and name.
-        parts: The tensors that it is made of, by attribute, or what stands for them.
         context: What else it is made of, as its `__tensor_flatten__` returns it.
-        size: Its own shape.
-        stride: Its own strides.
-        dtype: Its own dtype.
     """
 
     kind: str
@@ -71,7 +63,6 @@ def encode(value: Any, where: str = "state") -> str:
     Args:
         value: None, booleans, ints, floats, strings, tensor references, and lists, tuples, dicts and Counters of them
             (an `OrderedDict` comes back as a dict).
-        where: What the value is, for messages.
 
     Raises:
         CheckpointError: Something in it has another type; the message holds the path to it.
@@ -108,12 +99,7 @@ def _to_json(value: Any, where: str) -> Any:
 
 
 def refusal(where: str, value: Any) -> CheckpointError:
-    """Return the error about a value that a checkpoint cannot hold.
-
-    Args:
-        where: The path to the value in the state.
-        value: The value.
-    """
+    """Return the error about a value that a checkpoint cannot hold."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return CheckpointError(
         explain(

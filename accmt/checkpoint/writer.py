@@ -28,7 +28,6 @@ class CheckpointWriter:
     Args:
         store: Where they go. Nobody else may use it between a `save` and the next `wait`; with several processes it
             needs a group of its own (`new_cpu_group`), in which the thread agrees with the other processes.
-        collector: Collects the state of the run.
         is_async: Whether a thread writes, from a copy in host memory; otherwise training waits, and nothing is copied.
         on_failure: Told about a checkpoint that could not be written, on the main thread of every process, with the
             same message everywhere: at once when not asynchronous, otherwise at the next `save` or `wait`.
@@ -55,11 +54,7 @@ class CheckpointWriter:
         Worth a call once the optimizer has its state, after the first update: the first save then costs no more than
         the others, and what cannot be stored is known before hours of training.
 
-        Processes:
-            Collective.
-
-        Args:
-            others: As in `StateCollector.collect`.
+        Processes: collective.
 
         Raises:
             CheckpointError: The state holds something that cannot be stored; the message names it.
@@ -72,13 +67,7 @@ class CheckpointWriter:
     def save(self, step: int, others: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         """Save the state of the run as it is now; when this returns, training may change all of it.
 
-        Processes:
-            Collective, at an update boundary.
-
-        Args:
-            step: Updates done.
-            others: As in `StateCollector.collect`.
-            info: Free JSON values for the manifest, those of the main process.
+        Processes: collective, at an update boundary.
 
         Raises:
             CheckpointError: The state holds something that cannot be stored; the message names it.
@@ -90,8 +79,7 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait until the last checkpoint is durable, or has failed.
 
-        Processes:
-            Collective.
+        Processes: collective.
         """
         if self._in_flight is None:
             return
@@ -102,8 +90,7 @@ class CheckpointWriter:
     def close(self) -> None:
         """Wait for the last checkpoint, then give the thread and the memory back; nothing can be saved afterwards.
 
-        Processes:
-            Collective.
+        Processes: collective.
         """
         try:
             self.wait()

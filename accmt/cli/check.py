@@ -26,9 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Check and print.
 
-    Returns:
-        0 when everything is complete, 1 when something is damaged.
-
     Raises:
         NoCheckpointError: There is no checkpoint.
     """

@@ -21,9 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print or write the files.
 
-    Returns:
-        0.
-
     Raises:
         ArgumentError: A file of the name is there.
         OSError: The folder cannot be written.

@@ -37,9 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Verify, write, and say what was written.
 
-    Returns:
-        0.
-
     Raises:
         NoCheckpointError: There is no checkpoint.
         CheckpointCorruptError: The checkpoint, or the newest of the folder, is damaged.

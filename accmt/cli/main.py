@@ -27,9 +27,6 @@ WRONG_USE = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
-    Args:
-        arguments: The command and its arguments; None takes those of the program.
-
     Returns:
         The exit code: 0 for success, 2 for wrong use, and what else the command documents.
     """

@@ -19,9 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the page and say where it is.
 
-    Returns:
-        0.
-
     Raises:
         ArgumentError: A folder is not that of a run; where it holds runs, the message lists them.
         MissingPackageError: plotly is not installed.

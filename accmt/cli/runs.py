@@ -14,10 +14,6 @@ _SHOWN = 10
 def require_run(folder: Path, command: str) -> None:
     """Refuse a folder that is not there, and one that holds runs instead of being one: the message lists them.
 
-    Args:
-        folder: What was named.
-        command: The command that needs a run folder, such as "report".
-
     Raises:
         ArgumentError: It is no run folder.
     """

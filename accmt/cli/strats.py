@@ -15,11 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the strategies.
-
-    Returns:
-        0.
-    """
+    """Print the strategies."""
     width = max(map(len, STRATEGIES))
     print("\n".join(f"{name:<{width}}  {purpose}" for name, purpose in STRATEGIES.items()))
     print("\nFSDP, DeepSpeed, Megatron-LM and XLA are not built yet: a run that is launched with them is refused.")

@@ -39,7 +39,6 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     """Write a file under a temporary name beside `path`, make it durable and rename it to `path`.
 
     Args:
-        path: The final name. What stood there stays until the new content is complete.
         write: Called with the temporary path; writes the whole content there.
 
     Raises:
@@ -72,7 +71,6 @@ def require_writable_folder(folder: Path, argument: str) -> None:
     """Check, without leaving anything behind, that `folder` exists or could be made, and that files can be put there.
 
     Args:
-        folder: The folder that will be written later.
         argument: The Trainer argument that names it, for the message.
 
     Raises:

@@ -1,4 +1,4 @@
-"""JSON that every parser reads, and an append-only file of JSON lines.
+"""JSON, and files of JSON lines, that every parser reads.
 
 Python writes `NaN` and `Infinity`, which are not JSON. Here they become the strings "NaN", "Infinity" and "-Infinity",
 and these three strings are read back as floats, whoever wrote them.
@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -44,38 +44,6 @@ def read_json_lines(path: Path) -> Iterator[Any]:
         for line in file:
             if line.endswith(b"\n"):
                 yield loads(line.decode("utf-8"))
-
-
-class JsonLines:
-    """An append-only file with one JSON value a line, flushed at each line, so that a kill loses nothing.
-
-    Args:
-        path: The file; its folder must exist.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        _cut_torn_line(path)
-        self._file: TextIO = path.open("a", encoding="utf-8")
-
-    def append(self, value: Any) -> None:
-        """Write `value` as one line and hand it to the operating system."""
-        self._file.write(dumps(value) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file; calling it twice does no harm."""
-        self._file.close()
-
-
-def _cut_torn_line(path: Path) -> None:
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    complete = content.rfind(b"\n") + 1
-    if complete != len(content):
-        with path.open("r+b") as file:
-            file.truncate(complete)
 
 
 def _encode(value: Any) -> Any:

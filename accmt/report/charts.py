@@ -27,12 +27,7 @@ _SYSTEM = ("CPU", "GPU", "RAM", "mfu", "samples_per_s", "batches_per_s", "tokens
 
 
 class Chart(NamedTuple):
-    """One chart.
-
-    Attributes:
-        section: The part of the page that it stands in.
-        figure: What plotly draws.
-    """
+    """One chart."""
 
     section: str
     figure: Figure

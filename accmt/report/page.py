@@ -21,7 +21,6 @@ def write_report(runs: Sequence[RunRecord], path: Path) -> None:
 
     Args:
         runs: The runs, drawn over one another; the first is what the configurations of others are compared with.
-        path: The HTML file; an older one is replaced at once.
 
     Raises:
         MissingPackageError: plotly is not installed; or Pillow is not, and a run has images.

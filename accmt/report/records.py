@@ -19,13 +19,7 @@ SPLIT_PREFIX = "seconds_"
 
 @dataclass
 class Curve:
-    """One logged value over a run.
-
-    Attributes:
-        steps: Updates.
-        times_s: Seconds since the start of the run.
-        values: The values; they may be NaN or infinite.
-    """
+    """One logged value over a run."""
 
     steps: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
@@ -38,8 +32,6 @@ class Event:
 
     Attributes:
         kind: "started", "checkpoint", "resumed", "finished", "failed", "killed" or "preempted".
-        step: The update at which it did.
-        time_s: Seconds since the start of the run.
     """
 
     kind: str
@@ -49,17 +41,7 @@ class Event:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is known of one run.
-
-    Attributes:
-        name: Its name: that of the folder.
-        folder: The run folder.
-        config: Its configuration, on one level.
-        curves: What was logged, by name.
-        evaluations: The results of each evaluation, with their step.
-        events: What happened, in order.
-        images: The images that were logged, by name, in order.
-    """
+    """What is known of one run."""
 
     name: str
     folder: Path

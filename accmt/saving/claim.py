@@ -29,8 +29,7 @@ class ModelFolderClaim:
         Raises:
             SavingError: Another run saves there.
 
-        Processes:
-            Main only.
+        Processes: main only.
         """
         made = tuple(path for path in (folder, *folder.parents) if not path.exists())
         try:

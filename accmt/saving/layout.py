@@ -10,12 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class WeightsFormat:
-    """One of the two ways to write weights.
-
-    Attributes:
-        stem: What the file names begin with.
-        extension: What they end with, dot included.
-    """
+    """One of the two ways to write weights."""
 
     stem: str
     extension: str

@@ -25,15 +25,12 @@ def load_weights(model: nn.Module, folder: Path | str, *, strict: bool = True) -
     The model may be compiled or wrapped for data parallelism, whole or in part, whatever it was when it was saved.
 
     Args:
-        model: A model of the architecture that was saved.
-        folder: A folder that `save_weights` wrote.
         strict: Whether every weight of the model must be in the folder and the other way round. Shapes always must fit.
 
     Raises:
         WeightsError: The folder holds no weights, a file is missing or damaged, or names or shapes do not fit.
 
-    Processes:
-        All, each for itself; before the model is sharded.
+    Processes: all, each for itself; before the model is sharded.
     """
     folder = Path(folder)
     own_names = plain_names(model.state_dict())
@@ -48,13 +45,6 @@ def require_fit(
     saved: Mapping[str, Tensor], current: Mapping[str, Tensor], folder: Path, *, what: str, strict: bool = True
 ) -> None:
     """Check that saved weights fit a model; no value is looked at.
-
-    Args:
-        saved: The weights read from `folder`, by plain name.
-        current: Those of the model, by plain name.
-        folder: Named in the message.
-        what: The model, in a word.
-        strict: As in `load_weights`.
 
     Raises:
         WeightsError: They do not; the message has every name, and both shapes where these differ.

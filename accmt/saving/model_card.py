@@ -31,7 +31,6 @@ def write_model_card(folder: Path, *, head: Mapping[str, Any], sections: Mapping
     """Write `README.md`, unless somebody else's is there.
 
     Args:
-        folder: The model folder; must exist.
         head: What the hub reads, as YAML at the top, such as `library_name` and `base_model`.
         sections: By heading: a table of names and values, or a command. Empty ones are left out.
 
@@ -41,8 +40,7 @@ def write_model_card(folder: Path, *, head: Mapping[str, Any], sections: Mapping
     Raises:
         OSError: The disk is full or the folder cannot be written; the old file stands.
 
-    Processes:
-        Main only.
+    Processes: main only.
     """
     parts = [f"---\n{yaml.safe_dump(dict(head), sort_keys=False)}---", CARD_MARK, f"# {_name(folder)}"]
     parts += [f"## {heading}\n\n{_write_section(content)}" for heading, content in sections.items() if content]
@@ -52,18 +50,10 @@ def write_model_card(folder: Path, *, head: Mapping[str, Any], sections: Mapping
 def write_hps(folder: Path, hps: Mapping[str, Any]) -> bool:
     """Write `hps.yaml`, from which `Trainer(hps_config=...)` trains again; unless somebody else's is there.
 
-    Args:
-        folder: The model folder; must exist.
-        hps: The hyper-parameters, as `HyperParameters.to_dict` returns them.
-
-    Returns:
-        Whether it was written.
-
     Raises:
         OSError: The disk is full or the folder cannot be written; the old file stands.
 
-    Processes:
-        Main only.
+    Processes: main only.
     """
     return _replace_own(folder / HPS_NAME, HPS_MARK, f"{HPS_MARK}\n{yaml.safe_dump(dict(hps), sort_keys=False)}")
 
@@ -73,18 +63,10 @@ def write_trainer_config(folder: Path, arguments: Mapping[str, Any]) -> bool:
 
     What no file can hold, such as callbacks and functions, is left out; so are keys, tokens and passwords of trackers.
 
-    Args:
-        folder: The model folder; must exist.
-        arguments: The Trainer's, as `Trainer.config` returns them.
-
-    Returns:
-        Whether it was written.
-
     Raises:
         OSError: The disk is full or the folder cannot be written; the old file stands.
 
-    Processes:
-        Main only.
+    Processes: main only.
     """
     hps = {"hps_config": arguments["hps_config"]}
     others = {name: _to_plain(value) for name, value in arguments.items() if not _is_secret(name, value)}
@@ -123,11 +105,7 @@ def _can_be_written(value: Any) -> bool:
 
 
 def write_command(arguments: Sequence[str]) -> str:
-    """Return a program's arguments as a line for the shell; the values of keys, tokens and passwords are hidden.
-
-    Args:
-        arguments: As in `sys.argv`: the script and what follows it.
-    """
+    """Return a program's arguments as a line for the shell; the values of keys, tokens and passwords are hidden."""
     shown: list[str] = []
     for argument in arguments:
         name, is_assigned, _ = argument.partition("=")

@@ -22,9 +22,6 @@ class Patience:
         patience: Evaluations in a row without a better value before training ends. A number counts those in which no
             rule of `rule` has a new best. A dict counts each value for itself, such as `{"accuracy": 3}`; the first
             that is used up ends the training.
-        rule: The rules by which models are saved; a dict does not look at them.
-        directions: For each metric's main entry, whether a new value is better than an old one.
-        sets: The names of the validation sets, empty for a set without one; None if they are not known yet.
 
     Attributes:
         best: The best values so far, as of `Selection`.
@@ -73,9 +70,6 @@ class Patience:
 
     def consider(self, values: Mapping[str, float]) -> None:
         """Take note of an evaluation; the one before training is not to be considered.
-
-        Args:
-            values: Its results under names of rules, as `name_by_rules` gives them.
 
         Raises:
             ModuleContractError: A value that is watched is not among the results; nothing was noted.
@@ -127,11 +121,5 @@ def _check(patience: Any, allowed: list[int], groups: list[list[Rule]]) -> None:
 
 
 def may_stop(state: Counters, *, min_epochs: int | None, min_steps: int | None) -> bool:
-    """Return whether training has gone on for as long as it must, before patience or a wish to stop is heard.
-
-    Args:
-        state: The counters of the run.
-        min_epochs: Finished epochs that there must be at least; None is no minimum.
-        min_steps: Updates that there must be at least; None is no minimum. Of both the later one holds.
-    """
+    """Return whether training has gone on for as long as it must, before patience or a wish to stop is heard."""
     return state.epoch >= (min_epochs or 0) and state.global_step >= (min_steps or 0)

@@ -37,18 +37,13 @@ def keep_previous(folder: Path, run_id: str) -> Path | None:
     that was kept before is touched: then it is `.previous-2`. Where nothing can be put beside the folder, `previous` in
     it is the place.
 
-    Args:
-        folder: The model folder.
-        run_id: Names the run that is about to save there.
-
     Returns:
         Where the model is now, too; None where there is none, or the run's own.
 
     Raises:
         OSError: The folder cannot be written, or a file in it cannot be read.
 
-    Processes:
-        Main only.
+    Processes: main only.
     """
     if find_entry(folder) is None or holds_model_of(folder, run_id):
         return None
@@ -71,18 +66,10 @@ def keep_previous(folder: Path, run_id: str) -> Path | None:
 def remove_surplus(folder: Path, keep: int | None) -> list[Path]:
     """Delete the models of the oldest earlier runs that were kept; files that somebody else put there stay.
 
-    Args:
-        folder: The model folder.
-        keep: How many earlier runs are kept; None is all.
-
-    Returns:
-        Where they were.
-
     Raises:
         OSError: Something cannot be deleted.
 
-    Processes:
-        Main only.
+    Processes: main only.
     """
     surplus = find_surplus(folder.resolve(), keep, _when_kept)
     for place in surplus:

@@ -13,8 +13,6 @@ def publish(staged: Path, folder: Path, entry: str) -> None:
     """Move the files of a complete save from `staged` into `folder`, and remove what another loader would start from.
 
     Args:
-        staged: What was written, folders in it included; on the same disk as `folder`.
-        folder: The model folder.
         entry: The file that a loader starts from; it is moved last, so that one rename changes what is read.
 
     Raises:
@@ -51,9 +49,7 @@ def remove_leftovers(folder: Path, before: Collection[str], written: Collection[
     """Delete what the save before wrote and this one did not, such as the `config.json` of another kind of model.
 
     Args:
-        folder: The model folder.
         before: Files of the save before, relative to the folder; what leads out of it is skipped.
-        written: Files of this save.
 
     Raises:
         OSError: The folder cannot be written.

@@ -27,12 +27,7 @@ _LOSSES: dict[str, IsBetter] = {name.removeprefix(_PREFIX): operator.lt for name
 
 @dataclass(frozen=True)
 class Argument:
-    """Where something was written, for messages.
-
-    Attributes:
-        name: The argument.
-        call: What takes it.
-    """
+    """Where something was written, for messages."""
 
     name: str
     call: str = "Trainer"
@@ -52,7 +47,6 @@ class Quantity:
 
     Attributes:
         label: Its name in rules: "accuracy", or "accuracy@en" for one validation set.
-        is_better: Whether a new value beats an old one.
         key: Where it stands among the values of an evaluation.
         keys_of_sets: Where the values stand whose mean it is if there is none under `key`.
     """
@@ -81,7 +75,6 @@ class Rule:
 
     Attributes:
         name: Such as "best_valid_loss", "best_accuracy@en", "best_accuracy/f1" or "always".
-        quantities: What decides.
     """
 
     name: str
@@ -98,9 +91,6 @@ class Rule:
         """Put the values of an evaluation into `best` if it is better than what stands there.
 
         The best values of several quantities are always those of one evaluation.
-
-        Returns:
-            Whether it is better.
         """
         new = {key: quantity.read(values) for key, quantity in zip(self.keys, self.quantities, strict=True)}
         is_better = all(
@@ -113,10 +103,6 @@ class Rule:
 
     def require(self, values: Mapping[str, float], argument: Argument) -> None:
         """Check that all that decides is among the values of an evaluation.
-
-        Args:
-            values: Results under names of rules.
-            argument: What the rule stands in.
 
         Raises:
             ModuleContractError: Something is missing.
@@ -159,7 +145,6 @@ class Quantities:
         Args:
             name: "best_accuracy" (of several sets: their mean), "best_accuracy@en" or "best_accuracy__en" for one
                 set, "best_accuracy@en/f1@de" if both must be better, "always".
-            argument: What it stands in.
 
         Raises:
             ArgumentError: No such rule; the message names the nearest.
@@ -229,11 +214,7 @@ class Quantities:
         argument.refuse(repr(name), expected, do)
 
     def _advise_metrics(self, nearest: Mapping[str, str | None]) -> str:
-        """Return what to do about parts of a rule that no metric of the run is like.
-
-        Args:
-            nearest: Each part of the rule with the quantity that it is like.
-        """
+        """Return what to do about parts of a rule that no metric of the run is like."""
         unknown = {part: self._strip(part.partition("@")[0]) for part, label in nearest.items() if label is None}
         by_name = {part: _find_alike(name, METRIC_NAMES) for part, name in unknown.items()}
         for part, name in unknown.items():
@@ -274,7 +255,6 @@ def name_by_rules(results: Mapping[str, float], *, loss_name: str, train_loss: f
 
     Args:
         results: Losses and metrics by name; with several validation sets `<name>__<set>`.
-        loss_name: The name of the validation loss among them.
         train_loss: Mean training loss since the last evaluation; None, for no update since then, counts as NaN.
     """
     values = {TRAIN_LOSS: math.nan if train_loss is None else train_loss}

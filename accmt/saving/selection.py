@@ -21,7 +21,6 @@ class _Saving:
     """One rule, and the bounds between which it saves.
 
     Attributes:
-        rule: The rule.
         lower: What values must be above, by the label of their quantity.
         upper: What they must be below.
     """
@@ -47,8 +46,6 @@ class Selection:
         rule: "best_valid_loss", "best_train_loss", "best_<metric>", "always", None for never, or a list of them.
             Of several validation sets "best_<metric>" is the mean, "best_<metric>@<set>" (or "__<set>") one of them;
             "best_<metric>/<metric>" saves if both are better than at its last best.
-        directions: For each metric's main entry, whether a new value is better than an old one.
-        sets: The names of the validation sets, empty for a set without one; None if they are not known yet.
         below: Saves only while the value that decides is below this; a dict names the values.
         above: Saves only while the value that decides is above this; a dict names the values.
 
@@ -103,11 +100,6 @@ class Selection:
     def register(self, name: str, *, below: Limit = None, above: Limit = None) -> None:
         """Add a rule with thresholds of its own.
 
-        Args:
-            name: The rule.
-            below: As of the class, for this rule only.
-            above: As of the class, for this rule only.
-
         Raises:
             ArgumentError: No such rule or value, the rule is there already, or bounds that nothing can be between.
         """
@@ -126,9 +118,6 @@ class Selection:
 
     def consider(self, values: Mapping[str, float]) -> bool:
         """Take note of an evaluation; as `consider_all`, which says by which rules.
-
-        Returns:
-            Whether the weights should be saved by any rule.
 
         Raises:
             ModuleContractError: A value that decides is not among the results.
@@ -186,9 +175,6 @@ class Selection:
 
     def forget(self, holds_its_model: Callable[[str], bool]) -> list[str]:
         """Forget the best values of models that are not where they were saved, so that the next one is the best.
-
-        Args:
-            holds_its_model: Whether the folder of a rule does.
 
         Returns:
             For each rule that began anew, its name and what it had.

@@ -76,8 +76,7 @@ def gather_shards(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     One tensor at a time is whole on the device.
 
-    Processes:
-        Collective; every process passes the same names.
+    Processes: collective; every process passes the same names.
     """
     gathered = {name: _gather(value) for name, value in state_dict.items()}
     return {name: value for name, value in gathered.items() if value is not None}
@@ -100,10 +99,6 @@ def require_complete(state_dict: Mapping[str, Tensor], model: nn.Module) -> None
     """Refuse a state dict that holds less than the model's parameters: shards of ZeRO-3 or FSDP, or nothing.
 
     A model that leaves something out itself, by a `state_dict` method of its own, is not checked.
-
-    Args:
-        state_dict: What is to be saved, names with or without wrappers.
-        model: The model, without the wrapper of the launch; sharded or not.
 
     Raises:
         WeightsError: There are fewer values than the parameters have.
@@ -152,10 +147,6 @@ def require_dense_tensors(state_dict: Mapping[str, object]) -> None:
 
 def require_storable(state_dict: Mapping[str, object], *, safe_serialization: bool) -> None:
     """Refuse at the start of a run what `require_dense_tensors` refuses, and dtypes that safetensors does not have.
-
-    Args:
-        state_dict: The model's state, sharded or not; its values are not looked at.
-        safe_serialization: Whether the files will be those of safetensors.
 
     Raises:
         WeightsError: The message names what cannot be saved.

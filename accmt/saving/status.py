@@ -15,16 +15,11 @@ STATUS_VERSION = 1
 def write_status(folder: Path, status: Mapping[str, Any]) -> None:
     """Replace `status.json` in `folder` as one step, as strict JSON (infinite and undefined numbers become strings).
 
-    Args:
-        folder: A model or checkpoint folder; must exist.
-        status: JSON values by name; `version` is added.
-
     Raises:
         TypeError: A value that JSON cannot hold.
         OSError: The disk is full or the folder cannot be written; the old file stands.
 
-    Processes:
-        Main only.
+    Processes: main only.
     """
     write_text(folder / STATUS_NAME, dumps({"version": STATUS_VERSION, **status}, indent=2) + "\n")
 

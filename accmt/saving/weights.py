@@ -73,22 +73,16 @@ def save_weights(
     written once and tied again by `load_weights`. Files other than weights are not touched.
 
     Args:
-        state_dict: The full weights, by name.
-        folder: The model folder; made if it is missing.
         max_shard_size: Largest size of one file, in bytes or as "10GB"; a larger tensor has a file of its own.
         safe_serialization: `model*.safetensors` if True, `pytorch_model*.bin` if False.
         write_others: Writes the files that go with the weights into the folder it is given; they become visible
             together with them, or not at all.
 
-    Returns:
-        The digest and the names of the files.
-
     Raises:
         WeightsError: `state_dict` is empty, or holds what a file cannot hold.
         OSError: The files could not be written (`SavingError` where the library names no cause). The old weights stand.
 
-    Processes:
-        Main only.
+    Processes: main only.
     """
     named = _name_plainly(state_dict)
     tied = find_tied(named)
@@ -106,21 +100,11 @@ def save_adapter(
 ) -> SavedWeights:
     """Replace the weights in `folder` by those of an adapter, in the one file that PEFT looks for.
 
-    Args:
-        state_dict: The adapter's weights, by the names that PEFT gives them.
-        folder: The model folder; made if it is missing.
-        safe_serialization: `adapter_model.safetensors` if True, `adapter_model.bin` if False.
-        write_others: As in `save_weights`; it must write `adapter_config.json`.
-
-    Returns:
-        The digest and the names of the files.
-
     Raises:
         WeightsError: As `save_weights`.
         OSError: As `save_weights`.
 
-    Processes:
-        Main only.
+    Processes: main only.
     """
     tensors = give_own_memory(_name_plainly(state_dict))
     name = ADAPTER_NAMES[0 if safe_serialization else 1]
@@ -197,11 +181,6 @@ def _write_files(plan: _Plan, staged: Path) -> None:
 
 def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """Write tensors into one file of a folder in which a save is put together, in the format that its name says.
-
-    Args:
-        tensors: Dense tensors on the CPU, each with memory of its own.
-        path: The file; not durable afterwards.
-        metadata: Texts by name, for safetensors.
 
     Raises:
         SavingError: The file cannot be written.

@@ -40,11 +40,7 @@ class Delivery:
     behind it wait; one that the tracker refuses for its content is skipped, and that is said.
 
     Args:
-        spec: The tracker's kind.
         start: How the run starts there; what it resumes is found in the ledger.
-        history: The rows.
-        ledger: Holds the account of this tracker.
-        key: Its name in the ledger.
         is_patient: Whether a start that an outage prevents is tried again, instead of being an error.
 
     Attributes:
@@ -108,7 +104,6 @@ class Delivery:
         """Ask the thread to deliver what there is, and to end the tracker's run.
 
         Args:
-            status: How the run ended.
             timeout_s: When to give up; the last fifth is for the ending.
         """
         now = time.monotonic()

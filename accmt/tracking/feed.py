@@ -45,9 +45,6 @@ class Feed:
     """Reads `history.jsonl` for one tracker, and hands over what comes first; used by one thread.
 
     Args:
-        spec: The tracker's kind.
-        tracker: The tracker, started.
-        history: The rows.
         account: What the tracker has got; kept up to date.
         replay: Which of the rows it is to get.
     """

@@ -145,12 +145,7 @@ class History:
 
 
 class HistoryReader:
-    """Reads the rows of a `History` as they come, from any thread.
-
-    Args:
-        history: Where rows are being added.
-        line: The first line to read, counted from 0.
-    """
+    """Reads the rows of a `History` as they come, from any thread."""
 
     def __init__(self, history: History, line: int = 0) -> None:
         self._history = history
@@ -181,11 +176,7 @@ class HistoryReader:
 
 
 class Superseded:
-    """Tells rows that a resumed run took back from those that count.
-
-    Args:
-        rows: All lines of a history, from the first on.
-    """
+    """Tells rows that a resumed run took back from those that count."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self._spans = [range(row["rewind"]["line"], line) for line, row in enumerate(rows) if "rewind" in row]

@@ -19,7 +19,6 @@ class Account:
 
     Args:
         server: The URL of the tracker's store, None for one in the folder of logs.
-        kwargs: Arguments of the tracker's start.
         run_id: The id by which the tracker knows the run.
         first: The first line of the run.
         delivered: The line before which the tracker has everything.
@@ -27,7 +26,6 @@ class Account:
         settled: The line before which it has everything for good, also after a kill; the rest it may have in memory.
         num_refused: Rows that it refused for their content.
         names: Its name of each metric.
-        status: The status with which the run was ended there; None while it is open.
     """
 
     server: str | None = None
@@ -53,13 +51,7 @@ class Account:
 
 
 class Ledger:
-    """The accounts of all trackers of a run, written as one file.
-
-    Args:
-        folder: The run folder.
-        track_name: Project or experiment.
-        run_name: Name of the run.
-    """
+    """The accounts of all trackers of a run, written as one file."""
 
     def __init__(self, folder: Path, track_name: str, run_name: str) -> None:
         self._path = folder / LEDGER_FILE

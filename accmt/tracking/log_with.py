@@ -58,13 +58,6 @@ def kwargs_of_each(specs: Sequence[TrackerSpec], kwargs: Mapping[str, Any]) -> l
 
     `mlflow={...}` goes to MLflow alone; any other keyword goes to every tracker that takes it.
 
-    Args:
-        specs: The trackers of the run.
-        kwargs: Keywords of the Trainer that are none of its own.
-
-    Returns:
-        One dict for each of `specs`, its own arguments (`MLFlow(tags=...)`) included.
-
     Raises:
         UnknownArgumentError: No tracker takes a keyword.
     """

@@ -90,10 +90,6 @@ class MediaLog:
 
     On a full disk there is one warning, and what was to be logged is lost.
 
-    Args:
-        history: Gets a line for each.
-        notify: Tells the trackers that there is one.
-
     Processes: main only.
     """
 

@@ -17,12 +17,7 @@ _TRIES_BEFORE_WARNING = 3
 
 
 class Outage:
-    """The failures of one tracker since it last took something.
-
-    Args:
-        tracker: Its name.
-        where_rows_wait: The file that has them meanwhile.
-    """
+    """The failures of one tracker since it last took something."""
 
     def __init__(self, tracker: str, where_rows_wait: str) -> None:
         self._tracker = tracker

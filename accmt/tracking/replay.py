@@ -28,7 +28,6 @@ class Row:
 
     Args:
         step: The update that it belongs to.
-        time: When it was logged, in seconds since the epoch.
         values: Numbers by the tracker's names.
     """
 
@@ -65,15 +64,8 @@ class Resume:
 class Replay:
     """Decides about each line of the history whether a tracker gets it.
 
-    Args:
-        history: The file, with the rewind row of this attempt.
-        account: What the tracker has got so far.
-        rewinding: What the tracker does with superseded points.
-
     Attributes:
         start: The first line to look at.
-        first_step: As in `Resume`.
-        kept_steps: As in `Resume`.
     """
 
     def __init__(self, history: Path, account: Account, rewinding: Rewinding) -> None:

@@ -52,8 +52,6 @@ class RunPlace:
 
     Args:
         logging_dir: Folder of logs, or a URL as `is_url` tells it.
-        track_name: Project or experiment, as the user wrote it.
-        run_name: Name of this run, as the user wrote it.
         folder: The run folder, where it is not the one that the other three say.
         home: From where a relative folder of logs holds.
     """

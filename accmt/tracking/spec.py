@@ -26,10 +26,7 @@ class RunStart:
     """How a run starts in a tracker.
 
     Args:
-        place: Where the records of the run go.
-        kwargs: Arguments of the tracker's start.
         is_quiet: Whether the tracker's own messages are held back.
-        resume: The run to resume.
     """
 
     place: RunPlace

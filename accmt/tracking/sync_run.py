@@ -21,14 +21,7 @@ _START_S = 30.0
 
 @dataclass(frozen=True)
 class Synced:
-    """What became of one tracker's rows.
-
-    Args:
-        tracker: Its name.
-        num_delivered: Rows that it got now.
-        num_left: Rows that it still has not got.
-        problem: Why it did not get everything; None where it did.
-    """
+    """What became of one tracker's rows."""
 
     tracker: str
     num_delivered: int
@@ -42,11 +35,7 @@ def sync_run(run_folder: Path, *, timeout_s: float = 600.0) -> list[Synced]:
     A run without a status was killed, and gets the status "KILLED".
 
     Args:
-        run_folder: The folder with `history.jsonl` and `delivery.json`.
         timeout_s: How long to try, for each tracker.
-
-    Returns:
-        One entry for each tracker of the run.
 
     Raises:
         ArgumentError: It is not the folder of a run, or the run is going on and delivers by itself.

@@ -40,11 +40,7 @@ class Tracking:
     latest by a resumed run or by `accmt sync <run folder>`.
 
     Args:
-        trackers: What `resolve_trackers` returned.
-        track_name: Project or experiment.
-        run_name: Name of the run, the same on every process.
         logging_dir: Folder of logs, seen from `home` (None: the working folder), or a URL as `is_url` tells it.
-        tracker_kwargs: Further keywords of the Trainer, as in `kwargs_of_each`.
         is_main_process: Elsewhere nothing is created, and no method does anything.
         verbose: False holds back the trackers' own messages.
         offline: What becomes of a tracker whose server cannot be reached at the start: "auto" trains on and delivers
@@ -132,9 +128,6 @@ class Tracking:
         """Go on with the run of a checkpoint, when `start` is called; rows logged after the checkpoint are superseded.
 
         The state of a run with another name is left alone: this is a new run, then.
-
-        Args:
-            state: What `state_dict` returned when the checkpoint was taken.
         """
         if state["run_name"] == self._place.run_name:
             self._resumed = dict(state)
@@ -174,10 +167,6 @@ class Tracking:
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Write one row; does nothing before `start` and after `finish`.
 
-        Args:
-            values: Numbers by name; entries that are None are left out.
-            step: The update that they belong to.
-
         Raises:
             MetricError: A value is not one number.
 
@@ -193,7 +182,6 @@ class Tracking:
         """End the run everywhere; calling it again does nothing.
 
         Args:
-            status: How the run ended, as `history.jsonl` and MLflow show it.
             flush_s: How long to wait for trackers that have not got every row; what is left then is told.
 
         Processes: main only; returns at once elsewhere.

@@ -22,9 +22,6 @@ Scalar: TypeAlias = str | int | float | bool
 def to_floats(values: Mapping[str, Any]) -> dict[str, float]:
     """Turn one row into plain Python floats; entries that are None are left out.
 
-    Args:
-        values: Numbers, bools, and NumPy or torch scalars (also arrays and tensors of one element).
-
     Raises:
         MetricError: A value is not one number; the message names its key.
     """

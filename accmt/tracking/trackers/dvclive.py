@@ -37,11 +37,6 @@ class DVCLiveRun(TrackerRun):
     """Accelerate's DVCLive tracker, with the run's own steps instead of a count of the calls.
 
     It has no place for artifacts: DVCLive takes those in a DVC repository only.
-
-    Args:
-        folder: Where the files go.
-        resume: The run to resume.
-        options: Arguments of `dvclive.Live`.
     """
 
     base = "accelerate.tracking:DVCLiveTracker"

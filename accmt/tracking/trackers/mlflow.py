@@ -105,12 +105,6 @@ class MLFlowRun(TrackerRun):
 
     The process's tracking URI is set, and stays set after the run, so that `mlflow.search_runs()` reads the same store;
     `MLFLOW_TRACKING_URI`, which MLflow sets along with it, is put back at once.
-
-    Args:
-        tracking_uri: The store or server.
-        is_quiet: Whether MLflow's own messages are held back.
-        resume: The run to resume.
-        options: Arguments of `accelerate.tracking.MLflowTracker`.
     """
 
     base = "accelerate.tracking:MLflowTracker"

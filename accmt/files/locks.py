@@ -1,10 +1,12 @@
-"""A folder that one run at a time writes to."""
+"""Folders that one run at a time writes to, or that processes use in turn."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOCK_NAME = ".lock"
@@ -23,10 +25,6 @@ class FolderLock:
     folder, say) gives it up, as it would a POSIX record lock. Linux makes one of the other over NFS. Forked processes,
     such as loader workers, let go of it at once: the lock ends with this process, not with the last of them. This
     process itself can take it again.
-
-    Args:
-        file: The open lock file.
-        path: Where it is.
     """
 
     def __init__(self, file: int, path: Path) -> None:
@@ -79,6 +77,27 @@ class FolderLock:
                 self._path.unlink(missing_ok=True)
             finally:
                 os.close(self._file)
+
+
+@contextmanager
+def taking_turns(folder: Path) -> Iterator[None]:
+    """Wait until no other process uses a folder; on a file system without locks, all may at once.
+
+    The folder itself is locked, so nothing is left behind, and the lock ends with a process that is killed.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
+        os.close(descriptor)
 
 
 def _remember(lock: FolderLock, key: tuple[int, int]) -> None:
