@@ -45,7 +45,6 @@ class Unfinished:
 
 
 def step_name(step: int) -> str:
-    """Return the name of the published checkpoint of `step`."""
     return f"step-{step:08d}"
 
 

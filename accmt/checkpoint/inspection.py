@@ -36,12 +36,10 @@ class Inspection:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every file is what was written."""
         return not self.faults
 
     @property
     def is_pinned(self) -> bool:
-        """Whether somebody wants it kept for ever."""
         return (self.folder / PIN_NAME).exists()
 
 

@@ -32,14 +32,11 @@ _NO_FILE = {errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file has to be."""
-
     size: int
     xxh3_64: str
 
     @classmethod
     def of(cls, path: Path) -> FileEntry:
-        """Measure a file."""
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, xxhash.xxh3_64)
             return cls(file.tell(), digest.hexdigest())
@@ -67,7 +64,6 @@ class Manifest:
     def of_this_run(
         cls, *, step: int, sequence: int, files: Mapping[str, FileEntry], info: Mapping[str, Any]
     ) -> Manifest:
-        """Fill in what is known of this program and its launch."""
         return cls(
             step=step,
             sequence=sequence,
@@ -100,19 +96,15 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Updates done."""
         return self.manifest.step
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """The free values that were given when it was saved."""
         return self.manifest.info
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Why a checkpoint is not complete."""
-
     reason: str
 
 

@@ -76,7 +76,6 @@ def join_tensors(tensors: Mapping[str, Tensor], rest: Any) -> Any:
 
 
 def referred_tensors(rest: Any) -> set[str]:
-    """Return the names of all tensors that a state without them refers to."""
     names: set[str] = set()
 
     def note(reference: TensorReference | WrappedTensor, path: str) -> None:

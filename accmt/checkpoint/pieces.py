@@ -39,11 +39,9 @@ class Pieces:
 
     @classmethod
     def whole(cls, tensors: Mapping[str, Tensor]) -> Pieces:
-        """Return whole tensors as pieces."""
         return cls(tensors, {name: (0,) * tensor.dim() for name, tensor in tensors.items()})
 
     def __or__(self, other: Pieces) -> Pieces:
-        """Return the pieces of both, whose names differ."""
         return Pieces({**self.tensors, **other.tensors}, {**self.offsets, **other.offsets})
 
 
@@ -95,7 +93,6 @@ def _local_part(tensor: Tensor) -> Tensor:
 
 
 def file_names(num_files: int) -> list[str]:
-    """Return the names of the files that so many processes write."""
     return [f"tensors-{number + 1:05d}-of-{num_files:05d}.safetensors" for number in range(num_files)]
 
 

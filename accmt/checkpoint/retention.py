@@ -17,7 +17,6 @@ PIN_NAME = "PINNED"
 
 
 def list_published(folder: Path) -> list[Path]:
-    """Return the folders named like checkpoints, complete or not."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if STEP.fullmatch(path.name) and path.is_dir())

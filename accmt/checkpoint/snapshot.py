@@ -53,7 +53,6 @@ class HostSnapshot:
 
     @property
     def size_bytes(self) -> int:
-        """Host memory that the buffers hold."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def _fit(self, tensors: Mapping[str, Tensor]) -> None:

@@ -27,15 +27,12 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """Describe an error of this process."""
         reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         return cls(f"on process {process_index()}: {reason}", _advise(error))
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one process contributed."""
-
     files: dict[str, FileEntry] = field(default_factory=dict)
     failure: Failure | None = None
 
@@ -72,7 +69,6 @@ class Staging:
             self.error = error
 
     def part(self) -> Part:
-        """Return what this process contributed so far."""
         return Part(self._files) if self.error is None else Part(failure=Failure.of(self.error))
 
     def _take_over(self, own: Path) -> None:

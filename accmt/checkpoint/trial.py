@@ -246,7 +246,6 @@ def _children(value: Any) -> dict[Any, Any]:
 
 
 def _differences(saved: Any, loaded: Any, path: str) -> Iterable[str]:
-    """Say where a loaded state is another than the saved one."""
     expected, got = _type_of(saved), _type_of(loaded)
     if expected is not got:
         yield f"{path} as {_name(got)} instead of {_name(expected)}"

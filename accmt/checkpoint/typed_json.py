@@ -99,7 +99,6 @@ def _to_json(value: Any, where: str) -> Any:
 
 
 def refusal(where: str, value: Any) -> CheckpointError:
-    """Return the error about a value that a checkpoint cannot hold."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return CheckpointError(
         explain(

@@ -18,7 +18,6 @@ DAMAGED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what can be told to the command."""
     parser.add_argument("path", type=Path, help="the folder of a checkpoint, or one with checkpoints in it")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
 

@@ -14,7 +14,6 @@ FILES = Path(__file__).with_name("example_files")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what can be told to the command."""
     parser.add_argument("folder", type=Path, nargs="?", help="where to write them; printed by default")
 
 

@@ -24,7 +24,6 @@ _PREFIX = "checkpoint-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what can be told to the command."""
     parser.add_argument("checkpoint", type=Path, help="the folder of a checkpoint, or one with checkpoints in it")
     parser.add_argument("output", type=Path, help="the folder to write; made if it is missing")
     parser.add_argument("--config", type=Path, metavar="FOLDER", help="a folder with the config.json of the model")

@@ -20,7 +20,6 @@ _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what can be told to the command."""
     parser.add_argument("-N", dest="num_processes", type=int, metavar="NUMBER", help="processes; default: one a GPU")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--gpus", type=_read_gpus, metavar="0,1", help="the GPUs to use, by their numbers; default: all")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what can be told to the command."""
     parser.add_argument("folders", type=Path, nargs="+", metavar="RUN_FOLDER", help="the folder of a run")
     parser.add_argument("-o", "--output", type=Path, help="the page; report.html in the first run folder by default")
 

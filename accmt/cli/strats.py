@@ -15,7 +15,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the strategies."""
     width = max(map(len, STRATEGIES))
     print("\n".join(f"{name:<{width}}  {purpose}" for name, purpose in STRATEGIES.items()))
     print("\nFSDP, DeepSpeed, Megatron-LM and XLA are not built yet: a run that is launched with them is refused.")

@@ -17,7 +17,6 @@ LEFT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what can be told to the command."""
     parser.add_argument("run_folder", type=Path, help="the folder with history.jsonl: logs/<track>/<run>")
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="for each tracker (default 600)"

@@ -27,8 +27,6 @@ _SYSTEM = ("CPU", "GPU", "RAM", "mfu", "samples_per_s", "batches_per_s", "tokens
 
 
 class Chart(NamedTuple):
-    """One chart."""
-
     section: str
     figure: Figure
 

@@ -19,8 +19,6 @@ SPLIT_PREFIX = "seconds_"
 
 @dataclass
 class Curve:
-    """One logged value over a run."""
-
     steps: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -41,8 +39,6 @@ class Event:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is known of one run."""
-
     name: str
     folder: Path
     config: dict[str, Any]

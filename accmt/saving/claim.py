@@ -43,7 +43,6 @@ class ModelFolderClaim:
             return None
 
     def release(self) -> None:
-        """Let other runs save there."""
         if self.lock is not None:
             self.lock.release()
         with suppress(OSError):  # it holds something

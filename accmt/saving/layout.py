@@ -17,7 +17,6 @@ class WeightsFormat:
 
     @property
     def single(self) -> str:
-        """Name of the file when all weights are in one."""
         return f"{self.stem}{self.extension}"
 
     @property

@@ -55,7 +55,6 @@ def require_fit(
 
 
 def misfit(folder: Path, got: str, expected: str) -> WeightsError:
-    """Return the error for weights of another model than the one they are to be loaded into."""
     do = "build the model with the arguments it was saved with, or choose the folder that belongs to it"
     return WeightsError(explain(f"weights in {folder}", got, expected, do))
 
@@ -140,7 +139,6 @@ def _find_faults(saved: Mapping[str, Tensor], current: Mapping[str, Tensor], *, 
 
 
 def describe_shapes(name: str, saved: Sequence[int], current: Sequence[int]) -> str:
-    """Say which shape a weight has in its file, and which in the model."""
     return f"{name} {list(saved)} for {list(current)} in the model"
 
 

@@ -55,7 +55,6 @@ class Patience:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether training should end."""
         return 0 in self._left.values()
 
     @property
@@ -65,7 +64,6 @@ class Patience:
 
     @property
     def needs_validation(self) -> bool:
-        """Whether results of validation are looked at."""
         return any(quantity.key != TRAIN_LOSS for rule in self._rules for quantity in rule.quantities)
 
     def consider(self, values: Mapping[str, float]) -> None:
@@ -89,7 +87,6 @@ class Patience:
             rule.require(values, _PATIENCE)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts and the best values."""
         return {"without_better": dict(self._without_better), "best": dict(self.best)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -89,7 +89,6 @@ def _when_kept(place: Path) -> int | None:
 
 
 def holds_model_of(folder: Path, run_id: str) -> bool:
-    """Return whether the model in a folder was saved by a run."""
     return _read(folder / STATUS_NAME).get(RUN_KEY) == run_id
 
 

@@ -57,11 +57,9 @@ class Quantity:
     keys_of_sets: tuple[str, ...] = ()
 
     def is_in(self, values: Mapping[str, float]) -> bool:
-        """Return whether an evaluation gave what is needed."""
         return self.key in values or (bool(self.keys_of_sets) and all(key in values for key in self.keys_of_sets))
 
     def read(self, values: Mapping[str, float]) -> float:
-        """Return the value of an evaluation in which it is."""
         if self.key in values:
             return values[self.key]
         return sum(values[key] for key in self.keys_of_sets) / len(self.keys_of_sets)

@@ -163,7 +163,6 @@ class Selection:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best values, and which rules saved something."""
         return {"best": dict(self.best), "chosen": sorted(self._chosen)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

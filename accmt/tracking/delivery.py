@@ -77,12 +77,10 @@ class Delivery:
 
     @property
     def account(self) -> Account:
-        """What the tracker has got."""
         return self._ledger.accounts[self.key]
 
     @property
     def is_complete(self) -> bool:
-        """Whether the tracker has every row, and its run is ended."""
         return self.account.delivered >= self._history.num_lines and self.account.status is not None
 
     def begin(self, timeout_s: float) -> None:
@@ -97,7 +95,6 @@ class Delivery:
             self.start_error = error
 
     def notify(self) -> None:
-        """Tell the thread that there are rows."""
         self._has_rows.set()
 
     def end(self, status: str, timeout_s: float) -> None:
@@ -118,13 +115,11 @@ class Delivery:
         return not self._thread.is_alive()
 
     def attach(self) -> None:
-        """Do what the started tracker needs on the calling thread."""
         if self.tracker is not None:
             with suppress(Exception):
                 self.spec.attach(self.tracker)
 
     def detach(self, status: str) -> None:
-        """Undo `attach`."""
         if self.tracker is not None:
             with suppress(Exception):
                 self.spec.detach(self.tracker, status)

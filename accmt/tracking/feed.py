@@ -71,7 +71,6 @@ class Feed:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all that was read is handed over."""
         return not self._items
 
     def hand_over(self, limit: int) -> Iterator[None]:
@@ -144,7 +143,6 @@ class Feed:
         return self._arrivals[0][0] + self._settles_in_s - now if self._arrivals else None
 
     def close(self) -> None:
-        """Close the file."""
         self._reader.close()
 
     def _read(self) -> bool:

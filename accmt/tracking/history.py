@@ -83,7 +83,6 @@ class History:
         self._append({"time": time.time(), "rewind": {"line": line, "step": step, "attempt": attempt}})
 
     def add_status(self, status: str) -> None:
-        """Write how the run ended."""
         self._append({"time": time.time(), "status": status})
 
     def unwritten(self, line: int) -> bytes | None:
@@ -162,7 +161,6 @@ class HistoryReader:
         return rows
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _next_line(self) -> bytes | None:

@@ -53,7 +53,6 @@ class Media:
 
     @property
     def path(self) -> Path:
-        """The file or folder of an artifact."""
         return self.folder / self.name
 
     def images(self) -> dict[str, Image]:

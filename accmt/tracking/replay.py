@@ -80,7 +80,6 @@ class Replay:
         self.kept_steps = (min(self._kept), max(self._kept)) if self._kept else None
 
     def is_new(self, line: int) -> bool:
-        """Return whether the tracker has not got line `line` yet."""
         return line >= self._account.delivered
 
     def wanted(self, line: int, row: Mapping[str, Any]) -> dict[str, float]:
@@ -92,7 +91,6 @@ class Replay:
         return {name: value for name, value in values.items() if name not in kept} if kept else values
 
     def is_media_wanted(self, line: int, row: Mapping[str, Any]) -> bool:
-        """Return whether the tracker is to get the images, table or artifact of a row."""
         return self._is_wanted(line, row) and not (_names_of(row) & self._kept_beside(line, row))
 
     def _is_wanted(self, line: int, row: Mapping[str, Any]) -> bool:

@@ -107,7 +107,6 @@ class TrackerSpec:
         return hasattr(tracker, f"add_{kind}")
 
     def deliver_media(self, tracker: GeneralTracker, media: Media) -> None:
-        """Log images, a table or an artifact."""
         getattr(tracker, f"add_{media.kind}")(media)
 
     def is_outage(self, error: BaseException | None) -> bool:
@@ -130,7 +129,6 @@ class TrackerSpec:
         return name
 
     def finish(self, tracker: GeneralTracker, status: str) -> None:
-        """End the run with `status`, where the tracker knows one."""
         tracker.finish(status)
 
     def run_id(self, tracker: GeneralTracker) -> str | None:

@@ -21,8 +21,6 @@ _START_S = 30.0
 
 @dataclass(frozen=True)
 class Synced:
-    """What became of one tracker's rows."""
-
     tracker: str
     num_delivered: int
     num_left: int

@@ -76,7 +76,6 @@ class CleanNames:
         self._taken = set(self._cleaned.values())
 
     def rename(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `values` under the tracker's names."""
         return {self._cleaned.get(name) or self._add(name): value for name, value in values.items()}
 
     def _add(self, name: str) -> str:

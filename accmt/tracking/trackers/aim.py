@@ -57,7 +57,6 @@ class AimRun(TrackerRun):
             self.log(row.values, step=row.step)
 
     def add_images(self, media: Media) -> None:
-        """Log images as one sequence."""
         from aim import Image
 
         images = [Image(image) for image in media.images().values()]

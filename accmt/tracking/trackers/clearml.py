@@ -101,13 +101,11 @@ class ClearMLRun(TrackerRun):
             self.log({name: value for name, value in row.values.items() if isfinite(value)}, step=row.step)
 
     def add_images(self, media: Media) -> None:
-        """Report images as debug samples."""
         for name, image in media.images().items():
             series = name.removeprefix(f"{media.name}/")
             self.task.get_logger().report_image(media.name, series, iteration=media.step, image=image)
 
     def add_table(self, media: Media) -> None:
-        """Report a table as a plot."""
         columns, rows = media.table()
         content = [columns, *rows]
         self.task.get_logger().report_table(media.name, media.name, iteration=media.step, table_plot=content)

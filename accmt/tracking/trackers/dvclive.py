@@ -49,7 +49,6 @@ class DVCLiveRun(TrackerRun):
         self._first_step = resume.first_step
 
     def start(self) -> None:
-        """Take out what the resumed run withdraws, then start."""
         if self._first_step is not None:
             for path in self._folder.glob("plots/metrics/**/*.tsv"):
                 _withdraw(path, self._first_step)
@@ -68,7 +67,6 @@ class DVCLiveRun(TrackerRun):
             self.live.log_image(f"{name}/{media.step}.png", image)
 
     def finish(self, status: str = "FINISHED") -> None:
-        """Write the summary; DVCLive has no status."""
         del status
         super().finish()
 

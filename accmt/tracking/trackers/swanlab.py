@@ -80,7 +80,6 @@ class SwanLabRun(TrackerRun):
             self.run.log(dict(row.values), step=row.step)
 
     def add_images(self, media: Media) -> None:
-        """Log images as one chart."""
         from swanlab import Image
 
         self.run.log({media.name: [Image(image) for image in media.images().values()]}, step=media.step)

@@ -65,6 +65,5 @@ class TensorBoardRun(TrackerRun):
         self.writer.flush()
 
     def finish(self, status: str = "FINISHED") -> None:
-        """Close the event file; TensorBoard has no status."""
         del status
         super().finish()

@@ -98,7 +98,6 @@ class WandBRun(TrackerRun):
             self.run.log({**row.values, _AXIS: row.step, "_timestamp": row.time})
 
     def add_images(self, media: Media) -> None:
-        """Log images as one panel."""
         from wandb import Image
 
         self._log_media(media, [Image(image) for image in media.images().values()])
