@@ -1,8 +1,7 @@
 """Metrics: what is computed over a whole validation set, and means of what is logged."""
 
-from accmt.metrics.accuracy import Accuracy
 from accmt.metrics.building import BUILTIN, build_metrics
-from accmt.metrics.builtin import AUROC, F1, MAE, MSE, R2, RMSE, Perplexity, Precision, Recall
+from accmt.metrics.builtin import AUROC, F1, MAE, MSE, R2, RMSE, Accuracy, Perplexity, Precision, Recall
 from accmt.metrics.collector import ValidationCollector
 from accmt.metrics.metric import Metric
 from accmt.metrics.outputs import OutputCollector, gather_on_cpu

@@ -1,14 +1,13 @@
-"""Makes metrics of what the Trainer was given as `metrics=`."""
+"""Builds the metrics of `Trainer(metrics=...)`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any
 
 from accmt.errors import MetricError, explain
-from accmt.metrics.accuracy import Accuracy
-from accmt.metrics.builtin import AUROC, F1, MAE, MSE, R2, RMSE, Perplexity, Precision, Recall
+from accmt.metrics.builtin import AUROC, F1, MAE, MSE, R2, RMSE, Accuracy, Perplexity, Precision, Recall
 from accmt.metrics.metric import Metric
 from accmt.metrics.results import describe
 from accmt.metrics.torch_metrics import TorchMetric, is_torch_metric
@@ -39,7 +38,7 @@ def build_metrics(value: Any) -> tuple[Metric, ...]:
             a list or tuple of these, or a dict of them by name.
 
     Raises:
-        MetricError: Something else, an unknown name, or two metrics or two of their results with one name.
+        MetricError: The value is something else, a name is unknown, or two metrics or results have one name.
         MissingPackageError: A built-in metric needs torchmetrics, which is not installed.
     """
     if value is None:
@@ -55,24 +54,26 @@ def build_metrics(value: Any) -> tuple[Metric, ...]:
 
 def _build_one(value: Any, name: str | None) -> Metric:
     if name is not None and not isinstance(name, str):
-        _refuse(f"the name {describe(name)}", 'metrics={"f1": F1()}')
+        raise _wrong_value(f"the name {describe(name)}", 'metrics={"f1": F1()}')
     if isinstance(value, str):
         return _find_builtin(value)() if name is None else _find_builtin(value)(name)
     if is_torch_metric(value):
         return TorchMetric(value, name)
     if not isinstance(value, Metric):
         got = f"the class {value.__name__}" if isinstance(value, type) else describe(value)
-        _refuse(got, f"metrics=[{value.__name__ if isinstance(value, type) else 'Accuracy'}()]")
+        raise _wrong_value(got, f"metrics=[{value.__name__ if isinstance(value, type) else 'Accuracy'}()]")
     if name not in (None, value.name):
         got = f"{name!r} for a {type(value).__name__} that is named {value.name!r}"
-        _refuse(got, f"{type(value).__name__}(name={name!r}), or metrics=[...] without names")
+        raise _wrong_value(got, f"{type(value).__name__}(name={name!r}), or metrics=[...] without names")
     return value
 
 
 def _find_builtin(name: str) -> Callable[..., Metric]:
     if name not in BUILTIN:
         nearest = get_close_matches(name.lower(), BUILTIN, n=1)
-        _refuse(repr(name), f"metrics=[{nearest[0]!r}]" if nearest else "a Metric of your own: class MyMetric(Metric)")
+        raise _wrong_value(
+            repr(name), f"metrics=[{nearest[0]!r}]" if nearest else "a Metric of your own: class MyMetric(Metric)"
+        )
     return BUILTIN[name]
 
 
@@ -81,5 +82,5 @@ def _require_distinct(names: list[str]) -> None:
         raise MetricError(explain(_WHERE, f"the names {names}", "each name once", "rename one"))
 
 
-def _refuse(got: str, do: str) -> NoReturn:
-    raise MetricError(explain(_WHERE, got, _EXPECTED, do))
+def _wrong_value(got: str, do: str) -> MetricError:
+    return MetricError(explain(_WHERE, got, _EXPECTED, do))

@@ -1,4 +1,4 @@
-"""The metrics that people use most, computed by torchmetrics."""
+"""The metrics that people use most; all but the accuracy are computed by torchmetrics."""
 
 from __future__ import annotations
 
@@ -9,9 +9,17 @@ from typing import Any
 
 import torch
 
-from accmt.errors import MetricError, explain
-from accmt.metrics.classes import IGNORED, has_scores, read_classes, read_scores, to_tensor
-from accmt.metrics.results import require_pair
+from accmt.metrics.classes import (
+    IGNORED,
+    align_classes,
+    describe_shapes,
+    has_scores,
+    read_classes,
+    read_scores,
+    to_tensor,
+)
+from accmt.metrics.results import metric_error, require_pair
+from accmt.metrics.streaming import StreamingMetric
 from accmt.metrics.torch_metrics import TorchMetric, load_torch_metric
 
 _AVERAGES = ("binary", "macro", "micro", "weighted", "none")
@@ -19,19 +27,45 @@ _AVERAGES = ("binary", "macro", "micro", "weighted", "none")
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+class Accuracy(StreamingMetric):
+    """Share of predicted classes that equal their references; references of -100 are ignored.
+
+    Shapes:
+        predictions: Class indices `[samples, ...]`, or logits `[samples, ..., classes]`, of which the largest counts.
+        references: Class indices `[samples, ...]`.
+
+    Args:
+        name: The key under which `validation_step` returns predictions and references.
+    """
+
+    def __init__(self, name: str = "accuracy") -> None:
+        super().__init__(name, greater_is_better=True)
+
+    def count(self, predictions: Any, references: Any) -> torch.Tensor:
+        predicted, expected = align_classes(self.name, predictions, references)
+        is_kept = expected != IGNORED
+        return torch.stack([torch.count_nonzero(is_kept & (predicted == expected)), torch.count_nonzero(is_kept)])
+
+    def finish(self, sums: list[float]) -> dict[str, float]:
+        num_right, num_samples = sums
+        if not num_samples:
+            do = "check what validation_step returns"
+            raise metric_error(self.name, "no reference but -100", "at least one class", do)
+        return {self.name: num_right / num_samples}
+
+
 class _OfPairs(TorchMetric):
     """A metric that reads predictions and references in a way of its own."""
 
     def prepare(self, entry: Any) -> Inputs | None:
-        """Return the arguments of `update`; None where every reference is left out."""
         predictions, references = self.read_pair(*require_pair(self.name, entry))
         return ((predictions, references), {}) if references.numel() else None
 
     def read_pair(self, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what torchmetrics is given.
+        """Return what torchmetrics gets.
 
         Raises:
-            MetricError: The shapes do not fit.
+            MetricError: The shapes do not fit, or there are other classes than `num_classes` says.
         """
         raise NotImplementedError
 
@@ -47,11 +81,6 @@ class _OfClasses(_OfPairs):
         super().__init__(_load_of_classes(name, self._torch_name, num_classes, average), name)
 
     def read_pair(self, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return predicted and true classes.
-
-        Raises:
-            MetricError: The shapes do not fit, or there are other classes than `num_classes` says.
-        """
         predictions, references = to_tensor(self.name, predictions), to_tensor(self.name, references)
         if has_scores(predictions, references):
             _require_scores(self.name, predictions, self._num_classes)
@@ -65,7 +94,7 @@ class F1(_OfClasses):
 
     Shapes:
         predictions: Class indices `[samples, ...]`, or logits `[samples, ..., classes]`, of which the largest counts.
-        references: Class indices `[samples, ...]`; those of -100 are left out.
+        references: Class indices `[samples, ...]`; those of -100 are ignored.
 
     Args:
         name: The key under which `validation_step` returns predictions and references.
@@ -74,7 +103,7 @@ class F1(_OfClasses):
             `<name>_<class>`; None is "binary" for two classes and "macro" for more.
 
     Raises:
-        MetricError: No such average, or less than two classes.
+        MetricError: The average is unknown, or there are less than two classes.
         MissingPackageError: torchmetrics is not installed.
     """
 
@@ -102,7 +131,7 @@ class AUROC(_OfPairs):
     Shapes:
         predictions: For two classes any score that rises with class 1 `[samples, ...]`, or two logits
             `[samples, ..., 2]`; for more of them logits (or log-probabilities) `[samples, ..., classes]`.
-        references: Class indices `[samples, ...]`; those of -100 are left out.
+        references: Class indices `[samples, ...]`; those of -100 are ignored.
 
     Args:
         name: The key under which `validation_step` returns predictions and references.
@@ -110,7 +139,7 @@ class AUROC(_OfPairs):
         average: As for `F1`, without "micro"; "binary" means two classes.
 
     Raises:
-        MetricError: No such average, or less than two classes.
+        MetricError: The average is unknown, or there are less than two classes.
         MissingPackageError: torchmetrics is not installed.
     """
 
@@ -121,14 +150,8 @@ class AUROC(_OfPairs):
         super().__init__(_load_of_classes(name, "AUROC", num_classes, average), name)
 
     def read_pair(self, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores between 0 and 1 and the true classes.
-
-        torchmetrics takes scores for logits if any of a batch lies outside 0 to 1, so how samples are shared among
-        batches would change the result. Scores are therefore brought there beforehand, in their order.
-
-        Raises:
-            MetricError: The shapes do not fit.
-        """
+        # torchmetrics takes scores for logits if any of a batch lies outside 0 to 1, so how samples are split into
+        # batches would change the result. So scores are mapped there beforehand, which keeps their order.
         scores, classes = to_tensor(self.name, predictions), to_tensor(self.name, references)
         if self._is_binary and scores.shape == classes.shape:
             is_kept = classes != IGNORED
@@ -152,16 +175,11 @@ class _Regression(_OfPairs):
         super().__init__(load_torch_metric(name, self._path, **self._arguments), name)
 
     def read_pair(self, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return predictions and references, flat.
-
-        Raises:
-            MetricError: Their shapes differ.
-        """
         predictions, references = to_tensor(self.name, predictions), to_tensor(self.name, references)
         if predictions.shape != references.shape:
-            got = f"predictions {tuple(predictions.shape)}, references {tuple(references.shape)}"
+            got = describe_shapes(predictions, references)
             do = "bring them to one shape: predictions.squeeze(-1), say"
-            raise MetricError(explain(f"metric {self.name!r}", got, "equal shapes", do))
+            raise metric_error(self.name, got, "equal shapes", do)
         return predictions.reshape(-1), references.reshape(-1)
 
 
@@ -199,7 +217,7 @@ class Perplexity(_OfPairs):
 
     Shapes:
         predictions: Logits `[batch, time, vocab]`.
-        references: Tokens `[batch, time]`, those of -100 are left out. For a causal model both are shifted by the
+        references: Tokens `[batch, time]`, those of -100 are ignored. For a causal model both are shifted by the
             step: `logits[:, :-1]` and `labels[:, 1:]`.
 
     Args:
@@ -213,13 +231,8 @@ class Perplexity(_OfPairs):
         super().__init__(load_torch_metric(name, "text.Perplexity"), name)
 
     def read_pair(self, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits `[1, tokens, vocab]` and tokens `[1, tokens]`.
-
-        Raises:
-            MetricError: The shapes do not fit.
-        """
         logits, tokens = read_scores(self.name, predictions, references)
-        return logits.unsqueeze(0), tokens.unsqueeze(0)
+        return logits.unsqueeze(0), tokens.unsqueeze(0)  # [1, tokens, vocab] and [1, tokens]
 
 
 def _require_scores(name: str, scores: torch.Tensor, num_classes: int) -> None:
@@ -231,33 +244,29 @@ def _require_scores(name: str, scores: torch.Tensor, num_classes: int) -> None:
     if scores.shape[-1] != num_classes:
         got = f"predictions {tuple(scores.shape)}, the last dimension being classes, and num_classes={num_classes}"
         do = f"num_classes={scores.shape[-1]}"
-        raise MetricError(explain(f"metric {name!r}", got, "as many scores as classes", do))
+        raise metric_error(name, got, "as many scores as classes", do)
 
 
 def _require_classes(name: str, num_classes: int, *classes: torch.Tensor) -> None:
-    """Check that there are no other classes than there may be, which torchmetrics does not see in all cases.
-
-    Raises:
-        MetricError: There are.
-    """
+    """Check the range of classes, which torchmetrics does not do in all cases."""
     every = torch.cat([part.flatten() for part in classes])
     if not every.numel():
         return
     lowest, highest = (int(value) for value in torch.stack(every.aminmax()).tolist())
     if lowest < 0 or highest >= num_classes:
-        do = f"num_classes={highest + 1}" if lowest >= 0 else f"{IGNORED} for what is to be left out"
+        do = f"num_classes={highest + 1}" if lowest >= 0 else f"{IGNORED} for references to be ignored"
         expected = f"classes from 0 to {num_classes - 1} (num_classes={num_classes})"
-        raise MetricError(explain(f"metric {name!r}", f"classes from {lowest} to {highest}", expected, do))
+        raise metric_error(name, f"classes from {lowest} to {highest}", expected, do)
 
 
 def _choose_average(name: str, num_classes: int, average: str | None, *, without: str = "") -> str:
     if num_classes < 2:
-        raise MetricError(explain(f"metric {name!r}", f"num_classes={num_classes}", "2 or more", "num_classes=2"))
+        raise metric_error(name, f"num_classes={num_classes}", "2 or more", "num_classes=2")
     choices = [choice for choice in _AVERAGES if choice != without and (num_classes == 2 or choice != "binary")]
     average = average or choices[0]
     if average not in choices:
         got = f"average={average!r} and num_classes={num_classes}"
-        raise MetricError(explain(f"metric {name!r}", got, f"one of {choices}", f"average={choices[0]!r}"))
+        raise metric_error(name, got, f"one of {choices}", f"average={choices[0]!r}")
     return average
 
 
@@ -269,7 +278,7 @@ def _load_of_classes(name: str, kind: str, num_classes: int, average: str) -> An
 
 
 def _squash(scores: torch.Tensor) -> torch.Tensor:
-    """Bring scores between 0 and 1 without changing their order."""
+    """Map scores to between 0 and 1 without changing their order."""
     return scores.atan() / math.pi + 0.5
 
 

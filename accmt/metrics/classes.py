@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from accmt.errors import MetricError, explain
+from accmt.metrics.results import describe, metric_error
 
 IGNORED = -100
-"""References of this value are left out, as torch's losses leave them out."""
+"""References of this value are ignored, as torch's losses ignore them."""
 
 
 def read_classes(name: str, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,7 +20,7 @@ def read_classes(name: str, predictions: Any, references: Any) -> tuple[torch.Te
 
 
 def align_classes(name: str, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return predicted and true classes, of one shape and on one device, those to be ignored among them.
+    """Return predicted and true classes, of one shape and on one device, ignored ones included.
 
     Args:
         name: The metric, for messages.
@@ -29,14 +29,20 @@ def align_classes(name: str, predictions: Any, references: Any) -> tuple[torch.T
         references: Class indices `[...]`.
 
     Raises:
-        MetricError: The shapes do not fit, or there is one score for each sample: whether it is a logit or a
-            probability cannot be told.
+        MetricError: The shapes do not fit, or there is one score for each sample, which may be a logit or a
+            probability.
     """
     predictions, references = to_tensor(name, predictions), to_tensor(name, references)
     if has_scores(predictions, references):
         predictions = predictions.argmax(-1)
     if predictions.shape != references.shape or not _are_whole(predictions):
-        _refuse(name, predictions, references)
+        got = describe_shapes(predictions, references)
+        expected = "class indices of equal shapes, or scores with one dimension more, the classes"
+        do = "return logits.argmax(-1) as predictions"
+        if predictions.shape == references.shape or predictions.shape == (*references.shape, 1):
+            got += ", one score for each reference"
+            do = "return (logits > 0).long(), or (probabilities > 0.5).long(), in the shape of the references"
+        raise metric_error(name, got, expected, do)
     return predictions.to(references.device), references
 
 
@@ -48,9 +54,8 @@ def read_scores(name: str, predictions: Any, references: Any) -> tuple[torch.Ten
     """
     predictions, references = to_tensor(name, predictions), to_tensor(name, references)
     if not has_scores(predictions, references):
-        got = f"predictions {tuple(predictions.shape)}, references {tuple(references.shape)}"
-        expected = "logits [..., classes] and class indices [...]"
-        raise MetricError(explain(f"metric {name!r}", got, expected, "return the logits as predictions"))
+        expected, do = "logits [..., classes] and class indices [...]", "return the logits as predictions"
+        raise metric_error(name, describe_shapes(predictions, references), expected, do)
     is_kept = references != IGNORED
     return predictions[is_kept.to(predictions.device)], references[is_kept]
 
@@ -71,20 +76,13 @@ def to_tensor(name: str, value: Any) -> torch.Tensor:
         tensor = torch.as_tensor(value)
         return tensor.detach() if tensor.requires_grad else tensor
     except (TypeError, ValueError, RuntimeError) as error:
-        got, expected = f"{value!r:.80} ({type(value).__name__})", "a tensor, an array or a list of numbers"
         do = f"return tensors under {name!r}, or write a Metric of your own"
-        raise MetricError(explain(f"metric {name!r}", got, expected, do)) from error
+        raise metric_error(name, describe(value), "a tensor, an array or a list of numbers", do) from error
 
 
 def _are_whole(predictions: torch.Tensor) -> bool:
     return not predictions.is_floating_point() or bool((predictions == predictions.round()).all())
 
 
-def _refuse(name: str, predictions: torch.Tensor, references: torch.Tensor) -> None:
-    got = f"predictions {tuple(predictions.shape)}, references {tuple(references.shape)}"
-    expected = "class indices of equal shapes, or scores with one dimension more, the classes"
-    do = "return logits.argmax(-1) as predictions"
-    if predictions.shape == references.shape or predictions.shape == (*references.shape, 1):
-        got += ", one score for each reference"
-        do = "return (logits > 0).long(), or (probabilities > 0.5).long(), in the shape of the references"
-    raise MetricError(explain(f"metric {name!r}", got, expected, do))
+def describe_shapes(predictions: torch.Tensor, references: torch.Tensor) -> str:
+    return f"predictions {tuple(predictions.shape)}, references {tuple(references.shape)}"

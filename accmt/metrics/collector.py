@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -13,7 +13,7 @@ from accmt.errors import MetricError, ModuleContractError, explain
 from accmt.metrics.gathering import CHUNK_BYTES
 from accmt.metrics.logged import LoggedValues, combine
 from accmt.metrics.metric import Metric
-from accmt.metrics.results import describe, find_scalar, is_pair
+from accmt.metrics.results import describe, find_scalar, is_pair, metric_error
 from accmt.metrics.weighted_sum import Weight
 from accmt.processes import gather_objects
 
@@ -22,9 +22,9 @@ class ValidationCollector:
     """The results of one validation set.
 
     Args:
-        metrics: The metrics to compute; each is begun anew.
+        metrics: The metrics to compute; each starts from nothing.
         logged: Takes in what is logged while the set is evaluated; None where nothing is.
-        chunk_bytes: How much of each process's predictions travels at a time; None is all.
+        chunk_bytes: How much of each process's predictions is sent at a time; None is all.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ValidationCollector:
         chunk_bytes: int | None = CHUNK_BYTES,
     ) -> None:
         self._chunk_bytes = chunk_bytes
-        self._taken = {metric.name: metric.accumulate() for metric in metrics}
+        self._accumulations = {metric.name: metric.accumulate() for metric in metrics}
         self._scalars = LoggedValues() if logged is None else logged
         self._scalars.take()
         self._scalars.begin_batch()
@@ -48,7 +48,7 @@ class ValidationCollector:
         Args:
             outputs: Scalars by name, and under the names of metrics what these take: `(predictions, references)`.
             weight: What scalars weigh: samples in the batch, or the weight that the step returned.
-            position: The micro-batch of the batch, by which the order of the data is restored; None is the next.
+            position: The index of the micro-batch, by which the order of the data is restored; None is the next.
 
         Raises:
             MetricError: A pair stands under a name that no metric has, or a metric cannot read its entry.
@@ -59,21 +59,21 @@ class ValidationCollector:
         scalars: dict[str, torch.Tensor] = {}
         for name, value in outputs.items():
             self._num_entries[name] += 1
-            if name in self._taken:
-                self._taken[name].add(value, position)
+            if name in self._accumulations:
+                self._accumulations[name].add(value, position)
             elif is_pair(value):
-                self._refuse_name(name)
+                raise self._unknown_name(name)
             else:
                 scalars[name] = _to_scalar(name, value)
         self._scalars.end_batch(weight, scalars)
         self._scalars.begin_batch()
 
-    def _refuse_name(self, name: str) -> NoReturn:
-        names = list(self._taken)
+    def _unknown_name(self, name: str) -> MetricError:
+        names = list(self._accumulations)
         nearest = get_close_matches(name, names, n=1)
         do = f"rename it to {nearest[0]!r}" if nearest else f"metrics=[...] with a Metric named {name!r}"
         got = f"an entry {name!r} with predictions and references"
-        raise MetricError(explain("validation_step", got, f"a name of metrics=: {names}", do))
+        return MetricError(explain("validation_step", got, f"a name of metrics=: {names}", do))
 
     def compute(self) -> dict[str, float]:
         """Return means and metrics over all samples of all processes.
@@ -81,34 +81,29 @@ class ValidationCollector:
         Processes: collective; metrics are computed on the main process, and every process gets the values.
 
         Raises:
-            MetricError: A metric got no entry, returned something else than numbers with its main entry, or a value has
-                the name of another one.
+            MetricError: A metric got no entry, returned something else than numbers with its main entry, or two values
+                have one name.
         """
         self._scalars.close()
         every = gather_objects((self._scalars.take(), set(self._num_entries)))
         self._require_entries(set().union(*(names for _, names in every)))
         results = combine(totals for totals, _ in every)
-        for name, taken in self._taken.items():
-            values = taken.compute(self._chunk_bytes)
-            _require_new(name, values, results)
+        for name, accumulation in self._accumulations.items():
+            values = accumulation.compute(self._chunk_bytes)
+            twice = sorted(set(values) & set(results))
+            if twice:
+                got = f"the result {twice[0]!r}, which already exists"
+                do = "rename the entry of validation_step, or what the metric returns"
+                raise metric_error(name, got, "each name once", do)
             results |= values
         return results
 
     def _require_entries(self, returned: set[str]) -> None:
-        for name in self._taken:
+        for name in self._accumulations:
             if name not in returned:
                 got = f"no predictions; validation_step returned {sorted(returned)}"
                 do = f'return {{"loss": loss, "{name}": (predictions, references)}}'
-                expected = f"validation_step to return an entry {name!r}"
-                raise MetricError(explain(f"metric {name!r}", got, expected, do))
-
-
-def _require_new(metric: str, values: Mapping[str, float], results: Mapping[str, float]) -> None:
-    twice = sorted(set(values) & set(results))
-    if twice:
-        got, expected = f"the result {twice[0]!r}, which there is already", "each name once"
-        do = "rename the entry of validation_step, or what the metric returns"
-        raise MetricError(explain(f"metric {metric!r}", got, expected, do))
+                raise metric_error(name, got, f"validation_step to return an entry {name!r}", do)
 
 
 def _to_scalar(name: str, value: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Several results of an evaluation made into one, such as the mean accuracy of some of the validation sets."""
+"""Combines several results of an evaluation into one, such as the mean accuracy of some of the validation sets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accmt.metrics.results import describe, find_scalar
 from accmt.processes import run_on_main_process
 
 Choice = Callable[[str], bool] | Sequence[str]
-"""Which results are taken: a function of a result's name, or their names."""
+"""Which results are combined: a function of a result's name, or their names."""
 
 Further = Callable[[dict[str, list[float]]], dict[str, float]]
 
@@ -20,26 +20,21 @@ _WHERE = "Trainer(consolidate_metrics=...)"
 
 
 def find_members(choices: Mapping[str, Choice], names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names of the results that each consolidated one is made of.
+    """Return the names of the results that each consolidated one is made of; nothing where a listed one is missing."""
 
-    Args:
-        choices: What is taken, by the name of what becomes of it.
-        names: The results that there are. Of a choice that lists names of which one is missing, nothing is taken.
-    """
-    return {new: _choose(choice, names) for new, choice in choices.items()}
+    def choose(choice: Choice) -> list[str]:
+        if callable(choice):
+            return [name for name in names if choice(name)]
+        return list(choice) if set(choice) <= set(names) else []
 
-
-def _choose(choice: Choice, names: Sequence[str]) -> list[str]:
-    if callable(choice):
-        return [name for name in names if choice(name)]
-    return list(choice) if set(choice) <= set(names) else []
+    return {new: choose(choice) for new, choice in choices.items()}
 
 
 def require_members(choices: Mapping[str, Choice], names: Sequence[str]) -> None:
     """Check that an evaluation has what is to be consolidated.
 
     Raises:
-        MetricError: Nothing is taken, or a name that is listed is missing; the message names the nearest.
+        MetricError: A choice is empty, or a listed name is missing; the message names the nearest.
     """
     for new, members in find_members(choices, names).items():
         if members:
@@ -47,25 +42,25 @@ def require_members(choices: Mapping[str, Choice], names: Sequence[str]) -> None
         choice = choices[new]
         missing = "" if callable(choice) else next((name for name in choice if name not in names), "")
         nearest = get_close_matches(missing, names, n=1, cutoff=0.0)
-        got = f"{new!r} of {missing!r}, which is no result" if missing else f"{new!r}, which takes none of the results"
-        do = f"did you mean {nearest[0]!r}?" if missing and nearest else f"{{{new!r}: lambda name: True}} takes all"
+        got = f"{new!r} of {missing!r}, which is no result" if missing else f"{new!r}, which selects no result"
+        do = f"did you mean {nearest[0]!r}?" if missing and nearest else f"{{{new!r}: lambda name: True}} selects all"
         raise MetricError(explain(_WHERE, got, f"results among {list(names)}", do))
 
 
 def consolidate(
     choices: Mapping[str, Choice], further: Further | None, results: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return what results become: the mean of each choice, and what a function makes of the values of all of them.
+    """Return the mean of each choice that is not empty, and what a function makes of the values of all choices.
 
     Processes: collective; `further` is called on the main process, and every process gets its results.
 
     Args:
-        choices: What is taken, by the name of what becomes of it; where nothing is, there is no result.
+        choices: Which results are combined, by the name of the new one.
         further: Gets the values of each choice by its name, and returns further results.
         results: Those of an evaluation.
 
     Raises:
-        MetricError: A new result has the name of one that there is, or `further` returned no numbers by name.
+        MetricError: A new result has the name of an existing one, or `further` returned no numbers by name.
     """
     members = find_members(choices, list(results))
     values = {new: [results[name] for name in names] for new, names in members.items() if names}
@@ -79,14 +74,10 @@ def consolidate(
 
 
 def directions_of(choices: Mapping[str, Choice], directions: Mapping[str, IsBetter]) -> dict[str, IsBetter]:
-    """Return whether a new value of a consolidated result is better than an old one, where that is known.
-
-    Args:
-        choices: What is taken, by the name of what becomes of it.
-        directions: The same of each result that has a direction.
+    """Return the direction of each consolidated result, where it is known.
 
     Raises:
-        MetricError: A choice takes both results that should rise and such that should fall.
+        MetricError: A choice mixes results that should rise with results that should fall.
     """
     found = {}
     for new, members in find_members(choices, list(directions)).items():
@@ -94,7 +85,7 @@ def directions_of(choices: Mapping[str, Choice], directions: Mapping[str, IsBett
         if {True, False} <= set(rising.values()):
             up, down = ([name for name in members if rising[name] is way] for way in (True, False))
             got = f"{new!r} of {up}, where greater is better, and of {down}, where less is"
-            raise MetricError(explain(_WHERE, got, "results of one direction", "consolidate them apart"))
+            raise MetricError(explain(_WHERE, got, "results of one direction", "consolidate them separately"))
         if members and None not in rising.values():
             found[new] = directions[members[0]]
     return found
@@ -103,7 +94,7 @@ def directions_of(choices: Mapping[str, Choice], directions: Mapping[str, IsBett
 def _is_rising(is_better: IsBetter) -> bool | None:
     try:
         return is_better(1.0, 0.0)
-    except MetricError:  # of a metric whose direction nobody knows
+    except MetricError:  # its direction is unknown
         return None
 
 
@@ -120,5 +111,5 @@ def _read_further(made: Any) -> dict[str, float]:
 def _require_new(new: Mapping[str, float], results: Mapping[str, float]) -> None:
     twice = sorted(new.keys() & results.keys())
     if twice:
-        got = f"the name {twice[0]!r}, which a result has already"
+        got = f"the name {twice[0]!r}, which another result already has"
         raise MetricError(explain(_WHERE, got, "each name once", "choose another name"))

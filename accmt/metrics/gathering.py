@@ -11,8 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from accmt.errors import MetricError, explain
-from accmt.metrics.results import read_result, require_pair
+from accmt.metrics.results import metric_error, read_result, require_pair
 from accmt.processes import gather_objects, is_main_process, num_processes, run_on_main_process
 
 if TYPE_CHECKING:
@@ -21,50 +20,31 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CHUNK_BYTES = 32_000_000
-"""How much of each process travels at a time, unless told otherwise."""
+"""How much of each process is sent at a time, by default."""
 
 
 Pair = tuple[int, Any, Any]
-"""The place of a batch, its predictions and its references."""
+"""The position of a batch, its predictions and its references."""
 
 
 class GatheredPairs:
-    """Keeps predictions and references on the CPU until the metric is computed, over all of them at once.
-
-    Args:
-        metric: What computes.
-    """
+    """Keeps predictions and references on the CPU until the metric is computed, over all of them at once."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
         self._pairs: list[Pair] = []
 
     def add(self, entry: Any, position: int) -> None:
-        """Keep the pair of one batch.
-
-        Raises:
-            ModuleContractError: It is no pair.
-        """
         predictions, references = require_pair(self._metric.name, entry)
         self._pairs.append((position, to_cpu(predictions), to_cpu(references)))
 
     def compute(self, chunk_bytes: int | None = CHUNK_BYTES) -> dict[str, float]:
-        """Compute the metric on the main process, over the samples in the order of the data.
-
-        Processes: collective; the predictions go to the main process only.
-
-        Args:
-            chunk_bytes: As in `gather_on_main_process`.
-
-        Raises:
-            MetricError: Parts cannot be joined, or the metric returned something else than numbers.
-        """
         every = gather_on_main_process(self._pairs, chunk_bytes)
         self._pairs = []
         return run_on_main_process(lambda: self._compute(every))
 
     def _compute(self, every: list[list[Pair]]) -> dict[str, float]:
-        # Processes share each micro-batch in their order, and sorting keeps equal positions as they stand.
+        # Processes share each micro-batch in their order, and sorting keeps the order of equal positions.
         predictions, references = join_pairs(self._metric.name, sorted(chain(*every), key=lambda pair: pair[0]))
         metric = self._metric
         return read_result(metric.name, metric.main_metric, metric.compute(predictions, references))
@@ -76,9 +56,9 @@ def gather_on_main_process(items: list[T], chunk_bytes: int | None = CHUNK_BYTES
     Processes: collective.
 
     Args:
-        items: Picklable values, any number of them, none too; tensors on the CPU.
-        chunk_bytes: How much of each process travels at a time: the least number of items that make so many bytes. None
-            is all at once.
+        items: Any number of picklable values; tensors on the CPU.
+        chunk_bytes: How much of each process is sent at a time: the least number of items that make so many bytes.
+            None is all at once.
 
     Returns:
         On the main process the items of each process, in the order of ranks; nothing on the others.
@@ -119,9 +99,9 @@ def _count_bytes(value: Any) -> int:
 
 
 def to_cpu(value: Any) -> Any:
-    """Return the value with its tensors and arrays, wherever they stand in it, as detached CPU tensors of their own.
+    """Return the value with its tensors and arrays, at any depth, as detached CPU tensors of their own.
 
-    They are copies: a view would keep the memory of all that it looks at, and a step may fill its output anew.
+    They are copies: a view would keep alive the memory of what it is a view of, and a step may reuse its output.
     """
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return torch.tensor(value)
@@ -136,11 +116,7 @@ def to_cpu(value: Any) -> Any:
 
 
 def join_pairs(name: str, pairs: Sequence[Pair]) -> tuple[Any, Any]:
-    """Return the predictions and the references of all batches, each put together.
-
-    Args:
-        name: The metric, for messages.
-        pairs: Those of the batches, in order.
+    """Return the predictions and the references of all batches, each joined, for the metric `name`.
 
     Raises:
         MetricError: They cannot be joined.
@@ -150,7 +126,6 @@ def join_pairs(name: str, pairs: Sequence[Pair]) -> tuple[Any, Any]:
 
 
 def _join(name: str, parts: list[Any]) -> Any:
-    """Put the predictions (or references) of all batches together."""
     if all(isinstance(part, Mapping) for part in parts):
         return _join_mappings(name, parts)
     if not all(isinstance(part, torch.Tensor) for part in parts):
@@ -160,7 +135,7 @@ def _join(name: str, parts: list[Any]) -> Any:
     if len(shapes) > 1:
         got = f"samples of the shapes {shapes[0]} and {shapes[-1]} in different batches"
         do = "pad them to one length, flatten them, or return lists"
-        raise MetricError(explain(f"metric {name!r}", got, "samples of one shape", do))
+        raise metric_error(name, got, "samples of one shape", do)
     return torch.cat(parts)
 
 
@@ -168,5 +143,5 @@ def _join_mappings(name: str, parts: list[Mapping[Any, Any]]) -> dict[Any, Any]:
     keys = sorted({tuple(part) for part in parts}, key=str)
     if len({frozenset(of_part) for of_part in keys}) > 1:
         got = f"dicts with the keys {keys[0]} and {keys[-1]} in different batches"
-        raise MetricError(explain(f"metric {name!r}", got, "the same keys", "return the same keys for every batch"))
+        raise metric_error(name, got, "the same keys", "return the same keys for every batch")
     return {key: _join(name, [part[key] for part in parts]) for key in keys[0]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -18,11 +18,11 @@ Totals: TypeAlias = dict[str, tuple[float, float | None]]
 class LoggedValues:
     """The values of one phase, training or the evaluation of one set.
 
-    A value weighs what the batch weighs during which it was logged. That is known when the batch is done, so values
-    wait until `end_batch`; between batches they weigh what the last one did (1 before the first).
+    A value has the weight of the batch during which it was logged. That is known when the batch is done, so values wait
+    until `end_batch`; between batches they have the weight of the last one (1 before the first).
 
     Attributes:
-        is_open: Whether values are taken in.
+        is_open: Whether values are accepted.
     """
 
     def __init__(self) -> None:
@@ -36,38 +36,38 @@ class LoggedValues:
         return len(self._sums)
 
     def begin_batch(self) -> None:
-        """Let values wait for the weight of the batch that begins; what waited for one that failed is dropped."""
+        """Let values wait for the weight of the batch that begins; what waited for a failed one is dropped."""
         self.is_open = True
         self._waiting = []
 
     def close(self) -> None:
-        """Take in nothing more before a batch begins; what still waits weighs what the last batch did."""
+        """Accept nothing more before a batch begins; what still waits gets the weight of the last batch."""
         self.end_batch(self._weight)
         self.is_open = False
 
     def add(self, name: str, value: Any, *, is_total: bool = False) -> None:
-        """Take in one value; nothing is waited for, and neither the value nor its graph is kept.
+        """Add one value; nothing is waited for, and neither the value nor its graph is kept.
 
         Args:
             name: Its name.
             value: A number, or a tensor of one element.
-            is_total: Whether values are added up, whatever they weigh, instead of averaged.
+            is_total: Whether values are added up, without weights, instead of averaged.
 
         Raises:
             ModuleContractError: The value is not one number, the name was logged the other way, or there is no batch.
         """
         if not self.is_open:
-            _refuse(
-                name, "a call when nothing is averaged", "a call in a step", "log in training_step or validation_step"
-            )
+            do = "log in training_step or validation_step"
+            raise _wrong_value(name, "a call when nothing is averaged", "a call in a step", do)
         scalar = find_scalar(value)
         if scalar is None:
-            _refuse(name, describe(value), "a number, or a tensor of one element", f"log({name!r}, value.mean())")
+            do = f"log({name!r}, value.mean())"
+            raise _wrong_value(name, describe(value), "a number, or a tensor of one element", do)
         if name in self._sums and (name in self._totals) != is_total:
-            _refuse(name, "means and sums under one name", "one of them", "give one of them another name")
+            raise _wrong_value(name, "means and sums under one name", "one of them", "give one of them another name")
         if is_total:
             self._totals.add(name)
-        scalar = scalar.clone() if isinstance(value, torch.Tensor) else scalar  # the step may go on to change it
+        scalar = scalar.clone() if isinstance(value, torch.Tensor) else scalar  # the step may still change it
         self._sums.setdefault(name, WeightedSum())
         if self._waiting is None:
             self._weigh(name, scalar)
@@ -88,21 +88,20 @@ class LoggedValues:
         waiting, self._waiting = self._waiting or (), None
         for name, value in waiting:
             if returned and name in returned:
-                _refuse(name, "the name of a value that the step returned too", "each name once", "rename one of them")
+                got, do = "the name of a value that the step returned too", "rename one of them"
+                raise _wrong_value(name, got, "each name once", do)
             self._weigh(name, value)
         for name, value in (returned or {}).items():
             self._sums.setdefault(name, WeightedSum()).add(value, weight)
 
     def take(self) -> Totals:
-        """Return what this process logged, and begin anew. Waits for the device."""
-        totals: Totals = {}
-        for name, (total, weight) in ((name, values.take()) for name, values in self._sums.items()):
-            totals[name] = (total, None if name in self._totals else weight)
+        """Return what this process logged, and start again from nothing. Waits for the device."""
+        sums = {name: values.take() for name, values in self._sums.items()}
+        totals = {name: (total, None if name in self._totals else weight) for name, (total, weight) in sums.items()}
         self._sums, self._totals = {}, set()
         return totals
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything logged so far, between batches."""
         return {
             "sums": {name: values.state_dict() for name, values in self._sums.items()},
             "totals": sorted(self._totals),
@@ -138,5 +137,5 @@ def _combine(pairs: list[tuple[float, float | None]]) -> float | None:
     return total / weight if weight else None
 
 
-def _refuse(name: str, got: str, expected: str, do: str) -> NoReturn:
-    raise ModuleContractError(explain(f"the logged value {name!r}", got, expected, do))
+def _wrong_value(name: str, got: str, expected: str, do: str) -> ModuleContractError:
+    return ModuleContractError(explain(f"the logged value {name!r}", got, expected, do))

@@ -22,14 +22,14 @@ _COMPARATORS: dict[str, IsBetter] = {
 
 
 class Accumulation(Protocol):
-    """What a metric has taken in of one validation set, on this process."""
+    """What a metric has accumulated of one validation set, on this process."""
 
     def add(self, entry: Any, position: int) -> None:
         """Take in what `validation_step` returned for one batch.
 
         Args:
-            entry: What stands under the metric's name, such as `(predictions, references)`.
-            position: The batch's place among those of this process; equal places of the processes follow one another.
+            entry: What it returned under the metric's name, such as `(predictions, references)`.
+            position: The batch's index in the order of the data; of equal ones, the lower rank comes first.
         """
 
     def compute(self, chunk_bytes: int | None = CHUNK_BYTES) -> dict[str, float]:
@@ -38,7 +38,7 @@ class Accumulation(Protocol):
         Processes: collective; every process gets the same values.
 
         Args:
-            chunk_bytes: How much of each process travels at a time, where anything has to be gathered; None is all.
+            chunk_bytes: How much of each process is sent at a time, where anything has to be gathered; None is all.
         """
 
 
@@ -55,7 +55,7 @@ class Metric(ABC):
         main_metric: The entry of `compute`'s result that models are selected by; None is `name`.
 
     Raises:
-        MetricError: Both directions were given and differ, or the comparator is unknown.
+        MetricError: Both directions are given and contradict each other, or the comparator is unknown.
     """
 
     def __init__(
@@ -66,14 +66,8 @@ class Metric(ABC):
         main_metric: str | None = None,
     ) -> None:
         if comparator is not None and comparator not in _COMPARATORS:
-            raise MetricError(
-                explain(
-                    f"Metric({name!r}, comparator=...)",
-                    repr(comparator),
-                    "one of " + ", ".join(_COMPARATORS),
-                    'comparator=">"',
-                )
-            )
+            expected, do = "one of " + ", ".join(_COMPARATORS), 'comparator=">"'
+            raise MetricError(explain(f"Metric({name!r}, comparator=...)", repr(comparator), expected, do))
         greater = comparator is None or comparator.startswith(">")
         if greater_is_better is not None and comparator is not None and greater_is_better != greater:
             got = f"greater_is_better={greater_is_better} and comparator={comparator!r}"
@@ -114,5 +108,5 @@ class Metric(ABC):
         return -math.inf if self.greater_is_better else math.inf
 
     def accumulate(self) -> Accumulation:
-        """Return something empty that takes in a validation set batch by batch."""
+        """Return an empty accumulation, which takes in a validation set batch by batch."""
         return GatheredPairs(self)

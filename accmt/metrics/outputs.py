@@ -1,4 +1,4 @@
-"""Outputs of steps, kept over many calls and put together: for callbacks and evaluations of one's own."""
+"""Outputs of steps, collected over many calls and joined: for your own callbacks and evaluations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OutputCollector:
                 `[]` counts as one of shape `[1]`.
 
         Raises:
-            ModuleContractError: It has other parts than the batch before.
+            ModuleContractError: It has other parts than the first batch.
         """
         if isinstance(outputs, Mapping):
             batch: list[Any] | dict[str, Any] = {str(name): to_cpu(value) for name, value in outputs.items()}
@@ -49,7 +49,7 @@ class OutputCollector:
         self._batches.append(batch)
 
     def reset(self) -> None:
-        """Forget all that was collected."""
+        """Discard everything collected so far."""
         self._batches = []
 
     @property
@@ -74,13 +74,13 @@ def _join(values: list[Any]) -> Any:
 
 
 def gather_on_cpu(tensor: torch.Tensor, *, chunk: int | None = None) -> torch.Tensor:
-    """Put the tensors of all processes together on the CPU, in the order of ranks; their lengths may differ.
+    """Join the tensors of all processes on the CPU, in the order of ranks; their lengths may differ.
 
     Processes: collective; every process gets all rows.
 
     Args:
         tensor: Of shape `[rows, ...]`, on any device; the shapes of a row are the same on all processes.
-        chunk: Rows of each process that travel at a time, which bounds the memory for it; None is all.
+        chunk: Rows of each process that are sent at a time, which bounds the memory for it; None is all.
 
     Returns:
         A tensor of shape `[rows of all processes, ...]`.
@@ -88,5 +88,5 @@ def gather_on_cpu(tensor: torch.Tensor, *, chunk: int | None = None) -> torch.Te
     own = tensor.detach().cpu()
     parts = list(torch.split(own, chunk)) if chunk and len(own) else [own]
     num_parts = max(gather_objects(len(parts)))
-    rounds = [gather_objects(parts[index] if index < len(parts) else own[:0]) for index in range(num_parts)]
-    return torch.cat([part for of_process in zip(*rounds, strict=True) for part in of_process])
+    gathered = [gather_objects(parts[index] if index < len(parts) else own[:0]) for index in range(num_parts)]
+    return torch.cat([part for of_process in zip(*gathered, strict=True) for part in of_process])

@@ -11,13 +11,11 @@ import torch
 
 from accmt.errors import MetricError, explain
 from accmt.messages import say_once
-from accmt.metrics.gathering import Pair, join_pairs, to_cpu
+from accmt.metrics.gathering import GatheredPairs, join_pairs
 from accmt.metrics.metric import Accumulation, Metric
 from accmt.metrics.results import read_result, read_scalars, require_pair
-from accmt.metrics.weighted_sum import exact_sum
+from accmt.metrics.weighted_sum import COMPACT_AT, exact_sum
 from accmt.processes import gather_objects, num_processes, run_on_every_process
-
-_COMPACT_AT = 256
 
 Part = tuple[float, int]
 """A value of a part, and how many samples that has."""
@@ -39,11 +37,11 @@ _REDUCTIONS: dict[str, Callable[[Sequence[Part]], float]] = {
 class MetricParallel(Metric):
     """A metric that each process computes over its own samples, and whose values are then reduced to one.
 
-    No predictions travel, and the work is shared. The result is that of the whole set only for what is a mean (a sum,
-    a maximum, a minimum) over samples. It is not for F1, precision, AUROC, a correlation or a perplexity: of such the
-    mean over parts is another number, which changes with the number of processes. `Metric` computes them rightly.
+    No predictions are sent, and the work is shared. The result is that of the whole set only if the metric is a mean (a
+    sum, a maximum, a minimum) over samples. F1, precision, AUROC, correlations and perplexity are not: the mean of
+    their values over parts is another number, which changes with the number of processes. Use `Metric` for them.
 
-    `compute` is given the samples of one process, on the CPU and in the order of the data; a process without any does
+    `compute` gets the samples of one process, on the CPU and in the order of the data; a process without samples does
     not call it.
 
     Args:
@@ -51,11 +49,11 @@ class MetricParallel(Metric):
         greater_is_better: As in `Metric`.
         comparator: As in `Metric`.
         main_metric: As in `Metric`.
-        reduction: What becomes of the values: "mean", in which each weighs the samples it was computed of, the length
-            of the predictions; "sum", "max" or "min".
+        reduction: How the values are reduced: "mean", in which each is weighted by its number of samples, the length of
+            the predictions; "sum", "max" or "min".
 
     Raises:
-        MetricError: No such reduction; or as for `Metric`.
+        MetricError: The reduction is unknown; or as for `Metric`.
     """
 
     def __init__(
@@ -77,43 +75,35 @@ class MetricParallel(Metric):
         self.reduction = reduction
 
     def accumulate(self) -> Accumulation:
-        """Return something empty that keeps this process's share of a validation set."""
         self._warn("processes", has_parts=num_processes() > 1)
         return _OfProcess(self)
 
     def _warn(self, parts: str, *, has_parts: bool) -> None:
         if has_parts and self.reduction == "mean":
             say_once(
-                f"the metric {self.name!r} is the mean of its values of {parts}: right for means over samples, and not "
-                "for metrics such as F1, which Metric computes of all samples at once"
+                f"the metric {self.name!r} is the mean of its values of {parts}: this is right for means over samples, "
+                "but not for metrics such as F1; Metric computes those over all samples at once"
             )
 
 
 class MetricBatch(MetricParallel):
-    """A metric that is computed of each batch, and whose values are then reduced to one.
+    """A metric that is computed for each batch, and whose values are then reduced to one.
 
-    Nothing is kept but the values. The result is that of the whole set only for what is a mean (a sum, a maximum, a
+    Only the values are kept. The result is that of the whole set only if the metric is a mean (a sum, a maximum, a
     minimum) over samples; see `MetricParallel`, which also documents the arguments.
 
-    `compute` is given what `validation_step` returned, as it is and on its device.
+    `compute` gets what `validation_step` returned, as it is and on its device.
     """
 
     def accumulate(self) -> Accumulation:
-        """Return something empty that takes in the values of batches."""
         self._warn("batches", has_parts=True)
         return _OfBatches(self)
 
 
-class _OfProcess:
+class _OfProcess(GatheredPairs):
     """Keeps the samples of this process on the CPU until its value is computed."""
 
-    def __init__(self, metric: MetricParallel) -> None:
-        self._metric = metric
-        self._pairs: list[Pair] = []
-
-    def add(self, entry: Any, position: int) -> None:
-        predictions, references = require_pair(self._metric.name, entry)
-        self._pairs.append((position, to_cpu(predictions), to_cpu(references)))
+    _metric: MetricParallel
 
     def compute(self, chunk_bytes: int | None = None) -> dict[str, float]:
         every = run_on_every_process(self._compute_own)
@@ -130,7 +120,7 @@ class _OfProcess:
 
 
 class _OfBatches:
-    """Keeps the values of the last few batches as they are, and reduces them now and then."""
+    """Keeps the values of the last few batches as they are, and reduces them from time to time."""
 
     def __init__(self, metric: MetricBatch) -> None:
         self._metric = metric
@@ -143,7 +133,7 @@ class _OfBatches:
         values = read_scalars(metric.name, metric.main_metric, metric.compute(predictions, references))
         kept = {name: value.clone() for name, value in values.items()}  # of their own: some are views of all scores
         self._values.append((kept, _count_samples(predictions)))
-        if len(self._values) >= _COMPACT_AT:
+        if len(self._values) >= COMPACT_AT:
             self._compact()
 
     def compute(self, chunk_bytes: int | None = None) -> dict[str, float]:

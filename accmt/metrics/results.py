@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from accmt.errors import MetricError, ModuleContractError, explain
+
+
+def metric_error(name: str, got: str, expected: str, do: str) -> MetricError:
+    return MetricError(explain(f"metric {name!r}", got, expected, do))
 
 
 def is_pair(entry: Any) -> bool:
@@ -23,9 +27,8 @@ def require_pair(name: str, entry: Any) -> tuple[Any, Any]:
     """
     if not is_pair(entry):
         do = f'return {{"{name}": (predictions, references)}}'
-        raise ModuleContractError(
-            explain("validation_step", f"{name!r}: {describe(entry)}", "(predictions, references)", do)
-        )
+        got = f"{name!r}: {describe(entry)}"
+        raise ModuleContractError(explain("validation_step", got, "(predictions, references)", do))
     return entry[0], entry[1]
 
 
@@ -47,35 +50,21 @@ def read_result(name: str, main_metric: str, result: Any) -> dict[str, float]:
 def read_scalars(name: str, main_metric: str, result: Any) -> dict[str, torch.Tensor]:
     """Return the values that a metric computed, as detached tensors of shape [].
 
-    Args:
-        name: The metric.
-        main_metric: The entry that must be there.
-        result: What `compute` returned.
-
     Raises:
-        MetricError: It is no dict, lacks the main entry, or holds something else than numbers.
+        MetricError: `result` is no dict, lacks the entry `main_metric`, or holds something else than numbers.
     """
     if not isinstance(result, dict) or main_metric not in result:
-        refuse_result(
-            name, describe(result), f"a dict with the entry {main_metric!r}", f'return {{"{main_metric}": value}}'
-        )
+        expected, do = f"a dict with the entry {main_metric!r}", f'return {{"{main_metric}": value}}'
+        raise metric_error(name, f"compute returned {describe(result)}", expected, do)
     scalars = {}
     for entry, value in result.items():
         scalar = find_scalar(value)
         if scalar is None:
             do = f'return {{"{entry}": value.item()}}, with one entry for each number'
-            refuse_result(name, f"{entry!r}: {describe(value)}", "a number, or a tensor of one element", do)
+            got = f"compute returned {entry!r}: {describe(value)}"
+            raise metric_error(name, got, "a number, or a tensor of one element", do)
         scalars[str(entry)] = scalar
     return scalars
-
-
-def refuse_result(name: str, got: str, expected: str, do: str) -> NoReturn:
-    """Say what is wrong with the result of a metric.
-
-    Raises:
-        MetricError: Always.
-    """
-    raise MetricError(explain(f"metric {name!r}", f"compute returned {got}", expected, do))
 
 
 def describe(value: Any) -> str:

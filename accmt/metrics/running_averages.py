@@ -1,4 +1,4 @@
-"""The training values between two rows of the log, between two evaluations, and of an epoch, over all processes."""
+"""Running averages of the training values: since the last log row, since the last evaluation, and of the epoch."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class _Mean:
 
 
 class RunningAverages:
-    """The training values since the last row of the log, and the loss since the last evaluation and of the epoch.
+    """The means of training values since the last log row, and of the loss since the last evaluation and of the epoch.
 
     Args:
         device: Where processes can add up.
-        logged: What is logged beside the loss; None is nothing but what `add` is given.
+        logged: What is logged beside the loss; None is nothing but what `add` gets.
     """
 
     def __init__(self, device: torch.device, logged: LoggedValues | None = None) -> None:
@@ -54,18 +54,12 @@ class RunningAverages:
         self._is_epoch_over = False
 
     def add(self, loss: torch.Tensor, weight: Weight, others: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Add the loss of one batch, and what else its step returned.
-
-        Args:
-            loss: The detached mean loss of the batch.
-            weight: Its samples, or the weight that the step returned.
-            others: Further detached scalars by name.
-        """
+        """Add the detached mean loss of one batch, its weight, and further detached scalars that its step returned."""
         self._loss.add(loss, weight)
         self._logged.end_batch(weight, others)
 
     def take_row(self, loss_name: str) -> dict[str, float]:
-        """Return the weighted means (and sums, where they were asked for) since the last row, over all processes.
+        """Return the weighted means (and sums, where asked for) since the last row, over all processes.
 
         Processes: collective.
 
@@ -87,15 +81,15 @@ class RunningAverages:
 
     @property
     def epoch_loss(self) -> float | None:
-        """The mean loss of the epoch as of the last row or evaluation; that of the epoch before until then."""
+        """The mean loss of the epoch as of the last row or evaluation; until then that of the epoch before."""
         return self._of_epoch.value
 
     def end_epoch(self) -> None:
-        """Begin a new mean with the next batch; to be called where a row was just taken."""
+        """Start a new mean of the epoch with the next batch; to be called right after `take_row`."""
         self._is_epoch_over = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values that no row has yet, those of each process, and the means that go on.
+        """Return the values of each process that no row has yet, and the current means.
 
         Processes: collective.
         """
@@ -108,7 +102,7 @@ class RunningAverages:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned; with another number of processes the main one takes all."""
+        """Restore what `state_dict` returned; with another number of processes the main one takes all."""
         self._loss = WeightedSum()
         self._logged.take()
         self._since_log.load_state_dict(state["since_log"])

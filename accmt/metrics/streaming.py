@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from accmt.errors import MetricError, explain
 from accmt.metrics.metric import Accumulation, Metric
-from accmt.metrics.results import read_result, require_pair
-from accmt.metrics.weighted_sum import exact_sum
+from accmt.metrics.results import metric_error, read_result, require_pair
+from accmt.metrics.weighted_sum import COMPACT_AT, exact_sum
 from accmt.processes import gather_objects, run_on_main_process
-
-_COMPACT_AT = 256
 
 
 class StreamingMetric(Metric):
     """A metric that follows from sums over samples, so that nothing has to be kept or gathered.
 
     Example:
-        A mean absolute error, of sums over the batches::
+        A mean absolute error, from sums over the batches::
 
             class Distance(StreamingMetric):
                 def count(self, predictions, references):
@@ -58,12 +55,11 @@ class StreamingMetric(Metric):
         return self.finish(torch.as_tensor(self.count(predictions, references)).reshape(-1).tolist())
 
     def accumulate(self) -> Accumulation:
-        """Return sums that take in a validation set batch by batch."""
         return _Sums(self)
 
 
 class _Sums:
-    """Keeps what the last few batches counted as it is, and adds it up now and then: each sum costs more than that."""
+    """Keeps the counts of the last few batches as they are, and adds them up from time to time, which costs more."""
 
     def __init__(self, metric: StreamingMetric) -> None:
         self._metric = metric
@@ -73,15 +69,11 @@ class _Sums:
         predictions, references = require_pair(self._metric.name, entry)
         counted = torch.as_tensor(self._metric.count(predictions, references))
         if self._counted and counted.shape != self._counted[0].shape:
-            self._refuse_number(counted)
+            got = f"count returned {counted.numel()} numbers, and {self._counted[0].numel()} for an earlier batch"
+            raise metric_error(self._metric.name, got, "as many for every batch", "return a tensor of one shape")
         self._counted.append(counted.detach() if counted.requires_grad else counted)
-        if len(self._counted) >= _COMPACT_AT:
+        if len(self._counted) >= COMPACT_AT:
             self._counted = [self._add_up()]
-
-    def _refuse_number(self, counted: torch.Tensor) -> NoReturn:
-        got = f"count returned {counted.numel()} numbers, and {self._counted[0].numel()} for an earlier batch"
-        expected, do = "as many for every batch", "return a tensor of one shape"
-        raise MetricError(explain(f"metric {self._metric.name!r}", got, expected, do))
 
     def _add_up(self) -> torch.Tensor:
         device = self._counted[0].device

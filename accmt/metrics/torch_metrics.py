@@ -1,9 +1,14 @@
-"""Metrics of torchmetrics: taken in batch by batch, put together over processes, computed once."""
+"""Metrics of torchmetrics: updated batch by batch, their states joined over processes, computed once.
+
+torchmetrics' own synchronization sends every state to every process, on the device; it fails where a process without a
+batch has an empty state of another shape, and averages states that are means without regard to samples.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
@@ -15,17 +20,17 @@ import torch
 from torch import nn
 
 from accmt.errors import MetricError, MissingPackageError, explain
-from accmt.metrics.gathering import CHUNK_BYTES
+from accmt.metrics.gathering import CHUNK_BYTES, gather_on_main_process, to_cpu
 from accmt.metrics.metric import Accumulation, IsBetter, Metric
-from accmt.metrics.results import describe, find_scalar, is_pair, refuse_result
-from accmt.metrics.torchmetrics_states import KeptLists, begin_anew, bring_together, has_network, place, put_together
-from accmt.processes import run_on_main_process
+from accmt.metrics.results import describe, find_scalar, is_pair, metric_error
+from accmt.processes import num_processes, run_on_main_process
 
 if TYPE_CHECKING:
     import torchmetrics
 
-
 _FAULTS = (TypeError, ValueError, IndexError, RuntimeError)  # that torchmetrics raises about its inputs
+
+State = dict[str, Any]
 
 
 def is_torch_metric(value: Any) -> bool:
@@ -35,12 +40,7 @@ def is_torch_metric(value: Any) -> bool:
 
 
 def load_torch_metric(name: str, path: str, **arguments: Any) -> torchmetrics.Metric:
-    """Build a metric of torchmetrics.
-
-    Args:
-        name: The metric of ours that needs it.
-        path: Module and class below torchmetrics, such as "classification.BinaryF1Score".
-        arguments: Of the class.
+    """Build a metric of torchmetrics, such as "classification.BinaryF1Score", for our metric `name`.
 
     Raises:
         MissingPackageError: torchmetrics is not installed.
@@ -59,8 +59,8 @@ class TorchMetric(Metric):
     """A metric of torchmetrics, or a collection of them that get the same inputs.
 
     The module's `validation_step` returns under the name what `update` takes: `(predictions, references)`, a tuple of
-    another length, a dict of named arguments, or a single value. It is handed on as it comes, with arrays and lists of
-    numbers as tensors, and floats in double precision, so that the result does not depend on how samples were shared.
+    another length, a dict of named arguments, or a single value. Arrays and lists of numbers become tensors, and floats
+    double precision, so that the result does not depend on how samples are split into batches.
 
     Results: one number is named as the metric; of a vector each element is `<name>_<index>`; entries of a dict and
     members of a collection keep their names.
@@ -132,18 +132,17 @@ class TorchMetric(Metric):
         if greater is None:
             got = f"no direction for {entry!r}: torchmetrics does not know whether greater is better"
             do = "TorchMetric(metric, greater_is_better=True)"
-            raise MetricError(explain(f"metric {self.name!r}", got, "a direction, to select models by it", do))
+            raise metric_error(self.name, got, "a direction, to select models by it", do)
         return new > best if greater else new < best
 
     def compute(self, predictions: Any, references: Any) -> dict[str, float]:
         """Compute the metric over everything at once, on this process alone."""
-        taken = _TakenIn(self)
-        taken.add((predictions, references), 0)
-        return taken.compute_here([])
+        accumulation = _States(self)
+        accumulation.add((predictions, references), 0)
+        return accumulation.compute_here([])
 
     def accumulate(self) -> Accumulation:
-        """Reset the metric and let it take in a validation set batch by batch."""
-        return _TakenIn(self)
+        return _States(self)
 
     def read(self) -> dict[str, float]:
         """Return the values of the metric's states as they are.
@@ -155,21 +154,21 @@ class TorchMetric(Metric):
         for name, member in self.members.items():
             values |= _flatten(self.name, name, member.compute())
         if self._is_main_required and self.main_metric not in values:
-            do = f"main_metric={next(iter(values), None)!r}"
-            refuse_result(self.name, f"the entries {list(values)}", f"the entry {self.main_metric!r}", do)
+            got, do = f"compute returned the entries {list(values)}", f"main_metric={next(iter(values), None)!r}"
+            raise metric_error(self.name, got, f"the entry {self.main_metric!r}", do)
         return values
 
 
-class _TakenIn:
-    """What a metric of torchmetrics has taken in of one validation set."""
+class _States:
+    """What a metric of torchmetrics has accumulated of one validation set."""
 
     def __init__(self, metric: TorchMetric) -> None:
         self._metric = metric
         self._members = list(metric.members.values())
         for member in self._members:
-            begin_anew(member)
-        self._kept = [KeptLists(member) for member in self._members]
-        self._dtype = None if any(map(has_network, self._members)) else torch.float64
+            _reset(member)
+        self._kept = [_KeptLists(member) for member in self._members]
+        self._dtype = None if any(map(_has_network, self._members)) else torch.float64
 
     def add(self, entry: Any, position: int) -> None:
         inputs = self._metric.prepare(entry)
@@ -179,7 +178,7 @@ class _TakenIn:
         device = _find_device((arguments, named))
         for member, kept in zip(self._members, self._kept, strict=True):
             if device is not None:
-                place(member, device)
+                _move(member, device)
             try:
                 member.update(*arguments, **named)
             except torch.OutOfMemoryError:
@@ -189,20 +188,20 @@ class _TakenIn:
             kept.move_new()
 
     def compute(self, chunk_bytes: int | None = CHUNK_BYTES) -> dict[str, float]:
-        gathered = [bring_together(member, chunk_bytes) for member in self._members]
+        gathered = [_gather_states(member, chunk_bytes) for member in self._members]
         values = run_on_main_process(lambda: self.compute_here(gathered))
         for member in self._members:
-            begin_anew(member)  # so that no samples are kept until the next evaluation
+            _reset(member)  # so that no samples are kept until the next evaluation
         return values
 
     def compute_here(self, gathered: list[Any]) -> dict[str, float]:
         """Compute from the states of all processes, on the CPU unless the metric has a network."""
         for index, member in enumerate(self._members):
-            if not has_network(member):
-                place(member, torch.device("cpu"))
-            put_together(member, gathered[index] if gathered else [])
+            if not _has_network(member):
+                _move(member, torch.device("cpu"))
+            _load_states(member, gathered[index] if gathered else [])
         if not any(member.update_called for member in self._members):
-            self._refuse("no sample: every reference was left out", None)
+            self._refuse("no sample: every reference is ignored", None)
         try:
             with torch.inference_mode():  # as validation steps: their tensors may be changed in no other mode
                 return self._metric.read()
@@ -213,8 +212,8 @@ class _TakenIn:
 
     def _refuse(self, got: str, cause: Exception | None) -> NoReturn:
         expected = "what update of " + ", ".join(type(member).__name__ for member in self._members) + " takes"
-        do = "look into what validation_step returns under this name"
-        raise MetricError(explain(f"metric {self._metric.name!r}", got, expected, do)) from cause
+        do = "check what validation_step returns under this name"
+        raise metric_error(self._metric.name, got, expected, do) from cause
 
 
 def _to_snake_case(name: str) -> str:
@@ -256,6 +255,128 @@ def _flatten(metric: str, name: str, value: Any) -> dict[str, float]:
     if scalar is not None:
         return {name: float(scalar)}
     if not isinstance(value, torch.Tensor) or value.ndim != 1:
-        do = "choose a metric of numbers, such as an average"
-        refuse_result(metric, f"{name!r}: {describe(value)}", "a number, one for each class, or a dict of these", do)
+        got, expected = (
+            f"compute returned {name!r}: {describe(value)}",
+            "a number, one for each class, or a dict of these",
+        )
+        raise metric_error(metric, got, expected, "choose a metric of numbers, such as an average")
     return {f"{name}_{index}": item for index, item in enumerate(value.tolist())}
+
+
+def _every_metric(metric: torchmetrics.Metric) -> list[torchmetrics.Metric]:
+    """Return the metric and those that it wraps."""
+    import torchmetrics
+
+    return [module for module in metric.modules() if isinstance(module, torchmetrics.Metric)]
+
+
+def _reset(metric: torchmetrics.Metric) -> None:
+    """Empty a metric, and let it compute in double precision and without communication of its own.
+
+    A metric with a network of its own keeps its precision.
+    """
+    metric.reset()
+    for each in _every_metric(metric):
+        each.distributed_available_fn = bool  # False
+        for name in _list_states(each):
+            setattr(each, name, [])  # members of a collection may have shared one list
+    if not _has_network(metric):
+        metric.to("cpu")
+        _set_precision(metric, torch.float64)
+
+
+def _move(metric: torchmetrics.Metric, device: torch.device) -> None:
+    if metric.device == device:
+        return
+    if device.type == "mps" and not _has_network(metric):  # which has no double precision
+        _set_precision(metric, torch.float32)
+    metric.to(device)
+
+
+def _has_network(metric: torchmetrics.Metric) -> bool:
+    """Return whether a metric has weights: some metrics of images and texts judge by a model."""
+    return next(metric.parameters(), None) is not None
+
+
+def _set_precision(metric: torchmetrics.Metric, dtype: torch.dtype) -> None:
+    for each in _every_metric(metric):
+        each.set_dtype(dtype)
+
+
+def _list_states(metric: torchmetrics.Metric) -> list[str]:
+    return [name for name, default in metric._defaults.items() if isinstance(default, list)]
+
+
+class _KeptLists:
+    """Moves what a metric appends to its lists to the CPU, so that no more than one batch stays on the device."""
+
+    def __init__(self, metric: torchmetrics.Metric) -> None:
+        self._metrics = _every_metric(metric)
+        self._num_moved: dict[tuple[int, str], int] = defaultdict(int)
+
+    def move_new(self) -> None:
+        """Move what was appended since the last call."""
+        for index, metric in enumerate(self._metrics):
+            for name in _list_states(metric):
+                values = getattr(metric, name)
+                first = self._num_moved[index, name]
+                values[first:] = to_cpu(values[first:])
+                self._num_moved[index, name] = len(values)
+
+
+def _gather_states(metric: torchmetrics.Metric, chunk_bytes: int | None) -> list[list[tuple[int, State]]]:
+    """Bring the states of a metric, and of those that it wraps, to the main process.
+
+    Returns:
+        For each of `_every_metric`, on the main process, the number of updates and the state of each process that made
+        any; nothing on the others, or with one process.
+    """
+    return [] if num_processes() == 1 else [_gather_one(each, chunk_bytes) for each in _every_metric(metric)]
+
+
+def _gather_one(metric: torchmetrics.Metric, chunk_bytes: int | None) -> list[tuple[int, State]]:
+    lists = _list_states(metric)
+    tensors = {name: to_cpu(value) for name, value in metric.metric_state.items() if name not in lists}
+    counted = gather_on_main_process([(metric.update_count, tensors)], chunk_bytes)
+    items = gather_on_main_process([(name, item) for name in lists for item in getattr(metric, name)], chunk_bytes)
+    states = []
+    for [(num_updates, state)], of_process in zip(counted, items, strict=True):
+        state |= {name: [item for of_list, item in of_process if of_list == name] for name in lists}
+        if num_updates:
+            states.append((num_updates, state))
+    return states
+
+
+def _load_states(metric: torchmetrics.Metric, gathered: list[list[tuple[int, State]]]) -> None:
+    """Load the joined states of all processes into a metric; `gathered` is empty where it keeps its own.
+
+    Raises:
+        MetricError: A state is averaged over processes, and differs between them.
+    """
+    for each, states in zip(_every_metric(metric) if gathered else [], gathered, strict=True):
+        for name in each.metric_state if states else ():
+            setattr(each, name, _reduce(each, name, [state[name] for _, state in states]))
+        each._update_count = sum(num_updates for num_updates, _ in states)
+
+
+def _reduce(metric: torchmetrics.Metric, name: str, states: list[Any]) -> Any:
+    from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
+
+    reduction: Any = metric._reductions[name]
+    if isinstance(states[0], list):
+        items = [item for state in states for item in state]
+        return items if reduction in (None, dim_zero_cat) or len(states) == 1 else reduction(items)
+    if len(states) == 1:
+        return states[0].to(metric.device)
+    stacked = torch.stack(states).to(metric.device)
+    if reduction is dim_zero_mean:
+        return _require_equal(metric, name, stacked)
+    return stacked if reduction is None else reduction(stacked)
+
+
+def _require_equal(metric: torchmetrics.Metric, name: str, stacked: torch.Tensor) -> torch.Tensor:
+    if not bool((stacked == stacked[0]).all()):
+        got = f"the state {name!r} is averaged over processes (dist_reduce_fx='mean'), without regard to samples"
+        do = "keep a sum and a count, each with dist_reduce_fx='sum'"
+        raise MetricError(explain(f"metric {type(metric).__name__}", got, "states that can be joined exactly", do))
+    return stacked[0]

@@ -8,16 +8,17 @@ from typing import Any, TypeAlias
 
 import torch
 
-_COMPACT_AT = 256
+COMPACT_AT = 256
+"""After so many small values on a device, what keeps them makes one of them, so that memory stays bounded."""
 
 Weight: TypeAlias = float | torch.Tensor
 
 
 class WeightedSum:
-    """A sum of weighted values, kept on the device until it is read.
+    """A sum of weighted values. A value of weight 0 counts for nothing, even if it is not finite.
 
     Detached values are put in a list, which costs less than a sum on the device; every few hundred of them become one
-    partial sum there, so that memory stays bounded. A value of weight 0 counts for nothing, even if it is not finite.
+    partial sum there.
     """
 
     def __init__(self) -> None:
@@ -34,11 +35,11 @@ class WeightedSum:
         """
         self._values.append(value)
         self._weights.append(weight)
-        if len(self._values) >= _COMPACT_AT:
+        if len(self._values) >= COMPACT_AT:
             self._compact()
 
     def take(self) -> tuple[float, float]:
-        """Return (sum of value x weight, sum of weights) in double precision, and begin anew.
+        """Return (sum of value x weight, sum of weights) in double precision, and start again from nothing.
 
         Waits for the device.
         """
@@ -50,7 +51,7 @@ class WeightedSum:
         return exact_sum([total for total, _ in pairs]), exact_sum([weight for _, weight in pairs])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything added so far, each value as it is: adding them up now would round otherwise than later."""
+        # Each value as it is: adding them up now would round differently than adding them up later.
         values, weights = self._stack()
         return {
             "values": values.tolist(),
@@ -79,20 +80,20 @@ class WeightedSum:
     def _stack(self) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._values:
             return torch.empty(0), torch.empty(0)
-        values = torch.stack(on_one_device(self._values))
+        values = stack(self._values)
         if any(isinstance(weight, torch.Tensor) for weight in self._weights):
             weights = [torch.as_tensor(weight, device=values.device).detach() for weight in self._weights]
             return values, torch.stack(weights)
         return values, torch.tensor(self._weights, dtype=torch.float64)
 
 
-def on_one_device(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Move what lies on the CPU to the others: a step may return a number now and a tensor of the device then."""
+def stack(values: list[torch.Tensor]) -> torch.Tensor:
+    """Stack scalars on their device: a step may return a number now and a tensor of the device later."""
     devices = {value.device for value in values}
-    if len(devices) == 1:
-        return values
-    device = next(device for device in devices if device.type != "cpu")
-    return [value.to(device) for value in values]
+    if len(devices) > 1:
+        device = next(device for device in devices if device.type != "cpu")
+        values = [value.to(device) for value in values]
+    return torch.stack(values)
 
 
 def exact_sum(values: Sequence[float]) -> float:

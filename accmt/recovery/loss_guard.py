@@ -17,7 +17,7 @@ import torch
 
 from accmt.errors import NonFiniteError, explain
 from accmt.messages import warn, warn_once
-from accmt.metrics.weighted_sum import Weight, on_one_device
+from accmt.metrics.weighted_sum import Weight, stack
 from accmt.processes import gather_objects, num_processes, process_index
 from accmt.recovery.restart import roll_back
 from accmt.state import TrainingState
@@ -116,7 +116,7 @@ class LossGuard:
         self._weights.append(weight)
         self._places.append(place)
         if len(self._losses) >= _CHUNK:
-            self._chunks.append(torch.stack(on_one_device(self._losses)).float())
+            self._chunks.append(stack(self._losses).float())
             self._losses = []
 
     def judges_before_step(self, samples_before: int) -> bool:
@@ -148,7 +148,7 @@ class LossGuard:
         Waits for the device.
         """
         losses = chain.from_iterable(chunk.tolist() for chunk in self._chunks)
-        last = torch.stack(on_one_device(self._losses)).tolist() if self._losses else []
+        last = stack(self._losses).tolist() if self._losses else []
         pairs = zip(chain(losses, last), self._weights, self._places, strict=True)
         judged = (
             (loss, place) for loss, weight, place in pairs if weight and place.samples_before not in self._harmless

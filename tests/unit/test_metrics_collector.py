@@ -187,7 +187,7 @@ def test_a_metric_without_an_entry_is_told_what_there_was():
 
 def test_a_result_with_the_name_of_another_value_is_refused():
     metric = Seen(result={"seen": 1.0, "val_loss": 0.0})
-    with pytest.raises(MetricError, match="the result 'val_loss', which there is already"):
+    with pytest.raises(MetricError, match="the result 'val_loss', which already exists"):
         collect([metric], ({"val_loss": 1.0, "seen": ([1], [1])}, 1))
     with pytest.raises(MetricError, match="metric 'second'\n  got: the result 'both'"):
         collect(

@@ -140,7 +140,7 @@ def test_one_set_alone_and_a_run_without_any_are_no_error():
     ("choice", "message"),
     [
         (["mean__en", "mean_de"], r"'average' of 'mean_de', which is no result[\s\S]*did you mean 'mean__de'"),
-        (lambda name: name == "accuracy", r"'average', which takes none of the results"),
+        (lambda name: name == "accuracy", r"'average', which selects no result"),
     ],
 )
 def test_what_is_not_there_surfaces_before_the_first_update(choice, message):
@@ -151,7 +151,7 @@ def test_what_is_not_there_surfaces_before_the_first_update(choice, message):
 
 
 def test_a_name_that_a_result_has_is_refused():
-    with pytest.raises(MetricError, match="the name 'mean', which a result has already"):
+    with pytest.raises(MetricError, match="the name 'mean', which another result already has"):
         fit({"mean": lambda name: name == "largest"}, sets=Numbers([1, 3]))
     assert fit({"mean": starts_with_mean}).state.metrics["mean"] == pytest.approx(8 / 3)  # of several sets it is free
 
@@ -200,7 +200,7 @@ def test_a_function_that_returns_no_numbers_is_refused(made):
 
 
 def test_a_further_result_with_a_name_that_there_is_is_refused():
-    with pytest.raises(MetricError, match="'average', which a result has"):
+    with pytest.raises(MetricError, match="'average', which another result already has"):
         consolidate({"average": ["a"]}, lambda values: {"average": 1.0}, {"a": 1.0})
 
 

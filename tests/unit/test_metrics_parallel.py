@@ -14,7 +14,8 @@ import torch
 from accmt.errors import MetricError, ModuleContractError
 from accmt.messages import speaking
 from accmt.metrics import MetricBatch, MetricParallel, ValidationCollector
-from accmt.metrics.parallel import _COMPACT_AT, _count_samples
+from accmt.metrics.parallel import _count_samples
+from accmt.metrics.weighted_sum import COMPACT_AT
 from tests.toys import Numbers, Scripted, make_trainer
 
 
@@ -76,7 +77,7 @@ def test_a_process_computes_once_over_all_its_samples_in_order():
 
 
 def test_values_are_weighed_exactly_over_many_batches():
-    count = 2 * _COMPACT_AT + 3
+    count = 2 * COMPACT_AT + 3
     batches = [numbers(*[float(index)] * (index % 5 + 1)) for index in range(count)]
     total = sum(index * (index % 5 + 1) for index in range(count))
     expected = total / sum(index % 5 + 1 for index in range(count))
@@ -100,9 +101,9 @@ def test_no_batch_is_kept():
 
 def test_values_of_batches_do_not_wait_for_the_device():
     accumulation = Sizes("own").accumulate()
-    for position in range(_COMPACT_AT - 1):  # a meta tensor has no value that could be read
+    for position in range(COMPACT_AT - 1):  # a meta tensor has no value that could be read
         accumulation.add((torch.empty(2, device="meta"), None), position)
-    assert len(accumulation._values) == _COMPACT_AT - 1
+    assert len(accumulation._values) == COMPACT_AT - 1
 
 
 def test_entries_that_only_some_batches_have_are_reduced_over_these():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accmt.metrics import RunningAverages
-from accmt.metrics.weighted_sum import _COMPACT_AT, WeightedSum, exact_sum
+from accmt.metrics.weighted_sum import COMPACT_AT, WeightedSum, exact_sum
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ def values_and_weights(count):
 
 
 @pytest.mark.feature("A24")
-@pytest.mark.parametrize("count", [0, 1, 3, _COMPACT_AT - 1, _COMPACT_AT, _COMPACT_AT + 1, 5 * _COMPACT_AT + 7])
+@pytest.mark.parametrize("count", [0, 1, 3, COMPACT_AT - 1, COMPACT_AT, COMPACT_AT + 1, 5 * COMPACT_AT + 7])
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_sums_are_those_of_exact_arithmetic(count, as_tensor):
     values, weights = values_and_weights(count)
@@ -35,9 +35,9 @@ def test_sums_are_those_of_exact_arithmetic(count, as_tensor):
 def test_many_small_values_are_not_lost_beside_a_large_one():
     window = WeightedSum()
     window.add(torch.tensor(2.0**24), 1.0)
-    for _ in range(3 * _COMPACT_AT):
+    for _ in range(3 * COMPACT_AT):
         window.add(torch.tensor(1.0), 1.0)
-    assert window.take()[0] == 2.0**24 + 3 * _COMPACT_AT
+    assert window.take()[0] == 2.0**24 + 3 * COMPACT_AT
 
 
 def test_weights_may_be_numbers_now_and_tensors_then():
@@ -54,7 +54,7 @@ def test_values_of_several_kinds_add_up_without_loss():
     assert window.take()[0] == math.fsum([0.1, 3, 0.5])
 
 
-@pytest.mark.parametrize("count", [1, _COMPACT_AT, 2 * _COMPACT_AT + 3])
+@pytest.mark.parametrize("count", [1, COMPACT_AT, 2 * COMPACT_AT + 3])
 def test_the_states_of_several_processes_add_up(count):
     values, weights = values_and_weights(3 * count)
     whole, own = WeightedSum(), WeightedSum()
@@ -67,7 +67,7 @@ def test_the_states_of_several_processes_add_up(count):
     assert own.take() == pytest.approx(whole.take(), rel=1e-13)
 
 
-@pytest.mark.parametrize("count", [2, 2 * _COMPACT_AT])
+@pytest.mark.parametrize("count", [2, 2 * COMPACT_AT])
 def test_a_value_of_weight_zero_counts_for_nothing(count):
     window = WeightedSum()
     for index in range(count):
@@ -75,7 +75,7 @@ def test_a_value_of_weight_zero_counts_for_nothing(count):
     assert window.take() == (3.0 * count / 2, count / 2)
 
 
-@pytest.mark.parametrize("count", [1, 2 * _COMPACT_AT])
+@pytest.mark.parametrize("count", [1, 2 * COMPACT_AT])
 def test_a_value_that_is_not_finite_shows_in_the_sum(count):
     window = WeightedSum()
     for _ in range(count):
@@ -94,15 +94,15 @@ def test_infinities_of_both_signs_are_no_error():
 def test_memory_stays_bounded():
     window = WeightedSum()
     value = torch.tensor(1.0)
-    for _ in range(20 * _COMPACT_AT + 5):
+    for _ in range(20 * COMPACT_AT + 5):
         window.add(value, 1.0)
     held = sum(v.numel() for v in [*window._values, window._partial])
-    assert held <= _COMPACT_AT + 2
+    assert held <= COMPACT_AT + 2
 
 
 def test_adding_does_not_wait_for_the_device():
     window = WeightedSum()
-    for _ in range(2 * _COMPACT_AT):  # a meta tensor has no value that could be read
+    for _ in range(2 * COMPACT_AT):  # a meta tensor has no value that could be read
         window.add(torch.empty((), device="meta"), torch.empty((), device="meta"))
     assert window._partial.device.type == "meta"
     assert window._values == []
@@ -110,7 +110,7 @@ def test_adding_does_not_wait_for_the_device():
 
 def test_a_number_now_and_a_tensor_of_the_device_then_add_up_on_the_device():
     window = WeightedSum()
-    for index in range(_COMPACT_AT):
+    for index in range(COMPACT_AT):
         window.add(torch.empty((), device="meta" if index % 2 else "cpu"), 1.0)
     assert window._partial.device.type == "meta"
 

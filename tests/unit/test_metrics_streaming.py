@@ -10,7 +10,7 @@ import torch
 
 from accmt.errors import MetricError, ModuleContractError
 from accmt.metrics import Accuracy, StreamingMetric, ValidationCollector
-from accmt.metrics.streaming import _COMPACT_AT
+from accmt.metrics.weighted_sum import COMPACT_AT
 
 
 class Distance(StreamingMetric):
@@ -60,10 +60,10 @@ def test_counting_does_not_wait_for_the_device():
             return torch.stack([predictions.sum(), references.sum()])
 
     sums = Shapes("mae").accumulate()
-    for position in range(2 * _COMPACT_AT):  # a meta tensor has no value that could be read
+    for position in range(2 * COMPACT_AT):  # a meta tensor has no value that could be read
         sums.add((torch.empty(2, device="meta"), torch.empty(2, device="meta")), position)
     assert [(counted.device.type, tuple(counted.shape)) for counted in sums._counted[:1]] == [("meta", (2,))]
-    assert len(sums._counted) < _COMPACT_AT
+    assert len(sums._counted) < COMPACT_AT
 
 
 def test_counts_of_another_length_are_refused():
