@@ -71,12 +71,7 @@ class CollectedState:
 
 
 class StateCollector:
-    """Collects the state of a run again and again.
-
-    Raises:
-        CheckpointError: The model is sharded by FSDP version 1.
-        ModuleContractError: An optimizer trains a parameter that the model does not have.
-    """
+    """Collects the state of a run again and again."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         require_known(model, optimizers)
@@ -111,19 +106,16 @@ class StateCollector:
 
 
 def require_numbers(collected: CollectedState) -> None:
-    """Refuse weights and optimizer states that hold NaN: nothing could be continued from them.
+    """Reject weights and optimizer states that hold NaN: no run could resume from them.
 
-    The norm of a tensor tells, in one pass and without memory of its own; infinite entries, as in masks, are let be.
-
-    Raises:
-        CheckpointError: A tensor holds NaN; the message names it.
+    The norm of a tensor tells, in one pass and without memory of its own; infinite entries, as in masks, are allowed.
     """
     for name, tensor in collected.pieces.tensors.items():
         if name.startswith("others.") or not tensor.is_floating_point() or tensor.element_size() == 1:
             continue
         if torch.isnan(torch.linalg.vector_norm(tensor)):
-            do = "find the update that made it: a loss or a gradient was not finite"
-            raise CheckpointError(explain(f"the checkpoint's {name}", "NaN", "numbers to continue from", do))
+            do = "find the step that caused it: a loss or a gradient was not finite"
+            raise CheckpointError(explain(f"the checkpoint's {name}", "NaN", "numbers to resume from", do))
 
 
 def write_state(collected: CollectedState, folder: Path) -> list[Path]:
@@ -131,9 +123,6 @@ def write_state(collected: CollectedState, folder: Path) -> list[Path]:
 
     Returns:
         The files of this process. They are not made durable here.
-
-    Raises:
-        OSError: The disk is full or the folder cannot be written, on this process.
     """
     written = [write_pieces(collected.pieces, folder)]
     if is_main_process():
@@ -154,12 +143,7 @@ def save_state(
 
 
 def read_others(folder: Path) -> dict[str, Any]:
-    """Return the other states of a folder without reading any tensor: each is a `TensorReference`.
-
-    Raises:
-        CheckpointCorruptError: The checkpoint is incomplete.
-        OSError: A file cannot be read.
-    """
+    """Return the other states of a folder without reading any tensor: each is a `TensorReference`."""
     others: dict[str, Any] = _read_rest(folder)["others"]
     return others
 
@@ -170,10 +154,6 @@ def read_model(folder: Path) -> tuple[dict[str, Tensor], int]:
     Returns:
         Whole weights and buffers on the CPU by plain name, tied ones as one tensor; and how many frozen weights were
         left out.
-
-    Raises:
-        CheckpointCorruptError: The checkpoint is incomplete.
-        OSError: A file cannot be read.
     """
     saved = _read_rest(folder)
     reader = HuggingFaceStorageReader(str(folder))
@@ -227,10 +207,10 @@ def _read_rest(folder: Path) -> State:
     found = {path.name for path in folder.glob("*.safetensors")}
     if found == set(rest["files"]):
         return rest
-    missing, alien = sorted(set(rest["files"]) - found), sorted(found - set(rest["files"]))
+    missing, unexpected = sorted(set(rest["files"]) - found), sorted(found - set(rest["files"]))
     message = explain(
         str(folder),
-        f"missing: {', '.join(missing) or 'nothing'}; not part of it: {', '.join(alien) or 'nothing'}",
+        f"missing: {', '.join(missing) or 'nothing'}; not part of it: {', '.join(unexpected) or 'nothing'}",
         f"{len(rest['files'])} files of tensors",
         "resume from another checkpoint",
     )

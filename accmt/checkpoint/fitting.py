@@ -21,11 +21,7 @@ def layout_of(state: State) -> dict[str, str]:
 
 
 def require_same_layout(begun: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Refuse a model whose entries are others than when the run was built: a new model could not load them.
-
-    Raises:
-        CheckpointError: The message names what has changed.
-    """
+    """Reject a model whose entries have changed since the run was built: a new model could not load them."""
     if begun == now:
         return
     both = sorted(begun.keys() & now.keys())
@@ -40,11 +36,7 @@ def require_same_layout(begun: Mapping[str, str], now: Mapping[str, str]) -> Non
 
 
 def require_same_model(ours: State, saved: State, stored: Mapping[str, Any]) -> None:
-    """Check that a model has the entries of a checkpoint.
-
-    Raises:
-        CheckpointError: It is another model; the message names some differences.
-    """
+    """Check that a model has the entries of a checkpoint."""
     faults = [f"{name} is not in the checkpoint" for name in ours.keys() - saved.keys()]
     faults += [f"{name} is not in the model" for name in saved.keys() - ours.keys()]
     for name in ours.keys() & saved.keys():
@@ -77,11 +69,7 @@ def _describe(entry: Any) -> str:
 
 
 def require_same_number(optimizers: Sequence[Optimizer], saved: Sequence[State]) -> None:
-    """Check that there are as many optimizers as in a checkpoint.
-
-    Raises:
-        CheckpointError: There are not.
-    """
+    """Check that there are as many optimizers as in a checkpoint."""
     if len(optimizers) != len(saved):
         message = explain(
             "the optimizers",

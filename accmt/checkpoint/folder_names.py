@@ -66,11 +66,8 @@ def parse_unfinished_name(name: str) -> Unfinished | None:
 def is_abandoned(folder: Path, unfinished: Unfinished) -> bool:
     """Return whether no other process works on an unfinished folder; this process has to know its own.
 
-    Of another machine's processes there is no telling. What one moved aside has to come back in any case; what it was
+    Nobody can know about processes of another machine. What one moved aside has to come back in any case; what it was
     writing is left alone until it has been silent for long.
-
-    Raises:
-        OSError: The folder cannot be read, or is gone.
     """
     if unfinished.host != _this_host():
         if unfinished.kind == "old":

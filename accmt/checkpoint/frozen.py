@@ -1,6 +1,6 @@
 """What a checkpoint leaves out of a model: the frozen weights around which adapters are, or that have no entry in it.
 
-They come from elsewhere and do not change, so a checkpoint holds digests of them, and a run that continues from it
+They come from elsewhere and do not change, so a checkpoint holds digests of them, and a run that resumes from it
 builds the model again. Other models' frozen weights are kept: nobody else may have them.
 """
 
@@ -133,9 +133,6 @@ def _digest(tensor: Tensor) -> str:
 def require_same_frozen(model: nn.Module, saved: Mapping[str, str]) -> None:
     """Check that the weights which a checkpoint left out are those of the model.
 
-    Raises:
-        CheckpointError: They are others; the message names some.
-
     Processes: collective where the model is sharded.
     """
     weights = {**model_state(model), **plain_parameter_names(model)} if saved else {}
@@ -145,6 +142,6 @@ def require_same_frozen(model: nn.Module, saved: Mapping[str, str]) -> None:
             "the frozen weights of the model",
             f"{len(others)} of {len(saved)} are not those that were trained around: {', '.join(others[:_SHOWN])}",
             "the same model under the adapter as in the run that saved: a checkpoint holds only the adapter",
-            "load the same base model, and seed what it draws (a new head, say), or start anew with `resume=False`",
+            "load the same base model, and seed what it draws (such as a new head), or start a run with `resume=False`",
         )
         raise CheckpointError(message)

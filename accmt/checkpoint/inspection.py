@@ -49,9 +49,6 @@ def inspect(path: Path) -> list[Inspection]:
     Returns:
         What was found, in the order in which a resume would not look at them: the newest last. Those without a readable
         manifest count as newest.
-
-    Raises:
-        NoCheckpointError: `path` is neither a checkpoint nor a folder with any.
     """
     if (path / MANIFEST_NAME).is_file() or (path.is_dir() and STEP.fullmatch(path.name)):
         return [_inspect_one(path)]
@@ -80,7 +77,7 @@ def _inspect_one(folder: Path) -> Inspection:
         return Inspection(folder, None, (str(error),), is_known=False)
     if isinstance(manifest, Damage):
         return Inspection(folder, None, (manifest.reason,))
-    faults = (*find_faults(folder, manifest), *_find_aliens(folder, manifest))
+    faults = (*find_faults(folder, manifest), *_find_unexpected(folder, manifest))
     if faults:
         return Inspection(folder, manifest, faults)
     shapes = list(_read_shapes(folder, manifest))
@@ -88,7 +85,7 @@ def _inspect_one(folder: Path) -> Inspection:
     return Inspection(folder, manifest, (), num_tensors=len({name for name, _ in shapes}), num_values=num_values)
 
 
-def _find_aliens(folder: Path, manifest: Manifest) -> Iterator[str]:
+def _find_unexpected(folder: Path, manifest: Manifest) -> Iterator[str]:
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in manifest.files:
             yield f"{path.name} is not part of it, and would be read with it"

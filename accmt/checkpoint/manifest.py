@@ -48,7 +48,7 @@ class Manifest:
 
     Attributes:
         sequence: How many checkpoints the folder had seen, this one included. The newest is the one with the largest:
-            a run that continues from an old checkpoint passes the same steps again.
+            a run that resumes from an old checkpoint does the same steps again.
     """
 
     step: int
@@ -77,12 +77,7 @@ class Manifest:
 
     @classmethod
     def of_content(cls, content: Mapping[str, Any]) -> Manifest:
-        """Build it from the JSON of a file.
-
-        Raises:
-            KeyError: An entry is missing.
-            TypeError: An entry is of the wrong kind, or there is one too many.
-        """
+        """Build it from the JSON of a file."""
         files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
         return cls(**{**{key: value for key, value in content.items() if key != "version"}, "files": files})
 
@@ -109,13 +104,8 @@ class Damage:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest.json`, durably: from here on the folder is complete.
-
-    Raises:
-        OSError: The disk is full or the folder cannot be written.
-        TypeError: `info` holds what JSON cannot.
-    """
-    # Through JSON and back: the digest has to be that of what will be read, where keys are texts and tuples are lists.
+    """Write `manifest.json`, durably: from here on the folder is complete."""
+    # Through JSON and back: the digest is that of what will be read, where keys are strings and tuples are lists.
     content = loads(dumps({"version": MANIFEST_VERSION, **asdict(manifest)}))
     write_text(folder / MANIFEST_NAME, dumps({**content, _OWN_DIGEST: _digest(content)}, indent=2) + "\n")
 
@@ -143,11 +133,7 @@ def read_manifest(folder: Path) -> Manifest | Damage:
 
 
 def examine(folder: Path) -> Checkpoint | Damage:
-    """Read a checkpoint's manifest and compare every file with it.
-
-    Raises:
-        CheckpointError: It is of a version that this accmt does not know, or cannot be read now.
-    """
+    """Read a checkpoint's manifest and compare every file with it."""
     manifest = read_manifest(folder)
     if isinstance(manifest, Damage):
         return manifest
@@ -176,7 +162,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     found = examine(folder)
     if isinstance(found, Damage):
         expected = f"every file as {MANIFEST_NAME} says"
-        do = 'continue from another checkpoint; `resume="auto"` takes the newest complete one'
+        do = 'resume from another checkpoint; `resume="auto"` takes the newest complete one'
         raise CheckpointCorruptError(explain(f"checkpoint {folder}", found.reason, expected, do))
     return found
 
@@ -218,7 +204,7 @@ def _explain_version(folder: Path, content: Mapping[str, Any]) -> str:
         f"checkpoint {folder}",
         f"format {content.get('version')}, written by accmt {writer}",
         f"format {MANIFEST_VERSION}, which accmt {__version__} reads",
-        f"install accmt {writer} or newer, or continue from another checkpoint",
+        f"install accmt {writer} or newer, or resume from another checkpoint",
     )
 
 
@@ -228,5 +214,5 @@ def _explain_absence(folder: Path) -> str:
         got, do = f"a folder of {len(inside)} checkpoint(s)", f"name one of them, such as {folder / inside[-1]}"
     else:
         got = f"a folder without {MANIFEST_NAME}" if folder.is_dir() else "no such folder"
-        do = 'check the path, or train anew with `resume=False` or `resume="auto"`'
+        do = 'check the path, or start a new run with `resume=False` or `resume="auto"`'
     return explain(f"checkpoint {folder}", got, f"the folder of a checkpoint, with its {MANIFEST_NAME}", do)

@@ -57,7 +57,7 @@ class PiecePlanner:
         self._offsets: Mapping[str, tuple[int, ...]] = {}
 
     def pieces_of(self, tensors: Mapping[str, Tensor]) -> Pieces:
-        """Return this process's pieces; they are the given tensors or their local parts, not copies.
+        """Return this process's pieces; they are the tensors themselves or their local parts, not copies.
 
         Processes: collective; every process passes the same names, for the same whole tensors.
 
@@ -101,9 +101,6 @@ def write_pieces(pieces: Pieces, folder: Path) -> Path:
 
     Returns:
         The file. It is not made durable here.
-
-    Raises:
-        OSError: The disk is full or the folder cannot be written; `errno` tells which.
     """
     path = folder / file_names(num_processes())[process_index()]
     sharding = {name: {"saved_offsets": list(offsets)} for name, offsets in pieces.offsets.items()}

@@ -1,15 +1,16 @@
-"""Which checkpoints are kept, and how the others go."""
+"""The folders of checkpoints: which are kept, how the others go, and where those of an earlier run go."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from accmt.checkpoint.folder_names import SET_ASIDE, STEP, make_unfinished_name, step_name
 from accmt.checkpoint.manifest import MANIFEST_NAME, Damage, Manifest, read_manifest
 from accmt.errors import CheckpointError
-from accmt.files import find_free_name
+from accmt.files import find_free_name, fsync_folder
 from accmt.messages import warn
 
 PIN_NAME = "PINNED"
@@ -32,8 +33,8 @@ def list_by_age(folder: Path) -> list[tuple[Path, Manifest]]:
 def prune(folder: Path, *, newest: Path, num_kept: int) -> None:
     """Delete the checkpoints that are too many, and damaged ones that the newest has overtaken.
 
-    Pinned folders stay and do not count. So does everything that we did not write: without a manifest of ours there is
-    no telling. What cannot be deleted is a warning.
+    Pinned folders stay and do not count; nor does anything without a manifest of ours, which somebody else may have
+    written. What cannot be deleted is a warning.
 
     Processes: main only.
     """
@@ -52,9 +53,7 @@ def is_deletable(path: Path) -> bool:
 def delete(path: Path, *, step: int) -> None:
     """Delete a checkpoint: first its name, so that a kill leaves no half of one; a failure is a warning."""
     try:
-        doomed = path.with_name(make_unfinished_name("tmp", step))
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+        shutil.rmtree(path.rename(path.with_name(make_unfinished_name("tmp", step))))
     except OSError as error:
         warn(f"the old checkpoint {path} could not be deleted: {error}")
 
@@ -71,6 +70,46 @@ def dispose(replaced: Path, *, step: int) -> None:
         replaced.rename(find_free_name(replaced.with_name(f"replaced-{step_name(step)}")))
     except OSError as error:
         warn(f"the replaced checkpoint {replaced} could not be renamed: {error}")
+
+
+def move(paths: Sequence[Path], target: Path, *, otherwise: Path) -> Path:
+    """Move folders into `target`, or into `otherwise` where they are on a disk of their own; return which it was."""
+    try:
+        target.mkdir()
+        paths[0].rename(target / paths[0].name)
+    except OSError:
+        with suppress(OSError):
+            target.rmdir()
+        target = otherwise
+        target.mkdir()
+        paths[0].rename(target / paths[0].name)
+    for path in paths[1:]:
+        path.rename(target / path.name)
+    return target
+
+
+def move_back(source: Path, folder: Path) -> None:
+    """Move what `move` put into `source` back to `folder`; wherever that ends, each is whole in one of the two."""
+    for path in sorted(source.iterdir(), reverse=True):  # the newest first: it is what a resume looks for
+        path.rename(folder / path.name)
+    source.rmdir()
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder; what cannot be deleted is said."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        warn(f"what is left of an unfinished checkpoint could not be removed: {error}")
+
+
+def make_durable(folder: Path) -> None:
+    """Make a folder so that a power cut does not take it away again."""
+    if folder.is_dir():
+        return
+    make_durable(folder.parent)
+    folder.mkdir(exist_ok=True)
+    fsync_folder(folder.parent)
 
 
 def _read_ours(path: Path) -> Manifest | None:

@@ -1,4 +1,4 @@
-"""A copy of tensors in host memory, so that training goes on while a thread writes them."""
+"""A copy of tensors in host memory, so that a thread can write them during training."""
 
 from __future__ import annotations
 

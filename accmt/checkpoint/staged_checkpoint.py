@@ -101,5 +101,5 @@ def _advise(error: Exception) -> str:
     if number in _UNWRITABLE:
         return "make the folder writable, or pass another `checkpoint` folder"
     if number == errno.ENOENT:
-        return "let the folder be; with several machines, put it on storage that all of them share"
+        return "do not touch the folder during a run; with several machines, put it on storage that all of them share"
     return "see the cause above"

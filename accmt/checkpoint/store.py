@@ -24,7 +24,6 @@ from accmt.checkpoint.folder_names import (
     parse_unfinished_name,
     step_name,
 )
-from accmt.checkpoint.folders import make_durable, move, remove
 from accmt.checkpoint.manifest import (
     MANIFEST_NAME,
     Checkpoint,
@@ -36,7 +35,7 @@ from accmt.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from accmt.checkpoint.retention import dispose, list_by_age, list_published, prune
+from accmt.checkpoint.retention import dispose, list_by_age, list_published, make_durable, move, prune, remove
 from accmt.checkpoint.staged_checkpoint import Failure, Staging, merge
 from accmt.errors import CheckpointError, explain
 from accmt.files import (
@@ -59,7 +58,7 @@ class CheckpointStore:
     """Saves and finds checkpoints in one folder.
 
     `save` is `begin`, `Staging.write` and `publish` in one; apart, the writing can be done by another thread. One
-    checkpoint is in the making at a time: `begin` gives up one that was neither published nor discarded.
+    checkpoint is written at a time: `begin` gives up one that was neither published nor discarded.
 
     Args:
         group: Where the processes agree; one of its own (`new_cpu_group`) where another thread publishes. None: the
@@ -72,14 +71,11 @@ class CheckpointStore:
         self.folder = folder
         self._group = group
         self._num_kept = 1 if max_checkpoints is None else max_checkpoints
-        self._in_the_making: Path | None = None
+        self._in_progress: Path | None = None
         self._claim: FolderLock | None = None
 
     def claim(self) -> None:
         """Keep every other run from writing here, until `release` or the end of this process, however it ends.
-
-        Raises:
-            CheckpointError: Another run writes here, or the folder cannot be written.
 
         Processes: collective; the main process holds the claim.
         """
@@ -122,19 +118,16 @@ class CheckpointStore:
     def begin(self, step: int) -> Staging:
         """Make the temporary folder of a checkpoint.
 
-        Raises:
-            CheckpointError: The folder cannot be written.
-
         Processes: collective.
         """
 
         def make() -> Path:
-            self._in_the_making = None
+            self._in_progress = None
             self._clean()
             make_durable(self.folder)
             staged = self.folder / make_unfinished_name("tmp", step)
             staged.mkdir()
-            self._in_the_making = staged
+            self._in_progress = staged
             return staged
 
         return Staging(step, self._run_on_main(make, step=step))
@@ -191,21 +184,14 @@ class CheckpointStore:
         return self._run_on_main(read)
 
     def clean(self) -> None:
-        """Finish what a killed process left unfinished, and remove the rest of it; a living one's is let be.
-
-        Raises:
-            CheckpointError: The folder cannot be read, or a checkpoint that a kill left without its name not be
-                renamed.
+        """Finish what a killed process left unfinished, and remove the rest of it; that of a living process stays.
 
         Processes: collective.
         """
         self._run_on_main(self._clean)
 
     def set_aside_previous(self) -> Path | None:
-        """Move the checkpoints of an earlier run to `<folder>.previous` (`.previous-2` ...), so that a run starts anew.
-
-        Raises:
-            CheckpointError: They cannot be moved.
+        """Move the checkpoints of an earlier run to `<folder>.previous` (`.previous-2` ...), to start a new one.
 
         Processes: collective.
         """
@@ -213,9 +199,6 @@ class CheckpointStore:
 
     def remove_surplus(self, keep: int | None) -> None:
         """Delete the checkpoints of the oldest earlier runs that were set aside; other files there stay.
-
-        Raises:
-            OSError: The folders cannot be read.
 
         Processes: main only.
         """
@@ -254,7 +237,7 @@ class CheckpointStore:
         except Exception:
             self._discard(staging.folder)
             raise
-        self._in_the_making = None
+        self._in_progress = None
         prune(self.folder, newest=published, num_kept=self._num_kept)
         return published
 
@@ -273,7 +256,7 @@ class CheckpointStore:
             dispose(old, step=staging.step)
 
     def _discard(self, staged: Path) -> None:
-        self._in_the_making = None
+        self._in_progress = None
         if staged.exists():
             remove(staged)
 
@@ -302,7 +285,7 @@ class CheckpointStore:
     def _list_abandoned(self, kind: Kind) -> Iterator[tuple[Path, int]]:
         for path in sorted(self.folder.glob(f".{kind}-step-*")):
             unfinished = parse_unfinished_name(path.name)
-            if unfinished is None or path == self._in_the_making:
+            if unfinished is None or path == self._in_progress:
                 continue
             if is_abandoned(path, unfinished):
                 yield path, unfinished.step
@@ -319,7 +302,7 @@ class CheckpointStore:
             previous = move(ours, previous, otherwise=place_inside(folder))
         except OSError as error:
             expected = f"a folder whose checkpoints can be moved to {previous}"
-            do = "move them away, pass another `checkpoint` folder, or continue the earlier run with `resume=True`"
+            do = "move them away, pass another `checkpoint` folder, or resume the earlier run with `resume=True`"
             raise CheckpointError(explain(f"checkpoint folder {self.folder}", str(error), expected, do)) from error
         say(f"the checkpoints of an earlier run in {self.folder} were moved to {previous}")
         return previous
@@ -337,7 +320,7 @@ def _newest_manifest_in(place: Path) -> int | None:
 
 
 def _age(folder: Path) -> float:
-    """Return a number that grows from older to newer; what cannot be told counts as newest, so that it is looked at."""
+    """Return a number that grows from older to newer; what cannot be read counts as newest, so that it is looked at."""
     manifest = read_manifest(folder)
     return math.inf if isinstance(manifest, Damage) else manifest.sequence
 

@@ -23,12 +23,7 @@ State = dict[str, Any]
 
 
 def require_known(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Check that model and optimizers are such that every tensor has a plain name.
-
-    Raises:
-        CheckpointError: The model is sharded in a way whose parameters have no names of their own.
-        ModuleContractError: An optimizer trains a parameter that the model does not have.
-    """
+    """Check that model and optimizers are such that every tensor has a plain name."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         message = explain(
             type(model).__name__,
@@ -83,17 +78,14 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
     """Return an optimizer's state: its class, `state` by parameter name, `param_groups` with names; nothing is copied.
 
     What its own `state_dict` adds, such as the slow weights of Lookahead, is in `added`.
-
-    Raises:
-        CheckpointError: It keeps a state that belongs to no parameter.
     """
     names = _parameter_names(model, optimizer)
     state = optimizer.state_dict()
-    strangers = [key for key in state["state"] if key not in range(len(names))]
-    if strangers:
+    unknown = [key for key in state["state"] if key not in range(len(names))]
+    if unknown:
         message = explain(
             f"the state of {type(optimizer).__name__}",
-            f"entries that belong to no parameter: {', '.join(map(repr, strangers))}",
+            f"entries that belong to no parameter: {', '.join(map(repr, unknown))}",
             "state by parameter, as torch.optim keeps it",
             "keep them in the module's `state_dict`",
         )
@@ -113,11 +105,7 @@ def restore_model(model: nn.Module, state: State) -> None:
 
 
 def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> None:
-    """Give the optimizer a state as `optimizer_state` returns it; it gets the groups that it was given during the run.
-
-    Raises:
-        CheckpointError: It is of another class, or its groups hold other parameters than the state's.
-    """
+    """Give the optimizer a state as `optimizer_state` returns it, with the groups that were added during the run."""
     if state["class"] != type(optimizer).__qualname__:
         raise _other_groups(optimizer, f"a {type(optimizer).__qualname__}; the checkpoint's is a {state['class']}")
     _add_later_groups(model, optimizer, state["param_groups"][len(optimizer.param_groups) :])
@@ -155,11 +143,11 @@ def _add_later_groups(model: nn.Module, optimizer: Optimizer, groups: Sequence[S
 def _require_parameters_of(model: nn.Module, optimizer: Optimizer, where: str) -> None:
     known = set(model.parameters())
     for number, group in enumerate(optimizer.param_groups):
-        strangers = [tuple(parameter.shape) for parameter in group["params"] if parameter not in known]
-        if strangers:
+        unknown = [tuple(parameter.shape) for parameter in group["params"] if parameter not in known]
+        if unknown:
             message = explain(
                 f"{where}, param_groups[{number}]",
-                f"{len(strangers)} parameters that the model does not have, of shapes {strangers[:3]}",
+                f"{len(unknown)} parameters that the model does not have, of shapes {unknown[:3]}",
                 "parameters of the model: only those are saved and loaded",
                 "make the module that owns them a submodule of `self.model`",
             )
@@ -205,7 +193,7 @@ def _other_groups(optimizer: Optimizer, got: str) -> CheckpointError:
             type(optimizer).__name__,
             got,
             "the optimizer that was saved, with its parameter groups",
-            "build it as in the run that saved, or begin with a new one: `reset_optimizer_on_resume=True`",
+            "build it as in the run that saved, or start with a new one: `reset_optimizer_on_resume=True`",
         )
     )
 

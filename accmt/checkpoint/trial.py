@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -44,9 +44,6 @@ def try_model(model: nn.Module) -> None:
     """Check that everything the model has comes back, bit for bit, from what a checkpoint holds of it.
 
     Memory: copies of the trainable weights, as their gradients take, or of 256 MiB with buffers and frozen weights.
-
-    Raises:
-        CheckpointError: A weight or buffer does not come back, or the model does not load its own state.
     """
     own_memory_for_buffers(model)
     left_out = find_frozen(model)
@@ -73,7 +70,7 @@ def try_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     Of parameters whose states are alike one is tried, the smallest, on another object of the optimizer's class.
 
     Raises:
-        CheckpointError: An entry comes back otherwise, the optimizer does not load its own state, or holds another
+        CheckpointError: An entry comes back changed, the optimizer does not load its own state, or holds another
             optimizer whose state is not in its own.
     """
     state = optimizer_state(model, optimizer)
@@ -88,16 +85,16 @@ def try_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     except CheckpointError:
         raise
     except Exception as error:
-        raise _refusal(f"`{type(optimizer).__name__}.load_state_dict`", f"{type(error).__name__}: {error}") from error
+        raise _failure(f"`{type(optimizer).__name__}.load_state_dict`", f"{type(error).__name__}: {error}") from error
     returned = optimizer_state(model, twin)
     faults = list(_differences(state, returned, ""))
     if faults:
-        got = f"{len(faults)} entries come back otherwise: {'; '.join(faults[:_SHOWN])}"
-        raise _refusal(f"the state of {type(optimizer).__name__}", got)
+        got = f"{len(faults)} entries come back changed: {'; '.join(faults[:_SHOWN])}"
+        raise _failure(f"the state of {type(optimizer).__name__}", got)
 
 
 def _require_nothing_left_out(optimizer: Optimizer, state: State) -> None:
-    """Refuse an optimizer that holds another one whose state its own leaves out.
+    """Reject an optimizer that holds another one whose state its own leaves out.
 
     Copies of the weights in an attribute are only warned of: they may be of use within a step alone. A `state_dict`
     that adds entries of its own is believed to know what it needs.
@@ -114,10 +111,10 @@ def _require_nothing_left_out(optimizer: Optimizer, state: State) -> None:
         left_out = [one for one in _tensors_in(dict(inner.state) if inner else value) if id(one) not in kept]
         if inner and left_out:
             got = f"it leaves out the state of the optimizer in its attribute `{name}` ({type(inner).__name__})"
-            raise _refusal(where, got)
+            raise _failure(where, got)
         if left_out and sorted(one.shape for one in left_out) == sorted(one.shape for one in parameters):
             what = f"{where} leaves out the tensors in `{name}`, which are shaped like the parameters"
-            warn(f"{what}: if steps depend on them, a resumed run goes on otherwise; add them to its `state_dict`")
+            warn(f"{what}: if steps depend on them, a resumed run continues differently; add them to its `state_dict`")
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
@@ -136,10 +133,10 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _require_tensors(kept: Mapping[str, Tensor]) -> None:
-    """Refuse parameters that cannot be written in place; buffers have got memory of their own."""
+    """Reject parameters that cannot be written in place; buffers have memory of their own by now."""
     for name, tensor in kept.items():
         if tensor.is_meta or tensor.layout != torch.strided or is_expanded(_local(tensor)):
-            raise _refusal(name, f"a tensor that is expanded, sparse, or without data ({tensor.layout})")
+            raise _failure(name, f"a tensor that is expanded, sparse, or without data ({tensor.layout})")
 
 
 def _choose(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -173,7 +170,7 @@ def _load(model: nn.Module, state: State) -> None:
     try:
         restore_model(model, state)
     except Exception as error:
-        raise _refusal("the model's `load_state_dict`", f"{type(error).__name__}: {error}") from error
+        raise _failure("the model's `load_state_dict`", f"{type(error).__name__}: {error}") from error
 
 
 def _require_same_bits(model: nn.Module, tried: Mapping[str, Tensor], copies: Mapping[str, list[Tensor]]) -> None:
@@ -182,10 +179,10 @@ def _require_same_bits(model: nn.Module, tried: Mapping[str, Tensor], copies: Ma
     replaced = [name for name, tensor in tried.items() if tensor.requires_grad and now.get(name) is not tensor]
     if lost:
         got = f"{len(lost)} of its weights and buffers do not come back: {', '.join(lost[:_SHOWN])}"
-        raise _refusal("the model's `state_dict` and `load_state_dict`", got)
+        raise _failure("the model's `state_dict` and `load_state_dict`", got)
     if replaced:
         got = f"parameters are replaced, so that the optimizer would train others: {', '.join(replaced[:_SHOWN])}"
-        raise _refusal("the model's `load_state_dict`", got)
+        raise _failure("the model's `load_state_dict`", got)
 
 
 def _has_bits(tensor: Tensor, copies: list[Tensor]) -> bool:
@@ -245,21 +242,27 @@ def _children(value: Any) -> dict[Any, Any]:
     return dict(enumerate(value)) if isinstance(value, list | tuple) else {}
 
 
-def _differences(saved: Any, loaded: Any, path: str) -> Iterable[str]:
+def _differences(saved: Any, loaded: Any, path: str) -> Iterator[str]:
+    difference = _difference(saved, loaded)
+    if difference is not None:
+        yield f"{path} {difference}"
+        return
+    for key, item in _children(saved).items():
+        yield from _differences(item, _children(loaded)[key], f"{path}.{key}".removeprefix("."))
+
+
+def _difference(saved: Any, loaded: Any) -> str | None:
+    """Compare two values, or the keys of two containers; what is in these is compared next."""
     expected, got = _type_of(saved), _type_of(loaded)
     if expected is not got:
-        yield f"{path} as {_name(got)} instead of {_name(expected)}"
-    elif isinstance(saved, Tensor):
-        parts, others = plain_parts(_local(saved)), plain_parts(_local(loaded))
-        if saved.dtype != loaded.dtype or not all(_same_tensor(*pair) for pair in zip(parts, others, strict=True)):
-            yield f"{path} with other values" if saved.dtype == loaded.dtype else f"{path} as {loaded.dtype}"
-    elif _children(saved).keys() != _children(loaded).keys():
-        yield f"{path} with other entries"
-    elif not isinstance(saved, dict | list | tuple) and not _same_value(saved, loaded):
-        yield f"{path} as {loaded!r} instead of {saved!r}"
-    else:
-        for key, item in _children(saved).items():
-            yield from _differences(item, _children(loaded)[key], f"{path}.{key}".removeprefix("."))
+        return f"as {_name(got)} instead of {_name(expected)}"
+    if isinstance(saved, Tensor):
+        if saved.dtype != loaded.dtype:
+            return f"as {loaded.dtype}"
+        return None if _has_bits(loaded, plain_parts(_local(saved))) else "with other values"
+    if isinstance(saved, dict | list | tuple):
+        return None if _children(saved).keys() == _children(loaded).keys() else "with other entries"
+    return None if _same_value(saved, loaded) else f"as {loaded!r} instead of {saved!r}"
 
 
 def _type_of(value: Any) -> type:
@@ -277,7 +280,7 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
 
-def _refusal(where: str, got: str) -> CheckpointError:
+def _failure(where: str, got: str) -> CheckpointError:
     expected = "a state that is saved and loaded without a change, so that a run can be resumed from a checkpoint"
-    do = "mend what is named, or train without checkpoints (`checkpoint_every=None`)"
+    do = "fix what is named, or train without checkpoints (`checkpoint_every=None`)"
     return CheckpointError(explain(where, got, expected, do))

@@ -63,9 +63,6 @@ def encode(value: Any, where: str = "state") -> str:
     Args:
         value: None, booleans, ints, floats, strings, tensor references, and lists, tuples, dicts and Counters of them
             (an `OrderedDict` comes back as a dict).
-
-    Raises:
-        CheckpointError: Something in it has another type; the message holds the path to it.
     """
     return json.dumps(_to_json(value, where), allow_nan=False)
 
@@ -90,15 +87,15 @@ def decode(text: str) -> Any:
 
 
 def _to_json(value: Any, where: str) -> Any:
-    if isinstance(value, np.generic):  # as a schedule of numpy's functions leaves them
+    if isinstance(value, np.generic):  # as a scheduler of numpy's functions leaves them
         value = value.item()
     write = _WRITERS.get(type(value))
     if write is None:
-        raise refusal(where, value)
+        raise _cannot_store(where, value)
     return write(value, where)
 
 
-def refusal(where: str, value: Any) -> CheckpointError:
+def _cannot_store(where: str, value: Any) -> CheckpointError:
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return CheckpointError(
         explain(
@@ -133,7 +130,7 @@ def _write_tuple(value: tuple[Any, ...], where: str) -> Any:
 def _write_dict(value: dict[Any, Any], where: str) -> Any:
     for key in value:
         if type(key) not in (str, int):
-            raise refusal(f"a key of {where}: {key!r}", key)
+            raise _cannot_store(f"a key of {where}: {key!r}", key)
     items = {key: _to_json(item, f"{where}.{key}") for key, item in value.items()}
     if all(type(key) is str and not key.startswith("$") for key in items):
         return items

@@ -1,4 +1,4 @@
-"""Checkpoints written while training goes on: it stops for a copy in memory, a thread does the rest.
+"""Checkpoints written during training, which stops for a copy in memory; a thread does the rest.
 
 A failure of the storage (a full disk, a folder that cannot be written) never stops training: it is handed to whoever
 made the writer, the older checkpoints stand, and the next save tries again.
@@ -21,7 +21,7 @@ from accmt.errors import CheckpointError
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, one at a time, while training goes on.
+    """Writes the checkpoints of a run, one at a time, during training.
 
     A program that ends without `close` first finishes the checkpoint that is being written.
 
@@ -29,7 +29,7 @@ class CheckpointWriter:
         store: Where they go. Nobody else may use it between a `save` and the next `wait`; with several processes it
             needs a group of its own (`new_cpu_group`), in which the thread agrees with the other processes.
         is_async: Whether a thread writes, from a copy in host memory; otherwise training waits, and nothing is copied.
-        on_failure: Told about a checkpoint that could not be written, on the main thread of every process, with the
+        on_failure: Called with a checkpoint that could not be written, on the main thread of every process, with the
             same message everywhere: at once when not asynchronous, otherwise at the next `save` or `wait`.
     """
 
@@ -51,13 +51,10 @@ class CheckpointWriter:
     def prepare(self, others: Mapping[str, Any]) -> None:
         """Find out early whether the state can be stored, and let the thread get the memory for its copy.
 
-        Worth a call once the optimizer has its state, after the first update: the first save then costs no more than
+        Worth a call once the optimizer has its state, after the first step: the first save then costs no more than
         the others, and what cannot be stored is known before hours of training.
 
         Processes: collective.
-
-        Raises:
-            CheckpointError: The state holds something that cannot be stored; the message names it.
         """
         self.wait()
         collected = self._collector.collect(others)
@@ -67,14 +64,14 @@ class CheckpointWriter:
     def save(self, step: int, others: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         """Save the state of the run as it is now; when this returns, training may change all of it.
 
-        Processes: collective, at an update boundary.
+        Processes: collective, after an optimizer step.
 
         Raises:
             CheckpointError: The state holds something that cannot be stored; the message names it.
         """
         self.wait()
         collected = self._collector.collect(others)
-        self._tell_failure(lambda: self._start(step, collected, copy.deepcopy(dict(info))))
+        self._report_failure(lambda: self._start(step, collected, copy.deepcopy(dict(info))))
 
     def wait(self) -> None:
         """Wait until the last checkpoint is durable, or has failed.
@@ -85,10 +82,10 @@ class CheckpointWriter:
             return
         futures.wait([self._in_flight])  # where Ctrl-C ends the waiting, it is still in flight
         done, self._in_flight = self._in_flight, None
-        self._tell_failure(done.result)
+        self._report_failure(done.result)
 
     def close(self) -> None:
-        """Wait for the last checkpoint, then give the thread and the memory back; nothing can be saved afterwards.
+        """Wait for the last checkpoint, then release the thread and the memory; nothing can be saved afterwards.
 
         Processes: collective.
         """
@@ -111,7 +108,7 @@ class CheckpointWriter:
         staging.write(partial(_write_files, collected))
         self._store.publish(staging, info)
 
-    def _tell_failure(self, action: Callable[[], None]) -> None:
+    def _report_failure(self, action: Callable[[], None]) -> None:
         try:
             action()
         except CheckpointError as error:

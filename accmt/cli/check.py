@@ -23,11 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check and print.
-
-    Raises:
-        NoCheckpointError: There is no checkpoint.
-    """
     from accmt.checkpoint.inspection import find_resumable, inspect
     from accmt.files import dumps
 

@@ -18,22 +18,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print or write the files.
-
-    Raises:
-        ArgumentError: A file of the name is there.
-        OSError: The folder cannot be written.
-    """
-    texts = {path.name.removesuffix(".txt"): path.read_text(encoding="utf-8") for path in sorted(FILES.iterdir())}
+    files = {path.name.removesuffix(".txt"): path.read_text(encoding="utf-8") for path in sorted(FILES.iterdir())}
     if options.folder is None:
-        print("\n".join(texts.values()), end="")
+        print("\n".join(files.values()), end="")
         return 0
-    there = [name for name in texts if (options.folder / name).exists()]
+    there = [name for name in files if (options.folder / name).exists()]
     if there:
         got, do = f"{', '.join(there)} there", "choose another folder"
         raise ArgumentError(explain(f"accmt example {options.folder}", got, "a folder without these files", do))
     options.folder.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
+    for name, text in files.items():
         (options.folder / name).write_text(text, encoding="utf-8")
-    print(f"written: {', '.join(str(options.folder / name) for name in texts)}")
+    print(f"written: {', '.join(str(options.folder / name) for name in files)}")
     return 0

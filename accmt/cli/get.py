@@ -34,15 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Verify, write, and say what was written.
-
-    Raises:
-        NoCheckpointError: There is no checkpoint.
-        CheckpointCorruptError: The checkpoint, or the newest of the folder, is damaged.
-        WeightsError: It holds no whole model, or another one than the configuration says.
-        ArgumentError: The output folder holds files, or is part of the checkpoint.
-        OSError: The output folder cannot be written.
-    """
     checkpoint = _find(options.checkpoint)
     _require_free(options.output, checkpoint.folder, may_overwrite=options.overwrite)
     weights = _read(checkpoint)

@@ -31,14 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the script.
-
-    Returns:
-        Its exit code; one process does not return, but becomes the script.
-
-    Raises:
-        ArgumentError: The numbers of processes and GPUs do not fit, or there is no such script.
-    """
     command, environment = build_command(options), _environment(options)
     if options.dry_run:
         print(shlex.join([*(f"{name}={value}" for name, value in environment.items()), *command]))
@@ -52,13 +44,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def build_command(options: argparse.Namespace) -> list[str]:
-    """Return the command that runs the script, as a list of arguments that no shell reads.
-
-    Raises:
-        ArgumentError: The numbers of processes and GPUs do not fit, or there is no such script.
-    """
+    """Return the command that runs the script, as a list of arguments that no shell reads."""
     number = _count_processes(options)
-    if not os.path.isfile(options.script):  # noqa: PTH113 - no Path: the script is handed on as it was typed
+    if not os.path.isfile(options.script):  # noqa: PTH113 - no Path: the script is passed as it was typed
         expected, do = "a Python file", "accmt launch train.py"
         raise ArgumentError(explain(f"accmt launch {options.script}", "no such file", expected, do))
     script = [options.script, *options.arguments]
@@ -69,11 +57,6 @@ def build_command(options: argparse.Namespace) -> list[str]:
 
 
 def _count_processes(options: argparse.Namespace) -> int:
-    """Return how many processes are wanted, and check that this can be.
-
-    Raises:
-        ArgumentError: It cannot.
-    """
     number = options.num_processes
     num_gpus = 0 if options.cpu else len(options.gpus) if options.gpus else _num_gpus()
     if number is None:
@@ -122,7 +105,7 @@ def _num_gpus() -> int:
 
 
 def _run_group(arguments: Sequence[str]) -> int:
-    """Run torchrun in this process, so that it can be told with which code a process ended."""
+    """Run torchrun in this process, so that the exit code of the process that failed is known."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -16,12 +16,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page and say where it is.
-
-    Raises:
-        ArgumentError: A folder is not that of a run; where it holds runs, the message lists them.
-        MissingPackageError: plotly is not installed.
-    """
     from accmt.cli.runs import require_run
     from accmt.report import read_run, write_report
 

@@ -12,11 +12,7 @@ _SHOWN = 10
 
 
 def require_run(folder: Path, command: str) -> None:
-    """Refuse a folder that is not there, and one that holds runs instead of being one: the message lists them.
-
-    Raises:
-        ArgumentError: It is no run folder.
-    """
+    """Reject a folder that is no run folder; where it holds runs, the message lists them."""
     if (folder / HISTORY_FILE).is_file():
         return
     expected, do = "the folder of a run", "name a run folder: <logging_dir>/<track_name>/<run_name>"

@@ -11,11 +11,12 @@ STRATEGIES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what can be told to the command: nothing."""
+    del parser
 
 
 def run(options: argparse.Namespace) -> int:
+    del options
     width = max(map(len, STRATEGIES))
     print("\n".join(f"{name:<{width}}  {purpose}" for name, purpose in STRATEGIES.items()))
-    print("\nFSDP, DeepSpeed, Megatron-LM and XLA are not built yet: a run that is launched with them is refused.")
+    print("\nFSDP, DeepSpeed, Megatron-LM and XLA are not supported yet: a run launched with them ends with an error.")
     return 0

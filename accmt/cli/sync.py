@@ -1,7 +1,7 @@
 """Deliver to the trackers of a run what they have not got, and end the run there with its true status.
 
-For a run that is over: its server was down, it was told to stay offline, or it was killed (it is closed as KILLED
-then). Exit code: 0 every tracker has everything, 1 something is left, 2 there is no run, or it is going on.
+For a run that is over: its server was down, it was set to stay offline, or it was killed (then it is closed as KILLED).
+Exit code: 0 every tracker has everything, 1 something is left, 2 there is no run, or it is still running.
 """
 
 from __future__ import annotations
@@ -24,14 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Deliver and print.
-
-    Returns:
-        0 when every tracker has everything, 1 when something is left.
-
-    Raises:
-        ArgumentError: There is no run, or it is going on.
-    """
     from accelerate.state import PartialState
 
     from accmt.cli.runs import require_run

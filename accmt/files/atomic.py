@@ -55,11 +55,7 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the content of `path` by `text` as one step.
-
-    Raises:
-        OSError: As `replace_file`.
-    """
+    """Replace the content of `path` by `text` as one step."""
 
     def write(temporary: Path) -> None:
         temporary.write_text(text, encoding="utf-8")
@@ -72,9 +68,6 @@ def require_writable_folder(folder: Path, argument: str) -> None:
 
     Args:
         argument: The Trainer argument that names it, for the message.
-
-    Raises:
-        SavingError: A parent is a file, or the nearest existing parent cannot be written.
     """
     parent = folder.absolute()
     while not parent.exists() and parent != parent.parent:

@@ -21,9 +21,6 @@ def staging_folder(folder: Path, purpose: str) -> Iterator[Path]:
     Args:
         purpose: Part of the name `.tmp-<purpose>`; one writer at a time may use it.
 
-    Raises:
-        OSError: The folder cannot be written.
-
     Processes: main only.
     """
     staged = folder / f".tmp-{purpose}"

@@ -25,11 +25,7 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
 
 
 def loads(text: str) -> Any:
-    """Read what `dumps` wrote, non-finite floats included.
-
-    Raises:
-        json.JSONDecodeError: `text` is not JSON.
-    """
+    """Read what `dumps` wrote, non-finite floats included."""
     return _decode(json.loads(text))
 
 

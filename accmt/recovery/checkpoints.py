@@ -12,8 +12,8 @@ from torch import nn
 
 from accmt.checkpoint.engine import StateCollector, write_state
 from accmt.checkpoint.folder_names import step_name
-from accmt.checkpoint.folders import move_back
 from accmt.checkpoint.manifest import MANIFEST_NAME
+from accmt.checkpoint.retention import move_back
 from accmt.checkpoint.store import CheckpointStore
 from accmt.checkpoint.trial import try_optimizer
 from accmt.checkpoint.writer import CheckpointWriter

@@ -32,11 +32,7 @@ class Chart(NamedTuple):
 
 
 def draw_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Draw the losses, the course of the runs, and a chart for every other value.
-
-    Raises:
-        MissingPackageError: plotly is not installed.
-    """
+    """Draw the losses, the course of the runs, and a chart for every other value."""
     names = list(dict.fromkeys(name for run in runs for name in run.curves))
     losses = [name for name in names if "loss" in name.split("__")[0]]
     others = [name for name in names if name not in losses and not name.startswith(SPLIT_PREFIX)]

@@ -21,20 +21,12 @@ def write_report(runs: Sequence[RunRecord], path: Path) -> None:
 
     Args:
         runs: The runs, drawn over one another; the first is what the configurations of others are compared with.
-
-    Raises:
-        MissingPackageError: plotly is not installed; or Pillow is not, and a run has images.
-        OSError: The file cannot be written.
     """
     write_text(path, build_page(runs))
 
 
 def build_page(runs: Sequence[RunRecord]) -> str:
-    """Return the page as HTML.
-
-    Raises:
-        MissingPackageError: plotly is not installed; or Pillow is not, and a run has images.
-    """
+    """Return the page as HTML."""
     charts = draw_charts(runs)
     from plotly.offline import get_plotlyjs
 

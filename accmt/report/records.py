@@ -74,11 +74,7 @@ _ENDINGS = ("finished", "failed", "killed", "preempted")
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run folder; the run may be going on.
-
-    Raises:
-        ArgumentError: There is no history in it, or an empty one.
-    """
+    """Read a run folder; the run may be going on."""
     if not (folder / HISTORY_FILE).is_file():
         got, do = f"no {HISTORY_FILE} in it", "name a run folder: <logging_dir>/<track_name>/<run_name>"
         raise ArgumentError(explain(str(folder), got, "the folder of a run", do))

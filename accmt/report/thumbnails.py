@@ -24,9 +24,6 @@ def write_images(runs: Sequence[RunRecord]) -> str:
     """Return a section with the images of each name at its last three updates; empty where there are none.
 
     Of one call up to eight are shown, none larger than 256 pixels; the run folder has them as they were.
-
-    Raises:
-        MissingPackageError: There are images, and Pillow is not installed.
     """
     shown = "".join(_write_name(run, name, logged) for run in runs for name, logged in run.images.items())
     return f'<section id="Images"><h2>Images</h2>{shown}</section>' if shown else ""

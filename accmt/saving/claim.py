@@ -26,9 +26,6 @@ class ModelFolderClaim:
     def take(cls, folder: Path) -> ModelFolderClaim | None:
         """Claim a folder; None where nothing can be written there, which the first save will say.
 
-        Raises:
-            SavingError: Another run saves there.
-
         Processes: main only.
         """
         made = tuple(path for path in (folder, *folder.parents) if not path.exists())

@@ -64,21 +64,12 @@ def files_of(entry: Path) -> list[str]:
 
 
 def weight_files_in(folder: Path) -> set[str]:
-    """Return the names of the files that hold weights, of whatever entry.
-
-    Raises:
-        ValueError: An index cannot be read as JSON.
-        KeyError: A JSON file is no index.
-    """
+    """Return the names of the files that hold weights, of whatever entry."""
     return {name for entry in ENTRY_NAMES if (folder / entry).is_file() for name in files_of(folder / entry)}
 
 
 def remove_unnamed_shards(folder: Path) -> None:
-    """Delete our shards that no index in `folder` names; every other file stays.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
+    """Delete our shards that no index in `folder` names; every other file stays."""
     named = weight_files_in(folder)
     for path in folder.iterdir():
         if _OUR_SHARD.fullmatch(path.name) and path.name not in named:

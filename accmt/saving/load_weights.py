@@ -44,11 +44,7 @@ def load_weights(model: nn.Module, folder: Path | str, *, strict: bool = True) -
 def require_fit(
     saved: Mapping[str, Tensor], current: Mapping[str, Tensor], folder: Path, *, what: str, strict: bool = True
 ) -> None:
-    """Check that saved weights fit a model; no value is looked at.
-
-    Raises:
-        WeightsError: They do not; the message has every name, and both shapes where these differ.
-    """
+    """Check that saved weights fit a model; no value is looked at."""
     faults = _find_faults(saved, current, strict=strict)
     if faults:
         raise misfit(folder, "; ".join(faults), f"the {len(current)} weights of {what}, with the same names and shapes")
@@ -60,11 +56,7 @@ def misfit(folder: Path, got: str, expected: str) -> WeightsError:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read all weights in `folder`, on the CPU, tied names included.
-
-    Raises:
-        WeightsError: The folder holds no weights, or a file is missing or damaged.
-    """
+    """Read all weights in `folder`, on the CPU, tied names included."""
     weights: dict[str, Tensor] = {}
     for name in require_files(folder):
         weights |= _read_file(folder / name)

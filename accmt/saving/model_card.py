@@ -37,9 +37,6 @@ def write_model_card(folder: Path, *, head: Mapping[str, Any], sections: Mapping
     Returns:
         Whether it was written: not over a file without the line by which ours are known.
 
-    Raises:
-        OSError: The disk is full or the folder cannot be written; the old file stands.
-
     Processes: main only.
     """
     parts = [f"---\n{yaml.safe_dump(dict(head), sort_keys=False)}---", CARD_MARK, f"# {_name(folder)}"]
@@ -50,9 +47,6 @@ def write_model_card(folder: Path, *, head: Mapping[str, Any], sections: Mapping
 def write_hps(folder: Path, hps: Mapping[str, Any]) -> bool:
     """Write `hps.yaml`, from which `Trainer(hps_config=...)` trains again; unless somebody else's is there.
 
-    Raises:
-        OSError: The disk is full or the folder cannot be written; the old file stands.
-
     Processes: main only.
     """
     return _replace_own(folder / HPS_NAME, HPS_MARK, f"{HPS_MARK}\n{yaml.safe_dump(dict(hps), sort_keys=False)}")
@@ -62,9 +56,6 @@ def write_trainer_config(folder: Path, arguments: Mapping[str, Any]) -> bool:
     """Write `trainer_config.json`, of which `Trainer.from_config` makes the Trainer again; unless another's is there.
 
     What no file can hold, such as callbacks and functions, is left out; so are keys, tokens and passwords of trackers.
-
-    Raises:
-        OSError: The disk is full or the folder cannot be written; the old file stands.
 
     Processes: main only.
     """

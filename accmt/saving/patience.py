@@ -25,10 +25,6 @@ class Patience:
 
     Attributes:
         best: The best values so far, as of `Selection`.
-
-    Raises:
-        ArgumentError: No such value (the message names the nearest), not whole numbers from 1, or nothing to watch.
-        MetricError: A metric has the name of a loss.
     """
 
     def __init__(
@@ -78,11 +74,7 @@ class Patience:
             self._without_better[name] = 0 if any(is_better) else self._without_better[name] + 1
 
     def require(self, values: Mapping[str, float]) -> None:
-        """Check that all watched values are among the results of an evaluation.
-
-        Raises:
-            ModuleContractError: One is not.
-        """
+        """Check that all watched values are among the results of an evaluation."""
         for rule in self._rules:
             rule.require(values, _PATIENCE)
 

@@ -40,9 +40,6 @@ def keep_previous(folder: Path, run_id: str) -> Path | None:
     Returns:
         Where the model is now, too; None where there is none, or the run's own.
 
-    Raises:
-        OSError: The folder cannot be written, or a file in it cannot be read.
-
     Processes: main only.
     """
     if find_entry(folder) is None or holds_model_of(folder, run_id):
@@ -65,9 +62,6 @@ def keep_previous(folder: Path, run_id: str) -> Path | None:
 
 def remove_surplus(folder: Path, keep: int | None) -> list[Path]:
     """Delete the models of the oldest earlier runs that were kept; files that somebody else put there stay.
-
-    Raises:
-        OSError: Something cannot be deleted.
 
     Processes: main only.
     """

@@ -14,9 +14,6 @@ def publish(staged: Path, folder: Path, entry: str) -> None:
 
     Args:
         entry: The file that a loader starts from; it is moved last, so that one rename changes what is read.
-
-    Raises:
-        OSError: The folder cannot be written.
     """
     files = list_files(staged)
     for name in files:
@@ -50,9 +47,6 @@ def remove_leftovers(folder: Path, before: Collection[str], written: Collection[
 
     Args:
         before: Files of the save before, relative to the folder; what leads out of it is skipped.
-
-    Raises:
-        OSError: The folder cannot be written.
     """
     for name in set(before) - set(written):
         path = PurePath(name)

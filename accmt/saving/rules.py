@@ -33,11 +33,7 @@ class Argument:
     call: str = "Trainer"
 
     def refuse(self, got: str, expected: str, do: str) -> NoReturn:
-        """Raise the error of a wrong value.
-
-        Raises:
-            ArgumentError: Always.
-        """
+        """Raise the error of a wrong value."""
         raise ArgumentError(explain(f"{self.call}({self.name}=...)", got, expected, do))
 
 
@@ -46,7 +42,6 @@ class Quantity:
     """One value of an evaluation that decides.
 
     Attributes:
-        label: Its name in rules: "accuracy", or "accuracy@en" for one validation set.
         key: Where it stands among the values of an evaluation.
         keys_of_sets: Where the values stand whose mean it is if there is none under `key`.
     """
@@ -100,11 +95,7 @@ class Rule:
         return is_better
 
     def require(self, values: Mapping[str, float], argument: Argument) -> None:
-        """Check that all that decides is among the values of an evaluation.
-
-        Raises:
-            ModuleContractError: Something is missing.
-        """
+        """Check that all that decides is among the values of an evaluation."""
         missing = next((quantity for quantity in self.quantities if not quantity.is_in(values)), None)
         if missing is None:
             return
@@ -125,9 +116,6 @@ class Quantities:
         directions: For each metric's main entry, whether a new value is better than an old one.
         sets: The names of the validation sets; an empty name is that of a set without one. None where they are not
             known yet: then every name passes.
-
-    Raises:
-        MetricError: A metric has the name of a loss.
     """
 
     def __init__(self, directions: Mapping[str, IsBetter], sets: Sequence[str] | None = None) -> None:
@@ -143,9 +131,6 @@ class Quantities:
         Args:
             name: "best_accuracy" (of several sets: their mean), "best_accuracy@en" or "best_accuracy__en" for one
                 set, "best_accuracy@en/f1@de" if both must be better, "always".
-
-        Raises:
-            ArgumentError: No such rule; the message names the nearest.
         """
         if name == ALWAYS:
             return Rule(ALWAYS)

@@ -51,10 +51,6 @@ class Selection:
 
     Attributes:
         best: The best values so far: by a rule's name, or `<rule>[<metric>]` of a rule with several.
-
-    Raises:
-        ArgumentError: No such rule or value (the message names the nearest), or bounds that nothing can be between.
-        MetricError: A metric has the name of a loss.
     """
 
     def __init__(
@@ -98,11 +94,7 @@ class Selection:
         return any(quantity.key != TRAIN_LOSS for saving in self._savings for quantity in saving.rule.quantities)
 
     def register(self, name: str, *, below: Limit = None, above: Limit = None) -> None:
-        """Add a rule with thresholds of its own.
-
-        Raises:
-            ArgumentError: No such rule or value, the rule is there already, or bounds that nothing can be between.
-        """
+        """Add a rule with thresholds of its own."""
         argument = Argument("name", call="register_model_saving")
         rules = self._quantities.read_rules([name], argument)
         if rules[0].name in self.names:
@@ -117,11 +109,7 @@ class Selection:
         return model_path if len(self._savings) == 1 else model_path / name.replace("/", "+")
 
     def consider(self, values: Mapping[str, float]) -> bool:
-        """Take note of an evaluation; as `consider_all`, which says by which rules.
-
-        Raises:
-            ModuleContractError: A value that decides is not among the results.
-        """
+        """Take note of an evaluation; as `consider_all`, which says by which rules."""
         return bool(self.consider_all(values))
 
     def consider_all(self, values: Mapping[str, float]) -> list[str]:
@@ -144,11 +132,7 @@ class Selection:
         return chosen
 
     def require(self, values: Mapping[str, float]) -> None:
-        """Check that all values that decide are among the results of an evaluation.
-
-        Raises:
-            ModuleContractError: One is not.
-        """
+        """Check that all values that decide are among the results of an evaluation."""
         for saving in self._savings:
             saving.rule.require(values, _MODEL_SAVING)
 

@@ -27,9 +27,6 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
     `_orig_mod` goes wherever it stands in a name, because a submodule can be compiled too. A leading `module.` goes
     only where every name has it: a wrapper encloses the whole model.
-
-    Raises:
-        WeightsError: Two names would become one.
     """
     own = list(names)
     plain = [".".join(part for part in name.split(".") if part != _COMPILED) for name in own]
@@ -99,9 +96,6 @@ def require_complete(state_dict: Mapping[str, Tensor], model: nn.Module) -> None
     """Refuse a state dict that holds less than the model's parameters: shards of ZeRO-3 or FSDP, or nothing.
 
     A model that leaves something out itself, by a `state_dict` method of its own, is not checked.
-
-    Raises:
-        WeightsError: There are fewer values than the parameters have.
     """
     if any(type(module).state_dict is not nn.Module.state_dict for module in model.modules()):
         return
@@ -146,11 +140,7 @@ def require_dense_tensors(state_dict: Mapping[str, object]) -> None:
 
 
 def require_storable(state_dict: Mapping[str, object], *, safe_serialization: bool) -> None:
-    """Refuse at the start of a run what `require_dense_tensors` refuses, and dtypes that safetensors does not have.
-
-    Raises:
-        WeightsError: The message names what cannot be saved.
-    """
+    """Refuse at the start of a run what `require_dense_tensors` refuses, and dtypes that safetensors does not have."""
     require_dense_tensors(state_dict)
     dtypes = {value.dtype: name for name, value in state_dict.items() if isinstance(value, Tensor)}
     for dtype, name in dtypes.items() if safe_serialization else ():

@@ -15,21 +15,12 @@ STATUS_VERSION = 1
 def write_status(folder: Path, status: Mapping[str, Any]) -> None:
     """Replace `status.json` in `folder` as one step, as strict JSON (infinite and undefined numbers become strings).
 
-    Raises:
-        TypeError: A value that JSON cannot hold.
-        OSError: The disk is full or the folder cannot be written; the old file stands.
-
     Processes: main only.
     """
     write_text(folder / STATUS_NAME, dumps({"version": STATUS_VERSION, **status}, indent=2) + "\n")
 
 
 def read_status(folder: Path | str) -> dict[str, Any]:
-    """Read what `write_status` wrote, `version` included.
-
-    Raises:
-        FileNotFoundError: The folder has no `status.json`.
-        json.JSONDecodeError: The file is not JSON.
-    """
+    """Read what `write_status` wrote, `version` included."""
     status: dict[str, Any] = loads((Path(folder) / STATUS_NAME).read_text(encoding="utf-8"))
     return status

@@ -100,10 +100,6 @@ def save_adapter(
 ) -> SavedWeights:
     """Replace the weights in `folder` by those of an adapter, in the one file that PEFT looks for.
 
-    Raises:
-        WeightsError: As `save_weights`.
-        OSError: As `save_weights`.
-
     Processes: main only.
     """
     tensors = give_own_memory(_name_plainly(state_dict))
@@ -180,11 +176,7 @@ def _write_files(plan: _Plan, staged: Path) -> None:
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write tensors into one file of a folder in which a save is put together, in the format that its name says.
-
-    Raises:
-        SavingError: The file cannot be written.
-    """
+    """Write tensors into one file of a folder in which a save is put together, in the format that its name says."""
     try:
         if path.suffix == SAFETENSORS.extension:
             safetensors.torch.save_file(tensors, path, metadata=metadata)

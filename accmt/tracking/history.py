@@ -35,9 +35,6 @@ class History:
 
     Args:
         folder: The run folder; it must exist. Rows of an earlier part of the run stay.
-
-    Raises:
-        OSError: The file cannot be opened.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -32,10 +32,6 @@ def to_images(name: str, given: Any) -> list[Image]:
         name: Their name, for messages.
         given: The images. Floats outside of 0 to 1 are cut off, with one warning.
 
-    Raises:
-        ArgumentError: They are something else, or none.
-        MissingPackageError: Pillow is not installed.
-
     Processes: waits for the device of a tensor.
     """
     is_batch = isinstance(given, list | tuple) or getattr(given, "ndim", None) == 4
@@ -52,12 +48,7 @@ def write_images(images: Sequence[Image], folder: Path) -> None:
 
 
 def read_image(path: Path) -> Image:
-    """Read a file of `write_images`.
-
-    Raises:
-        DataError: It is gone or damaged.
-        MissingPackageError: Pillow is not installed.
-    """
+    """Read a file of `write_images`."""
     problem = ""
     try:
         with _pillow().open(path) as image:

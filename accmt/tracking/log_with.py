@@ -36,11 +36,7 @@ def resolve_trackers(log_with: Any) -> list[TrackerSpec]:
 
 
 def find_specs(log_with: Any) -> list[TrackerSpec]:
-    """Do what `resolve_trackers` does, without checking whether packages are installed.
-
-    Raises:
-        ArgumentError: An entry is no tracker (the nearest name is in the message), or one is named twice.
-    """
+    """Do what `resolve_trackers` does, without checking whether packages are installed."""
     if log_with is None or log_with is False:
         return []
     entries = log_with if isinstance(log_with, list | tuple) else ["tensorboard" if log_with is True else log_with]
@@ -57,9 +53,6 @@ def kwargs_of_each(specs: Sequence[TrackerSpec], kwargs: Mapping[str, Any]) -> l
     """Distribute keywords to trackers.
 
     `mlflow={...}` goes to MLflow alone; any other keyword goes to every tracker that takes it.
-
-    Raises:
-        UnknownArgumentError: No tracker takes a keyword.
     """
     own = {spec.name: dict(kwargs[spec.name]) for spec in specs if isinstance(kwargs.get(spec.name), Mapping)}
     shared = {name: value for name, value in kwargs.items() if name not in own}
@@ -80,9 +73,6 @@ def report_missing_key(spec: TrackerSpec, place: RunPlace, kwargs: Mapping[str, 
     """Say that a tracker without a key writes files, and how to upload them later.
 
     Nobody is asked for a key: a run that waits for an answer on a terminal is a run that does not train.
-
-    Raises:
-        TrackerError: The key is missing, and `is_needed`.
     """
     how = spec.missing_key(kwargs)
     if how is None:

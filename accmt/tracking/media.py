@@ -56,12 +56,7 @@ class Media:
         return self.folder / self.name
 
     def images(self) -> dict[str, Image]:
-        """Return the images by name: `samples`, or `samples/0`, `samples/1` and so on where there are several.
-
-        Raises:
-            DataError: A file is gone or damaged.
-            MissingPackageError: Pillow is not installed.
-        """
+        """Return the images by name: `samples`, or `samples/0`, `samples/1` and so on where there are several."""
         from accmt.tracking.images import read_image
 
         paths = sorted(self.folder.glob("*.png"), key=lambda path: int(path.stem))
@@ -69,11 +64,7 @@ class Media:
         return dict(zip(names, map(read_image, paths), strict=True))
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
-        """Return the columns and the rows of a table.
-
-        Raises:
-            DataError: The file is gone or damaged.
-        """
+        """Return the columns and the rows of a table."""
         path, problem = self.folder / _TABLE_FILE, ""
         try:
             content = loads(path.read_text(encoding="utf-8"))
@@ -98,12 +89,7 @@ class MediaLog:
         self._run_folder = history.path.parent
 
     def log_images(self, images: Any, step: int) -> None:
-        """Log images, as `AcceleratorModule.log_images` says.
-
-        Raises:
-            ArgumentError: A name, a shape, a type or the step is wrong.
-            MissingPackageError: Pillow is not installed.
-        """
+        """Log images, as `AcceleratorModule.log_images` says."""
         from accmt.tracking.images import to_images, write_images
 
         if not isinstance(images, Mapping):
@@ -114,21 +100,13 @@ class MediaLog:
             self._add("images", name, step, partial(write_images, made))
 
     def log_table(self, name: str, columns: Sequence[str], data: Iterable[Iterable[Any]], step: int) -> None:
-        """Log a table, as `AcceleratorModule.log_table` says.
-
-        Raises:
-            ArgumentError: A name or the step is wrong, or a row does not fit the columns.
-        """
+        """Log a table, as `AcceleratorModule.log_table` says."""
         _check("log_table", step, name)
         content = dumps(_check_table(name, columns, data))
         self._add("table", name, step, lambda target: (target / _TABLE_FILE).write_text(content, encoding="utf-8"))
 
     def log_artifact(self, path: str | PathLike[str], step: int) -> None:
-        """Log a copy of a file.
-
-        Raises:
-            ArgumentError: It is not there, or a folder.
-        """
+        """Log a copy of a file."""
         source = Path(path)
         _check("log_artifact", step)
         if not source.is_file():
@@ -137,11 +115,7 @@ class MediaLog:
         self._add("artifact", source.name, step, lambda target: shutil.copy2(source, target / source.name))
 
     def log_artifacts(self, folder: str | PathLike[str], step: int) -> None:
-        """Log copies of all files of a folder.
-
-        Raises:
-            ArgumentError: It is not there, a file, or one that the run folder lies in.
-        """
+        """Log copies of all files of a folder."""
         source = Path(folder).absolute()
         _check("log_artifacts", step)
         where = f"log_artifacts({str(folder)!r})"

@@ -46,10 +46,6 @@ class Tracking:
         offline: What becomes of a tracker whose server cannot be reached at the start: "auto" trains on and delivers
             later, False is an error. True leaves all servers alone: their rows wait for `accmt sync`.
 
-    Raises:
-        ArgumentError: `logging_dir` is a URL and no tracker can use one.
-        UnknownArgumentError: No tracker takes one of `tracker_kwargs`.
-
     Processes: construct it on all, so that a wrong argument stops all.
     """
 
@@ -167,9 +163,6 @@ class Tracking:
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Write one row; does nothing before `start` and after `finish`.
 
-        Raises:
-            MetricError: A value is not one number.
-
         Processes: main only; returns at once elsewhere.
         """
         if self._history is None:
@@ -208,9 +201,6 @@ class Tracking:
         Args:
             name: "tensorboard", "mlflow", or the name of a user's own tracker.
             unwrap: Whether what the tracker wraps is returned: a `SummaryWriter`, an MLflow run.
-
-        Raises:
-            ArgumentError: The run has no tracker of that name.
 
         Processes: off the main process a tracker that does nothing is returned, as Accelerate does; so it is in place
             of one whose server could not be reached yet.

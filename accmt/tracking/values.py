@@ -20,11 +20,7 @@ Scalar: TypeAlias = str | int | float | bool
 
 
 def to_floats(values: Mapping[str, Any]) -> dict[str, float]:
-    """Turn one row into plain Python floats; entries that are None are left out.
-
-    Raises:
-        MetricError: A value is not one number; the message names its key.
-    """
+    """Turn one row into plain Python floats; entries that are None are left out."""
     return {name: _to_float(name, value) for name, value in values.items() if value is not None}
 
 

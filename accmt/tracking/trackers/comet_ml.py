@@ -107,11 +107,7 @@ class CometMLRun(TrackerRun):
         self.writer.end()
 
     def _flush(self) -> None:
-        """Wait until a service has everything.
-
-        Raises:
-            TimeoutError: It does not take it in time.
-        """
+        """Wait until a service has everything."""
         if not self.is_offline and not self.writer.flush():
             message = "Comet did not take the rows in time"
             raise TimeoutError(message)
