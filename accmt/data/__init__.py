@@ -6,10 +6,10 @@ from accmt.data.curriculum import Curriculum, RangeCurriculum, RatioCurriculum, 
 from accmt.data.fetching import BadSample
 from accmt.data.loaders import build_loader
 from accmt.data.options import Loader, LoaderOptions
-from accmt.data.seeding import derive_seed, draw_seed, keeping_generators, seed_generators, set_seed
-from accmt.data.sharding import Share
+from accmt.data.seeding import derive_seed, draw_seed, preserve_generators, seed_generators, set_seed
+from accmt.data.sharding import Shard
 from accmt.data.temperature import TemperatureSampler
-from accmt.data.unshared import UnsharedLoader
+from accmt.data.unsharded import UnshardedLoader
 from accmt.data.workers import note_dead_worker
 
 __all__ = [
@@ -21,16 +21,16 @@ __all__ = [
     "RangeCurriculum",
     "RatioCurriculum",
     "MicroBatch",
-    "Share",
+    "Shard",
     "StepsCurriculum",
     "TemperatureSampler",
-    "UnsharedLoader",
+    "UnshardedLoader",
     "build_collate",
     "build_loader",
     "derive_seed",
     "draw_seed",
     "find_batch_size",
-    "keeping_generators",
+    "preserve_generators",
     "note_dead_worker",
     "seed_generators",
     "set_seed",

@@ -63,7 +63,7 @@ def _count(micro_batch: MicroBatch, options: LoaderOptions) -> int | None:
         return samples
     micro_batch.num_bad = len(micro_batch.bad)
     micro_batch.is_partial |= micro_batch.batch is None
-    return micro_batch.own_samples if options.share.count == 1 else None
+    return micro_batch.own_samples if options.shard.count == 1 else None
 
 
 def _nothing_is_read(options: LoaderOptions, unread: int, micro_batch: MicroBatch) -> DataError:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import ConcatDataset, IterableDataset
 
-from accmt.data.samplers import DrawnAtOnce
+from accmt.data.samplers import TensorSampler
 from accmt.errors import DataError, explain
 
 _REST = -1
@@ -164,7 +164,7 @@ class RangeCurriculum(Curriculum):
         return [length.stop for length in self._lengths]
 
 
-class StageOrder(DrawnAtOnce):
+class StageOrder(TensorSampler):
     """The samples of a run in the order of its stages, each in as many passes over its data as it takes.
 
     A run whose updates were not all made in the first epoch, for some were left out, makes up for them with data of the

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accmt.data.options import Loader, LoaderOptions, length_of
 from accmt.data.sized import BatchLoader, SizedLoader
-from accmt.data.streams import GivenLoader, StreamLoader
+from accmt.data.streams import StreamLoader, UserDataLoader
 from accmt.errors import DataError, explain
 
 
@@ -26,18 +26,18 @@ def build_loader(data: Any, options: LoaderOptions) -> Loader:
         DataError: The data have no samples, or are of no such kind.
     """
     if isinstance(data, DataLoader):
-        return _build_given_loader(data, options)
+        return _build_user_loader(data, options)
     if isinstance(data, Mapping | str | bytes):
-        _refuse_kind(data, options)
+        _wrong_kind(data, options)
     has_length = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if has_length and not isinstance(data, IterableDataset):
         return _build_sized_loader(data, options)
     if not hasattr(data, "__iter__"):
-        _refuse_kind(data, options)
+        _wrong_kind(data, options)
     return StreamLoader(data, options)
 
 
-def _refuse_kind(data: Any, options: LoaderOptions) -> NoReturn:
+def _wrong_kind(data: Any, options: LoaderOptions) -> NoReturn:
     keys = f" with the keys {list(data)}" if isinstance(data, Mapping) else ""
     raise DataError(
         explain(
@@ -53,19 +53,19 @@ def _build_sized_loader(dataset: Any, options: LoaderOptions) -> Loader:
     if options.batch_sampler is None:
         return SizedLoader(dataset, options)
     given: DataLoader[Any] = DataLoader(dataset, batch_sampler=options.batch_sampler, **options.torch_options(dataset))
-    return _build_given_loader(given, options)
+    return _build_user_loader(given, options)
 
 
-def _build_given_loader(given: DataLoader[Any], options: LoaderOptions) -> Loader:
-    _refuse_prepared(given, options)
-    options = options.without_second_sharing(given, given.batch_sampler)
+def _build_user_loader(given: DataLoader[Any], options: LoaderOptions) -> Loader:
+    _reject_prepared(given, options)
+    options = options.without_second_sharding(given, given.batch_sampler)
     is_plain = type(given).__iter__ is DataLoader.__iter__ and not isinstance(given.dataset, IterableDataset)
     if is_plain and length_of(given.batch_sampler) is not None:
         return BatchLoader(given, options)
-    return GivenLoader(given, options)
+    return UserDataLoader(given, options)
 
 
-def _refuse_prepared(given: DataLoader[Any], options: LoaderOptions) -> None:
+def _reject_prepared(given: DataLoader[Any], options: LoaderOptions) -> None:
     from accelerate.data_loader import DataLoaderStateMixin
 
     if isinstance(given, DataLoaderStateMixin):

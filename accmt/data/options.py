@@ -12,7 +12,7 @@ from torch.utils.data.dataloader import default_collate
 
 from accmt.data.batches import MicroBatch
 from accmt.data.seeding import derive_seed
-from accmt.data.sharding import Share
+from accmt.data.sharding import Shard
 from accmt.data.workers import WorkerStart
 from accmt.errors import DataError, explain
 from accmt.processes import gather_objects
@@ -24,12 +24,12 @@ class Loader(Protocol):
     Attributes:
         dataloader: The torch DataLoader underneath.
         micro_batches_per_batch: Micro-batches that make one batch of the size that was asked for.
-        share: This process among those that share the data; the only one where it has data of its own.
+        shard: This process among those that share the data; the only one where it has data of its own.
     """
 
     dataloader: DataLoader[Any]
     micro_batches_per_batch: int
-    share: Share
+    shard: Shard
 
     @property
     def num_micro_batches(self) -> int | None:
@@ -47,7 +47,7 @@ class Loader(Protocol):
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         """Return this process's sample indices in a micro-batch of the current epoch; None for data without indices."""
 
-    def tell_epoch_again(self) -> None:
+    def set_epoch_again(self) -> None:
         """Call `set_epoch` of the data with the epoch in work: an evaluation of the same data may have called it."""
 
     def end_workers(self) -> None:
@@ -64,7 +64,7 @@ class Loader(Protocol):
             JSON values, and what a stream's own state holds.
         """
 
-    def continue_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
+    def resume_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
         """Let `epoch` go on where `first_micro_batch` micro-batches ended; the epochs after it begin as ever.
 
         The next `micro_batches(epoch, first=first_micro_batch)` begins exactly there, on any number of processes and
@@ -89,7 +89,7 @@ class LoaderOptions:
     Attributes:
         purpose: "train", "validate", "test" or "predict"; keeps their randomness apart.
         batch_size: Samples of a batch of one process.
-        share: This process among those that share the data.
+        shard: This process among those that share the data.
         seed: The run's seed.
         micro_batches_per_batch: Batches of `batch_size` that make one of the size that was asked for.
         limit: Batches of the size that was asked for at most: a number, or a fraction as a float.
@@ -109,7 +109,7 @@ class LoaderOptions:
 
     purpose: str
     batch_size: int
-    share: Share = field(default_factory=Share)
+    shard: Shard = field(default_factory=Shard)
     seed: int = 0
     micro_batches_per_batch: int = 1
     limit: int | float = 1.0
@@ -155,7 +155,7 @@ class LoaderOptions:
             "persistent_workers": persists and not hasattr(dataset, "set_epoch"),
         }
 
-    def without_second_sharing(self, *samplers: Any) -> LoaderOptions:
+    def without_second_sharding(self, *samplers: Any) -> LoaderOptions:
         """Return the options for these samplers: if one shares the data already, we do not, but seeds stay distinct.
 
         Then each process has data of its own, as `shard_dataloaders=False` gives it.
@@ -165,7 +165,7 @@ class LoaderOptions:
         if shared is None:
             return self
         seed = derive_seed(self.seed, "process", shared.rank)
-        return replace(self, share=Share(), seed=seed, agree_on=None)
+        return replace(self, shard=Shard(), seed=seed, agree_on=None)
 
 
 def _collate_or_explain(samples: list[Any]) -> Any:
@@ -208,7 +208,7 @@ def require_same_everywhere(options: LoaderOptions, has: str, order: str) -> Non
     Raises:
         DataError: Some process has others, or another order.
     """
-    if options.share.count == 1:
+    if options.shard.count == 1:
         return
     every = gather_objects((has, order))
     other = next((rank for rank, one in enumerate(every) if one != every[0]), None)

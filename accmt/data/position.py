@@ -12,7 +12,7 @@ from accmt.errors import DataError, explain
 
 
 @dataclass(frozen=True)
-class Start:
+class EpochStart:
     """Where an epoch begins: at its first sample, or where it was interrupted.
 
     Attributes:
@@ -27,20 +27,20 @@ class Start:
     passed: int = 0
     position: Mapping[str, Any] = field(default_factory=dict)
 
-    def of(self, epoch: int, first_micro_batch: int) -> Start:
+    def of(self, epoch: int, first_micro_batch: int) -> EpochStart:
         """Return where `epoch` begins to be read for its micro-batches from `first_micro_batch` on.
 
         Epochs that were not interrupted begin with their first sample, and so does that one when it is read anew.
         """
-        return self if epoch == self.epoch and first_micro_batch >= self.micro_batch else BEGINNING
+        return self if epoch == self.epoch and first_micro_batch >= self.micro_batch else EPOCH_START
 
 
-BEGINNING = Start()
+EPOCH_START = EpochStart()
 
 
 def read_start(
     epoch: int, first_micro_batch: int, position: Mapping[str, Any], *, kind: str, unit: str, options: LoaderOptions
-) -> Start:
+) -> EpochStart:
     """Read where an epoch goes on.
 
     Args:
@@ -55,14 +55,14 @@ def read_start(
         DataError: The position is of another kind.
     """
     if first_micro_batch == 0:
-        return BEGINNING
+        return EPOCH_START
     if position.get("kind") != kind:
         got = f"a position in a {position.get('kind')}"
-        raise cannot_continue(options, got, f"one in a {kind}, as these data are")
-    return Start(epoch, first_micro_batch, position[unit], position)
+        raise cannot_resume(options, got, f"one in a {kind}, as these data are")
+    return EpochStart(epoch, first_micro_batch, position[unit], position)
 
 
-def require_same_number(start: Start, number: int, unit: str, options: LoaderOptions) -> None:
+def require_same_number(start: EpochStart, number: int, unit: str, options: LoaderOptions) -> None:
     """Check that an epoch has as much as when it began: with more or less, its order would be another.
 
     Raises:
@@ -70,10 +70,10 @@ def require_same_number(start: Start, number: int, unit: str, options: LoaderOpt
     """
     if start.position and start.position["of"] != number:
         expected = f"the {start.position['of']} {unit} with which the epoch began, {start.passed} of them trained on"
-        raise cannot_continue(options, f"{number} {unit}", expected)
+        raise cannot_resume(options, f"{number} {unit}", expected)
 
 
-def require_same_order(start: Start, order: str, options: LoaderOptions) -> None:
+def require_same_order(start: EpochStart, order: str, options: LoaderOptions) -> None:
     """Check that an epoch has the order with which it began: in another, samples would be repeated and left out.
 
     Raises:
@@ -81,16 +81,16 @@ def require_same_order(start: Start, order: str, options: LoaderOptions) -> None
     """
     if start.position["order"] != order:
         got = "another order than that in which the epoch began: another shuffling, sampler, seed of it, or batches"
-        raise cannot_continue(options, got, f"that order, {start.passed} of {start.position['of']} trained on")
+        raise cannot_resume(options, got, f"that order, {start.passed} of {start.position['of']} trained on")
 
 
-def cannot_continue(options: LoaderOptions, got: str, expected: str, do: str | None = None) -> DataError:
+def cannot_resume(options: LoaderOptions, got: str, expected: str, do: str | None = None) -> DataError:
     """Return the error about data in which an interrupted epoch cannot go on."""
     do = do or "continue with the data, sampler and batches as they were, or begin a new run: resume=False"
     return DataError(explain(f"the {options.kind} data, within an epoch that goes on", got, expected, do))
 
 
-def plan_epoch(num_samples: int, options: LoaderOptions, *, whole: int = 1, start: Start = BEGINNING) -> Plan:
+def plan_epoch(num_samples: int, options: LoaderOptions, *, whole: int = 1, start: EpochStart = EPOCH_START) -> Plan:
     """Plan an epoch's micro-batches after `drop_last` and limits, which count from its beginning wherever it goes on.
 
     Args:
@@ -102,7 +102,7 @@ def plan_epoch(num_samples: int, options: LoaderOptions, *, whole: int = 1, star
     Raises:
         DataError: There is nothing in the whole epoch.
     """
-    epoch = Plan(num_samples - num_samples % whole, options.batch_size, options.share)
+    epoch = Plan(num_samples - num_samples % whole, options.batch_size, options.shard)
     require_not_empty(
         epoch.num_micro_batches, options, f"{num_samples} samples for batches of {epoch.global_batch_size}"
     )

@@ -11,23 +11,23 @@ import torch
 import xxhash
 from torch.utils.data import BatchSampler, Sampler
 
-from accmt.data.seeding import BatchIndices, derive_seed, drawing_under
+from accmt.data.seeding import BatchIndices, derive_seed, seeded_generators
 from accmt.data.sharding import Plan
 from accmt.processes import broadcast_object
 
 T = TypeVar("T")
 
 
-def tell_epoch(part: Any, epoch: int) -> None:
+def call_set_epoch(part: Any, epoch: int) -> None:
     """Call `set_epoch` where it exists."""
     if hasattr(part, "set_epoch"):
         part.set_epoch(epoch)
 
 
-def is_of_user(sampler: Any) -> bool:
+def is_user_class(sampler: Any) -> bool:
     """Return whether a sampler, or what a batch sampler cuts, is a class of the user's, of which nothing is known."""
     if type(sampler) is BatchSampler:
-        return is_of_user(sampler.sampler)
+        return is_user_class(sampler.sampler)
     return type(sampler).__module__.partition(".")[0] not in ("torch", "accmt", "builtins")
 
 
@@ -50,15 +50,15 @@ class UserRandomness:
         generators = dict.fromkeys(g for g in found if isinstance(g, torch.Generator))
         self._seeds = {generator: broadcast_object(generator.initial_seed()) for generator in generators}
 
-    def tell_epoch(self, epoch: int) -> None:
+    def call_set_epoch(self, epoch: int) -> None:
         """Call each `set_epoch`."""
         for part in self._parts:
-            tell_epoch(part, epoch)
+            call_set_epoch(part, epoch)
 
     @contextmanager
     def of_epoch(self, epoch: int) -> Iterator[None]:
         """Let the samplers draw for `epoch`."""
-        self.tell_epoch(epoch)
+        self.call_set_epoch(epoch)
         states = [(generator, generator.get_state()) for generator in self._seeds]
         for generator, seed in self._seeds.items():
             generator.manual_seed(derive_seed(seed, "order", epoch))
@@ -69,7 +69,7 @@ class UserRandomness:
                 generator.set_state(state)
 
 
-class DrawnByUser(Generic[T]):
+class UserSampler(Generic[T]):
     """What a user's sampler, or batch sampler, gives for an epoch; drawn once, and kept until another epoch is asked.
 
     Args:
@@ -88,12 +88,12 @@ class DrawnByUser(Generic[T]):
     def at(self, epoch: int) -> T:
         """Return the indices, or the batches of indices, of `epoch`."""
         if self._drawn is None or self._drawn[0] != epoch:
-            with self._randomness.of_epoch(epoch), drawing_under(derive_seed(self._seed, "order", epoch)):
+            with self._randomness.of_epoch(epoch), seeded_generators(derive_seed(self._seed, "order", epoch)):
                 self._drawn = epoch, self._read(self._sampler)
         return self._drawn[1]
 
 
-class DrawnAtOnce(Sampler[int]):
+class TensorSampler(Sampler[int]):
     """A sampler that draws an epoch's indices as one tensor: a list of millions would cost seconds."""
 
     def draw(self) -> torch.Tensor:
@@ -105,7 +105,7 @@ class DrawnAtOnce(Sampler[int]):
 
 
 def _read_indices(sampler: Iterable[int]) -> torch.Tensor:
-    return sampler.draw() if isinstance(sampler, DrawnAtOnce) else torch.tensor(list(sampler), dtype=torch.long)
+    return sampler.draw() if isinstance(sampler, TensorSampler) else torch.tensor(list(sampler), dtype=torch.long)
 
 
 class Batches:
@@ -169,7 +169,7 @@ class Order:
         self.length = length
         self._seed = seed
         self._shuffle = shuffle
-        self._drawn = None if sampler is None else DrawnByUser(sampler, seed, _read_indices)
+        self._drawn = None if sampler is None else UserSampler(sampler, seed, _read_indices)
         self._digest: tuple[int, int, str] | None = None
 
     def digest(self, epoch: int) -> str:
@@ -201,7 +201,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         purpose: Tells training's randomness from validation's.
     """
 
-    def __init__(self, order: Order | DrawnByUser[Batches], *, seed: int, purpose: str) -> None:
+    def __init__(self, order: Order | UserSampler[Batches], *, seed: int, purpose: str) -> None:
         self._order = order
         self._seed = seed
         self._purpose = purpose
@@ -215,12 +215,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[BatchIndices]:
         epoch, plan, drawn = self._epoch, self._plan, self._order.at(self._epoch)
         order = drawn.numpy() if isinstance(drawn, torch.Tensor) else drawn  # slices of an array cost a fraction
-        for part in filter(None, map(plan.part, self._rounds)):
+        for part in filter(None, map(plan.local_indices, self._rounds)):
             seed = derive_seed(self._seed, self._purpose, epoch, part.start)
             yield BatchIndices(self._indices(order[part.start : part.stop]), seed)
 
     def __len__(self) -> int:
-        return len(self._rounds) - (bool(self._rounds) and not self._plan.part(self._rounds[-1]))
+        return len(self._rounds) - (bool(self._rounds) and not self._plan.local_indices(self._rounds[-1]))
 
     def samples(self, part: range) -> list[int]:
         """Return the indices at some positions of the order of the epoch in work."""
@@ -232,7 +232,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return indices
 
 
-class BatchShare(GlobalBatchSampler):
+class UserBatchShard(GlobalBatchSampler):
     """Yields this process's batches of a user's batch sampler: its plan counts batches, one a micro-batch.
 
     An epoch's batches are drawn at once, before any is read: then nothing that trains in between can change them.
@@ -244,7 +244,7 @@ class BatchShare(GlobalBatchSampler):
     """
 
     def __init__(self, batches: Iterable[Any], *, seed: int, purpose: str) -> None:
-        self._drawn = DrawnByUser(batches, seed, _read_batches)
+        self._drawn = UserSampler(batches, seed, _read_batches)
         super().__init__(self._drawn, seed=seed, purpose=purpose)
 
     def sizes(self, epoch: int) -> list[int]:

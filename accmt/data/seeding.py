@@ -69,7 +69,7 @@ def set_seed(seed: int, *, workers: bool = True) -> int:
 
 
 @contextmanager
-def keeping_generators() -> Iterator[None]:
+def preserve_generators() -> Iterator[None]:
     """Leave the global generators as they were, whatever is drawn and seeded inside."""
     states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
     try:
@@ -81,9 +81,9 @@ def keeping_generators() -> Iterator[None]:
 
 
 @contextmanager
-def drawing_under(seed: int) -> Iterator[None]:
+def seeded_generators(seed: int) -> Iterator[None]:
     """Let code draw from the global generators under a seed, and leave them as they were."""
-    with keeping_generators():
+    with preserve_generators():
         seed_generators(seed)
         yield
 

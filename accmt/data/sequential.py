@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from accmt.data.batches import MicroBatch
 from accmt.data.options import LoaderOptions, require_not_empty
-from accmt.data.position import BEGINNING, Start, plan_epoch, read_start
+from accmt.data.position import EPOCH_START, EpochStart, plan_epoch, read_start
 from accmt.data.samplers import UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
 from accmt.data.sharding import Plan
@@ -24,7 +24,7 @@ _Kept = tuple[int, dict[str, Any]]  # a micro-batch, and the position after it
 _KEPT_POSITIONS = 4
 
 
-class ReadThroughLoader:
+class SequentialLoader:
     """Micro-batches of what a DataLoader yields, in the order in which it comes.
 
     Args:
@@ -52,17 +52,17 @@ class ReadThroughLoader:
     ) -> None:
         self.dataloader = dataloader
         self.micro_batches_per_batch = options.micro_batches_per_batch
-        self.share = options.share
+        self.shard = options.shard
         self._options = options
         self._randomness = randomness
         self._told_length = length
         self._length = _bound(length, options)
         self._whole = whole
-        self._start = BEGINNING
+        self._start = EPOCH_START
         self._epoch: int | None = None
         self._kept: deque[_Kept] = deque(maxlen=_KEPT_POSITIONS)
         self._reading: Iterator[Any] = iter(())
-        self._arrange(BEGINNING, 0)
+        self._arrange(EPOCH_START, 0)
         if options.skips_bad:
             kind = f"the {options.kind} data, which can only be read from the start"
             why = "an iterator that has raised goes on no further; catch errors where they are raised"
@@ -81,7 +81,7 @@ class ReadThroughLoader:
         start = self._start.of(epoch, first)
         plan = self._arrange(start, first)
         num_micro_batches = None if plan is None else plan.num_micro_batches - start.micro_batch
-        is_empty = start is BEGINNING and num_micro_batches != 0
+        is_empty = start is EPOCH_START and num_micro_batches != 0
         self._keep_only(start)
         self._epoch = epoch
         with self._randomness.of_epoch(epoch):
@@ -119,10 +119,10 @@ class ReadThroughLoader:
         """Return None: what is read through has no indices."""
         return None
 
-    def tell_epoch_again(self) -> None:
+    def set_epoch_again(self) -> None:
         """Call `set_epoch` of the data with the epoch in work: an evaluation of the same data may have called it."""
         if self._epoch is not None:
-            self._randomness.tell_epoch(self._epoch)
+            self._randomness.call_set_epoch(self._epoch)
 
     def end_workers(self) -> None:
         """End the processes that load data; the next epoch starts others."""
@@ -143,22 +143,22 @@ class ReadThroughLoader:
             f"the position after micro-batch {num_micro_batches} of epoch {epoch} is no longer kept: ask for it sooner"
         )
 
-    def continue_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
+    def resume_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
         """Let `epoch` go on from a position: from the data's own state where they have one, else by reading again.
 
         Raises:
             DataError: The position is one in other data, or cannot be found with these processes and workers.
         """
         start = read_start(epoch, first_micro_batch, position, kind=self._kind, unit=self._unit, options=self._options)
-        self._start = BEGINNING if start is BEGINNING else self._choose_start(start)
+        self._start = EPOCH_START if start is EPOCH_START else self._choose_start(start)
         self._keep_only(start)
         self._arrange(self._start, first_micro_batch)
 
-    def _choose_start(self, start: Start) -> Start:
+    def _choose_start(self, start: EpochStart) -> EpochStart:
         """Return where reading goes on: at `start`, or at the beginning, from where micro-batches are skipped."""
         raise NotImplementedError
 
-    def _read_micro_batches(self, epoch: int, start: Start, plan: Plan | None) -> Iterator[MicroBatch]:
+    def _read_micro_batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[MicroBatch]:
         """Read all micro-batches from `start` on, each with its position."""
         raise NotImplementedError
 
@@ -192,7 +192,7 @@ class ReadThroughLoader:
             error.add_note(explain(where, got, "more of them, or their end", do))
             raise
 
-    def _arrange(self, start: Start, first: int) -> Plan | None:
+    def _arrange(self, start: EpochStart, first: int) -> Plan | None:
         if self._length is None:
             self.num_micro_batches: int | None = None
             return None
@@ -200,12 +200,12 @@ class ReadThroughLoader:
         self.num_micro_batches = max(plan.num_micro_batches, first)
         return plan
 
-    def _keep_only(self, start: Start) -> None:
+    def _keep_only(self, start: EpochStart) -> None:
         self._kept.clear()
         if start.position:
             self._kept.append((start.micro_batch - 1, dict(start.position)))
 
-    def _say_reading_again(self, start: Start, why: str) -> None:
+    def _say_reading_again(self, start: EpochStart, why: str) -> None:
         say_once(
             f"the {self._options.kind} data are read again from the beginning of the epoch, up to where it was "
             f"interrupted ({start.passed} {self._unit}): {why}"
@@ -218,7 +218,7 @@ def _bound(length: int | None, options: LoaderOptions) -> int | None:
         require_not_empty(length, options, "a length of 0")
         return length
     if isinstance(options.limit, int):
-        return max(options.limit, 1) * options.micro_batches_per_batch * options.batch_size * options.share.count
+        return max(options.limit, 1) * options.micro_batches_per_batch * options.batch_size * options.shard.count
     if options.limit < 1.0:
         got = f"a limit of {options.limit}, a fraction of data without a length"
         do = "a limit such as 100, or __len__ for the data"

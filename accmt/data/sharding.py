@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Share:
+class Shard:
     """A process's place among those that share the data.
 
     Attributes:
         index: The process, from 0.
-        count: How many share.
+        count: How many there are.
     """
 
     index: int = 0
@@ -30,21 +30,21 @@ class Plan:
     Attributes:
         num_samples: Samples of the epoch over all processes, those before `first_micro_batch` included.
         batch_size: Samples of a full batch of one process.
-        share: This process.
+        shard: This process.
         first_micro_batch: The micro-batch with which the plan begins; those before it were another plan's.
         first_sample: The position in the global order with which it begins.
     """
 
     num_samples: int
     batch_size: int
-    share: Share
+    shard: Shard
     first_micro_batch: int = 0
     first_sample: int = 0
 
     @property
     def global_batch_size(self) -> int:
         """Samples of a full micro-batch."""
-        return self.batch_size * self.share.count
+        return self.batch_size * self.shard.count
 
     @property
     def num_micro_batches(self) -> int:
@@ -60,17 +60,17 @@ class Plan:
         """Return the samples, over all processes, of the micro-batches from `first` up to but without `last`."""
         return self.samples_before(last) - self.samples_before(first)
 
-    def whole(self, index: int) -> range:
+    def global_indices(self, index: int) -> range:
         """Return the positions in the global order that all processes have in a micro-batch."""
         return range(self.samples_before(index), self.samples_before(index + 1))
 
-    def part(self, index: int) -> range:
+    def local_indices(self, index: int) -> range:
         """Return the positions in the global order that this process has in a micro-batch; empty if it has none."""
-        return self.share_of(self.whole(index))
+        return self.local_part(self.global_indices(index))
 
-    def share_of(self, whole: range) -> range:
+    def local_part(self, whole: range) -> range:
         """Return this process's part of a micro-batch's positions."""
-        index, count = self.share.index, self.share.count
+        index, count = self.shard.index, self.shard.count
         base, extra = divmod(len(whole), count)
         begin = whole.start + index * base + min(index, extra)
         return range(begin, begin + base + (index < extra))

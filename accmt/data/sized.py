@@ -19,8 +19,8 @@ from accmt.data.options import (
     require_not_empty,
     require_same_everywhere,
 )
-from accmt.data.position import BEGINNING, plan_epoch, read_start, require_same_number, require_same_order
-from accmt.data.samplers import BatchShare, GlobalBatchSampler, Order, is_of_user, tell_epoch
+from accmt.data.position import EPOCH_START, plan_epoch, read_start, require_same_number, require_same_order
+from accmt.data.samplers import GlobalBatchSampler, Order, UserBatchShard, call_set_epoch, is_user_class
 from accmt.data.sharding import Plan
 from accmt.data.temperature import check_labels
 from accmt.data.workers import WorkerStart, end_workers, note_dead_worker, start_reading
@@ -54,12 +54,12 @@ class _PlannedLoader:
         whole: int = 1,
     ) -> None:
         self.micro_batches_per_batch = options.micro_batches_per_batch
-        self.share = options.share
+        self.shard = options.shard
         self._dataset = dataset
         self._options = options
         self._sampler = sampler
         self._whole = whole
-        self._start = BEGINNING
+        self._start = EPOCH_START
         self._epoch: int | None = None
         self._reading: Iterator[Any] = iter(())
         self._arrange(0, 0, size)
@@ -90,10 +90,10 @@ class _PlannedLoader:
         plan = self._begin(epoch, first)
         require_same_everywhere(self._options, self._describe(), self._digest(epoch))
         batches = self._reading = self._read()
-        last, num_processes = plan.num_micro_batches - 1, plan.share.count
+        last, num_processes = plan.num_micro_batches - 1, plan.shard.count
         for index in range(first, last + 1):
-            whole = plan.whole(index)
-            part = plan.share_of(whole)
+            whole = plan.global_indices(index)
+            part = plan.local_part(whole)
             batch = self._next(batches, epoch, index) if part else None
             if part:
                 require_batch(batch, self._options)
@@ -123,14 +123,14 @@ class _PlannedLoader:
             return None
         return self._count(range(self._plan.samples_before(first), self._plan.samples_before(last)))
 
-    def tell_epoch_again(self) -> None:
+    def set_epoch_again(self) -> None:
         """Call the dataset's `set_epoch` with the epoch in work: something else that reads it may have called it."""
         if self._epoch is not None:
-            tell_epoch(self._dataset, self._epoch)
+            call_set_epoch(self._dataset, self._epoch)
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         """Return the samples that this process has in a micro-batch of the epoch in work."""
-        return self._sampler.samples(self._plan.part(index)) if epoch == self._epoch else None
+        return self._sampler.samples(self._plan.local_indices(index)) if epoch == self._epoch else None
 
     def end_workers(self) -> None:
         """End the processes that load data; the next epoch starts others."""
@@ -148,7 +148,7 @@ class _PlannedLoader:
         passed = self._plan.samples_before(num_micro_batches)
         return {"kind": self._kind, self._unit: passed, "of": self._size, "order": self._digest(epoch)}
 
-    def continue_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
+    def resume_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
         """Let `epoch` go on from a position.
 
         Raises:
@@ -177,7 +177,7 @@ class _PlannedLoader:
             )
 
     def _begin(self, epoch: int, first: int) -> Plan:
-        tell_epoch(self._dataset, epoch)
+        call_set_epoch(self._dataset, epoch)
         self._epoch = epoch
         return self._arrange(epoch, first, self._draw(epoch))
 
@@ -226,10 +226,10 @@ class SizedLoader(_PlannedLoader):
         if callable(sampler) and not isinstance(sampler, Sampler):
             sampler = sampler(dataset)
         check_labels(sampler, dataset)
-        options = options.without_second_sharing(sampler)
-        self._is_of_user = sampler is not None and is_of_user(sampler)
+        options = options.without_second_sharding(sampler)
+        self._is_of_user = sampler is not None and is_user_class(sampler)
         self._order = Order(len(dataset), options.seed, shuffle=options.shuffle, sampler=sampler)
-        whole_batch = options.batch_size * options.share.count * options.micro_batches_per_batch
+        whole_batch = options.batch_size * options.shard.count * options.micro_batches_per_batch
         super().__init__(
             dataset,
             options,
@@ -273,9 +273,9 @@ class BatchLoader(_PlannedLoader):
     def __init__(self, given: DataLoader[Any], options: LoaderOptions) -> None:
         check_labels(given.sampler, given.dataset)
         self._sizes: list[int] | None = None
-        self._batches = BatchShare(given.batch_sampler, seed=options.seed, purpose=options.purpose)  # type: ignore[arg-type]
+        self._batches = UserBatchShard(given.batch_sampler, seed=options.seed, purpose=options.purpose)  # type: ignore[arg-type]
         options = replace(options, batch_size=1, micro_batches_per_batch=1)  # the plan counts batches as they are
-        self._is_of_user = is_of_user(given.batch_sampler)
+        self._is_of_user = is_user_class(given.batch_sampler)
         # The length of a user's own may be an estimate; what it draws for the first epoch is kept for it.
         num_batches = len(self._batches.sizes(0)) if self._is_of_user else length_of(given.batch_sampler) or 0
         require_not_empty(num_batches, options, "a DataLoader without a batch")

@@ -15,16 +15,16 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from accmt.data.batches import MicroBatch
 from accmt.data.collate import Collate, keeps_number
 from accmt.data.options import LoaderOptions, length_of, require_batch
-from accmt.data.position import BEGINNING, Start, cannot_continue
+from accmt.data.position import EPOCH_START, EpochStart, cannot_resume
 from accmt.data.samplers import UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
-from accmt.data.sequential import ReadThroughLoader
-from accmt.data.sharding import Plan, Share
+from accmt.data.sequential import SequentialLoader
+from accmt.data.sharding import Plan, Shard
 from accmt.data.stream_state import StreamState
 from accmt.messages import warn_once
 
 
-class StreamLoader(ReadThroughLoader):
+class StreamLoader(SequentialLoader):
     """Micro-batches of an iterable: each process keeps its share of every global batch.
 
     So the order is defined, all processes end together, and each sample is trained on once. With more than one worker
@@ -47,7 +47,7 @@ class StreamLoader(ReadThroughLoader):
             options = replace(options, num_workers=min(options.num_workers, 1))
         self._data = data
         self._readers = _count_readers(options.num_workers)
-        self._global_batch_size = options.batch_size * options.share.count
+        self._global_batch_size = options.batch_size * options.shard.count
         self._state = StreamState(data, num_workers=options.num_workers, also_read=options.also_read)
         # Several readers may each end with a short batch, so the length tells nothing of the micro-batches.
         length = length_of(data) if self._readers == 1 else None
@@ -59,10 +59,10 @@ class StreamLoader(ReadThroughLoader):
         torch_options = options.torch_options(data)
         torch_options["persistent_workers"] = False  # each epoch's workers begin with the epoch's seed
         self._knows_samples = keeps_number(torch_options["collate_fn"])
-        torch_options["collate_fn"] = _ShareCollate(options.batch_size, options.share, torch_options["collate_fn"])
+        torch_options["collate_fn"] = _ShareCollate(options.batch_size, options.shard, torch_options["collate_fn"])
         return DataLoader(data, batch_size=self._global_batch_size, drop_last=options.drop_last, **torch_options)
 
-    def _choose_start(self, start: Start) -> Start:
+    def _choose_start(self, start: EpochStart) -> EpochStart:
         position = start.position
         if self._state.is_in(position):
             return start
@@ -71,33 +71,33 @@ class StreamLoader(ReadThroughLoader):
             raise self._cannot_find(position)
         self._say_reading_again(start, self._state.why_not or "their state was not kept, for a worker read them")
         # A worker's randomness runs on through collating: it reads again just what it read.
-        return BEGINNING if is_same and self.dataloader.num_workers > 0 else start
+        return EPOCH_START if is_same and self.dataloader.num_workers > 0 else start
 
-    def _read_micro_batches(self, epoch: int, start: Start, plan: Plan | None) -> Iterator[MicroBatch]:
+    def _read_micro_batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[MicroBatch]:
         fixed = {"kind": self._kind, "readers": self._readers, "reads": self._reads_from(start)}
-        batch_size, share = self._options.batch_size, self._options.share
-        dataloader = self.dataloader if start is BEGINNING else self._make_rest(epoch, start, plan)
+        batch_size, shard = self._options.batch_size, self._options.shard
+        dataloader = self.dataloader if start is EPOCH_START else self._make_rest(epoch, start, plan)
         with self._state.given_back(start.position):
             read = self._read(epoch, dataloader, start.passed)
             for index, ((batch, size), passed) in enumerate(read, start.micro_batch):
-                own = len(Plan(size, batch_size, share).part(0))
+                own = len(Plan(size, batch_size, shard).local_indices(0))
                 if own:
                     require_batch(batch, self._options)
                 whole = size if self._knows_samples else None
                 position = {**fixed, "samples": passed, **self._state.take()}
-                yield MicroBatch(index, batch, whole, own, is_partial=size < share.count, position=position)
+                yield MicroBatch(index, batch, whole, own, is_partial=size < shard.count, position=position)
 
     def _size_of(self, batch: tuple[Any, int]) -> int:
         return batch[1]
 
-    def _reads_from(self, start: Start) -> list[list[int]]:
+    def _reads_from(self, start: EpochStart) -> list[list[int]]:
         """Return how an epoch is read: [from which sample on, how many at once], one for each launch that had part."""
         reads = list(start.position.get("reads", ()))
         if reads and reads[-1][1] == self._global_batch_size and (start.passed - reads[-1][0]) % reads[-1][1] == 0:
             return reads
         return [*reads, [start.passed, self._global_batch_size]]
 
-    def _make_rest(self, epoch: int, start: Start, plan: Plan | None) -> DataLoader[Any]:
+    def _make_rest(self, epoch: int, start: EpochStart, plan: Plan | None) -> DataLoader[Any]:
         options, reads = self._options, start.position["reads"]
         passed: list[range] = []
         if not self._state.is_in(start.position):
@@ -112,7 +112,7 @@ class StreamLoader(ReadThroughLoader):
         got = f"{self._readers} workers that read, and {self._global_batch_size} samples in a batch of all processes"
         expected = f"{readers} and {size}, as before: of several workers each reads a part of a stream"
         do = "continue with as many workers and processes as before; one worker at most can continue on any number"
-        return cannot_continue(self._options, got, expected, do)
+        return cannot_resume(self._options, got, expected, do)
 
 
 def _count_readers(num_workers: int) -> int:
@@ -159,16 +159,16 @@ class _ShareCollate:
     """Collates this process's part of a global batch and tells how many samples the whole had."""
 
     batch_size: int
-    share: Share
+    shard: Shard
     collate: Callable[[Any], Any]
 
     def __call__(self, samples: list[Any]) -> tuple[Any, int]:
-        part = Plan(len(samples), self.batch_size, self.share).part(0)
+        part = Plan(len(samples), self.batch_size, self.shard).local_indices(0)
         own = samples[part.start : part.stop]
         return (self.collate(own) if own else None), len(samples)
 
 
-class GivenLoader(ReadThroughLoader):
+class UserDataLoader(SequentialLoader):
     """Micro-batches of a user's DataLoader that cannot be cut apart: batch i goes to process i mod processes.
 
     Args:
@@ -194,32 +194,32 @@ class GivenLoader(ReadThroughLoader):
         # What is counted are the batches as they are, one a micro-batch for each process.
         super().__init__(given, replace(options, batch_size=1, micro_batches_per_batch=1), randomness, length)
 
-    def _choose_start(self, start: Start) -> Start:
+    def _choose_start(self, start: EpochStart) -> EpochStart:
         position, now = start.position, self._cut
         before = {name: position[name] for name in now}
         if before != now:
-            raise cannot_continue(self._options, f"a DataLoader with {now}", f"one with {before}, as before")
+            raise cannot_resume(self._options, f"a DataLoader with {now}", f"one with {before}, as before")
         if not self._state.is_in(position):
             self._say_reading_again(start, self._state.why_not or "their state was not kept")
         return start
 
-    def _read_micro_batches(self, epoch: int, start: Start, plan: Plan | None) -> Iterator[MicroBatch]:
-        share, fixed = self._options.share, {"kind": self._kind, **self._cut}
+    def _read_micro_batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[MicroBatch]:
+        shard, fixed = self._options.shard, {"kind": self._kind, **self._cut}
         with self._state.given_back(start.position):
             batches = self._batches(epoch, start, plan)
             for index in count(start.micro_batch):
-                of_all_processes = list(islice(batches, share.count))
+                of_all_processes = list(islice(batches, shard.count))
                 if not of_all_processes:
                     return
                 own = _Counted(None, 0)
-                if share.index < len(of_all_processes):
-                    own = _as_counted(of_all_processes[share.index][0])
+                if shard.index < len(of_all_processes):
+                    own = _as_counted(of_all_processes[shard.index][0])
                     require_batch(own.batch, self._options)
                 position = {**fixed, "batches": of_all_processes[-1][1], **self._state.take()}
-                is_partial = len(of_all_processes) < share.count
+                is_partial = len(of_all_processes) < shard.count
                 yield MicroBatch(index, own.batch, None, own.samples, is_partial=is_partial, position=position)
 
-    def _batches(self, epoch: int, start: Start, plan: Plan | None) -> Iterator[tuple[Any, int]]:
+    def _batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[tuple[Any, int]]:
         read_before = start.passed if self._state.is_in(start.position) else 0
         is_cut = plan is not None and self._options.is_limited  # else what is beyond the length would not be seen
         end = plan.num_samples - read_before if plan is not None and is_cut else None

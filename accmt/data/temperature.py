@@ -7,11 +7,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from accmt.data.samplers import DrawnAtOnce
+from accmt.data.samplers import TensorSampler
 from accmt.errors import ArgumentError, DataError, explain
 
 
-class TemperatureSampler(DrawnAtOnce):
+class TemperatureSampler(TensorSampler):
     """Draws each class c with a probability in proportion to (n_c / N) ** (1 / temperature), its samples evenly.
 
     Temperature 1 draws classes as often as the data have them, a high one draws all equally often. Samples are drawn

@@ -41,7 +41,7 @@ def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
         call_hooks(run.hooks.on_evaluation_start)
         state.begin_evaluation()
         results = evaluate(run, "validate")
-        run.train_loader.tell_epoch_again()  # data that are trained on and evaluated have one epoch only
+        run.train_loader.set_epoch_again()  # data that are trained on and evaluated have one epoch only
         state.metrics = dict(results)
         if counts:
             state.count_evaluation()

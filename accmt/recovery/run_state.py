@@ -8,7 +8,7 @@ from typing import Any
 from accmt.callbacks import Callback
 from accmt.checkpoint.engine import load_state
 from accmt.config.changes import Change, changed_arguments
-from accmt.data import UnsharedLoader
+from accmt.data import UnshardedLoader
 from accmt.errors import CheckpointError, explain
 from accmt.loop.reduction import broadcast_buffers
 from accmt.messages import say, warn
@@ -74,7 +74,7 @@ def collect_own(run: Run) -> dict[str, Any]:
     The values to be logged are in it as the object that adds them up: reading them would wait.
     """
     state, place = run.state, (run.state.epoch, run.state.train_step)
-    has_shared_position = not isinstance(run.train_loader, UnsharedLoader)
+    has_shared_position = not isinstance(run.train_loader, UnshardedLoader)
     return {
         "place": place,
         "is_last_batch": state.is_last_training_batch,

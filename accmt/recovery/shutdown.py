@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from accmt.callbacks.averaging import EMA
-from accmt.data import Loader, MicroBatch, UnsharedLoader
+from accmt.data import Loader, MicroBatch, UnshardedLoader
 from accmt.errors import Preempted, ProcessFailedError, explain, is_out_of_memory
 from accmt.failures import Interruption, Reason, Watch, is_consequence, kind_of
 from accmt.messages import say, warn
@@ -114,7 +114,7 @@ def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:
 def _save_boundary(run: Run) -> None:
     if run.watch is None or not run.watch.is_apart:
         run.checkpoints.save_boundary(run)
-    elif is_main_process() and not isinstance(run.train_loader, UnsharedLoader):
+    elif is_main_process() and not isinstance(run.train_loader, UnshardedLoader):
         run.checkpoints.wait()  # its thread still acts with the others
         with acting_alone():
             run.checkpoints.save_boundary(run, is_alone=True)
@@ -154,15 +154,15 @@ class InterruptibleLoader:
     def __init__(self, own: Loader, trainer: TrainerProtocol) -> None:
         self.dataloader = own.dataloader
         self.micro_batches_per_batch = own.micro_batches_per_batch
-        self.share = own.share
+        self.shard = own.shard
         self._own = own
         self._trainer = trainer
         self.samples_in = own.samples_in
         self.samples_of = own.samples_of
-        self.tell_epoch_again = own.tell_epoch_again
+        self.set_epoch_again = own.set_epoch_again
         self.end_workers = own.end_workers
         self.position = own.position
-        self.continue_from = own.continue_from
+        self.resume_from = own.resume_from
 
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
         reason: Reason | None = None

@@ -171,7 +171,7 @@ def _place(
     """Bring counters and data to where the run begins, and return how long it is."""
     state, micro_batches_per_epoch = trainer.state, loader.num_micro_batches
     if resumed is not None:
-        loader.continue_from(state.epoch, state.train_step, resumed.others["data"])
+        loader.resume_from(state.epoch, state.train_step, resumed.others["data"])
     done = Counters() if isinstance(module, ExtendedAcceleratorModule) else state  # its updates follow no plan
     length = measure_run(trainer.settings, cadence, loader, micro_batches_per_epoch, done)
     reloads = trainer.settings.data.reload_dataloaders_every_n_epochs > 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from accmt.data import Curriculum, Loader, LoaderOptions, Share, UnsharedLoader, build_collate, build_loader
+from accmt.data import Curriculum, Loader, LoaderOptions, Shard, UnshardedLoader, build_collate, build_loader
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.messages import warn
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
@@ -125,16 +125,16 @@ def build_train_loader(
     _reject_sampler_beside_loader(data, data_settings)
     _reject_iterator(data, settings)
     micro_batches_per_batch = _count_micro_batches(data, settings, max_micro_batch_size)
-    share = _share(data_settings)
+    shard = _shard(data_settings)
     options = LoaderOptions(
         purpose="train",
         batch_size=settings.hps.train_batch_size // micro_batches_per_batch,
         micro_batches_per_batch=micro_batches_per_batch,
-        share=share,
+        shard=shard,
         seed=seed,
         limit=data_settings.limit_train_batches,
         shuffle=data_settings.shuffle_train,
-        sampler=find_sampler(module, data, settings, num_shares=share.count),
+        sampler=find_sampler(module, data, settings, num_shards=shard.count),
         batch_sampler=data_settings.batch_sampler,
         drop_last=data_settings.dataloader_drop_last,
         collate=_collate(module, data_settings, "collate_fn_train"),
@@ -160,7 +160,7 @@ def build_evaluation_loader(
     options = LoaderOptions(
         purpose=purpose,
         batch_size=_evaluation_batch_size(settings, purpose),
-        share=_share(data_settings),
+        shard=_shard(data_settings),
         seed=seed,
         limit=getattr(data_settings, _DATA[purpose].limit),
         shuffle=is_validation and data_settings.shuffle_validation,
@@ -193,8 +193,8 @@ def _pins_memory(settings: DataSettings, device: torch.device) -> bool:
 
 def _end_together(loader: Loader, device: torch.device) -> Loader:
     """Return a loader whose epochs end on all processes together, also where each has data of its own."""
-    has_own_data = num_processes() > 1 and loader.share.count == 1
-    return UnsharedLoader(loader, device) if has_own_data else loader
+    has_own_data = num_processes() > 1 and loader.shard.count == 1
+    return UnshardedLoader(loader, device) if has_own_data else loader
 
 
 def _reject_iterator(data: Any, settings: Settings) -> None:
@@ -212,8 +212,8 @@ def _count_micro_batches(data: Any, settings: Settings, limit: int | None) -> in
     return count
 
 
-def _share(settings: DataSettings) -> Share:
-    return Share(process_index(), num_processes()) if settings.shard_dataloaders else Share()
+def _shard(settings: DataSettings) -> Shard:
+    return Shard(process_index(), num_processes()) if settings.shard_dataloaders else Shard()
 
 
 def _collate(module: AcceleratorModule, settings: DataSettings, phase: str) -> Callable[[Any], Any] | None:
@@ -234,7 +234,7 @@ def _reject_sampler_beside_loader(data: Any, settings: DataSettings) -> None:
         )
 
 
-def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, num_shares: int) -> Any:
+def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, num_shards: int) -> Any:
     """Return what orders the training samples, or None."""
     if not isinstance(data, Curriculum):
         if isinstance(data, DataLoader) and isinstance(data.dataset, Curriculum):
@@ -250,7 +250,7 @@ def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, nu
             f"max_steps={max_steps} leaves no optimizer step for stage {', '.join(map(str, missed))} of the curriculum"
         )
     per_process = settings.hps.train_batch_size * settings.optimization.accumulation_at(0)
-    return data.order(max_steps, samples_per_update=per_process * num_shares, shuffle=settings.data.shuffle_train)
+    return data.order(max_steps, samples_per_update=per_process * num_shards, shuffle=settings.data.shuffle_train)
 
 
 def _check_settings(module: AcceleratorModule, settings: Settings) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accmt.data import keeping_generators
+from accmt.data import preserve_generators
 from accmt.errors import ModuleContractError, explain
 from accmt.messages import speaking
 from accmt.settings import RunningSettings
@@ -40,7 +40,7 @@ def running(trainer: Any, module: Any) -> Iterator[None]:
 @contextmanager
 def working(settings: RunningSettings) -> Iterator[None]:
     """Let a method of the Trainer do its work: as verbose as asked, with torch's flags, without moving generators."""
-    with speaking(verbose=settings.verbose), keeping_generators(), torch_flags(settings):
+    with speaking(verbose=settings.verbose), preserve_generators(), torch_flags(settings):
         yield
 
 

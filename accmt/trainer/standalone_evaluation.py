@@ -190,7 +190,7 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
         finally:
             end_workers(run.val_loaders.values())
             if request.run_in_work is not None:
-                request.run_in_work.train_loader.tell_epoch_again()
+                request.run_in_work.train_loader.set_epoch_again()
 
 
 def _refuse_stranger(request: Request) -> None:

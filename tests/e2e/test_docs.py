@@ -20,7 +20,7 @@ import yaml
 
 from accmt import HyperParameters, errors
 from accmt.callbacks import ALIASES, HOOKS
-from accmt.data import Share
+from accmt.data import Shard
 from accmt.data.sharding import Plan
 from accmt.saving.weights import SHARED_KEY
 from accmt.state import Counters
@@ -246,9 +246,9 @@ def test_the_table_of_counters_is_the_real_one():
 @pytest.mark.parametrize("process", [0, 1])
 def test_the_table_of_shares_is_the_real_one(process):
     _, *shown = read_table(read_section(CONCEPTS, "Sharing the data"))[process]
-    plan = Plan(num_samples=11, batch_size=2, share=Share(process, 2))
+    plan = Plan(num_samples=11, batch_size=2, shard=Shard(process, 2))
     assert [list(map(int, cell.split())) for cell in shown] == [
-        list(plan.part(r)) for r in range(plan.num_micro_batches)
+        list(plan.local_indices(r)) for r in range(plan.num_micro_batches)
     ]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accmt.data import LoaderOptions, Share, build_loader
+from accmt.data import LoaderOptions, Shard, build_loader
 from accmt.errors import DataError
 from accmt.messages import speaking
 
@@ -66,7 +66,7 @@ def test_an_epoch_goes_on_behind_bad_samples_as_if_it_had_not_been_interrupted()
     loader = build_loader(data, options(shuffle=True))
     micro_batches = list(loader.micro_batches(1))
     other = build_loader(data, options(shuffle=True))
-    other.continue_from(1, 3, loader.position(1, 3))
+    other.resume_from(1, 3, loader.position(1, 3))
     assert numbers_of(other.micro_batches(1, 3)) == numbers_of(micro_batches[3:])
 
 
@@ -82,7 +82,7 @@ def test_samples_are_not_known_beforehand_where_some_may_be_left_out():
 
 
 def test_in_evaluation_a_process_knows_of_its_own_samples_only():
-    micro_batches = read(Numbers(10, {0, 1, 2}), purpose="validate", share=Share(0, 2))
+    micro_batches = read(Numbers(10, {0, 1, 2}), purpose="validate", shard=Shard(0, 2))
     assert numbers_of(micro_batches) == [None, [6, 7]]
     assert [micro_batch.num_samples for micro_batch in micro_batches] == [None, None]
     assert [micro_batch.own_samples for micro_batch in micro_batches] == [0, 2]

@@ -5,7 +5,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from accmt.data import LoaderOptions, build_loader
 from accmt.data.sized import BatchLoader, SizedLoader
-from accmt.data.streams import GivenLoader, StreamLoader
+from accmt.data.streams import StreamLoader, UserDataLoader
 from accmt.errors import DataError
 
 TENSORS = TensorDataset(torch.arange(4))
@@ -44,8 +44,8 @@ def options(**told):
         (lambda: {1, 2}, StreamLoader),
         (lambda: DataLoader(TENSORS), BatchLoader),
         (lambda: DataLoader(TABLE), BatchLoader),
-        (lambda: DataLoader(Stream()), GivenLoader),
-        (lambda: DataLoader(TENSORS, batch_size=None), GivenLoader),
+        (lambda: DataLoader(Stream()), UserDataLoader),
+        (lambda: DataLoader(TENSORS, batch_size=None), UserDataLoader),
     ],
 )
 def test_each_kind_of_data_gets_its_loader(make, kind):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
-from accmt.data import LoaderOptions, Share
+from accmt.data import LoaderOptions, Shard
 from accmt.data.options import length_of, require_not_empty
 from accmt.data.workers import WorkerStart
 from accmt.errors import DataError
@@ -57,15 +57,15 @@ def test_workers_do_not_outlive_an_epoch_that_the_dataset_wants_to_hear_of():
 
 @pytest.mark.feature("L60")
 def test_data_that_a_distributed_sampler_shares_are_not_shared_twice():
-    told = options(share=Share(1, 2), seed=3)
+    told = options(shard=Shard(1, 2), seed=3)
     samplers = [DistributedSampler(range(8), num_replicas=2, rank=rank) for rank in (0, 1)]
-    by_rank = [told.without_second_sharing(sampler) for sampler in samplers]
-    assert [o.share for o in by_rank] == [Share(), Share()]
+    by_rank = [told.without_second_sharding(sampler) for sampler in samplers]
+    assert [o.shard for o in by_rank] == [Shard(), Shard()]
     assert by_rank[0].seed != by_rank[1].seed
     agreeing = replace(told, agree_on=torch.device("cpu"))  # each has data of its own then
-    assert [agreeing.without_second_sharing(sampler) for sampler in samplers] == by_rank
-    assert told.without_second_sharing(None, BatchSampler(samplers[0], 2, drop_last=False)) == by_rank[0]
-    assert told.without_second_sharing(SequentialSampler(range(8)), None) is told
+    assert [agreeing.without_second_sharding(sampler) for sampler in samplers] == by_rank
+    assert told.without_second_sharding(None, BatchSampler(samplers[0], 2, drop_last=False)) == by_rank[0]
+    assert told.without_second_sharding(SequentialSampler(range(8)), None) is told
 
 
 def test_an_empty_epoch_is_refused_with_what_was_found():

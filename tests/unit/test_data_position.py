@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from accmt.checkpoint.typed_json import decode, encode
-from accmt.data import LoaderOptions, Share, build_loader
-from accmt.data.position import BEGINNING, Start, plan_epoch, read_start
+from accmt.data import LoaderOptions, Shard, build_loader
+from accmt.data.position import EPOCH_START, EpochStart, plan_epoch, read_start
 from accmt.errors import DataError
 
 
@@ -46,7 +46,7 @@ def options(**told):
 
 
 def build_all(make, count, **told):
-    return [build_loader(make(), options(share=Share(index, count), **told)) for index in range(count)]
+    return [build_loader(make(), options(shard=Shard(index, count), **told)) for index in range(count)]
 
 
 def stored(position):
@@ -80,7 +80,7 @@ def join(micro_batches, loader):
 
 def continue_on(loaders, epoch, first, position):
     for loader in loaders:
-        loader.continue_from(epoch, first, stored(position))
+        loader.resume_from(epoch, first, stored(position))
     return loaders
 
 
@@ -180,7 +180,7 @@ def test_what_is_skipped_is_never_read(make):
     whole = samples_of(read([build_loader(make(data), options())], 0, 0))
     data.read.clear()
     loader = build_loader(make(data), options())
-    loader.continue_from(0, 17, loader.position(0, 17))
+    loader.resume_from(0, 17, loader.position(0, 17))
     assert samples_of(read([loader], 0, 17)) == data.read == whole[34:]
 
 
@@ -194,7 +194,7 @@ def test_of_ten_million_samples_skipped_none_is_read():
     position = build_loader(data, options(batch_size=10)).position(3, 1_000_000)
     assert position["samples"] == 10_000_000
     loader = build_loader(data, options(batch_size=10))
-    loader.continue_from(3, 500_000, position)
+    loader.resume_from(3, 500_000, position)
     first = next(loader.micro_batches(3, first=500_000))
     assert first.index == 500_000
     assert data.read == first.batch[:, 0].tolist()
@@ -208,7 +208,7 @@ def test_another_size_of_batch_counts_rounds_on():
     assert position == {"kind": "dataset with a length", "samples": 10, "of": 40, "order": order}
     (other,) = build_all(lambda: Augmented(40), 1, batch_size=7)
     assert other.num_micro_batches == 6
-    other.continue_from(0, 5, position)
+    other.resume_from(0, 5, position)
     assert other.num_micro_batches == 5 + 5  # 30 samples in batches of 7
     assert [other.samples_in(i, i + 1) for i in range(5, 10)] == [7, 7, 7, 7, 2]
     assert other.position(0, 7) == {"kind": "dataset with a length", "samples": 24, "of": 40, "order": order}
@@ -235,7 +235,7 @@ def test_limits_and_drop_last_count_from_the_beginning_of_the_epoch(told, micro_
     position = build_loader(Augmented(40), options()).position(0, 10)
     assert position["samples"] == 20
     loader = build_loader(Augmented(40), options(batch_size=6, **told))
-    loader.continue_from(0, 10, position)
+    loader.resume_from(0, 10, position)
     found = list(loader.micro_batches(0, first=10))
     assert loader.num_micro_batches == 10 + micro_batches
     assert [r.index for r in found] == list(range(10, 10 + micro_batches))
@@ -257,7 +257,7 @@ def test_at_the_beginning_of_an_epoch_there_is_nothing_to_fit():
     for make in (Augmented, by_shuffling_loader):
         (loader,) = build_all(lambda: make(8), 1)  # noqa: B023
         for position in ({}, loader.position(1, 0), {"kind": "stream", "samples": 0}, {"kind": "?", "of": 9}):
-            loader.continue_from(1, 0, position)
+            loader.resume_from(1, 0, position)
             assert sorted(samples_of(read([loader], 1, 0))) == list(range(8))
 
 
@@ -312,7 +312,7 @@ def test_a_sampler_that_counts_what_it_drew_is_a_warning_where_an_epoch_begins(
     loader = make()
     for number in range(epoch):
         read([loader], number, 0)
-    make().continue_from(epoch, 0, stored(loader.position(epoch, 0)))
+    make().resume_from(epoch, 0, stored(loader.position(epoch, 0)))
     assert caplog.text.count(f"draws epoch {epoch} in another order than before") == times
 
 
@@ -321,8 +321,8 @@ def test_other_data_where_an_epoch_begins_are_no_matter_of_the_sampler(caplog):
     read([loader], 0, 0)
     position = loader.position(1, 0)
     for other in (by_shuffling_loader(8), Augmented(8)):
-        build_loader(other, options()).continue_from(1, 0, position)
-    build_loader(Augmented(8), options(sampler=[1, 2])).continue_from(1, 0, position)
+        build_loader(other, options()).resume_from(1, 0, position)
+    build_loader(Augmented(8), options(sampler=[1, 2])).resume_from(1, 0, position)
     assert not caplog.text
 
 
@@ -333,13 +333,13 @@ def test_data_of_another_length_cannot_go_on():
     with pytest.raises(
         DataError, match="the training data, within(.|\n)*41 samples\n(.|\n)*the 40 samples(.|\n)*10 of them"
     ):
-        other.continue_from(0, 5, position)
+        other.resume_from(0, 5, position)
     with pytest.raises(DataError, match="got: 39 samples"):
-        build_loader(Augmented(40), options(sampler=range(39))).continue_from(0, 5, position)
+        build_loader(Augmented(40), options(sampler=range(39))).resume_from(0, 5, position)
     (given,) = build_all(lambda: by_shuffling_loader(40), 1)
     (other_given,) = build_all(lambda: by_shuffling_loader(30), 1)
     with pytest.raises(DataError, match="got: 10 batches\n(.|\n)*the 14 batches"):
-        other_given.continue_from(0, 5, given.position(0, 5))
+        other_given.resume_from(0, 5, given.position(0, 5))
 
 
 def test_the_length_that_counts_is_that_of_the_epoch():
@@ -354,16 +354,16 @@ def test_the_length_that_counts_is_that_of_the_epoch():
     read(loaders[:1], 2, 0, 3)
     position = loaders[0].position(2, 3)
     assert (position["samples"], position["of"]) == (6, 12)
-    loaders[1].continue_from(2, 3, loaders[0].position(2, 3))
+    loaders[1].resume_from(2, 3, loaders[0].position(2, 3))
     assert samples_of(read(loaders[1:], 2, 3)) == list(range(6, 12))
 
 
 def test_a_position_of_another_kind_is_refused():
     with pytest.raises(DataError, match="a position in a stream\n  expected: one in a dataset with a length"):
-        build_loader(Augmented(8), options()).continue_from(0, 1, {"kind": "stream", "samples": 2})
+        build_loader(Augmented(8), options()).resume_from(0, 1, {"kind": "stream", "samples": 2})
     by_loader = build_loader(by_shuffling_loader(8), options())
     with pytest.raises(DataError, match="a position in a dataset with a length\n  expected: one in a DataLoader"):
-        by_loader.continue_from(0, 1, {"kind": "dataset with a length", "samples": 2, "of": 8})
+        by_loader.resume_from(0, 1, {"kind": "dataset with a length", "samples": 2, "of": 8})
 
 
 def test_a_dataset_is_told_the_epoch_in_which_it_goes_on():
@@ -372,7 +372,7 @@ def test_a_dataset_is_told_the_epoch_in_which_it_goes_on():
             self.epoch = epoch
 
     data = Scheduled(8)
-    build_loader(data, options()).continue_from(5, 1, build_loader(Augmented(8), options()).position(5, 1))
+    build_loader(data, options()).resume_from(5, 1, build_loader(Augmented(8), options()).position(5, 1))
     assert data.epoch == 5
 
 
@@ -382,28 +382,28 @@ def test_a_distributed_sampler_goes_on_for_each_process():
 
         def make(rank=rank):
             sampler = DistributedSampler(range(16), num_replicas=2, rank=rank)
-            return build_loader(Augmented(16), options(share=Share(rank, 2), sampler=sampler))
+            return build_loader(Augmented(16), options(shard=Shard(rank, 2), sampler=sampler))
 
         loader, other = make(), make()
         seen += samples_of(read([loader], 1, 0, 2))
-        other.continue_from(1, 2, loader.position(1, 2))
+        other.resume_from(1, 2, loader.position(1, 2))
         seen += samples_of(read([other], 1, 2))
     assert sorted(seen) == list(range(16))
 
 
 def test_only_the_interrupted_epoch_begins_late():
-    start = Start(3, 2, 16)
+    start = EpochStart(3, 2, 16)
     assert start.of(3, 2) is start.of(3, 5) is start
-    assert start.of(4, 2) is start.of(0, 2) is BEGINNING
-    assert start.of(3, 0) is BEGINNING  # read anew
-    assert read_start(3, 0, {"kind": "whatever"}, kind="stream", unit="samples", options=options()) is BEGINNING
+    assert start.of(4, 2) is start.of(0, 2) is EPOCH_START
+    assert start.of(3, 0) is EPOCH_START  # read anew
+    assert read_start(3, 0, {"kind": "whatever"}, kind="stream", unit="samples", options=options()) is EPOCH_START
 
 
 def test_a_plan_over_another_grid_keeps_whole_batches_only_where_they_are_asked_for():
     told = options(batch_size=2, micro_batches_per_batch=2)
     assert plan_epoch(23, told).num_micro_batches == 12
     assert plan_epoch(23, told, whole=4).num_micro_batches == 10
-    plans = [plan_epoch(23, told, whole=4, start=Start(0, 3, passed)) for passed in (6, 7)]
+    plans = [plan_epoch(23, told, whole=4, start=EpochStart(0, 3, passed)) for passed in (6, 7)]
     assert [plan.num_micro_batches - 3 for plan in plans] == [7, 6]
     ends = [[plan.samples_before(r) for r in range(3, plan.num_micro_batches + 1)] for plan in plans]
     assert all(b - a == 2 for end in ends for a, b in pairwise(end))

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from accmt.data import Share, set_seed
-from accmt.data.samplers import BatchShare, GlobalBatchSampler, Order
+from accmt.data import Shard, set_seed
+from accmt.data.samplers import GlobalBatchSampler, Order, UserBatchShard
 from accmt.data.sharding import Plan
 
 
@@ -150,7 +150,7 @@ def test_the_global_order_does_not_depend_on_the_number_of_processes():
     def read(count):
         of_all = []
         for index in range(count):
-            plan = Plan(23, 2, Share(index, count))
+            plan = Plan(23, 2, Shard(index, count))
             sampler = GlobalBatchSampler(Order(23, 5, shuffle=True), seed=5, purpose="train")
             sampler.start_at(1, plan, range(plan.num_micro_batches))
             batches = list(sampler)
@@ -167,7 +167,7 @@ def test_each_fetch_has_a_seed_of_its_own_over_batches_epochs_processes_and_purp
     seeds = []
     for purpose in ("train", "validate"):
         for index in range(2):
-            plan = Plan(12, 2, Share(index, 2))
+            plan = Plan(12, 2, Shard(index, 2))
             sampler = GlobalBatchSampler(Order(12, 5), seed=5, purpose=purpose)
             for epoch in range(3):
                 sampler.start_at(epoch, plan, range(plan.num_micro_batches))
@@ -176,7 +176,7 @@ def test_each_fetch_has_a_seed_of_its_own_over_batches_epochs_processes_and_purp
 
 
 def test_a_global_batch_sampler_starts_and_ends_where_it_is_told():
-    plan = Plan(5, 2, Share(1, 2))
+    plan = Plan(5, 2, Shard(1, 2))
     sampler = GlobalBatchSampler(Order(5, 1), seed=1, purpose="train")
     sampler.start_at(0, plan, range(plan.num_micro_batches))
     assert list(sampler) == [[2, 3]]
@@ -192,16 +192,16 @@ def test_a_global_batch_sampler_starts_and_ends_where_it_is_told():
 @pytest.mark.feature("N13", "T03", "L01")
 def test_batch_i_goes_to_process_i_mod_processes():
     batches = [[0, 1], [2], [3, 4, 5], [6, 7], [8]]
-    shares = [BatchShare(batches, seed=1, purpose="train") for _ in range(2)]
-    plans = [Plan(5, 1, Share(index, 2)) for index in range(2)]
-    for share, plan in zip(shares, plans, strict=True):
-        share.start_at(0, plan, range(3))
-    assert [list(share) for share in shares] == [[[0, 1], [3, 4, 5], [8]], [[2], [6, 7]]]
-    assert [len(share) for share in shares] == [3, 2]
-    assert shares[0].sizes(0) == shares[1].sizes(0) == [2, 1, 3, 2, 1]
-    for share, plan in zip(shares, plans, strict=True):
-        share.start_at(0, plan, range(1, 2))
-    assert [list(share) for share in shares] == [[[3, 4, 5]], [[6, 7]]]
+    shards = [UserBatchShard(batches, seed=1, purpose="train") for _ in range(2)]
+    plans = [Plan(5, 1, Shard(index, 2)) for index in range(2)]
+    for shard, plan in zip(shards, plans, strict=True):
+        shard.start_at(0, plan, range(3))
+    assert [list(shard) for shard in shards] == [[[0, 1], [3, 4, 5], [8]], [[2], [6, 7]]]
+    assert [len(shard) for shard in shards] == [3, 2]
+    assert shards[0].sizes(0) == shards[1].sizes(0) == [2, 1, 3, 2, 1]
+    for shard, plan in zip(shards, plans, strict=True):
+        shard.start_at(0, plan, range(1, 2))
+    assert [list(shard) for shard in shards] == [[[3, 4, 5]], [[6, 7]]]
 
 
 @pytest.mark.feature("T03", "L01")
@@ -217,16 +217,16 @@ def test_batches_that_are_drawn_as_they_come_are_the_same_on_every_process():
             return 6
 
     def read(index, interference):
-        share = BatchShare(Balanced(), seed=1, purpose="train")
-        share.start_at(0, Plan(6, 1, Share(index, 2)), range(3))
+        shard = UserBatchShard(Balanced(), seed=1, purpose="train")
+        shard.start_at(0, Plan(6, 1, Shard(index, 2)), range(3))
         batches = []
-        for batch in share:
+        for batch in shard:
             batches.append([int(i) for i in batch])
             np.random.seed(interference)  # what the training of a process does in between
-        return batches, share.sizes(0)
+        return batches, shard.sizes(0)
 
-    whole = BatchShare(Balanced(), seed=1, purpose="train")
-    whole.start_at(0, Plan(6, 1, Share()), range(6))
+    whole = UserBatchShard(Balanced(), seed=1, purpose="train")
+    whole.start_at(0, Plan(6, 1, Shard()), range(6))
     whole = [[int(i) for i in batch] for batch in whole]
     (first, sizes), (second, _) = read(0, 1), read(1, 2)
     assert [first[0], second[0], first[1], second[1], first[2], second[2]] == whole
@@ -237,11 +237,11 @@ def test_batches_that_are_drawn_as_they_come_are_the_same_on_every_process():
 def test_the_generator_inside_a_batch_sampler_is_a_function_of_the_epoch():
     def draw(epochs):
         inner = RandomSampler(range(10), generator=torch.Generator().manual_seed(4))
-        share = BatchShare(BatchSampler(inner, 5, drop_last=False), seed=1, purpose="train")
+        shard = UserBatchShard(BatchSampler(inner, 5, drop_last=False), seed=1, purpose="train")
         drawn = {}
         for epoch in epochs:
-            share.start_at(epoch, Plan(2, 1, Share()), range(2))
-            drawn[epoch] = [list(batch) for batch in share]
+            shard.start_at(epoch, Plan(2, 1, Shard()), range(2))
+            drawn[epoch] = [list(batch) for batch in shard]
         return drawn
 
     assert draw([0, 1, 2])[2] == draw([2])[2]
@@ -250,9 +250,9 @@ def test_the_generator_inside_a_batch_sampler_is_a_function_of_the_epoch():
 
 def test_a_batch_sampler_is_told_the_epoch_and_so_is_the_sampler_in_it():
     inner = Told([0, 1, 2, 3])
-    share = BatchShare(BatchSampler(inner, 2, drop_last=False), seed=1, purpose="train")
-    share.start_at(4, Plan(2, 1, Share()), range(2))
-    assert list(share) == [[0, 1], [2, 3]]
+    shard = UserBatchShard(BatchSampler(inner, 2, drop_last=False), seed=1, purpose="train")
+    shard.start_at(4, Plan(2, 1, Shard()), range(2))
+    assert list(shard) == [[0, 1], [2, 3]]
     assert inner.epochs == [4]
 
 
@@ -261,11 +261,11 @@ def test_each_of_a_users_batches_has_a_seed_of_its_own_and_the_same_on_any_numbe
     def seeds(count):
         found = {}
         for index in range(count):
-            share = BatchShare([[i] for i in range(6)], seed=1, purpose="train")
-            plan = Plan(6, 1, Share(index, count))
+            shard = UserBatchShard([[i] for i in range(6)], seed=1, purpose="train")
+            plan = Plan(6, 1, Shard(index, count))
             for epoch in (0, 1):
-                share.start_at(epoch, plan, range(plan.num_micro_batches))
-                found |= {(epoch, batch[0]): batch.seed for batch in share}
+                shard.start_at(epoch, plan, range(plan.num_micro_batches))
+                found |= {(epoch, batch[0]): batch.seed for batch in shard}
         return found
 
     assert seeds(1) == seeds(2) == seeds(3)

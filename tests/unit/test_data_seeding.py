@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from accmt.data import derive_seed, draw_seed, keeping_generators, seed_generators, set_seed
-from accmt.data.seeding import BatchIndices, drawing_under
+from accmt.data import derive_seed, draw_seed, preserve_generators, seed_generators, set_seed
+from accmt.data.seeding import BatchIndices, seeded_generators
 
 
 def draw():
@@ -73,9 +73,9 @@ def test_drawing_under_a_seed_leaves_the_generators_as_they_were_even_after_an_e
     set_seed(1)
     expected = draw()
     set_seed(1)
-    with drawing_under(9):
+    with seeded_generators(9):
         draw()
-    with pytest.raises(ZeroDivisionError), drawing_under(9):
+    with pytest.raises(ZeroDivisionError), seeded_generators(9):
         draw_and_fail()
     assert draw() == expected
 
@@ -96,7 +96,7 @@ def test_generators_are_left_as_they_were():
     set_seed(5)
     expected = (torch.rand(1).item(), np.random.rand(), random.random())
     set_seed(5)
-    with keeping_generators():
+    with preserve_generators():
         seed_generators(9)
         torch.rand(3)
     assert (torch.rand(1).item(), np.random.rand(), random.random()) == expected

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accmt.checkpoint.typed_json import decode, encode
-from accmt.data import LoaderOptions, Share, build_loader
+from accmt.data import LoaderOptions, Shard, build_loader
 from accmt.errors import DataError
 from accmt.messages import speaking
 
@@ -139,7 +139,7 @@ def options(**told):
 
 
 def build_all(make, length, count, **told):
-    return [build_loader(make(length), options(share=Share(index, count), **told)) for index in range(count)]
+    return [build_loader(make(length), options(shard=Shard(index, count), **told)) for index in range(count)]
 
 
 def read(loaders, epoch, first=0, last=None):
@@ -160,7 +160,7 @@ def read(loaders, epoch, first=0, last=None):
 
 def continue_on(loaders, epoch, first, position):
     for loader in loaders:
-        loader.continue_from(epoch, first, decode(encode(position)))
+        loader.resume_from(epoch, first, decode(encode(position)))
     return loaders
 
 
@@ -404,11 +404,11 @@ def test_several_workers_cannot_go_on_with_other_processes_or_workers():
     for told in ({"num_workers": 1}, {"num_workers": 0}, {"num_workers": 2, "batch_size": 4}):
         (other,) = build_all(Stream, 40, 1, **told)
         with pytest.raises(DataError, match="of several workers each reads a part(.|\n)*one worker at most"):
-            other.continue_from(0, 3, position)
+            other.resume_from(0, 3, position)
     _, of_one = read(build_all(Stream, 40, 1, num_workers=1), 0, last=3)
     (other,) = build_all(Stream, 40, 1, num_workers=2)
     with pytest.raises(DataError, match="2 workers that read, and 2 samples(.|\n)*expected: 1 and 2"):
-        other.continue_from(0, 3, of_one)
+        other.resume_from(0, 3, of_one)
 
 
 def test_a_loader_that_cuts_other_batches_cannot_go_on():
@@ -417,15 +417,15 @@ def test_a_loader_that_cuts_other_batches_cannot_go_on():
         with pytest.raises(
             DataError, match="a DataLoader with(.|\n)*one with {'batch_size': 3, 'readers': 1}, as before"
         ):
-            build_loader(given, options()).continue_from(0, 3, position)
+            build_loader(given, options()).resume_from(0, 3, position)
     one_worker = build_loader(DataLoader(Stream(40), batch_size=3, num_workers=1), options())
-    one_worker.continue_from(0, 3, position)
+    one_worker.resume_from(0, 3, position)
     assert samples_of(read([one_worker], 0, 3)[0]) == list(range(9, 40))
 
 
 def test_a_position_of_another_kind_is_refused():
     with pytest.raises(DataError, match="a position in a dataset with a length\n  expected: one in a stream"):
-        build_loader(Stream(8), options()).continue_from(0, 1, {"kind": "dataset with a length", "samples": 2, "of": 8})
+        build_loader(Stream(8), options()).resume_from(0, 1, {"kind": "dataset with a length", "samples": 2, "of": 8})
     loader = build_loader(Stream(8), options())
-    loader.continue_from(1, 0, {"kind": "dataset with a length", "samples": 0, "of": None})  # an epoch that begins
+    loader.resume_from(1, 0, {"kind": "dataset with a length", "samples": 0, "of": None})  # an epoch that begins
     assert samples_of(read([loader], 1)[0]) == list(range(8))

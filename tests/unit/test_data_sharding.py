@@ -1,6 +1,6 @@
 import pytest
 
-from accmt.data import Share
+from accmt.data import Shard
 from accmt.data.sharding import Plan
 
 
@@ -9,7 +9,7 @@ def grid():
 
 
 def plans(num_samples, batch_size, count):
-    return [Plan(num_samples, batch_size, Share(index, count)) for index in range(count)]
+    return [Plan(num_samples, batch_size, Shard(index, count)) for index in range(count)]
 
 
 @pytest.mark.feature("A60", "L58")
@@ -17,7 +17,10 @@ def test_every_position_belongs_to_one_process_and_round_in_the_order_of_the_who
     for num_samples, batch_size, count in grid():
         shares = plans(num_samples, batch_size, count)
         positions = [
-            p for micro_batch in range(shares[0].num_micro_batches) for plan in shares for p in plan.part(micro_batch)
+            p
+            for micro_batch in range(shares[0].num_micro_batches)
+            for plan in shares
+            for p in plan.local_indices(micro_batch)
         ]
         assert positions == list(range(num_samples)), (num_samples, batch_size, count)
 
@@ -27,7 +30,7 @@ def test_the_parts_of_a_round_are_as_even_as_can_be_and_no_larger_than_a_batch()
     for num_samples, batch_size, count in grid():
         shares = plans(num_samples, batch_size, count)
         for micro_batch in range(shares[0].num_micro_batches):
-            sizes = [len(plan.part(micro_batch)) for plan in shares]
+            sizes = [len(plan.local_indices(micro_batch)) for plan in shares]
             assert max(sizes) - min(sizes) <= 1
             assert max(sizes) <= batch_size
             assert sizes == sorted(sizes, reverse=True)
@@ -37,7 +40,7 @@ def test_the_parts_of_a_round_are_as_even_as_can_be_and_no_larger_than_a_batch()
 @pytest.mark.feature("A60")
 def test_only_the_last_round_may_be_short():
     for num_samples, batch_size, count in grid():
-        plan = Plan(num_samples, batch_size, Share(0, count))
+        plan = Plan(num_samples, batch_size, Shard(0, count))
         sizes = [plan.samples_in(r, r + 1) for r in range(plan.num_micro_batches)]
         assert all(size == batch_size * count for size in sizes[:-1])
         assert 0 < sizes[-1] <= batch_size * count
@@ -46,7 +49,7 @@ def test_only_the_last_round_may_be_short():
 @pytest.mark.feature("T30")
 def test_samples_of_several_rounds_are_the_sum_of_theirs():
     for num_samples, batch_size, count in grid():
-        plan = Plan(num_samples, batch_size, Share(0, count))
+        plan = Plan(num_samples, batch_size, Shard(0, count))
         micro_batches = plan.num_micro_batches
         for first in range(micro_batches):
             sizes = [plan.samples_in(r, r + 1) for r in range(first, micro_batches)]
@@ -57,21 +60,23 @@ def test_samples_of_several_rounds_are_the_sum_of_theirs():
 def test_five_samples_for_two_processes_by_hand():
     first, second = plans(5, 2, 2)
     assert (first.global_batch_size, first.num_micro_batches) == (4, 2)
-    assert [list(first.part(0)), list(second.part(0))] == [[0, 1], [2, 3]]
-    assert [list(first.part(1)), list(second.part(1))] == [[4], []]
+    assert [list(first.local_indices(0)), list(second.local_indices(0))] == [[0, 1], [2, 3]]
+    assert [list(first.local_indices(1)), list(second.local_indices(1))] == [[4], []]
 
 
 def test_a_plan_that_goes_on_counts_rounds_on_and_cuts_what_is_left():
     for num_samples, batch_size, count in grid():
         for passed in range(0, num_samples + 1, 3):
             shares = [
-                Plan(num_samples, batch_size, Share(i, count), first_micro_batch=7, first_sample=passed)
+                Plan(num_samples, batch_size, Shard(i, count), first_micro_batch=7, first_sample=passed)
                 for i in range(count)
             ]
             plan = shares[0]
             micro_batches = range(7, plan.num_micro_batches)
             assert len(micro_batches) == -(-(num_samples - passed) // (batch_size * count))
-            assert [p for r in micro_batches for own in shares for p in own.part(r)] == list(range(passed, num_samples))
+            assert [p for r in micro_batches for own in shares for p in own.local_indices(r)] == list(
+                range(passed, num_samples)
+            )
             assert plan.samples_in(7, plan.num_micro_batches) == num_samples - passed
             assert [plan.samples_before(r) for r in (7, plan.num_micro_batches, plan.num_micro_batches + 5)] == [
                 passed,
@@ -82,9 +87,9 @@ def test_a_plan_that_goes_on_counts_rounds_on_and_cuts_what_is_left():
 
 def test_a_plan_in_the_grid_of_the_whole_epoch_is_the_tail_of_it():
     for num_samples, batch_size, count in grid():
-        whole = Plan(num_samples, batch_size, Share(count - 1, count))
+        whole = Plan(num_samples, batch_size, Shard(count - 1, count))
         for first in range(whole.num_micro_batches):
-            rest = Plan(num_samples, batch_size, Share(count - 1, count), first, first * batch_size * count)
+            rest = Plan(num_samples, batch_size, Shard(count - 1, count), first, first * batch_size * count)
             assert rest.num_micro_batches == whole.num_micro_batches
             micro_batches = range(first, whole.num_micro_batches)
-            assert [rest.part(r) for r in micro_batches] == [whole.part(r) for r in micro_batches]
+            assert [rest.local_indices(r) for r in micro_batches] == [whole.local_indices(r) for r in micro_batches]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
 
-from accmt.data import LoaderOptions, Share, build_loader
+from accmt.data import LoaderOptions, Shard, build_loader
 from accmt.data.sized import BatchLoader, SizedLoader
 from accmt.errors import DataError
 
@@ -55,7 +55,7 @@ def options(**told):
 
 
 def build_all(make, count, **told):
-    return [build_loader(make(), options(share=Share(index, count), **told)) for index in range(count)]
+    return [build_loader(make(), options(shard=Shard(index, count), **told)) for index in range(count)]
 
 
 def in_global_order(loaders, epoch=0, first=0):
@@ -141,7 +141,7 @@ def test_a_distributed_sampler_is_not_shared_a_second_time():
     samples = []
     for rank in range(2):
         sampler = DistributedSampler(range(8), num_replicas=2, rank=rank, shuffle=False)
-        (loader,) = [build_loader(Counted(8), options(share=Share(rank, 2), sampler=sampler))]
+        (loader,) = [build_loader(Counted(8), options(shard=Shard(rank, 2), sampler=sampler))]
         samples.append(in_global_order([loader]))
     assert samples == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
@@ -206,7 +206,7 @@ def test_an_epoch_begun_later_is_the_tail_of_the_whole_and_reads_nothing_else(co
     micro_batches = -(-23 // (2 * count))
     for first in range(micro_batches + 1):
         data = [Counted(23) for _ in range(count)]
-        loaders = [build_loader(data[i], options(share=Share(i, count), shuffle=True)) for i in range(count)]
+        loaders = [build_loader(data[i], options(shard=Shard(i, count), shuffle=True)) for i in range(count)]
         tail = in_global_order(loaders, epoch=1, first=first)
         assert tail == whole[first * 2 * count :]
         assert sorted(i for d in data for i in d.read) == sorted(tail)
@@ -230,7 +230,7 @@ def test_of_ten_million_samples_skipped_none_is_read():
 @pytest.mark.feature("A42", "L09")
 def test_workers_change_neither_samples_nor_augmentation():
     def read(num_workers, epochs, first=0, count=1, index=0):
-        loader = build_loader(Augmented(), options(num_workers=num_workers, share=Share(index, count), shuffle=True))
+        loader = build_loader(Augmented(), options(num_workers=num_workers, shard=Shard(index, count), shuffle=True))
         return [torch.cat([r.batch for r in loader.micro_batches(epoch, first)]) for epoch in epochs]
 
     inline, by_workers = read(0, (0, 1)), read(2, (0, 1))
@@ -371,7 +371,7 @@ def test_a_dataloader_with_a_distributed_sampler_is_not_shared_twice(nested):
             if nested
             else {"sampler": sampler, "batch_size": 2}
         )
-        loader = build_loader(DataLoader(Augmented(), **how), options(share=Share(rank, 2)))
+        loader = build_loader(DataLoader(Augmented(), **how), options(shard=Shard(rank, 2)))
         assert loader.num_micro_batches == 3
         for epoch in (0, 1):
             samples = torch.cat([r.batch for r in loader.micro_batches(epoch)])
@@ -414,7 +414,7 @@ def test_limits_count_rounds_of_a_given_dataloader():
 
 
 def test_the_torch_loader_underneath_knows_its_length():
-    loader = build_loader(DataLoader(range(10), batch_size=2), options(share=Share(0, 2)))
+    loader = build_loader(DataLoader(range(10), batch_size=2), options(shard=Shard(0, 2)))
     list(loader.micro_batches(0))
     assert len(loader.dataloader) == 3
     assert len(build_loader(Counted(10), options()).dataloader) == 5

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_worker_info
 
-from accmt.data import LoaderOptions, Share, build_loader
-from accmt.data.streams import GivenLoader, StreamLoader
+from accmt.data import LoaderOptions, Shard, build_loader
+from accmt.data.streams import StreamLoader, UserDataLoader
 from accmt.errors import DataError
 from accmt.messages import speaking
 
@@ -65,7 +65,7 @@ def options(**told):
 
 
 def build_all(make, count, **told):
-    return [build_loader(make(), options(share=Share(index, count), **told)) for index in range(count)]
+    return [build_loader(make(), options(shard=Shard(index, count), **told)) for index in range(count)]
 
 
 def micro_batches_of_all(loaders, epoch=0, first=0):
@@ -182,7 +182,7 @@ def test_a_plain_iterable_which_knows_nothing_of_workers_gets_one():
 def test_a_stream_that_draws_while_it_is_read_is_the_same_on_every_process(given, num_workers):
     def read(index, count, epoch=0, first=0, seed=3):
         data = DataLoader(Shuffled(12), batch_size=2, num_workers=num_workers) if given else Shuffled(12)
-        loader = build_loader(data, options(share=Share(index, count), num_workers=num_workers, seed=seed))
+        loader = build_loader(data, options(shard=Shard(index, count), num_workers=num_workers, seed=seed))
         batches = []
         for micro_batch in loader.micro_batches(epoch, first):
             batches.append(micro_batch.batch)
@@ -351,7 +351,7 @@ def test_samples_of_a_stream_are_not_known_beforehand():
 )
 def test_a_given_dataloader_that_cannot_be_cut_is_read_by_all_and_shared_by_batches(make, count):
     loaders = build_all(make, count, batch_size=99)
-    assert isinstance(loaders[0], GivenLoader)
+    assert isinstance(loaders[0], UserDataLoader)
     assert sorted(in_global_order(loaders)) == list(range(11))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accmt import TemperatureSampler
-from accmt.data import LoaderOptions, Share, build_loader
+from accmt.data import LoaderOptions, Shard, build_loader
 from accmt.data.samplers import Order
 from accmt.errors import ArgumentError, DataError
 from tests.resume.unbroken import Augmented, assert_same, state_of, train
@@ -120,7 +120,7 @@ def test_any_number_of_processes_has_the_same_global_order(count):
     expected = Order(23, 4, sampler=TemperatureSampler(labels, 5)).at(1).tolist()
     options = [
         LoaderOptions(
-            purpose="train", batch_size=2, share=Share(i, count), seed=4, sampler=TemperatureSampler(labels, 5)
+            purpose="train", batch_size=2, shard=Shard(i, count), seed=4, sampler=TemperatureSampler(labels, 5)
         )
         for i in range(count)
     ]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from accmt.data import LoaderOptions, UnsharedLoader, build_loader
+from accmt.data import LoaderOptions, UnshardedLoader, build_loader
 from accmt.errors import DataError
 from tests.launching import launch
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
-from accmt.data import LoaderOptions, UnsharedLoader, build_loader
+from accmt.data import LoaderOptions, UnshardedLoader, build_loader
 
 class Stream(IterableDataset):
     def __init__(self, numbers):
@@ -28,7 +28,7 @@ def make(kind, rank):
     numbers = list(range(100 * rank, 100 * rank + (5, 12)[rank]))
     data = Stream(numbers) if kind == "stream" else numbers
     options = LoaderOptions(purpose="train", batch_size=2, shuffle=True)
-    return UnsharedLoader(build_loader(data, options), torch.device("cpu"))
+    return UnshardedLoader(build_loader(data, options), torch.device("cpu"))
 
 def take(loader, first, last=None):
     batches = []
@@ -46,7 +46,7 @@ for kind in ("sized", "stream"):
         stopped, other = make(kind, rank), make(kind, rank)
         done = take(stopped, 0, first)
         position = json.loads(json.dumps(stopped.position(0, first)))
-        other.continue_from(0, first, position)
+        other.resume_from(0, first, position)
         cuts.append([position, other.num_micro_batches, done + take(other, first) == whole, len(take(other, 0)) > 0])
     results[kind] = [whole, cuts]
 gathered = [None, None]
@@ -65,7 +65,7 @@ class Stream(IterableDataset):
 
 
 def make(data, **told):
-    return UnsharedLoader(build_loader(data, LoaderOptions(purpose="train", batch_size=2, **told)), CPU)
+    return UnshardedLoader(build_loader(data, LoaderOptions(purpose="train", batch_size=2, **told)), CPU)
 
 
 def numbers(micro_batches):
@@ -101,16 +101,16 @@ def test_one_process_with_data_of_its_own_goes_on_too(make_data):
     done = numbers([next(micro_batches), next(micro_batches)])
     position = stopped.position(0, 2)
     assert position["positions"][0]["samples"] == 4
-    other.continue_from(0, 2, position)
+    other.resume_from(0, 2, position)
     assert done + numbers(other.micro_batches(0, first=2)) == list(range(9))
     assert numbers(other.micro_batches(1)) == list(range(9))
 
 
 def test_the_rounds_of_an_epoch_that_goes_on_are_those_of_that_epoch_alone():
     position = make(list(range(40))).position(0, 3)
-    loader = UnsharedLoader(build_loader(list(range(40)), LoaderOptions(purpose="train", batch_size=5)), CPU)
+    loader = UnshardedLoader(build_loader(list(range(40)), LoaderOptions(purpose="train", batch_size=5)), CPU)
     assert loader.num_micro_batches == 8
-    loader.continue_from(0, 3, position)
+    loader.resume_from(0, 3, position)
     assert loader.num_micro_batches == 3 + 7
     assert numbers(loader.micro_batches(0, first=3)) == list(range(6, 40))
     next(loader.micro_batches(1))
@@ -121,8 +121,8 @@ def test_another_number_of_processes_can_go_on_between_epochs_only():
     loader = make([1, 2, 3])
     position = {"kind": "part of each process", "positions": [{"samples": 2}, {"samples": 2}]}
     with pytest.raises(DataError, match="1 processes, and a position with the data of 2\n(.|\n)*as many processes"):
-        loader.continue_from(0, 1, position)
+        loader.resume_from(0, 1, position)
     with pytest.raises(DataError, match="a position with the data of 0"):
-        loader.continue_from(0, 1, {"kind": "stream", "samples": 2})
-    loader.continue_from(1, 0, position)
+        loader.resume_from(0, 1, {"kind": "stream", "samples": 2})
+    loader.resume_from(1, 0, position)
     assert numbers(loader.micro_batches(1)) == [1, 2, 3]

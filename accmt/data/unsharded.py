@@ -30,7 +30,7 @@ class _Sums(NamedTuple):
     bad: int
 
 
-class UnsharedLoader:
+class UnshardedLoader:
     """Lets processes with data of their own, of unequal length, end their epochs together.
 
     Each tells one batch ahead whether it has another; one at its end has no part in the micro-batches of the others.
@@ -45,7 +45,7 @@ class UnsharedLoader:
     def __init__(self, own: Loader, device: torch.device) -> None:
         self.dataloader: DataLoader[Any] = own.dataloader
         self.micro_batches_per_batch = own.micro_batches_per_batch
-        self.share = own.share
+        self.shard = own.shard
         self._own = own
         self._device = device
         self._measure()
@@ -75,9 +75,9 @@ class UnsharedLoader:
         """Return the samples that this process has in a micro-batch of the epoch in work."""
         return self._own.samples_of(epoch, index)
 
-    def tell_epoch_again(self) -> None:
+    def set_epoch_again(self) -> None:
         """Call `set_epoch` of the data with the epoch in work: an evaluation of the same data may have called it."""
-        self._own.tell_epoch_again()
+        self._own.set_epoch_again()
 
     def end_workers(self) -> None:
         """End the processes that load data; the next epoch starts others."""
@@ -90,7 +90,7 @@ class UnsharedLoader:
         """
         return {"kind": _KIND, "positions": gather_objects(self._own.position(epoch, num_micro_batches))}
 
-    def continue_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
+    def resume_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
         """Let `epoch` go on from a position.
 
         Processes: collective.
@@ -101,7 +101,7 @@ class UnsharedLoader:
         own: Mapping[str, Any] = {}
         if first_micro_batch > 0:
             own = _require_positions(position)[process_index()]
-        self._own.continue_from(epoch, first_micro_batch, own)
+        self._own.resume_from(epoch, first_micro_batch, own)
         self._measure()
 
     def _measure(self) -> None:
