@@ -6,23 +6,23 @@ import errno
 import gc
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
+
+if TYPE_CHECKING:
+    from tests.slow import Ticks
 
 # Before transformers or mlflow is imported: no hub and no usage reports, at no test.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 os.environ["DO_NOT_TRACK"] = "true"
 
-import transformers.optimization  # noqa: E402, F401
-
-import tests.many_runs  # noqa: E402, F401
-from tests.slow import Ticks  # noqa: E402
-
+_FEW_FILES = 10
 _LIBRARIES_OWN = (
     "_MLFLOW",
     "MLFLOW_",
@@ -47,6 +47,14 @@ _THREADS_OF_LIBRARIES = (
 )
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Import what most tests use where many run; a few files import what they need, which takes seconds less."""
+    if len({item.path for item in session.items}) > _FEW_FILES:
+        import transformers.optimization  # noqa: F401
+
+        import tests.many_runs  # noqa: F401
+
+
 @pytest.fixture(autouse=True)
 def _no_leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run each test in an empty folder, and fail it if it leaves environment, threads or a process group behind."""
@@ -62,7 +70,8 @@ def _no_leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     assert not changed, f"the test left the environment changed: {changed}"
     left = [t.name for t in threading.enumerate() if t not in threads and not t.name.startswith(_THREADS_OF_LIBRARIES)]
     assert not left, f"the test left threads behind: {left}"
-    assert not torch.distributed.is_initialized(), "the test left a process group behind"
+    torch = sys.modules.get("torch")
+    assert torch is None or not torch.distributed.is_initialized(), "the test left a process group behind"
     assert logging.getLogger("accmt").level == level
     assert logging.getLogger("accmt").handlers == handlers
 
@@ -71,8 +80,6 @@ def _no_leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 def _fresh_accelerate() -> Iterator[None]:
     """Give each test an Accelerate without memory of the one before."""
     yield
-    import sys
-
     if "accelerate.state" not in sys.modules:
         return
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -85,7 +92,8 @@ def _fresh_accelerate() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _same_threads() -> None:
     """Compute with one thread: other numbers of threads give other bits, and the machine is shared."""
-    torch.set_num_threads(1)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -117,6 +125,8 @@ def folders_are_disks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Ticks:
     """Let the run measure its time by a clock that the test moves."""
+    from tests.slow import Ticks
+
     ticks = Ticks()
     monkeypatch.setattr("accmt.callbacks.stopwatch.perf_counter", ticks)
     return ticks

@@ -2,6 +2,8 @@
 
 `forks.py SOCKET` is started by `tests/launching.py`. A fresh process spends three seconds of a core on importing torch,
 transformers and accmt before it does anything; in a fork they are there, and its script runs and ends as any other.
+`multiprocessing`'s fork server does not: it leaves without what an interpreter does at its end (`atexit`, threads), and
+turns Ctrl-C and every exception into exit code 1.
 """
 
 from __future__ import annotations
