@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from torch import nn
+from torch.optim import Optimizer
 
+from accmt.checkpoint.engine import StateCollector, write_state
+from accmt.checkpoint.snapshot import HostSnapshot
 from accmt.checkpoint.store import CheckpointStore
 from accmt.failures.run_starts import FILE_NAME
 from accmt.files import dumps
@@ -25,11 +29,33 @@ def writer_of(content: str) -> Callable[[Path], None]:
     return write
 
 
+def save_with(store: CheckpointStore, step: int, write: Callable[[Path], None], info: dict[str, Any]) -> Path:
+    """Write a checkpoint and publish it, without another thread."""
+    staging = store.begin(step)
+    staging.write(write)
+    return store.publish(staging, info)
+
+
+def size_of(snapshot: HostSnapshot) -> int:
+    """Return the host memory that a snapshot's buffers hold."""
+    return sum(buffer.nbytes for buffer in snapshot._buffers.values())
+
+
+def clean(store: CheckpointStore) -> None:
+    """Let a store remove what killed processes left, as it does before each save."""
+    store._run_on_main(store._clean)
+
+
+def save_state(model: nn.Module, optimizers: list[Optimizer], others: dict[str, Any], folder: Path) -> list[Path]:
+    """Collect and write a state at once."""
+    return write_state(StateCollector(model, optimizers).collect(others), folder)
+
+
 def save(folder: Path, step: int, content: str | None = None, *, max_checkpoints: int | None = None) -> Path:
     """Save a checkpoint that holds `content` in its files and in its info."""
     content = f"at {step}" if content is None else content
     store = CheckpointStore(folder, max_checkpoints=max_checkpoints)
-    return store.save(step, writer_of(content), {"content": content})
+    return save_with(store, step, writer_of(content), {"content": content})
 
 
 def newest_content(folder: Path) -> str | None:

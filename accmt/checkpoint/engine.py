@@ -4,8 +4,7 @@ A folder holds one file of tensors per process (safetensors) and `state.json` wi
 structure of the whole state, in which each tensor stands as `{"$tensor": name}`. Reading it executes nothing.
 
 Saving has three parts, so that a thread can do the last: `StateCollector.collect` (all processes together, copies
-nothing), `CollectedState.copied_by` a snapshot, and `write_state` (each process for itself). `save_state` does the
-first and the last.
+nothing), `CollectedState.copied_by` a snapshot, and `write_state` (each process for itself).
 """
 
 from __future__ import annotations
@@ -130,16 +129,6 @@ def write_state(collected: CollectedState, folder: Path) -> list[Path]:
         path.write_text(collected.text, encoding="utf-8")
         written.append(path)
     return written
-
-
-def save_state(
-    model: nn.Module, optimizers: Sequence[Optimizer], others: Mapping[str, Any], folder: Path
-) -> list[Path]:
-    """Collect and write a state at once; the arguments, errors and result of `StateCollector` and `write_state`.
-
-    Processes: collective.
-    """
-    return write_state(StateCollector(model, optimizers).collect(others), folder)
 
 
 def read_others(folder: Path) -> dict[str, Any]:

@@ -51,10 +51,6 @@ class HostSnapshot:
         for buffer in self._buffers.values():
             buffer.zero_()
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
     def _fit(self, tensors: Mapping[str, Tensor]) -> None:
         self._buffers = {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
 

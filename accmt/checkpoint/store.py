@@ -7,9 +7,13 @@ after a kill in that instant moves it back.
 
 from __future__ import annotations
 
+import errno
 import math
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +40,6 @@ from accmt.checkpoint.manifest import (
     write_manifest,
 )
 from accmt.checkpoint.retention import dispose, list_by_age, list_published, make_durable, move, prune, remove
-from accmt.checkpoint.staged_checkpoint import Failure, Staging, merge
 from accmt.errors import CheckpointError, explain
 from accmt.files import (
     LOCK_NAME,
@@ -44,21 +47,89 @@ from accmt.files import (
     FolderTakenError,
     find_free_name,
     find_surplus,
+    fsync_file,
     fsync_folder,
     place_beside,
     place_inside,
 )
 from accmt.messages import say, warn
-from accmt.processes import gather_objects, run_on_main_process
+from accmt.processes import gather_objects, process_index, run_on_main_process
 
 T = TypeVar("T")
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a process could not write its part, in a form that can travel."""
+
+    cause: str
+    advice: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return cls(f"on process {process_index()}: {reason}", _advise(error))
+
+
+@dataclass(frozen=True)
+class Part:
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    failure: Failure | None = None
+
+
+class Staging:
+    """A checkpoint that is being written.
+
+    Nothing here communicates, so files can be written by another thread than the one that begins and publishes.
+    """
+
+    def __init__(self, step: int, folder: Path) -> None:
+        self.step = step
+        self.folder = folder
+        self.error: Exception | None = None
+        self._files: dict[str, FileEntry] = {}
+
+    def write(self, write: Callable[[Path], None]) -> None:
+        """Let `write` put files, and folders of them, into a folder of this process; make them durable, measure them.
+
+        An error is kept rather than raised: `CheckpointStore.publish` raises it on every process, so that none waits
+        for the others. May be called more than once; after an error nothing more is written.
+
+        Args:
+            write: Called with an empty folder. No two processes may write a file of the same name.
+        """
+        if self.error is not None:
+            return
+        own = self.folder / f".part-{process_index()}"
+        try:
+            own.mkdir()
+            write(own)
+            self._take_over(own)
+        except Exception as error:  # noqa: BLE001 - raised by publish, on every process
+            self.error = error
+
+    def part(self) -> Part:
+        return Part(self._files) if self.error is None else Part(failure=Failure.of(self.error))
+
+    def _take_over(self, own: Path) -> None:
+        for path in sorted(path for path in own.rglob("*") if not path.is_dir()):
+            name = path.relative_to(own)
+            fsync_file(path)
+            self._files[name.as_posix()] = FileEntry.of(path)
+            target = self.folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
+        shutil.rmtree(own)
 
 
 class CheckpointStore:
     """Saves and finds checkpoints in one folder.
 
-    `save` is `begin`, `Staging.write` and `publish` in one; apart, the writing can be done by another thread. One
-    checkpoint is written at a time: `begin` gives up one that was neither published nor discarded.
+    A save is `begin`, `Staging.write` and `publish`; the writing can be done by another thread. One checkpoint is
+    written at a time: `begin` gives up one that was neither published nor discarded.
 
     Args:
         group: Where the processes agree; one of its own (`new_cpu_group`) where another thread publishes. None: the
@@ -99,22 +170,6 @@ class CheckpointStore:
             self._claim.release()
             self._claim = None
 
-    def save(self, step: int, write: Callable[[Path], None], info: Mapping[str, Any]) -> Path:
-        """Write a checkpoint and publish it; an older one of the same step is replaced.
-
-        Args:
-            write: Called on every process with an empty folder for its files; no two may write one of the same name.
-            info: Free JSON values for the manifest, those of the main process.
-
-        Raises:
-            CheckpointError: Something failed on some process. Older checkpoints are untouched.
-
-        Processes: collective.
-        """
-        staging = self.begin(step)
-        staging.write(write)
-        return self.publish(staging, info)
-
     def begin(self, step: int) -> Staging:
         """Make the temporary folder of a checkpoint.
 
@@ -136,11 +191,11 @@ class CheckpointStore:
         """Give a checkpoint its name once every process has written its part, then delete those that are too many.
 
         Raises:
-            CheckpointError: As in `save`; the temporary folder is removed.
+            CheckpointError: Something failed on some process. The temporary folder is removed, older checkpoints stand.
 
         Processes: collective.
         """
-        whole = merge(gather_objects(staging.part(), group=self._group))
+        whole = _merge(gather_objects(staging.part(), group=self._group))
         if whole.failure is not None:
             self.discard(staging)
             raise CheckpointError(self._explain(whole.failure, staging.step)) from staging.error
@@ -182,13 +237,6 @@ class CheckpointStore:
             return read_checkpoint(path)
 
         return self._run_on_main(read)
-
-    def clean(self) -> None:
-        """Finish what a killed process left unfinished, and remove the rest of it; that of a living process stays.
-
-        Processes: collective.
-        """
-        self._run_on_main(self._clean)
 
     def set_aside_previous(self) -> Path | None:
         """Move the checkpoints of an earlier run to `<folder>.previous` (`.previous-2` ...), to start a new one.
@@ -332,3 +380,26 @@ def _set_aside(folder: Path) -> str:
     except OSError as error:
         return f"it could not be set aside ({error})"
     return f"it is set aside as {aside.name}"
+
+
+def _merge(parts: Sequence[Part]) -> Part:
+    """Put the parts of all processes together: their files, or one failure that names every cause."""
+    failures = [part.failure for part in parts if part.failure is not None]
+    if failures:
+        return Part(failure=Failure("; ".join(failure.cause for failure in failures), failures[0].advice))
+    names = Counter([MANIFEST_NAME, *(name for part in parts for name in part.files)])
+    taken = sorted(name for name, number in names.items() if number > 1)
+    if taken:
+        return Part(failure=Failure(f"more than one file called {', '.join(taken)}", "name them by process"))
+    return Part({name: entry for part in parts for name, entry in part.files.items()})
+
+
+def _advise(error: Exception) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    if number in _FULL:
+        return "free space there, lower `max_checkpoints`, or pass another `checkpoint` folder"
+    if number in _UNWRITABLE:
+        return "make the folder writable, or pass another `checkpoint` folder"
+    if number == errno.ENOENT:
+        return "do not touch the folder during a run; with several machines, put it on storage that all of them share"
+    return "see the cause above"

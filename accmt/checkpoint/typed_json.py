@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,24 +107,8 @@ def _cannot_store(where: str, value: Any) -> CheckpointError:
     )
 
 
-def _as_it_is(value: Any, where: str) -> Any:
-    return value
-
-
-def _write_int(value: int, where: str) -> Any:
-    return value if value.bit_length() <= _EXACT_BITS else {"$int": hex(value)}
-
-
-def _write_float(value: float, where: str) -> Any:
-    return value if math.isfinite(value) else {"$float": repr(value)}
-
-
-def _write_list(value: list[Any], where: str) -> list[Any]:
+def _write_list(value: Sequence[Any], where: str) -> list[Any]:
     return [_to_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
-
-
-def _write_tuple(value: tuple[Any, ...], where: str) -> Any:
-    return {"$tuple": _write_list(list(value), where)}
 
 
 def _write_dict(value: dict[Any, Any], where: str) -> Any:
@@ -137,41 +121,22 @@ def _write_dict(value: dict[Any, Any], where: str) -> Any:
     return {"$dict": [[_to_json(key, where), item] for key, item in items.items()]}
 
 
-def _write_counter(value: Counter[Any], where: str) -> Any:
-    return {"$counter": [[_to_json(key, where), count] for key, count in value.items()]}
-
-
-def _write_reference(value: TensorReference, where: str) -> Any:
-    return {"$tensor": value.name}
-
-
-def _write_wrapped(value: WrappedTensor, where: str) -> Any:
-    return {"$wrapped": _write_dict(vars(value), where)}
-
-
-def _write_size(value: torch.Size, where: str) -> Any:
-    return {"$size": list(value)}
-
-
-def _write_dtype(value: torch.dtype, where: str) -> Any:
-    return {"$dtype": str(value).removeprefix("torch.")}
-
-
+# By exact type: a value of a sub-class would come back as one of its base.
 _WRITERS: dict[type, Callable[[Any, str], Any]] = {
-    type(None): _as_it_is,
-    bool: _as_it_is,
-    str: _as_it_is,
-    int: _write_int,
-    float: _write_float,
+    type(None): lambda value, where: value,
+    bool: lambda value, where: value,
+    str: lambda value, where: value,
+    int: lambda value, where: value if value.bit_length() <= _EXACT_BITS else {"$int": hex(value)},
+    float: lambda value, where: value if math.isfinite(value) else {"$float": repr(value)},
     list: _write_list,
-    tuple: _write_tuple,
+    tuple: lambda value, where: {"$tuple": _write_list(value, where)},
     dict: _write_dict,
     OrderedDict: _write_dict,
-    Counter: _write_counter,
-    TensorReference: _write_reference,
-    WrappedTensor: _write_wrapped,
-    torch.Size: _write_size,
-    torch.dtype: _write_dtype,
+    Counter: lambda value, where: {"$counter": [[_to_json(key, where), count] for key, count in value.items()]},
+    TensorReference: lambda value, where: {"$tensor": value.name},
+    WrappedTensor: lambda value, where: {"$wrapped": _write_dict(vars(value), where)},
+    torch.Size: lambda value, where: {"$size": list(value)},
+    torch.dtype: lambda value, where: {"$dtype": str(value).removeprefix("torch.")},
 }
 
 _READERS: dict[str, Callable[[Any], Any]] = {

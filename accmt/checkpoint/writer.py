@@ -15,8 +15,7 @@ from typing import Any
 
 from accmt.checkpoint.engine import CollectedState, StateCollector, require_numbers, write_state
 from accmt.checkpoint.snapshot import HostSnapshot
-from accmt.checkpoint.staged_checkpoint import Staging
-from accmt.checkpoint.store import CheckpointStore
+from accmt.checkpoint.store import CheckpointStore, Staging
 from accmt.errors import CheckpointError
 
 

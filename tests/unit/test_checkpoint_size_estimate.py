@@ -5,6 +5,7 @@ import torch
 
 from accmt.checkpoint.size_estimate import estimate_size, find_shortage
 from accmt.checkpoint.store import CheckpointStore
+from tests.checkpoints import save_with
 from tests.toys import Linear, make_points, make_trainer
 
 
@@ -35,7 +36,7 @@ def test_a_shortage_is_told_with_what_to_change(tmp_path, free):
 
 
 def test_what_the_checkpoints_of_the_folder_occupy_counts_as_room(tmp_path, free):
-    CheckpointStore(tmp_path).save(1, lambda files: (files / "a").write_bytes(bytes(5000)), {})
+    save_with(CheckpointStore(tmp_path), 1, lambda files: (files / "a").write_bytes(bytes(5000)), {})
     (tmp_path / "foreign").write_bytes(bytes(5000))
     free(1000)
     assert find_shortage(6000, tmp_path) is None

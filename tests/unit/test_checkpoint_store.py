@@ -13,6 +13,7 @@ from accmt.checkpoint.manifest import MANIFEST_NAME
 from accmt.checkpoint.store import CheckpointStore
 from accmt.errors import CheckpointCorruptError, CheckpointError, NoCheckpointError
 from tests.checkpoints import (
+    clean,
     cut_in_half,
     delete,
     empty,
@@ -20,6 +21,7 @@ from tests.checkpoints import (
     names_in,
     newest_content,
     save,
+    save_with,
     truncate,
     write_version,
     writer_of,
@@ -51,7 +53,7 @@ def test_where_nothing_was_saved_there_is_no_newest(tmp_path):
 
 
 def test_a_state_without_files_is_a_checkpoint_too(tmp_path):
-    CheckpointStore(tmp_path).save(0, lambda files: None, {})
+    save_with(CheckpointStore(tmp_path), 0, lambda files: None, {})
     assert CheckpointStore(tmp_path).newest().step == 0
 
 
@@ -100,7 +102,7 @@ def test_looking_for_checkpoints_leaves_the_one_in_the_making_alone(tmp_path):
     store = CheckpointStore(tmp_path)
     staging = store.begin(2)
     assert store.newest() is None
-    store.clean()
+    clean(store)
     staging.write(writer_of("at 2"))
     store.publish(staging, {"content": "at 2"})
     assert newest_content(tmp_path) == "at 2"
@@ -148,7 +150,7 @@ def test_an_error_while_writing_names_cause_process_and_what_helps(tmp_path, err
 
     message = rf"(?s)checkpoint of step 2 in {tmp_path}.*on process 0: .*complete checkpoints are untouched"
     with pytest.raises(CheckpointError, match=told) as raised:
-        CheckpointStore(tmp_path).save(2, write, {})
+        save_with(CheckpointStore(tmp_path), 2, write, {})
     assert raised.match(message)
     assert raised.value.__cause__ is error
     assert names_in(tmp_path) == ["step-00000001"]
@@ -168,18 +170,18 @@ def test_a_place_that_cannot_be_written_is_an_error_before_anything_is_written(t
     (tmp_path / "file").write_text("")
     store = CheckpointStore(tmp_path / "file" / "checkpoints")
     with pytest.raises(CheckpointError, match=r"(?s)checkpoint of step 1.*pass another `checkpoint` folder"):
-        store.save(1, lambda files: pytest.fail("written"), {})
+        save_with(store, 1, lambda files: pytest.fail("written"), {})
 
 
 def test_a_file_named_like_the_manifest_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"more than one file called manifest\.json"):
-        CheckpointStore(tmp_path).save(1, lambda files: (files / MANIFEST_NAME).write_text("{}"), {})
+        save_with(CheckpointStore(tmp_path), 1, lambda files: (files / MANIFEST_NAME).write_text("{}"), {})
     assert names_in(tmp_path) == []
 
 
 def test_info_that_json_cannot_hold_is_an_error_and_leaves_nothing(tmp_path):
     with pytest.raises(CheckpointError, match="TypeError: Object of type set"):
-        CheckpointStore(tmp_path).save(1, writer_of("x"), {"bad": {1}})
+        save_with(CheckpointStore(tmp_path), 1, writer_of("x"), {"bad": {1}})
     assert names_in(tmp_path) == []
 
 
@@ -270,10 +272,10 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path, monkeyp
     of_living = own.replace(f"-{os.getpid()}-{int(psutil.Process().create_time())}-", f"-{process.pid}-{started}-")
     for name in (own, of_living):
         (tmp_path / name).mkdir()
-    CheckpointStore(tmp_path).clean()
+    clean(CheckpointStore(tmp_path))
     assert names_in(tmp_path) == [of_living]
     process.communicate()
-    CheckpointStore(tmp_path).clean()
+    clean(CheckpointStore(tmp_path))
     assert names_in(tmp_path) == []
 
 
@@ -284,19 +286,17 @@ def test_a_leftover_that_cannot_be_removed_is_a_warning(tmp_path, caplog, monkey
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("shutil.rmtree", fail)
-    CheckpointStore(tmp_path).clean()
+    clean(CheckpointStore(tmp_path))
     assert "what is left of an unfinished checkpoint could not be removed" in warnings_in(caplog)[0]
 
 
-@pytest.mark.parametrize("look", ["newest", "find", "clean"])
+@pytest.mark.parametrize(
+    "look", [CheckpointStore.newest, lambda store: store.find(store.folder / "step-00000007"), clean]
+)
 def test_a_replacement_that_was_killed_between_its_renames_is_undone(tmp_path, look):
     path = save(tmp_path, 7)
     path.rename(tmp_path / make_unfinished_name("old", 7))
-    store = CheckpointStore(tmp_path)
-    if look == "find":
-        store.find(path)
-    else:
-        getattr(store, look)()
+    look(CheckpointStore(tmp_path))
     assert names_in(tmp_path) == ["step-00000007"]
     assert newest_content(tmp_path) == "at 7"
 

@@ -8,9 +8,10 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from accmt import Callback
-from accmt.checkpoint.engine import StateCollector, load_state, save_state
+from accmt.checkpoint.engine import StateCollector, load_state
 from accmt.checkpoint.trial import try_model, try_optimizer
 from accmt.errors import CheckpointError, ModuleContractError, WeightsError
+from tests.checkpoints import save_state
 from tests.low_bit import Rounded, RoundedMomentum
 from tests.toys import Linear, make_points, make_trainer
 

@@ -16,7 +16,7 @@ from accmt.checkpoint.engine import StateCollector, write_state
 from accmt.checkpoint.retention import PIN_NAME
 from accmt.checkpoint.store import CheckpointStore
 from accmt.cli.main import COMMANDS, main
-from tests.checkpoints import delete, empty, flip, grow, truncate, write_version
+from tests.checkpoints import delete, empty, flip, grow, save_with, truncate, write_version
 
 INFO = {"epoch": 1, "samples_seen": 960, "best": {"loss": 0.25}, "run_name": "quick", "global_step": 7, "is_odd": True}
 TENSORS = "tensors-00001-of-00001.safetensors"
@@ -35,7 +35,7 @@ def save(folder, *steps):
     store = CheckpointStore(folder, max_checkpoints=9)
     collected = build_state()
     for step in steps:
-        store.save(step, lambda files: write_state(collected, files), INFO)
+        save_with(store, step, lambda files: write_state(collected, files), INFO)
     return folder / f"step-{steps[-1]:08d}"
 
 

@@ -15,7 +15,7 @@ from accmt.checkpoint.engine import StateCollector, write_state
 from accmt.checkpoint.store import CheckpointStore
 from accmt.cli.main import main
 from accmt.saving import load_weights
-from tests.checkpoints import cut_in_half, delete, flip
+from tests.checkpoints import cut_in_half, delete, flip, save_with
 
 TENSORS = "tensors-00001-of-00001.safetensors"
 
@@ -35,7 +35,7 @@ def save(folder, models):
         sum(parameter.sum() for parameter in model.parameters()).backward()
         optimizer.step()
         collected = StateCollector(model, [optimizer]).collect({})
-        store.save(step, lambda files, collected=collected: write_state(collected, files), {})
+        save_with(store, step, lambda files, collected=collected: write_state(collected, files), {})
     return folder
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from accmt.checkpoint.store import CheckpointStore
 from accmt.errors import CheckpointError
 from accmt.processes import gather_objects, is_main_process, process_index
+from tests.checkpoints import save_with
 
 
 def write(files: Path) -> None:
@@ -54,16 +55,16 @@ def names_in(folder: Path) -> list[str]:
 def answer(folder: Path) -> dict[str, Any]:
     store = CheckpointStore(folder, max_checkpoints=2)
     answers: dict[str, Any] = {"none": store.newest() is None}
-    answers["saved"] = store.save(1, write, {"of": process_index()}).name
+    answers["saved"] = save_with(store, 1, write, {"of": process_index()}).name
     found = store.newest()
     answers["found"] = found and (found.step, found.info, sorted(found.manifest.files), found.manifest.processes)
     for rank in (0, 1):
-        answers[f"failed on {rank}"] = error_of(lambda rank=rank: store.save(2, failing_on(rank), {}))
-    answers["same name"] = error_of(lambda: store.save(2, write_the_same_name, {}))
-    answers["unwritable info"] = error_of(lambda: store.save(2, write, {"bad": {1}}))
+        answers[f"failed on {rank}"] = error_of(lambda rank=rank: save_with(store, 2, failing_on(rank), {}))
+    answers["same name"] = error_of(lambda: save_with(store, 2, write_the_same_name, {}))
+    answers["unwritable info"] = error_of(lambda: save_with(store, 2, write, {"bad": {1}}))
     dist.barrier()
     answers["names after failures"] = names_in(folder)
-    answers["saved again"] = store.save(2, write, {}).name
+    answers["saved again"] = save_with(store, 2, write, {}).name
     dist.barrier()
     if is_main_process():
         (folder / "step-00000002" / "weights-1.bin").write_text("damaged")
