@@ -18,9 +18,9 @@ from accmt.messages import warn_once
 from accmt.saving import SavedWeights, load_weights, save_weights
 from accmt.saving.layout import ADAPTER_CONFIG
 from accmt.saving.load_weights import require_files
-from accmt.saving.publishing import remove_leftovers
+from accmt.saving.model_folder import read_status
 from accmt.saving.state_dict import find_tied, plain_names, require_complete
-from accmt.saving.status import read_status
+from accmt.saving.weights import remove_leftovers
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -93,7 +93,7 @@ class ModelSaver(Callback):
             return
         values = self._values(metrics, self.trainer.run.running_averages.take_since_evaluation())
         before = self.selection.state_dict()
-        rules = self.selection.consider_all(values)
+        rules = self.selection.consider(values)
         try:
             self._save(rules)
         except BaseException as error:

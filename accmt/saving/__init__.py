@@ -1,14 +1,20 @@
 """What lies in a model folder: weights and the status of the run that wrote them; and which weights are kept."""
 
-from accmt.saving.claim import ModelFolderClaim
 from accmt.saving.load_weights import load_weights
 from accmt.saving.model_card import write_command, write_hps, write_model_card, write_trainer_config
+from accmt.saving.model_folder import (
+    RUN_KEY,
+    ModelFolderClaim,
+    holds_model_of,
+    keep_previous,
+    read_status,
+    remove_surplus,
+    write_status,
+)
 from accmt.saving.patience import Patience, may_stop
-from accmt.saving.previous_model import RUN_KEY, holds_model_of, keep_previous, remove_surplus
 from accmt.saving.rules import TRAIN_LOSS, VALID_LOSS, name_by_rules, without_validation
 from accmt.saving.selection import Selection
 from accmt.saving.state_dict import gather_shards, require_storable
-from accmt.saving.status import read_status, write_status
 from accmt.saving.weights import SavedWeights, save_weights
 
 __all__ = [

@@ -28,7 +28,7 @@ _PASSWORD_IN_URL = re.compile(r"(?i)://[^/]*@|[?&][^=&]*(key|token|secret|passw)
 
 
 def write_model_card(folder: Path, *, head: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any] | str]) -> bool:
-    """Write `README.md`, unless somebody else's is there.
+    """Write `README.md`, unless there is one that accmt did not write.
 
     Args:
         head: What the hub reads, as YAML at the top, such as `library_name` and `base_model`.

@@ -82,7 +82,7 @@ class Patience:
         return {"without_better": dict(self._without_better), "best": dict(self.best)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; what was not watched then begins anew, the patience itself is ours."""
+        """Take back what `state_dict` returned; what was not watched then starts over, the patience itself is ours."""
         for name in self._without_better:
             self._without_better[name] = state["without_better"].get(name, 0)
         keys = {key for rule in self._rules for key in rule.keys}
@@ -101,12 +101,12 @@ def _check(patience: Any, allowed: list[int], groups: list[list[Rule]]) -> None:
     rules = [rule for group in groups for rule in group]
     for number in allowed:
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            _PATIENCE.refuse(repr(patience), "whole numbers from 1", "patience=3, say")
+            _PATIENCE.reject(repr(patience), "whole numbers from 1", "patience=3, for example")
     if not rules or not all(rule.quantities for rule in rules):
-        do = 'patience={"valid_loss": 3}, say'
-        _PATIENCE.refuse(repr(patience), "a value to watch; model_saving alone gives none", do)
+        do = 'patience={"valid_loss": 3}, for example'
+        _PATIENCE.reject(repr(patience), "a value to watch; model_saving alone gives none", do)
     if len({rule.name for rule in rules}) != len(rules):
-        _PATIENCE.refuse(repr(patience), "each value once", "drop one of the two spellings")
+        _PATIENCE.reject(repr(patience), "each value once", "drop one of the two spellings")
 
 
 def may_stop(state: Counters, *, min_epochs: int | None, min_steps: int | None) -> bool:

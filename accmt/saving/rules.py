@@ -32,7 +32,7 @@ class Argument:
     name: str
     call: str = "Trainer"
 
-    def refuse(self, got: str, expected: str, do: str) -> NoReturn:
+    def reject(self, got: str, expected: str, do: str) -> NoReturn:
         """Raise the error of a wrong value."""
         raise ArgumentError(explain(f"{self.call}({self.name}=...)", got, expected, do))
 
@@ -137,12 +137,12 @@ class Quantities:
         parts = name.removeprefix(_PREFIX).split("/") if isinstance(name, str) else []
         quantities = tuple(quantity for quantity in map(self._find, parts) if quantity is not None)
         if not parts or len(quantities) != len(parts):
-            self._refuse(name, argument)
+            self._reject_rule(name, argument)
         labels = [quantity.label for quantity in quantities]
         rule = Rule(_PREFIX + "/".join(labels), quantities)
         if len(set(labels)) != len(labels):
             do = f"write {_PREFIX + '/'.join(dict.fromkeys(labels))!r}"
-            argument.refuse(repr(name), "each quantity of a rule once", do)
+            argument.reject(repr(name), "each quantity of a rule once", do)
         return rule
 
     def read_rules(self, names: Any, argument: Argument) -> list[Rule]:
@@ -154,12 +154,12 @@ class Quantities:
         listed = list(names) if isinstance(names, list | tuple) else [] if names is None else [names]
         for name in listed:
             if not isinstance(name, str) or not (name == ALWAYS or name.startswith(_PREFIX)):
-                self._refuse(name, argument)
+                self._reject_rule(name, argument)
         rules = [self.read_rule(name, argument) for name in listed]
         found = [rule.name for rule in rules]
         if len(set(found)) != len(found) or (not found and names is not None):
             do = f"{argument.name}={list(dict.fromkeys(found)) or None}"
-            argument.refuse(repr(names), "each rule once, or None", do)
+            argument.reject(repr(names), "each rule once, or None", do)
         return rules
 
     def _find(self, part: str) -> Quantity | None:
@@ -181,7 +181,7 @@ class Quantities:
         of_sets = [f"{name}@{set_name}" for name in self._directions for set_name in sets]
         return [*self._directions, *(label for label in of_sets if self._find(label) is not None)]
 
-    def _refuse(self, name: Any, argument: Argument) -> NoReturn:
+    def _reject_rule(self, name: Any, argument: Argument) -> NoReturn:
         choices = [*(_PREFIX + label for label in self._labels()), ALWAYS]
         expected = f"one of {', '.join(map(repr, choices))}, or None; best_<metric> needs that Metric in metrics="
         parts = str(name).removeprefix(_PREFIX).split("/")
@@ -194,7 +194,7 @@ class Quantities:
             do = f"write {VALID_LOSS!r}"
         else:
             do = self._advise_metrics(dict(zip(parts, nearest, strict=True)))
-        argument.refuse(repr(name), expected, do)
+        argument.reject(repr(name), expected, do)
 
     def _advise_metrics(self, nearest: Mapping[str, str | None]) -> str:
         """Return what to do about parts of a rule that no metric of the run is like."""

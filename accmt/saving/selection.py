@@ -84,11 +84,6 @@ class Selection:
         return bool(self._chosen)
 
     @property
-    def needs(self) -> str | None:
-        """The rules that look at values, joined by commas; None where none does."""
-        return ", ".join(saving.rule.name for saving in self._savings if saving.rule.quantities) or None
-
-    @property
     def needs_validation(self) -> bool:
         """Whether a rule looks at results of validation."""
         return any(quantity.key != TRAIN_LOSS for saving in self._savings for quantity in saving.rule.quantities)
@@ -98,7 +93,7 @@ class Selection:
         argument = Argument("name", call="register_model_saving")
         rules = self._quantities.read_rules([name], argument)
         if rules[0].name in self.names:
-            argument.refuse(repr(name), f"another rule than {self.rule}, already there", "leave it out")
+            argument.reject(repr(name), f"another rule than {self.rule}, already there", "leave it out")
         self._add(rules, below, above, Argument("saving", call="register_model_saving"))
 
     def folder(self, model_path: Path, name: str) -> Path:
@@ -108,11 +103,7 @@ class Selection:
         """
         return model_path if len(self._savings) == 1 else model_path / name.replace("/", "+")
 
-    def consider(self, values: Mapping[str, float]) -> bool:
-        """Take note of an evaluation; as `consider_all`, which says by which rules."""
-        return bool(self.consider_all(values))
-
-    def consider_all(self, values: Mapping[str, float]) -> list[str]:
+    def consider(self, values: Mapping[str, float]) -> list[str]:
         """Take note of an evaluation.
 
         Args:
@@ -150,7 +141,7 @@ class Selection:
         return {"best": dict(self.best), "chosen": sorted(self._chosen)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; a rule that was not there begins anew, one that is gone is dropped."""
+        """Take back what `state_dict` returned; a rule that was not there starts over, one that is gone is dropped."""
         keys = {key for saving in self._savings for key in saving.rule.keys}
         self.best.clear()
         self.best.update({key: value for key, value in state["best"].items() if key in keys})
@@ -160,19 +151,19 @@ class Selection:
         """Forget the best values of models that are not where they were saved, so that the next one is the best.
 
         Returns:
-            For each rule that began anew, its name and what it had.
+            For each rule that started over, its name and what it had.
         """
         gone = [
             saving.rule
             for saving in self._savings
             if saving.rule.quantities and saving.rule.name in self._chosen and not holds_its_model(saving.rule.name)
         ]
-        told = [f"{rule.name} ({self._describe_best(rule)})" for rule in gone]
+        described = [f"{rule.name} ({self._describe_best(rule)})" for rule in gone]
         for rule in gone:
             self._chosen.discard(rule.name)
             for key in rule.keys:
                 self.best.pop(key, None)
-        return told
+        return described
 
     def _describe_best(self, rule: Rule) -> str:
         return ", ".join(f"{self.best[key]:.6g}" for key in rule.keys)
@@ -183,7 +174,7 @@ class Selection:
         for label in lower.keys() & upper.keys():
             if lower[label] >= upper[label]:
                 got = f"{label} above {lower[label]} and below {upper[label]}"
-                argument.refuse(got, "bounds with room between them", "exchange the two, or leave one out")
+                argument.reject(got, "bounds with room between them", "exchange the two, or leave one out")
         self._savings += [_Saving(rule, lower, upper) for rule in rules]
 
     def _read_limit(self, limit: Limit, rules: list[Rule], argument: Argument) -> dict[str, float]:
@@ -196,15 +187,15 @@ class Selection:
             bounds = dict.fromkeys(labels, limit)
         if not bounds:
             got = f"{limit!r}, and {', '.join(rule.name for rule in rules)}, which looks at no value"
-            argument.refuse(got, "a value for each name, and a rule that looks at one", "leave it out")
+            argument.reject(got, "a value for each name, and a rule that looks at one", "leave it out")
         for bound in bounds.values():
             if isinstance(bound, bool) or not isinstance(bound, int | float) or math.isnan(bound):
-                argument.refuse(f"{bound!r} ({type(bound).__name__})", "a number", f"{argument.name}=0.5, say")
+                argument.reject(f"{bound!r} ({type(bound).__name__})", "a number", f"{argument.name}=0.5, for example")
         return bounds
 
     def _read_label(self, name: str, labels: list[str], argument: Argument) -> str:
         label = self._quantities.read_rule(name, argument).name.removeprefix("best_")
         if label not in labels:
             expected = f"a value that decides: {', '.join(labels) or 'there is none'}"
-            argument.refuse(repr(name), expected, "name one of these, or leave it out")
+            argument.reject(repr(name), expected, "name one of these, or leave it out")
         return label

@@ -93,7 +93,7 @@ def _is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def require_complete(state_dict: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Refuse a state dict that holds less than the model's parameters: shards of ZeRO-3 or FSDP, or nothing.
+    """Reject a state dict that holds less than the model's parameters: shards of ZeRO-3 or FSDP, or nothing.
 
     A model that leaves something out itself, by a `state_dict` method of its own, is not checked.
     """
@@ -122,7 +122,7 @@ def _count(tensors: Mapping[str, Tensor]) -> int:
 
 
 def require_dense_tensors(state_dict: Mapping[str, object]) -> None:
-    """Refuse, by name, every value that a weight file cannot hold.
+    """Reject, by name, every value that a weight file cannot hold.
 
     Raises:
         WeightsError: A value is no tensor, is sparse, or has no memory (device "meta").
@@ -140,7 +140,7 @@ def require_dense_tensors(state_dict: Mapping[str, object]) -> None:
 
 
 def require_storable(state_dict: Mapping[str, object], *, safe_serialization: bool) -> None:
-    """Refuse at the start of a run what `require_dense_tensors` refuses, and dtypes that safetensors does not have."""
+    """Reject at the start of a run what `require_dense_tensors` rejects, and dtypes that safetensors does not have."""
     require_dense_tensors(state_dict)
     dtypes = {value.dtype: name for name, value in state_dict.items() if isinstance(value, Tensor)}
     for dtype, name in dtypes.items() if safe_serialization else ():

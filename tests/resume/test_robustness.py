@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from accmt import Callback, ExtendedAcceleratorModule, Trainer
 from accmt.errors import ArgumentError, CheckpointError, DataError, NoCheckpointError, SavingError
 from accmt.files import FolderLock
-from accmt.saving.status import read_status
+from accmt.saving.model_folder import read_status
 from tests.checkpoints import names_in
 from tests.resume.unbroken import HPS, Augmented, Fragile, assert_same, make, state_of, train
 from tests.toys import Linear, make_points, make_trainer
@@ -199,8 +199,8 @@ class TestTheFolder:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
         first = state_of(*train("out/m"))["saved"]
-        monkeypatch.setattr("accmt.saving.previous_model.place_beside", refuse)
-        monkeypatch.setattr("accmt.saving.previous_model.place_inside", refuse)
+        monkeypatch.setattr("accmt.saving.model_folder.place_beside", refuse)
+        monkeypatch.setattr("accmt.saving.model_folder.place_inside", refuse)
         second = state_of(*train("out/m", seed=4))["saved"]
         assert "the model of an earlier run in out/m cannot be kept, and is replaced: " in caplog.text
         assert not torch.equal(second["0.weight"], first["0.weight"])

@@ -91,8 +91,8 @@ def test_random_sequences_save_what_the_definition_says(rule):
 @pytest.mark.parametrize(("rule", "expected"), [("always", True), (None, False)])
 def test_always_and_never_look_at_no_value(rule, expected):
     selection = Selection(rule, DIRECTIONS)
-    assert [selection.consider(values) for values in ({}, {"best_valid_loss": NAN})] == [expected, expected]
-    assert (selection.needs, selection.best) == (None, {})
+    assert [bool(selection.consider(values)) for values in ({}, {"best_valid_loss": NAN})] == [expected, expected]
+    assert selection.best == {}
 
 
 @pytest.mark.feature("A07", "A08", "A09", "D23")
@@ -171,7 +171,7 @@ def test_the_state_is_a_copy():
 def test_a_metric_s_own_comparison_decides():
     metric = Accuracy()
     selection = Selection("best_accuracy", {metric.main_metric: metric.is_better})
-    assert [selection.consider({"best_accuracy": value}) for value in (0.5, 0.5, 0.6, NAN)] == [
+    assert [bool(selection.consider({"best_accuracy": value})) for value in (0.5, 0.5, 0.6, NAN)] == [
         True,
         False,
         True,
@@ -180,7 +180,7 @@ def test_a_metric_s_own_comparison_decides():
 
 
 def run(selection: Selection, evaluations: list[dict[str, float]]) -> list[list[str]]:
-    return [selection.consider_all(values) for values in evaluations]
+    return [selection.consider(values) for values in evaluations]
 
 
 def test_each_rule_of_a_list_has_its_own_best():
@@ -194,10 +194,7 @@ def test_each_rule_of_a_list_has_its_own_best():
         ["always"],
     ]
     assert selection.best == {"best_valid_loss": 2.0, "best_accuracy": 0.6}
-    assert (selection.rule, selection.needs) == (
-        "best_valid_loss, best_accuracy, always",
-        "best_valid_loss, best_accuracy",
-    )
+    assert selection.rule == "best_valid_loss, best_accuracy, always"
 
 
 def test_one_rule_saves_into_the_model_folder_and_several_each_into_its_own():
@@ -227,7 +224,7 @@ def test_a_combined_rule_saves_only_if_both_are_better_than_at_its_last_best():
     ]
     for accuracy, wer, saved in table:
         selection = continued(selection, "best_accuracy/wer", DIRECTIONS)
-        assert selection.consider({"best_accuracy": accuracy, "best_wer": wer}) == saved
+        assert bool(selection.consider({"best_accuracy": accuracy, "best_wer": wer})) == saved
     assert selection.best == {"best_accuracy/wer[accuracy]": 0.7, "best_accuracy/wer[wer]": 0.0}
 
 
@@ -318,7 +315,7 @@ def test_thresholds_that_cannot_be_are_refused(rule, settings, message):
 
 
 def test_thresholds_where_nothing_is_saved_are_kept_by_themselves():
-    assert Selection(None, DIRECTIONS, below=0.5).consider_all({}) == []
+    assert Selection(None, DIRECTIONS, below=0.5).consider({}) == []
 
 
 def test_a_registered_rule_has_thresholds_of_its_own():
@@ -355,9 +352,9 @@ def test_an_evaluation_that_lacks_one_value_changes_nothing():
     ]:
         values = {key: value for key, value in whole.items() if key != name}
         with pytest.raises(ModuleContractError, match=f"(?s){message}"):
-            selection.consider_all(values)
+            selection.consider(values)
         assert selection.state_dict() == {"best": {}, "chosen": []}
-    assert selection.consider_all(whole) == list(selection.names)
+    assert selection.consider(whole) == list(selection.names)
 
 
 def test_a_run_that_saved_nothing_says_why():
@@ -376,7 +373,7 @@ def test_a_resume_with_other_rules_keeps_those_that_stayed():
     selection.consider({"best_valid_loss": 1.0, "best_accuracy": 0.5})
     again = continued(selection, ["best_accuracy", "best_wer"], DIRECTIONS)
     assert again.state_dict() == {"best": {"best_accuracy": 0.5}, "chosen": ["best_accuracy"]}
-    assert again.consider_all({"best_accuracy": 0.4, "best_wer": 0.9}) == ["best_wer"]
+    assert again.consider({"best_accuracy": 0.4, "best_wer": 0.9}) == ["best_wer"]
 
 
 @pytest.mark.parametrize(
@@ -397,7 +394,7 @@ def test_it_is_known_whether_validation_is_needed(rule, needed):
 
 def test_only_what_a_rule_had_saved_can_be_missing():
     selection = Selection(["best_valid_loss", "best_train_loss"], {}, below={"valid_loss": 0.5})
-    assert selection.consider_all({"best_valid_loss": 1.0, "best_train_loss": 1.0}) == ["best_train_loss"]
+    assert selection.consider({"best_valid_loss": 1.0, "best_train_loss": 1.0}) == ["best_train_loss"]
     assert selection.forget(lambda rule: True) == []
     assert selection.forget(lambda rule: False) == ["best_train_loss (1)"]
     assert selection.best == {"best_valid_loss": 1.0}, "its threshold held it back: no folder can hold it"

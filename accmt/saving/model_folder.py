@@ -1,15 +1,20 @@
-"""Keeps the model that is in a folder when another run saves there for the first time."""
+"""Whose model folder it is: one run at a time saves there, its status names it, and an earlier model is kept."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+from accmt.errors import SavingError, explain
 from accmt.files import (
     LOCK_NAME,
+    FolderLock,
+    FolderTakenError,
     dumps,
     find_surplus,
     fsync_folder,
@@ -20,13 +25,66 @@ from accmt.files import (
     write_text,
 )
 from accmt.saving.layout import find_entry, weight_files_in
-from accmt.saving.status import STATUS_NAME
+
+STATUS_NAME = "status.json"
+STATUS_VERSION = 1
 
 RUN_KEY = "run_id"
 """What names a run in the `status.json` of the models that it saved, through all its interruptions."""
 
 MARK_NAME = "replaced_by.json"
-"""Stands in a model that was kept, and names the run that it gave way to."""
+"""Stands in a model that was kept, and names the run that replaced it."""
+
+
+@dataclass(frozen=True)
+class ModelFolderClaim:
+    """A lock on a model folder, and the folders that were made for it.
+
+    Attributes:
+        lock: None on a file system without locks.
+        made: The innermost first; those that are still empty at the end are removed.
+    """
+
+    lock: FolderLock | None
+    made: tuple[Path, ...]
+
+    @classmethod
+    def take(cls, folder: Path) -> ModelFolderClaim | None:
+        """Claim a folder; None where nothing can be written there, which the first save will say.
+
+        Processes: main only.
+        """
+        made = tuple(path for path in (folder, *folder.parents) if not path.exists())
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return cls(FolderLock.take(folder), made)
+        except FolderTakenError as error:
+            got, do = f"a run is saving there ({error})", "wait for that run, stop it, or pass another `model_path`"
+            expected = "a folder that no other run saves to: each would replace the other's model"
+            raise SavingError(explain(f"model folder {folder}", got, expected, do)) from None
+        except OSError:
+            return None
+
+    def release(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+        with suppress(OSError):  # it holds something
+            for path in self.made:
+                path.rmdir()
+
+
+def write_status(folder: Path, status: Mapping[str, Any]) -> None:
+    """Replace `status.json` in `folder` as one step, as strict JSON (infinite and undefined numbers become strings).
+
+    Processes: main only.
+    """
+    write_text(folder / STATUS_NAME, dumps({"version": STATUS_VERSION, **status}, indent=2) + "\n")
+
+
+def read_status(folder: Path | str) -> dict[str, Any]:
+    """Read what `write_status` wrote, `version` included."""
+    status: dict[str, Any] = loads((Path(folder) / STATUS_NAME).read_text(encoding="utf-8"))
+    return status
 
 
 def keep_previous(folder: Path, run_id: str) -> Path | None:

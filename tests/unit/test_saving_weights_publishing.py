@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from accmt.saving.publishing import list_files, publish, remove_leftovers
+from accmt.saving.weights import list_files, publish, remove_leftovers
 
 
 def fill(folder, files):

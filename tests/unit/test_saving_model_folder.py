@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import json
+import math
 import os
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from accmt.saving import RUN_KEY, keep_previous, load_weights, save_weights, write_status
+from accmt.saving import RUN_KEY, keep_previous, load_weights, read_status, save_weights, write_status
 from tests.faults.injection import SimulatedKill, injected, simulated_kill_at
 
 MODEL, PREVIOUS = Path("out/m"), Path("out/m.previous")
@@ -158,3 +160,31 @@ def test_a_kill_at_any_moment_leaves_both_models_and_the_run_that_goes_on_keeps_
         if len(operations.trace) <= point:
             break
     assert point > 20
+
+
+def test_status_comes_back_with_its_version(tmp_path):
+    status = {"epoch": 2, "global_step": 120, "best": {"loss": 0.1 + 0.2}, "additional_metrics": {}, "digest": "ab"}
+    write_status(tmp_path, status)
+    assert read_status(tmp_path) == {"version": 1, **status}
+
+
+def test_status_is_strict_json_with_infinite_best_values(tmp_path):
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    write_status(tmp_path, {"best_loss": math.inf})
+    json.loads((tmp_path / "status.json").read_text(), parse_constant=refuse)
+    assert read_status(tmp_path)["best_loss"] == math.inf
+
+
+def test_status_that_json_cannot_hold_leaves_the_old_one(tmp_path):
+    write_status(tmp_path, {"epoch": 1})
+    with pytest.raises(TypeError, match="object"):
+        write_status(tmp_path, {"epoch": object()})
+    assert read_status(tmp_path)["epoch"] == 1
+    assert names_in(tmp_path) == ["status.json"]
+
+
+def test_folder_without_status_is_a_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_status(tmp_path)
