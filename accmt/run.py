@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from accmt.recovery.loss_guard import LossGuard
     from accmt.recovery.model_saver import ModelSaver
     from accmt.recovery.restart import Recovery
-    from accmt.recovery.step_snapshot import Boundary
+    from accmt.recovery.step_snapshot import StepSnapshot
     from accmt.setup.dataloaders import Loaders
     from accmt.setup.run_length import RunLength
 
@@ -226,7 +226,7 @@ class Run(EvaluationRun):
         saver: Saves the best model.
         tracking: Where rows go.
         checkpoints: Writes what an interrupted run continues from.
-        boundary: What the run was at its last update boundary.
+        snapshot: The run as its last optimizer step left it.
         clock: How long the run has taken.
         guard: Watches the losses.
         recovery: What the run has learned from failures that it went on from.
@@ -250,7 +250,7 @@ class Run(EvaluationRun):
     saver: ModelSaver
     tracking: Tracking
     checkpoints: Checkpoints
-    boundary: Boundary
+    snapshot: StepSnapshot
     clock: Clock
     guard: LossGuard
     recovery: Recovery
@@ -284,18 +284,15 @@ class Run(EvaluationRun):
     @property
     def ends_early(self) -> bool:
         """Whether training ends before its time: patience or time is used up, or somebody asked for it."""
-        return self.is_out_of_patience or (self.interruption.ends_training and self._may_end_early)
-
-    @property
-    def is_out_of_patience(self) -> bool:
-        """Whether training ends early, because no evaluation was better for too long."""
         patience = self.saver.patience
-        return patience is not None and patience.is_exhausted and self._may_end_early
+        is_asked = self.interruption.ends_training or (patience is not None and patience.is_exhausted)
+        running = self.settings.running
+        return is_asked and may_stop(self.state, min_epochs=running.min_epochs, min_steps=running.min_steps)
 
     @property
-    def _may_end_early(self) -> bool:
-        told = self.settings.running
-        return may_stop(self.state, min_epochs=told.min_epochs, min_steps=told.min_steps)
+    def ends_here(self) -> bool:
+        """Whether training ends after this optimizer step: `max_steps` are done, or it ends early."""
+        return self.cadence.is_out_of_steps(self.state) or self.ends_early
 
     @property
     def schedule_length(self) -> int | None:

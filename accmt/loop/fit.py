@@ -1,7 +1,9 @@
-"""A whole run: trial evaluation, epochs, final evaluation, and a true ending whatever happens."""
+"""A whole run: epochs of forward, backward and optimizer steps, and what stands around them, whatever happens."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from accmt.callbacks.dispatch import Hook
@@ -9,14 +11,17 @@ from accmt.data import note_dead_worker
 from accmt.errors import DataError, Preempted, explain, is_out_of_memory
 from accmt.failures import listening
 from accmt.huggingface import computing_without_cache
+from accmt.loop.bad_sample_counts import count_bad_samples
 from accmt.loop.evaluation import evaluate, evaluate_and_count
-from accmt.loop.optimizer_step import step_schedule
-from accmt.loop.training import finish_update, log_row, save_if_due, train_epoch
+from accmt.loop.manual import ManualSteps
+from accmt.loop.stages import TRAINING, evaluate_before_training, finish_epoch, finish_step, resume_stages
+from accmt.loop.train_step import AutomaticSteps
 from accmt.messages import say, warn
+from accmt.module import ExtendedAcceleratorModule
 from accmt.processes import run_on_every_process, run_on_main_process
 from accmt.recovery.crash_loop import note_end, warn_of_crash_loop
 from accmt.recovery.restart import Restart
-from accmt.recovery.shutdown import handle_failure, printing_resume_hint, stop_if_requested, watching
+from accmt.recovery.shutdown import handle_failure, printing_resume_hint, watching
 from accmt.run import Run
 from accmt.setup.datasets import end_workers
 from accmt.setup.model import detach_run
@@ -33,56 +38,97 @@ _TRACKER_STATUS: dict[Progress, RunStatus] = {
 
 
 def fit(run: Run) -> None:
-    """Train from the state's counters on, until epochs or `max_steps` are done, or until another run is to go on.
+    """Train from the state's counters on, until epochs or `max_steps` are done, or until another run is to continue.
 
-    In the latter case `run.recovery` holds the checkpoint to go on from.
+    In the latter case `run.recovery` holds the checkpoint to continue from.
 
     Processes: collective.
 
     Raises:
-        BaseException: What a step, a hook or the data raised; hooks were told, and trackers closed.
+        BaseException: What a step, a hook or the data raised; hooks were called, and trackers closed.
     """
-    with printing_resume_hint(run), computing_without_cache(run.unwrapped_model):
-        try:
-            _fit(run)
-        finally:
-            _close(run)
+    with ExitStack() as stack:  # what is entered first ends last
+        stack.enter_context(printing_resume_hint(run))
+        stack.enter_context(computing_without_cache(run.unwrapped_model))
+        stack.callback(_close, run)
+        stack.enter_context(_recording_outcome(run))
+        stack.enter_context(listening(run.interruption, run.settings.failures.preempt_exit_code))
+        stack.enter_context(watching(run))
+        if _is_complete(run):
+            run.state.now.status = "finished"
+            return
+        _open(run)
+        stack.enter_context(_handling_failures(run))
+        _train(run)
 
 
-def _fit(run: Run) -> None:
-    now = run.state.now
-    now.fn, now.status = "fit", "running"
-    try:
-        with listening(run.interruption, run.settings.failures.preempt_exit_code), watching(run):
-            _run(run)
-    except Restart:
-        now.status = "failed"
-    except BaseException as error:
-        note_dead_worker(error)
-        _mark_failure(run, error)
-        note_end(run, error)
-        raise
-    else:
-        note_end(run, None)
+def _train(run: Run) -> None:
+    _start_training(run)
+    resume_stages(run)
+    while not run.is_finished:
+        is_used_up = _train_epoch(run)
+        finish_epoch(run, is_used_up=is_used_up)
+    if run.cadence.is_evaluation_due_at_end(run.state):
+        evaluate_and_count(run)
+    _print_early_end(run)
+    if run.settings.saving.save_last:
+        run.saver.save_last(run)
+    run.checkpoints.save_last(run)
+    run.saver.require_saved()
 
 
-def _run(run: Run) -> None:
-    is_done = run.boundary.due is None and not run.cadence.is_evaluation_due_at_end(run.state)
-    if run.is_resumed and run.is_finished and is_done:
-        _tell_complete(run)
-    else:
-        _begin(run)
-        _train_and_tell(run)
+def _train_epoch(run: Run) -> bool:
+    """Train until the epoch, or the run, ends.
+
+    Returns:
+        Whether the epoch's data are used up.
+    """
+    state, is_used_up = run.state, True  # also where a checkpoint was written after the last step of an epoch
+    _start_epoch(run)
+    steps = ManualSteps(run, run.module) if isinstance(run.module, ExtendedAcceleratorModule) else AutomaticSteps(run)
+    for micro_batch in run.train_loader.micro_batches(state.epoch, first=state.train_step):
+        state.now.is_last_training_batch = is_used_up = micro_batch.is_last
+        count_bad_samples(run, micro_batch)
+        window_is_full = steps.forward_backward(micro_batch)
+        if window_is_full:
+            steps.optimizer_step()
+            if finish_step(run):
+                break
+    if state.train_step == 0:
+        expected, do = "at least one batch", "look at the data, at the sampler, or at dataloader_drop_last"
+        raise DataError(explain("the training data", "an epoch without a batch", expected, do))
+    return is_used_up
 
 
-def _tell_complete(run: Run) -> None:
+def _start_epoch(run: Run) -> None:
     state = run.state
-    done = f"update {state.global_step}, epoch {state.epoch}"
-    say(f"this run is complete ({done}): there is nothing left to train; raise epochs or max_steps to go on")
-    state.now.status = "finished"
+    run.loaders.reload_if_due()
+    state.grad_accum_steps = run.accumulation_at(state.epoch)
+    state.now.stage = "train"
+    state.now.is_last_epoch = run.cadence.is_last_epoch(state, run.updates_per_epoch(state.epoch))
+    if not run.unwrapped_model.training:  # else the user's own choice of modes stands
+        run.unwrapped_model.train()
+    for hook in run.hooks.on_epoch_start:
+        hook()
+    run.trained.find_parameters()
 
 
-def _begin(run: Run) -> None:
+def _start_training(run: Run) -> None:
+    run.saver.update_patience_left()
+    run.snapshot.capture(run, run.snapshot.next_stage)
+    if run.guard.reaction == "rollback" and not run.is_resumed:
+        run.checkpoints.save_snapshot(run)  # what a first step that goes wrong is rolled back to
+    for hook in run.hooks.on_resume if run.is_resumed else ():
+        hook()
+    for hook in run.hooks.on_fit_start:
+        hook()
+    run.trained.begin()
+    evaluate_before_training(run)
+    run.stepper.zero_grad()  # whatever hooks or an earlier, broken run left behind
+
+
+def _open(run: Run) -> None:
+    """Make everything ready that training writes to, and try what can be tried before."""
     if not run.is_resumed:
         _try_evaluation(run)
     if run.settings.running.preflight:
@@ -96,6 +142,57 @@ def _begin(run: Run) -> None:
         check_room(run)
 
 
+def _is_complete(run: Run) -> bool:
+    """Return whether a resumed run has nothing left to do, and say so."""
+    state = run.state
+    has_stages_left = run.snapshot.next_stage < TRAINING or run.cadence.is_evaluation_due_at_end(state)
+    if not run.is_resumed or not run.is_finished or has_stages_left:
+        return False
+    done = f"step {state.global_step}, epoch {state.epoch}"
+    say(f"this run is complete ({done}): there is nothing left to train; raise epochs or max_steps to continue it")
+    return True
+
+
+@contextmanager
+def _recording_outcome(run: Run) -> Iterator[None]:
+    """Set the status of the run, and note for the next start how this one ended."""
+    now = run.state.now
+    now.fn, now.status = "fit", "running"
+    try:
+        yield
+    except Restart:  # ends here: another run continues
+        now.status = "failed"
+    except BaseException as error:
+        note_dead_worker(error)
+        _set_failed_status(run, error)
+        note_end(run, error)
+        raise
+    else:
+        note_end(run, None)
+
+
+@contextmanager
+def _handling_failures(run: Run) -> Iterator[None]:
+    """Call the hooks of the end, whatever it is; before, take a safe checkpoint and call those of the error."""
+    try:
+        yield
+        run.state.now.status = "finished"
+        run.saver.warn_if_nothing_was_saved()
+    except Restart:
+        _call_end_hooks(run)
+        raise
+    except BaseException as error:
+        try:
+            failure = handle_failure(run, error)
+            _call_error_hooks(run, failure)
+        finally:
+            _call_end_hooks(run)
+        if failure is not error:
+            raise failure from None
+        raise
+    run_on_every_process(lambda: _call_end_hooks(run))  # a process that is done must not end as if all were well
+
+
 def _close(run: Run) -> None:
     try:
         run.checkpoints.close(has_result=run.state.finished or run.saver.selection.has_saved)
@@ -105,136 +202,41 @@ def _close(run: Run) -> None:
         restore_model(run)
 
 
-def _train_and_tell(run: Run) -> None:
-    try:
-        _train(run)
-        run.state.now.status = "finished"
-        run.saver.warn_if_nothing_was_saved()
-    except Restart:
-        _call_end_hooks(run)
-        raise
-    except BaseException as error:
-        try:
-            failure = handle_failure(run, error)
-            _tell_failure(run, failure)
-        finally:
-            _call_end_hooks(run)
-        if failure is not error:
-            raise failure from None
-        raise
-    run_on_every_process(lambda: _call_end_hooks(run))  # who is done must not leave as if all were well
-
-
-def _train(run: Run) -> None:
-    _start_training(run)
-    run.stepper.zero_grad()  # whatever an earlier, broken run left behind
-    _finish_what_was_due(run)
-    while not run.is_finished:
-        _end_epoch(run, is_used_up=train_epoch(run))
-    if run.cadence.is_evaluation_due_at_end(run.state):
-        evaluate_and_count(run)
-    _tell_early_end(run)
-    if run.settings.saving.save_last:
-        run.saver.save_last(run)
-    run.checkpoints.save_last(run)
-    run.saver.require_saved()
-
-
-def _start_training(run: Run) -> None:
-    run.saver.update_patience_left()
-    begins = not run.is_resumed or run.boundary.due == "start"
-    run.boundary.mark(run, "start" if begins else run.boundary.due)
-    if run.guard.reaction == "rollback" and not run.is_resumed:
-        run.checkpoints.save_boundary(run)  # what a first update that goes wrong is rolled back to
-    for hook in run.hooks.on_resume if run.is_resumed else ():
-        hook()
-    for hook in run.hooks.on_fit_start:
-        hook()
-    run.trained.begin()
-    if run.settings.evaluation.eval_when_start and run.val_loaders and begins:
-        evaluate_and_count(run, counts=False)
-        run.boundary.mark(run)
-
-
-def _finish_what_was_due(run: Run) -> None:
-    """Go on with what came after an update, or after an epoch, where the run that is continued was left in it."""
-    due, run.boundary.due = run.boundary.due, None
-    if due in ("update", "skipped", "evaluation"):
-        run.boundary.due = due
-        finish_update(run)
-        due = run.boundary.due
-    if due == "epoch":
-        _end_epoch(run, is_used_up=run.state.is_last_training_batch)
-    elif due == "epoch_end":
-        _tell_epoch_end(run, is_counted=run.state.train_step == 0, evaluated=False)
-
-
-def _tell_early_end(run: Run) -> None:
+def _print_early_end(run: Run) -> None:
     if run.interruption.ends_training:
-        say(f"training ends early at update {run.state.global_step}: {run.interruption.ended_by} says so")
+        say(f"training ends early at step {run.state.global_step}: stopped by {run.interruption.ended_by}")
     elif not run.cadence.is_finished(run.state):
         watched = run.saver.selection.rule if isinstance(run.state.patience_left, int) else run.state.patience_left
-        say(f"training ends early at update {run.state.global_step}: patience with {watched} is used up")
-
-
-def _end_epoch(run: Run, *, is_used_up: bool) -> None:
-    state = run.state
-    state.now.is_last_training_batch, run.boundary.due = is_used_up, "epoch"
-    log_row(run)
-    is_evaluation_due = run.cadence.is_evaluation_due_at_epoch_end(state)
-    if is_evaluation_due:
-        evaluate_and_count(run)
-    _require_updates(run)
-    if is_used_up:
-        step_schedule(run, at_epoch_end=True)
-        state.count_epoch()
-        run.running_averages.end_epoch()
-    run.boundary.mark(run, "epoch_end")
-    _tell_epoch_end(run, is_counted=is_used_up, evaluated=is_evaluation_due)
-
-
-def _tell_epoch_end(run: Run, *, is_counted: bool, evaluated: bool) -> None:
-    for hook in run.hooks.on_epoch_end:
-        hook()
-    run.boundary.mark(run)
-    save_if_due(run, epoch_ended=is_counted, evaluated=evaluated)
-    stop_if_requested(run)
-
-
-def _require_updates(run: Run) -> None:
-    """Refuse to go on for ever: `max_steps` is the only end, and an epoch made no update towards it."""
-    if run.cadence.epochs is None and run.state.epoch_step == 0 and run.accelerator.scaler is None:
-        got = "an epoch without an update: the weights of all its batches are 0"
-        raise DataError(explain("training until max_steps", got, "a batch that weighs something", "look at the data"))
+        say(f"training ends early at step {run.state.global_step}: patience with {watched} is used up")
 
 
 def _try_evaluation(run: Run) -> None:
     """Evaluate a few batches, so that a mistake in validation step or metrics surfaces before the first update."""
-    told = run.settings.evaluation
-    if not run.val_loaders or told.num_sanity_val_steps == 0 or told.eval_when_start:
+    settings = run.settings.evaluation
+    if not run.val_loaders or settings.num_sanity_val_steps == 0 or settings.eval_when_start:
         return
-    limit = None if told.num_sanity_val_steps == -1 else told.num_sanity_val_steps
+    limit = None if settings.num_sanity_val_steps == -1 else settings.num_sanity_val_steps
     counters = run.state.state_dict()
     run.saver.check(evaluate(run, "sanity_check", max_batches=limit))
     run.state.load_state_dict(counters)
 
 
-def _mark_failure(run: Run, error: BaseException) -> None:
+def _set_failed_status(run: Run, error: BaseException) -> None:
     now = run.state.now
     now.interrupted = isinstance(error, KeyboardInterrupt)
     now.status = "interrupted" if now.interrupted else "preempted" if isinstance(error, Preempted) else "failed"
 
 
-def _tell_failure(run: Run, error: BaseException) -> None:
+def _call_error_hooks(run: Run, error: BaseException) -> None:
     """Call the hooks for an error; one that fails itself must not hide it."""
-    _mark_failure(run, error)
+    _set_failed_status(run, error)
     hooks = run.hooks
-    told: list[Hook] = []
-    told += hooks.on_keyboard_interrupt if run.state.interrupted else ()
-    told += hooks.on_cuda_out_of_memory if is_out_of_memory(error) else ()
-    told += hooks.on_runtime_error if isinstance(error, RuntimeError) else ()
-    told += hooks.on_exception if isinstance(error, Exception) else ()
-    for hook in told:
+    called: list[Hook] = []
+    called += hooks.on_keyboard_interrupt if run.state.interrupted else ()
+    called += hooks.on_cuda_out_of_memory if is_out_of_memory(error) else ()
+    called += hooks.on_runtime_error if isinstance(error, RuntimeError) else ()
+    called += hooks.on_exception if isinstance(error, Exception) else ()
+    for hook in called:
         try:
             hook(error=error)
         except Exception as own:  # noqa: BLE001 - the error that ends the run goes first

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from accmt.data import MicroBatch, derive_seed, seed_generators
-from accmt.loop.optimizer_step import advance_schedule, step_optimizer, zero_gradients
+from accmt.loop.optimizer_step import advance_scheduler, step_optimizer, zero_gradients
 from accmt.loop.reduction import average_gradients, broadcast_buffers
 from accmt.messages import say_once
 from accmt.module import ExtendedAcceleratorModule
@@ -37,8 +37,8 @@ class ManualSteps:
         self.has_gradients: bool = before is not None and before._run is run and before.has_gradients
         module.manual_steps = self
 
-    def train(self, micro_batch: MicroBatch) -> bool:
-        """Run the training step on every process, and count what it did.
+    def forward_backward(self, micro_batch: MicroBatch) -> bool:
+        """Run the training step on every process; it calls backward and the optimizer itself.
 
         A micro-batch in which some process has no batch is skipped: it could not take part in the others' steps.
 
@@ -72,8 +72,14 @@ class ManualSteps:
             run.guard.add(loss.detach(), own, Place.of(run.state, micro_batch.index, run.state.samples_seen))
         for hook in run.hooks.on_after_training_step:
             hook(batch=batch, outputs=outputs)
-        self._count(samples)
+        run.state.count_batch()
+        run.state.count_samples(samples)
         return self._has_stepped
+
+    def optimizer_step(self) -> None:
+        """Count the optimizer step that the module has made."""
+        self._run.state.count_update()
+        self._run.snapshot.made_step = True
 
     def _count_over_processes(self, micro_batch: MicroBatch, own: int) -> int:
         """Return the samples of a micro-batch: those that were planned, or else the sum of what the batches hold.
@@ -84,14 +90,6 @@ class ManualSteps:
             return int(sum_over_processes((float(own),), self._run.device)[0])
         require_planned(micro_batch, own)
         return micro_batch.num_samples
-
-    def _count(self, samples: int) -> None:
-        state = self._run.state
-        state.count_batch()
-        state.count_samples(samples)
-        if self._has_stepped:
-            state.count_update()
-            self._run.boundary.mark(self._run, "update")
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a batch's mean loss, weighted by this process's share of the micro-batch."""
@@ -117,7 +115,7 @@ class ManualSteps:
     def step_scheduler(self) -> None:
         """Advance the schedule, if there is one."""
         if self._run.scheduler is not None:
-            advance_schedule(self._run)
+            advance_scheduler(self._run)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""

@@ -11,16 +11,15 @@ from accmt.recovery.restart import restart_with_smaller_batches
 from accmt.run import Run
 
 
-def finish_window(run: Run, window: AccumulationWindow) -> bool:
-    """Make the update of a finished window, and count it.
+def finish_window(run: Run, window: AccumulationWindow) -> None:
+    """Make the optimizer step of a finished window, and count it.
+
+    There is none where all weights are 0, or where the gradient scaler met inf.
 
     Processes: collective.
 
-    Returns:
-        Whether there was an update: none where all weights are 0, or where the gradient scaler met inf.
-
     Raises:
-        Restart: A process ran out of memory, and the run goes on with smaller micro-batches.
+        Restart: A process ran out of memory, and the run continues with smaller micro-batches.
     """
     stepper = run.stepper
     if run.settings.optimization.auto_micro_batch and _has_run_out_of_memory(run, window):
@@ -31,33 +30,28 @@ def finish_window(run: Run, window: AccumulationWindow) -> bool:
     stepper.unscale()
     factor, samples = run.weighting.close(window)
     stepper.multiply_gradients(factor)
-    is_done = step_optimizer(run) if factor > 0 and _is_wanted(run, window) else _skip(run)
-    if is_done:
-        step_schedule(run, at_epoch_end=False)
+    made_step = step_optimizer(run) if factor > 0 and _is_wanted(run, window) else _skip(run)
+    if made_step:
+        step_scheduler(run, at_epoch_end=False)
     elif run.accelerator.scaler is not None:
         run.guard.forgive(window.samples_before)
     zero_gradients(run)
-    _count(run, samples, is_done=is_done)
-    return is_done
+    _count(run, samples, made_step=made_step)
 
 
-def skip_window(run: Run, window: AccumulationWindow) -> bool:
-    """Count a window that was not trained on as one without an update.
+def skip_window(run: Run, window: AccumulationWindow) -> None:
+    """Count a window that was not trained on as one without an optimizer step.
 
     Processes: collective.
-
-    Returns:
-        False.
     """
     _, samples = run.weighting.close(window)
-    _count(run, samples, is_done=False)
-    return False
+    _count(run, samples, made_step=False)
 
 
-def _count(run: Run, samples: int, *, is_done: bool) -> None:
+def _count(run: Run, samples: int, *, made_step: bool) -> None:
     run.state.count_samples(samples)
-    run.state.count_update(is_skipped=not is_done)
-    run.boundary.mark(run, "update" if is_done else "skipped")
+    run.state.count_update(is_skipped=not made_step)
+    run.snapshot.made_step = made_step
 
 
 def _has_run_out_of_memory(run: Run, window: AccumulationWindow) -> bool:
@@ -73,7 +67,7 @@ def _is_wanted(run: Run, window: AccumulationWindow) -> bool:
 
 
 def _skip(run: Run) -> bool:
-    run.boundary.is_torn = True
+    run.snapshot.is_mid_step = True
     return run.stepper.skip()
 
 
@@ -87,14 +81,14 @@ def step_optimizer(run: Run) -> bool:
     run.stepper.clip()
     for hook in run.hooks.on_before_optimizer_step:
         hook(optimizer=optimizer)
-    run.boundary.is_torn = True
+    run.snapshot.is_mid_step = True
     is_done = run.actions.optimizer_step()
     for hook in run.hooks.on_after_optimizer_step:
         hook(optimizer=optimizer)
     return is_done
 
 
-def step_schedule(run: Run, *, at_epoch_end: bool) -> None:
+def step_scheduler(run: Run, *, at_epoch_end: bool) -> None:
     """Advance the schedule if its turn is now: after an update, or after an epoch where the hyper-parameters say so.
 
     At its end it stays: with loaders that are reloaded a run may have more updates than it was planned for.
@@ -102,12 +96,12 @@ def step_schedule(run: Run, *, at_epoch_end: bool) -> None:
     is_turn = run.settings.hps.step_scheduler_per_epoch == at_epoch_end
     is_at_end = not at_epoch_end and run.total_updates is not None and run.state.global_step >= run.total_updates
     if run.scheduler is not None and is_turn and not is_at_end and not isinstance(run.scheduler, ReduceLROnPlateau):
-        advance_schedule(run)
+        advance_scheduler(run)
 
 
-def advance_schedule(run: Run) -> None:
+def advance_scheduler(run: Run) -> None:
     """Advance the schedule by one step."""
-    run.boundary.is_torn = True
+    run.snapshot.is_mid_step = True
     for hook in run.hooks.on_before_scheduler_step:
         hook(scheduler=run.scheduler)
     run.scheduler.step()

@@ -1,9 +1,8 @@
-"""Gathers micro-batches in accumulation windows, each of which ends in one update."""
+"""Forward and backward of micro-batches, gathered in accumulation windows, each of which ends in an optimizer step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -21,11 +20,11 @@ from accmt.recovery.restart import current_micro_batch_size
 from accmt.run import Run, require_planned
 from accmt.setup.sync_batchnorm import synchronized_layers, without_synchronization
 
-_Way: TypeAlias = Callable[[Run, AccumulationWindow, MicroBatch], None]
 
+class AutomaticSteps:
+    """Trains the micro-batches of one epoch.
 
-class Windows:
-    """Trains micro-batches, window by window, within one epoch.
+    What cannot change within an epoch is looked up once: at small models, every look-up shows.
 
     Args:
         run: The run.
@@ -34,13 +33,16 @@ class Windows:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._window: AccumulationWindow | None = None
+        self._is_alone = num_processes() == 1
+        self._process_index = process_index()
         self._may_halve = run.settings.optimization.auto_micro_batch and current_micro_batch_size(run) > 1
-        self._reduces_by_hand = run.reduces_by_hand or (self._may_halve and num_processes() > 1)
+        self._reduces_by_hand = run.reduces_by_hand or (self._may_halve and not self._is_alone)
         self._synchronized = synchronized_layers(run.unwrapped_model)
+        self._needs_context = run.accelerator.mixed_precision != "no" or run.is_wrapped
         _require_dynamic_graph(run)
 
-    def train(self, micro_batch: MicroBatch) -> bool:
-        """Run forward and backward of one batch on every process, and the update if it ends a window.
+    def forward_backward(self, micro_batch: MicroBatch) -> bool:
+        """Run forward and backward of one batch on every process.
 
         Gradients are reduced over processes in the last micro-batch of a window only. One in which some process has no
         batch, or may run out of memory, runs without any communication; its window's gradients are reduced by hand
@@ -49,58 +51,118 @@ class Windows:
         Processes: collective.
 
         Returns:
-            Whether an update was made.
+            Whether the window is full: its optimizer step is next.
         """
         run = self._run
-        window = self._window = self._window or self._open_window(micro_batch)
+        window = self._window
+        if window is None:
+            window = self._window = self._open_window(micro_batch)
         window.micro_batches_done += 1
-        ends_window = micro_batch.is_last or window.micro_batches_done == window.num_micro_batches
-        self._way_to_train(window, micro_batch, ends_window=ends_window)(run, window, micro_batch)
-        run.state.count_batch()
-        if not ends_window:
-            return False
-        self._window = None
-        return skip_window(run, window) if window.is_skipped else finish_window(run, window)
-
-    def _way_to_train(self, window: AccumulationWindow, micro_batch: MicroBatch, *, ends_window: bool) -> _Way:
-        run = self._run
+        is_full = micro_batch.is_last or window.micro_batches_done == window.num_micro_batches
         if window.is_skipped:
-            return _count_own_batch
-        if self._may_halve:
-            return self._try_own_batch
-        if micro_batch.is_partial:
-            return self._train_apart
-        if ends_window or num_processes() == 1 or run.reduces_by_hand:
-            return _train_own_batch
-        return _train_unreduced
+            _count_only(run, window, micro_batch)
+        elif self._may_halve:
+            self._try_batch(window, micro_batch)
+        elif micro_batch.is_partial:
+            self._train_apart(window, micro_batch)
+        elif is_full or self._is_alone or self._reduces_by_hand:
+            self._train_batch(window, micro_batch)
+        else:
+            with run.accelerator.no_sync(run.model):  # the last micro-batch of the window reduces for all
+                self._train_batch(window, micro_batch)
+        run.state.count_batch()
+        return is_full
+
+    def optimizer_step(self) -> None:
+        """End the window with its optimizer step.
+
+        Processes: collective.
+        """
+        window, self._window = self._window, None
+        if window is not None:
+            (skip_window if window.is_skipped else finish_window)(self._run, window)
 
     def _open_window(self, first: MicroBatch) -> AccumulationWindow:
         run = self._run
         run.trained.update()
         if self._reduces_by_hand:
             broadcast_buffers(run.unwrapped_model)  # as the wrapper does before a window's first batch
-        window = _open_window(run, first)
-        window.is_unreduced = self._reduces_by_hand
-        return window
+        loader, accumulation = run.train_loader, run.state.grad_accum_steps
+        end = first.index + accumulation
+        if loader.num_micro_batches is not None:
+            end = min(end, loader.num_micro_batches)
+        if accumulation == 1 and first.num_samples is not None:
+            samples: int | None = first.num_samples
+        else:
+            samples = loader.samples_in(first.index, end)
+        samples_before = run.state.samples_seen
+        return AccumulationWindow(
+            num_micro_batches=end - first.index,
+            known_samples=None if run.counts_own_samples else samples,
+            is_one_batch=self._is_alone and end - first.index == 1,
+            samples_before=samples_before,
+            is_skipped=samples_before in run.recovery.skipped_windows,
+            is_unreduced=self._reduces_by_hand,
+        )
 
-    def _try_own_batch(self, run: Run, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
+    def _try_batch(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
         """Train on a batch that memory may not suffice for; then the window is only gone through to its end."""
-        train = self._train_apart if self._reduces_by_hand else _train_own_batch
+        train = self._train_apart if self._reduces_by_hand else self._train_batch
         try:
             if not window.ran_out_of_memory:
-                train(run, window, micro_batch)
+                train(window, micro_batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             window.ran_out_of_memory = True
-        if window.ran_out_of_memory and run.weighting.is_explicit is None:
-            run.weighting.decide(None, is_explicit=False)  # the others do, at their first batch
+        if window.ran_out_of_memory and self._run.weighting.is_explicit is None:
+            self._run.weighting.decide(None, is_explicit=False)  # the others do, at their first batch
 
-    def _train_apart(self, run: Run, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
+    def _train_apart(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
         """Train on this process's batch without communication, so that it need not keep in step with the others."""
         window.is_unreduced = True
-        with run.using_unwrapped_model(), without_synchronization(self._synchronized):
-            _train_own_batch(run, window, micro_batch)
+        with self._run.using_unwrapped_model(), without_synchronization(self._synchronized):
+            self._train_batch(window, micro_batch)
+
+    def _train_batch(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
+        run, hooks = self._run, self._run.hooks
+        if micro_batch.batch is None:
+            if run.weighting.is_explicit is None:
+                run.weighting.decide(None, is_explicit=False)
+            return
+        batch = run.place(micro_batch.batch)
+        seed = derive_seed(run.seed, "step", run.state.epoch, micro_batch.index, self._process_index)
+        seed_generators(seed, run.device)
+        for hook in hooks.on_before_training_step:
+            hook(batch=batch)
+        outputs = self._run_in_context(batch) if self._needs_context else run.training_step(batch)
+        output = read_training_output(outputs)
+        loss, detached = output.loss, output.loss.detach()
+        weight = _weigh(run, window, micro_batch, batch, output)
+        for hook in hooks.on_before_backward:
+            hook(loss=loss)
+        factor = run.weighting.loss_factor(window, weight)
+        if run.guard.judges_before_step(window.samples_before) and not (isinstance(factor, float) and factor == 0.0):
+            factor = run.guard.mark_gradients(loss, factor)
+        self._backward(loss, factor)
+        for hook in hooks.on_after_backward:
+            hook(loss=loss)
+        run.running_averages.add(detached, weight, output.others)
+        run.guard.add(detached, weight, Place.of(run.state, micro_batch.index, window.samples_before))
+        for hook in hooks.on_after_training_step:
+            hook(batch=batch, outputs=outputs)
+
+    def _run_in_context(self, batch: Any) -> Any:
+        with self._run.autocast(), self._run.watching_wrapper():
+            return self._run.training_step(batch)
+
+    def _backward(self, loss: torch.Tensor, factor: Weight) -> None:
+        is_known = not isinstance(factor, torch.Tensor)  # without waiting for the device
+        if is_known and factor == 0.0:
+            if self._is_alone:
+                return
+            _require_finite(loss)  # the other processes reduce gradients now, so this one has to
+        self._run.actions.backward(loss if is_known and factor == 1.0 else loss * factor)
 
 
 def _require_dynamic_graph(run: Run) -> None:
@@ -116,72 +178,9 @@ def _require_dynamic_graph(run: Run) -> None:
         raise ArgumentError(explain("Trainer(ddp_kwargs=...)", got, expected, do))
 
 
-def _open_window(run: Run, first: MicroBatch) -> AccumulationWindow:
-    loader, accumulation = run.train_loader, run.state.grad_accum_steps
-    end = first.index + accumulation
-    if loader.num_micro_batches is not None:
-        end = min(end, loader.num_micro_batches)
-    samples = loader.samples_in(first.index, end)
-    if samples is None and accumulation == 1:
-        samples = first.num_samples
-    return AccumulationWindow(
-        num_micro_batches=end - first.index,
-        known_samples=None if run.counts_own_samples else samples,
-        samples_before=run.state.samples_seen,
-        is_skipped=run.state.samples_seen in run.recovery.skipped_windows,
-    )
-
-
-def _count_own_batch(run: Run, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
+def _count_only(run: Run, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
     if micro_batch.batch is not None:
         window.add(0.0, run.count_samples(micro_batch, micro_batch.batch))
-
-
-def _train_unreduced(run: Run, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
-    """Train on this process's batch, and leave the reduction to the last micro-batch of the window."""
-    with run.accelerator.no_sync(run.model):
-        _train_own_batch(run, window, micro_batch)
-
-
-def _train_own_batch(run: Run, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
-    if micro_batch.batch is not None:
-        _train_batch(run, window, micro_batch)
-    elif run.weighting.is_explicit is None:
-        run.weighting.decide(None, is_explicit=False)
-
-
-def _train_batch(run: Run, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
-    hooks = run.hooks
-    batch = run.place(micro_batch.batch)
-    seed_generators(derive_seed(run.seed, "step", run.state.epoch, micro_batch.index, process_index()), run.device)
-    for hook in hooks.on_before_training_step:
-        hook(batch=batch)
-    with run.autocast(), run.watching_wrapper():
-        outputs = run.training_step(batch)
-    output = read_training_output(outputs)
-    weight = _weigh(run, window, micro_batch, batch, output)
-    for hook in hooks.on_before_backward:
-        hook(loss=output.loss)
-    factor = run.weighting.loss_factor(window, weight)
-    if run.guard.judges_before_step(window.samples_before) and not (isinstance(factor, float) and factor == 0.0):
-        factor = run.guard.mark_gradients(output.loss, factor)
-    _backward(run, output.loss, factor)
-    for hook in hooks.on_after_backward:
-        hook(loss=output.loss)
-    loss = output.loss.detach()
-    run.running_averages.add(loss, weight, output.others)
-    run.guard.add(loss, weight, Place.of(run.state, micro_batch.index, window.samples_before))
-    for hook in hooks.on_after_training_step:
-        hook(batch=batch, outputs=outputs)
-
-
-def _backward(run: Run, loss: torch.Tensor, factor: Weight) -> None:
-    is_known = not isinstance(factor, torch.Tensor)  # without waiting for the device
-    if is_known and factor == 0.0:
-        if num_processes() == 1:
-            return
-        _require_finite(loss)  # the other processes reduce gradients now, so this one has to
-    run.actions.backward(loss if is_known and factor == 1.0 else loss * factor)
 
 
 def _require_finite(loss: torch.Tensor) -> None:

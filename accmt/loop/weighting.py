@@ -31,6 +31,7 @@ class AccumulationWindow:
     Attributes:
         num_micro_batches: Batches of each process that it has at most.
         known_samples: Samples of all its batches on all processes; None if they are counted as they come.
+        is_one_batch: Whether it is a single batch of a single process: its mean loss is the window's.
         samples_before: Samples of all processes seen before it.
         is_skipped: Whether it is not trained on.
         ran_out_of_memory: Whether this process could not finish one of its batches.
@@ -43,6 +44,7 @@ class AccumulationWindow:
 
     num_micro_batches: int
     known_samples: int | None
+    is_one_batch: bool = False
     samples_before: int = 0
     is_skipped: bool = False
     ran_out_of_memory: bool = False
@@ -72,6 +74,7 @@ class Weighting:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._num_processes = num_processes()
         self.is_explicit: bool | None = None
         self.reference = 1.0
 
@@ -91,14 +94,14 @@ class Weighting:
 
     def uses_plan(self, window: AccumulationWindow) -> bool:
         """Return whether the samples that were planned say what all batches of a window weigh together."""
-        return window.known_samples is not None and not self.is_explicit and not self._is_one_batch(window)
+        return window.known_samples is not None and not self.is_explicit and not window.is_one_batch
 
     def loss_factor(self, window: AccumulationWindow, weight: Weight) -> Weight:
         """Return what the mean loss of a batch is multiplied by before backward."""
-        if self._is_one_batch(window):
+        if window.is_one_batch:
             return 1.0
         if self.uses_plan(window):
-            return weight * num_processes() / (window.known_samples or 1)
+            return weight * self._num_processes / (window.known_samples or 1)
         return weight / self.reference
 
     def close(self, window: AccumulationWindow) -> tuple[float, int]:
@@ -109,7 +112,7 @@ class Weighting:
         Returns:
             The factor, 0 where all weights are 0, so that there is nothing to learn from; and the number of samples.
         """
-        if self._is_one_batch(window):
+        if window.is_one_batch:
             return float(bool(window.own_weight)), window.own_samples
         if window.known_samples is not None and self.uses_plan(window):
             return float(window.known_samples > 0), window.known_samples
@@ -117,14 +120,9 @@ class Weighting:
         total, batches, samples = sum_over_processes(own, self._device)
         if total <= 0:
             return 0.0, int(samples)
-        factor = num_processes() * self.reference / total
+        factor = self._num_processes * self.reference / total
         self.reference = total / batches
         return factor, int(samples)
-
-    @staticmethod
-    def _is_one_batch(window: AccumulationWindow) -> bool:
-        # Its mean loss is the window's, whatever it weighs.
-        return window.num_micro_batches == 1 and num_processes() == 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next window depends on."""

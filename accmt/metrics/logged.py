@@ -101,6 +101,15 @@ class LoggedValues:
         self._sums, self._totals = {}, set()
         return totals
 
+    def copy(self) -> LoggedValues:
+        """Return a copy that shares the values, which nobody changes."""
+        copied = object.__new__(LoggedValues)
+        copied.__dict__.update(self.__dict__)
+        copied._sums = {name: values.copy() for name, values in self._sums.items()} if self._sums else {}
+        copied._totals = self._totals.copy()
+        copied._waiting = None if self._waiting is None else self._waiting.copy()
+        return copied
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "sums": {name: values.state_dict() for name, values in self._sums.items()},

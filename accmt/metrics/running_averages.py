@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,28 +12,18 @@ from accmt.metrics.weighted_sum import Weight, WeightedSum
 from accmt.processes import gather_objects, is_main_process, num_processes, process_index, sum_over_processes
 
 
-class _Mean:
-    def __init__(self) -> None:
-        self._total = self._weight = 0.0
+class _Mean(NamedTuple):
+    """A weighted mean in the making; adding to it makes another one, so copies may share it."""
 
-    def add(self, total: float, weight: float) -> None:
-        self._total += total
-        self._weight += weight
+    total: float = 0.0
+    weight: float = 0.0
+
+    def plus(self, total: float, weight: float) -> _Mean:
+        return _Mean(self.total + total, self.weight + weight)
 
     @property
     def value(self) -> float | None:
-        return self._total / self._weight if self._weight else None
-
-    def take(self) -> float | None:
-        mean = self.value
-        self._total = self._weight = 0.0
-        return mean
-
-    def state_dict(self) -> dict[str, float]:
-        return {"total": self._total, "weight": self._weight}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self._total, self._weight = state["total"], state["weight"]
+        return self.total / self.weight if self.weight else None
 
 
 class RunningAverages:
@@ -67,7 +57,7 @@ class RunningAverages:
             Values by name, the loss under `loss_name`; empty if nothing was added.
         """
         has_others = self._collect()
-        loss = self._since_log.take()
+        loss, self._since_log = self._since_log.value, _Mean()
         row = {} if loss is None else {loss_name: loss}
         return combine(gather_objects(self._logged.take())) | row if has_others else row
 
@@ -77,7 +67,8 @@ class RunningAverages:
         Processes: collective.
         """
         self._collect()
-        return self._since_evaluation.take()
+        loss, self._since_evaluation = self._since_evaluation.value, _Mean()
+        return loss
 
     @property
     def epoch_loss(self) -> float | None:
@@ -88,6 +79,13 @@ class RunningAverages:
         """Start a new mean of the epoch with the next batch; to be called right after `take_row`."""
         self._is_epoch_over = True
 
+    def copy(self) -> RunningAverages:
+        """Return a copy, of which nothing is read: that would wait for the device."""
+        copied = object.__new__(RunningAverages)
+        copied.__dict__.update(self.__dict__)
+        copied._loss, copied._logged = self._loss.copy(), self._logged.copy()
+        return copied
+
     def state_dict(self) -> dict[str, Any]:
         """Return the values of each process that no row has yet, and the current means.
 
@@ -96,19 +94,20 @@ class RunningAverages:
         own = {"loss": self._loss.state_dict(), "logged": self._logged.state_dict()}
         return {
             "processes": gather_objects(own),
-            "since_log": self._since_log.state_dict(),
-            "since_evaluation": self._since_evaluation.state_dict(),
-            "of_epoch": {**self._of_epoch.state_dict(), "is_over": self._is_epoch_over},
+            "since_log": self._since_log._asdict(),
+            "since_evaluation": self._since_evaluation._asdict(),
+            "of_epoch": {**self._of_epoch._asdict(), "is_over": self._is_epoch_over},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; with another number of processes the main one takes all."""
         self._loss = WeightedSum()
         self._logged.take()
-        self._since_log.load_state_dict(state["since_log"])
-        self._since_evaluation.load_state_dict(state["since_evaluation"])
-        self._of_epoch.load_state_dict(state["of_epoch"])
-        self._is_epoch_over = state["of_epoch"]["is_over"]
+        self._since_log = _Mean(**state["since_log"])
+        self._since_evaluation = _Mean(**state["since_evaluation"])
+        of_epoch = dict(state["of_epoch"])
+        self._is_epoch_over = of_epoch.pop("is_over")
+        self._of_epoch = _Mean(**of_epoch)
         saved = state["processes"]
         own = [saved[process_index()]] if len(saved) == num_processes() else saved if is_main_process() else []
         for part in own:
@@ -117,10 +116,9 @@ class RunningAverages:
 
     def _collect(self) -> bool:
         loss, weight, num_others = sum_over_processes((*self._loss.take(), len(self._logged)), self._device)
-        self._since_log.add(loss, weight)
-        self._since_evaluation.add(loss, weight)
+        self._since_log = self._since_log.plus(loss, weight)
+        self._since_evaluation = self._since_evaluation.plus(loss, weight)
         if self._is_epoch_over and weight:
-            self._of_epoch.take()
-            self._is_epoch_over = False
-        self._of_epoch.add(loss, weight)
+            self._of_epoch, self._is_epoch_over = _Mean(), False
+        self._of_epoch = self._of_epoch.plus(loss, weight)
         return num_others > 0

@@ -50,6 +50,12 @@ class WeightedSum:
         self._values, self._weights, self._partial = [], [], None
         return exact_sum([total for total, _ in pairs]), exact_sum([weight for _, weight in pairs])
 
+    def copy(self) -> WeightedSum:
+        """Return a copy that shares the values, which nobody changes."""
+        copied = object.__new__(WeightedSum)
+        copied._values, copied._weights, copied._partial = self._values.copy(), self._weights.copy(), self._partial
+        return copied
+
     def state_dict(self) -> dict[str, Any]:
         # Each value as it is: adding them up now would round differently than adding them up later.
         values, weights = self._stack()

@@ -21,7 +21,6 @@ from accmt.errors import CheckpointError, NoCheckpointError, explain
 from accmt.messages import say, warn, warn_once
 from accmt.processes import close_cpu_group, is_main_process, new_cpu_group, run_on_every_process
 from accmt.recovery.run_state import collect_others
-from accmt.recovery.step_snapshot import Due
 from accmt.run import Run
 from accmt.settings import Settings
 
@@ -61,7 +60,7 @@ class Checkpoints:
         self._checkpointer: Checkpointer | None = options.checkpointer
         self._is_failing = False
         self._is_prepared = False
-        self._saved: tuple[dict[str, Any], Due | None] | None = None
+        self._saved: tuple[dict[str, Any], int] | None = None
         self.began_elsewhere = False
         self._newest: Path | None = None
         self._latest: Path | None = None
@@ -135,12 +134,12 @@ class Checkpoints:
         self._requests.append(folder)
 
     def is_due(self, run: Run, *, epoch_ended: bool, evaluated: bool) -> bool:
-        """Return whether a checkpoint is due at this update boundary, or was asked for."""
+        """Return whether a checkpoint is due after this optimizer step, or was asked for."""
         is_due = run.cadence.is_checkpoint_due(run.state, epoch_ended=epoch_ended, evaluated=evaluated)
         return is_due or bool(self._requests)
 
     def save_if_due(self, run: Run, *, epoch_ended: bool = False, evaluated: bool = False) -> None:
-        """Save at an update boundary, after everything else that is due there.
+        """Save after an optimizer step, when everything else that follows it is done.
 
         Processes: collective.
         """
@@ -178,24 +177,28 @@ class Checkpoints:
             warn_once(_UNFINISHED, about="unfinished update")
             return
         self._serve_requests(run)
-        if self._settings.checkpoints.every is not None and self._saved != (run.state.state_dict(), run.boundary.due):
+        if self._settings.checkpoints.every is not None and self._saved != (
+            run.state.state_dict(),
+            run.snapshot.next_stage,
+        ):
             self._save(run, force=True)
 
-    def save_boundary(self, run: Run, *, is_alone: bool = False) -> None:
-        """Save the last update boundary, whatever the run was doing since, and wait until it is durable.
+    def save_snapshot(self, run: Run, *, is_alone: bool = False) -> None:
+        """Save the step snapshot, whatever the run was doing since, and wait until it is durable.
 
         Processes: collective, unless the main one is alone.
         """
-        options, boundary = self._settings.checkpoints, run.boundary
-        if self._saved == (boundary.own["parts"]["state"], boundary.due):
+        options, snapshot = self._settings.checkpoints, run.snapshot
+        state = snapshot.state or {}
+        if self._saved == (state["parts"]["state"], snapshot.next_stage):
             return
-        with boundary.given_back(run):
+        with snapshot.restored(run):
             if is_alone or (self._writer is None and self._checkpointer is None):
                 store = CheckpointStore(self.folder, max_checkpoints=options.max_checkpoints)
                 self._begin_folder(run, store)
                 collector = StateCollector(run.model, [run.stepper.optimizer])  # its plan is one for these processes
                 self._writer = CheckpointWriter(store, collector, is_async=False, on_failure=_raise)
-            self._save(run, force=True, at=boundary.own)
+            self._save(run, force=True, at=state)
         if self._writer is not None:
             self._writer.wait()
 
@@ -223,7 +226,7 @@ class Checkpoints:
             self._checkpointer.save(lambda folder: write_state(collected, folder), step, force=force)
         elif self._writer is not None:
             self._writer.save(step, others, describe(run, counters))
-        self._saved = counters, run.boundary.due
+        self._saved = counters, run.snapshot.next_stage
         self._note(run, self.folder / step_name(step))
 
     def _note(self, run: Run, folder: Path) -> None:

@@ -225,7 +225,7 @@ def _react(run: Run, found: list[Finding]) -> None:
     if run.guard.reaction in (None, "skip"):  # a spike that was judged by fewer losses before the step
         warn_once(f"{first}: lower the learning rate, or pass clip_grad=1.0", about="wrong losses")
         return
-    run.boundary.is_torn = True  # no checkpoint of this
+    run.snapshot.is_mid_step = True  # no checkpoint of this
     if run.guard.reaction == "rollback":
         window = first.place.samples_before
         roll_back(run, window, str(first), is_skipped=first.is_spike)

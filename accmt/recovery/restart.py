@@ -117,7 +117,7 @@ def restart_with_smaller_batches(run: Run) -> NoReturn:
     run.recovery.max_micro_batch_size = smaller
     change = f"micro-batches have {smaller} samples from here on instead of {size}"
     warn(f"out of memory after step {run.state.global_step}: {change}; the effective batch stays what it is")
-    run.checkpoints.save_boundary(run)
+    run.checkpoints.save_snapshot(run)
     run.recovery.is_temporary = run.settings.checkpoints.every is None
     _restart(run, run.checkpoints.newest())
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+import torch
+
 from accmt.callbacks import Callback
+from accmt.callbacks.dispatch import find_hooks
 from accmt.checkpoint.engine import load_state
 from accmt.config.changes import Change, changed_arguments
 from accmt.data import UnshardedLoader
+from accmt.data.sized import BatchLoader, SizedLoader
 from accmt.errors import CheckpointError, explain
 from accmt.loop.reduction import broadcast_buffers
 from accmt.messages import say, warn
@@ -38,17 +43,18 @@ def stateful_parts(run: Run) -> dict[str, Stateful]:
 
 
 def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the state of everything besides model and optimizer, at an update boundary.
+    """Return the state of everything besides model and optimizer, after an optimizer step.
 
     Processes: collective; a checkpoint holds what the main process returns.
 
     Args:
         run: The run.
-        at: What `collect_own` returned at the boundary; None where the run is at it now.
+        at: The state of the step snapshot, if the run has gone on since; None if it is to be collected now.
     """
-    broadcast_buffers(run.unwrapped_model)  # any process may write them, and training goes on with the main one's
-    own = dict(collect_own(run) if at is None else at)
-    place, parts = own.pop("place"), {**own["parts"], "running_averages": own["parts"]["running_averages"].state_dict()}
+    broadcast_buffers(run.unwrapped_model)  # any process may write them, and training continues with the main one's
+    local = LocalState(run).collect() if at is None else dict(at)
+    place, parts = local.pop("place"), dict(local["parts"])
+    parts["running_averages"] = parts["running_averages"].state_dict()
     if run.accelerator.scaler is not None:
         parts["scaler"] = run.accelerator.scaler.state_dict()
     return {
@@ -59,37 +65,76 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
         "schedule_length": run.schedule_length,
         "schedule_class": _name_of(run.scheduler),
         "plan": run.length.plan(),
-        **own,
-        "data": run.train_loader.position(*place) if own["data"] is None else own["data"],
+        **local,
+        "data": run.train_loader.position(*place) if local["data"] is None else local["data"],
         "parts": parts,
         "guard": run.guard.state_dict(),
         "recovery": run.recovery.state_dict(),
-        "due": run.boundary.due,
+        "next_stage": run.snapshot.next_stage,
+        "made_step": run.snapshot.made_step,
     }
 
 
-def collect_own(run: Run) -> dict[str, Any]:
-    """Return what of `collect_others` moves between two boundaries, without waiting for device or processes.
+class LocalState:
+    """What of a run's state changes between two optimizer steps, read without waiting for device or processes.
 
-    The values to be logged are in it as the object that adds them up: reading them would wait.
+    The snapshot is taken after every step of training, so what stays the same is looked up once.
     """
-    state, place = run.state, (run.state.epoch, run.state.train_step)
-    has_shared_position = not isinstance(run.train_loader, UnshardedLoader)
-    return {
-        "place": place,
-        "is_last_batch": state.is_last_training_batch,
-        "metrics": dict(state.metrics),
-        "lr": [group["lr"] for group in run.stepper.optimizer.param_groups],
-        "data": run.train_loader.position(*place) if has_shared_position else None,
-        "schedule": None if run.scheduler is None else run.scheduler.state_dict(),
-        "parts": {
-            name: part if part is run.running_averages else part.state_dict()
-            for name, part in stateful_parts(run).items()
-            if part is not run.accelerator.scaler  # which moves with the optimizer, and would wait for the device
-        },
-        "callbacks": {name: callback.state_dict() for name, callback in _named(run.callbacks).items()},
-        "trainer": run.module.trainer.get_state(),
-    }
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._parts = stateful_parts(run)
+        self._parts.pop("scaler", None)  # moves with the optimizer, and reading it would wait for the device
+        del self._parts["running_averages"]
+        self._callbacks = _named(run.callbacks)
+
+    @cached_property
+    def may_change_in_step_hooks(self) -> bool:
+        """Whether the user defines `on_update_end`; accmt's own, the progress bar's, change nothing of this state."""
+        return any("on_update_end" in find_hooks(user) for user in (*self._run.callbacks, self._run.module))
+
+    def collect(self) -> dict[str, Any]:
+        """Return a copy of that state; the running averages are a copy of their object, whose values are not read."""
+        run, state = self._run, self._run.state
+        parts: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
+        parts["module"] = copy_structure(parts["module"])
+        parts["running_averages"] = run.running_averages.copy()
+        return {
+            "place": (state.epoch, state.train_step),
+            "is_last_batch": state.now.is_last_training_batch,
+            "metrics": dict(state.metrics),
+            "lr": [group["lr"] for group in run.stepper.optimizer.param_groups],
+            "data": self._find_position(),
+            "schedule": None if run.scheduler is None else run.scheduler.state_dict(),
+            "parts": parts,
+            "callbacks": {name: copy_structure(one.state_dict()) for name, one in self._callbacks.items()},
+            "trainer": copy_structure(run.module.trainer.get_state()),
+        }
+
+    def _find_position(self) -> dict[str, Any] | None:
+        """Return where the data are; None where that is computed when a checkpoint is written.
+
+        Unsharded data would wait for other processes. Planned data are a function of epoch and micro-batch, except
+        between two epochs, where the position tells of the epoch before.
+        """
+        loader, state = self._run.train_loader, self._run.state
+        if isinstance(loader, UnshardedLoader) or (state.train_step and isinstance(loader, SizedLoader | BatchLoader)):
+            return None
+        return loader.position(state.epoch, state.train_step)
+
+
+def copy_structure(value: Any) -> Any:
+    """Copy containers; tensors are shared: copying weights at each step would cost more than the step."""
+    kind = type(value)
+    if kind is dict:
+        return {key: entry if type(entry) in _PLAIN else copy_structure(entry) for key, entry in value.items()}
+    if kind is list:
+        return [copy_structure(entry) for entry in value] if value and type(value[0]) in _CONTAINERS else value.copy()
+    return value.copy() if kind is set else value
+
+
+_CONTAINERS = (dict, list, set, tuple)
+_PLAIN = {float, int, str, bool, type(None), torch.Tensor, torch.device}
 
 
 def restore(run: Run, resumed: Resumed) -> None:
@@ -115,7 +160,7 @@ def restore(run: Run, resumed: Resumed) -> None:
     run.guard.load_state_dict(others["guard"])
     run.state.metrics = others["metrics"]
     run.state.now.is_last_training_batch = others["is_last_batch"]
-    run.boundary.due = others["due"]
+    run.snapshot.next_stage, run.snapshot.made_step = others["next_stage"], others["made_step"]
     run.checkpoints.continue_from(resumed.folder)
     _restore_callbacks(run, others["callbacks"])
     run.module.trainer.update_state(others["trainer"])

@@ -99,25 +99,25 @@ def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:
     """Take a checkpoint of the last step snapshot if a handler asks for it; nothing here hides the error."""
     if not _is_handled(run, error):
         return
-    if not run.boundary.can_be_saved:
+    if not run.snapshot.can_be_saved:
         warn("no emergency checkpoint: the run is in the middle of a step, or its loss is wrong; the newest one stays")
         return
     if is_out_of_memory(error):
         free_memory(run)
     _restore_trained_weights(run)
     try:
-        _save_boundary(run)
+        _save_snapshot(run)
     except Exception as own:  # noqa: BLE001 - the error that ends the run goes first
         warn(f"the emergency checkpoint could not be taken, the newest one stays: {own}")
 
 
-def _save_boundary(run: Run) -> None:
+def _save_snapshot(run: Run) -> None:
     if run.watch is None or not run.watch.is_apart:
-        run.checkpoints.save_boundary(run)
+        run.checkpoints.save_snapshot(run)
     elif is_main_process() and not isinstance(run.train_loader, UnshardedLoader):
         run.checkpoints.wait()  # its thread still acts with the others
         with acting_alone():
-            run.checkpoints.save_boundary(run, is_alone=True)
+            run.checkpoints.save_snapshot(run, is_alone=True)
 
 
 def _is_handled(run: Run, error: BaseException) -> bool:

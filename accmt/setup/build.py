@@ -24,7 +24,7 @@ from accmt.recovery.model_saver import ModelSaver
 from accmt.recovery.restart import Recovery
 from accmt.recovery.resume import Resumed, find_resumed
 from accmt.recovery.run_state import restore
-from accmt.recovery.step_snapshot import Boundary
+from accmt.recovery.step_snapshot import StepSnapshot
 from accmt.run import Actions, Run
 from accmt.settings import Settings
 from accmt.settings.durations import read_max_time
@@ -126,7 +126,7 @@ def _make_parts(
     settings = trainer.settings
     failures = settings.failures
     saves = settings.checkpoints.every is not None or bool(settings.failures.kinds)
-    keeps_boundary = saves or settings.optimization.auto_micro_batch
+    keeps_snapshot = saves or settings.optimization.auto_micro_batch
     watch = _make_watch(settings, trainer.state, is_listening=saves)
     parts = prepared.model, prepared.unwrapped_model, prepared.stepper.optimizer
     return {
@@ -139,7 +139,7 @@ def _make_parts(
         "weighting": Weighting(accelerator.device),
         "running_averages": RunningAverages(accelerator.device, module.logs.of_training),
         "checkpoints": Checkpoints(settings, prepared.model, prepared.stepper.optimizer),
-        "boundary": Boundary(prepared.unwrapped_model, is_kept=keeps_boundary),
+        "snapshot": StepSnapshot(prepared.unwrapped_model, is_kept=keeps_snapshot),
         "guard": LossGuard(failures.on_nonfinite, failures.spike_guard, careful_until=recovery.careful_until),
         "recovery": recovery,
         "clock": Clock(read_max_time(settings.running.max_time)),

@@ -356,7 +356,7 @@ def test_the_time_of_a_run_goes_on_counting_when_it_continues(caplog):
     with caplog.at_level(logging.INFO, logger="accmt"):
         trainer, _ = train("out/m", max_time={"microseconds": 1}, verbose=True)
     assert (trainer.state.global_step, trainer.state.status) == (1, "finished")
-    assert "at update 1: max_time" in caplog.text
+    assert "at step 1: stopped by max_time" in caplog.text
     first = trainer.run.clock.elapsed_s
     assert first > 0.001
     again, _ = train("out/m", resume=True, max_time={"seconds": 3600})

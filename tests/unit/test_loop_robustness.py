@@ -65,7 +65,7 @@ def test_a_loss_that_is_not_finite_is_told_once_and_so_is_that_nothing_was_saved
     trainer = make_trainer({"epochs": 2}, **settings)
     trainer.fit(Exploding(), make_points(), make_points())
     assert caplog.text.count("on process 0, samples [") == 1
-    assert "at update 1" in caplog.text
+    assert "at step 1" in caplog.text
     assert "no model was saved: best_valid_loss was never finite" in caplog.text
 
 
@@ -191,7 +191,7 @@ def test_a_run_that_can_never_end_is_refused_after_an_epoch():
         def training_step(self, batch):
             return {"loss": self.step(batch), "weight": 0.0}
 
-    with pytest.raises(ValueError, match="an epoch without an update"):
+    with pytest.raises(ValueError, match="an epoch without an optimizer step"):
         make_trainer({"epochs": -1, "max_steps": 3}).fit(Weightless(), make_points())
 
 

@@ -1,0 +1,200 @@
+"""What follows an optimizer step, and what follows an epoch: one list, in which an interrupted run resumes.
+
+A checkpoint stores the index of the stage that comes next. After each stage that changed something the step snapshot is
+taken again, so that whatever fails then, no stage is run twice and none is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from accmt.errors import DataError, explain
+from accmt.loop.bad_sample_counts import tell_bad_samples
+from accmt.loop.evaluation import evaluate_and_count
+from accmt.loop.optimizer_step import step_scheduler
+from accmt.recovery.loss_guard import check_losses
+from accmt.recovery.shutdown import stop_if_requested
+from accmt.run import Run
+
+
+def _evaluate_before_training(run: Run) -> bool:
+    is_wanted = run.settings.evaluation.eval_when_start and bool(run.val_loaders)
+    if is_wanted:
+        evaluate_and_count(run, counts=False)
+    return is_wanted
+
+
+def _call_step_hooks(run: Run) -> bool:
+    for hook in run.hooks.on_update_end:
+        hook()
+    return run.snapshot.may_change_in_step_hooks()
+
+
+def _log_step(run: Run) -> bool:
+    is_due = run.snapshot.made_step and run.cadence.is_log_due(run.state)
+    if is_due:
+        log_row(run)
+    return is_due
+
+
+def _evaluate_step(run: Run) -> bool:
+    if run.cadence.evaluate_every is None or not run.snapshot.made_step:
+        return False
+    is_due = run.cadence.is_evaluation_due(run.state, run.updates_per_epoch(run.state.epoch))
+    if is_due:
+        check_losses(run)
+        evaluate_and_count(run)
+    return is_due
+
+
+def _log_epoch(run: Run) -> bool:
+    log_row(run)
+    return True
+
+
+def _evaluate_epoch(run: Run) -> bool:
+    is_due = run.cadence.is_evaluation_due_at_epoch_end(run.state)
+    if is_due:
+        evaluate_and_count(run)
+    return is_due
+
+
+def _count_epoch(run: Run) -> bool:
+    _require_progress(run)
+    if run.state.is_last_training_batch:  # else the run ends within the epoch, which is not counted
+        step_scheduler(run, at_epoch_end=True)
+        run.state.count_epoch()
+        run.running_averages.end_epoch()
+    return True
+
+
+def _call_epoch_hooks(run: Run) -> bool:
+    for hook in run.hooks.on_epoch_end:
+        hook()
+    return True
+
+
+STAGES: tuple[Callable[[Run], bool], ...] = (
+    _evaluate_before_training,
+    _call_step_hooks,
+    _log_step,
+    _evaluate_step,
+    _log_epoch,
+    _evaluate_epoch,
+    _count_epoch,
+    _call_epoch_hooks,
+)
+"""Each returns whether it may have changed what a checkpoint holds. A checkpoint follows `_evaluate_step` and
+`_call_epoch_hooks`; it is no stage itself, because what it stores is where the run is after it."""
+
+BEFORE_TRAINING = 0
+AFTER_STEP = STAGES.index(_call_step_hooks)
+AFTER_EPOCH = STAGES.index(_log_epoch)
+TRAINING = len(STAGES)
+"""All stages are done: training continues with the next accumulation window."""
+
+
+def evaluate_before_training(run: Run) -> None:
+    """Run the first stage, unless the run is resumed from a checkpoint after it."""
+    if run.snapshot.next_stage == BEFORE_TRAINING:
+        _run_stage(run, TRAINING)
+
+
+def resume_stages(run: Run) -> None:
+    """Run the stages that are left of the step, or of the epoch, after which the run was interrupted."""
+    if run.snapshot.next_stage < AFTER_EPOCH:
+        _finish_step(run)
+    if run.snapshot.next_stage < TRAINING:
+        _finish_epoch(run)
+
+
+def finish_step(run: Run) -> bool:
+    """Run the stages after an accumulation window, and write the checkpoint that is due.
+
+    Returns:
+        Whether training ends here.
+    """
+    run.snapshot.capture(run, AFTER_STEP)
+    return _finish_step(run)
+
+
+def _finish_step(run: Run) -> bool:
+    snapshot, evaluations = run.snapshot, run.state.evaluations_done
+    for index in range(snapshot.next_stage, AFTER_EPOCH - 1):
+        _run_stage(run, index + 1)
+    has_changed = STAGES[AFTER_EPOCH - 1](run)
+    # What comes next is known only now: the hooks, or what was evaluated, may end training here.
+    _advance(run, AFTER_EPOCH if run.ends_here else TRAINING, has_changed=has_changed)
+    if snapshot.made_step:
+        save_if_due(run, evaluated=run.state.evaluations_done > evaluations)
+    stop_if_requested(run)
+    return run.ends_here
+
+
+def finish_epoch(run: Run, *, is_used_up: bool) -> None:
+    """Run the stages after an epoch, and write the checkpoint that is due.
+
+    Args:
+        run: The run.
+        is_used_up: Whether the data of the epoch are used up; else the run ends within it.
+    """
+    run.state.now.is_last_training_batch, run.snapshot.next_stage = is_used_up, AFTER_EPOCH
+    _finish_epoch(run)
+
+
+def _finish_epoch(run: Run) -> None:
+    evaluations = run.state.evaluations_done
+    for index in range(run.snapshot.next_stage, TRAINING):
+        _run_stage(run, index + 1)
+    save_if_due(run, epoch_ended=run.state.train_step == 0, evaluated=run.state.evaluations_done > evaluations)
+    stop_if_requested(run)
+
+
+def _run_stage(run: Run, following: int) -> None:
+    has_changed = STAGES[run.snapshot.next_stage](run)
+    _advance(run, following, has_changed=has_changed)
+
+
+def _advance(run: Run, following: int, *, has_changed: bool) -> None:
+    if has_changed:
+        run.snapshot.capture(run, following)
+    else:
+        run.snapshot.next_stage = following  # the snapshot of the step is still true
+
+
+def save_if_due(run: Run, *, epoch_ended: bool = False, evaluated: bool = False) -> None:
+    """Save a checkpoint if one is due here, unless the losses since the last one are wrong.
+
+    Processes: collective.
+    """
+    if run.checkpoints.is_due(run, epoch_ended=epoch_ended, evaluated=evaluated):
+        check_losses(run)
+    run.checkpoints.save_if_due(run, epoch_ended=epoch_ended, evaluated=evaluated)
+
+
+def log_row(run: Run) -> None:
+    """Log the training values since the last row; a loss that is not finite is logged as it is, and reacted to.
+
+    Processes: collective.
+    """
+    loss_name = run.settings.tracking.train_loss_metric_name
+    tell_bad_samples(run)
+    row = run.running_averages.take_row(loss_name)
+    if not row:
+        return
+    if run.state.skipped_updates:
+        row["skipped_updates"] = run.state.skipped_updates
+    if run.state.bad_samples:
+        row["bad_samples"] = run.state.bad_samples
+    for hook in run.hooks.on_log:
+        hook(values=row, step=run.state.global_step)
+    if run.guard.looks_at_every_row or not math.isfinite(row.get(loss_name, 0.0)):
+        check_losses(run)
+
+
+def _require_progress(run: Run) -> None:
+    """Raise if the run would never end: `max_steps` is its only end, and an epoch made no step towards it."""
+    if run.cadence.epochs is None and run.state.epoch_step == 0 and run.accelerator.scaler is None:
+        got = "an epoch without an optimizer step: the weights of all its batches are 0"
+        raise DataError(explain("training until max_steps", got, "a batch that weighs something", "look at the data"))
