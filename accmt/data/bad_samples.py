@@ -1,9 +1,9 @@
-"""Leaves samples that cannot be read out of their batches, so that every process knows what is left.
+"""Skips samples that cannot be read, so that every process knows what is left of a batch.
 
-The order of the others does not change. A process of whose batch nothing is left has no part in that micro-batch, as at
-the end of an epoch; the other processes have to know that before they reduce gradients with it. So in training they add
-up, in each micro-batch, who has a batch, how many samples, and how many were left out. In evaluations, where
-processes need not keep in step, each counts its own.
+The order of the others does not change. A process of whose batch nothing is left has no batch in that micro-batch, as
+at the end of an epoch; the others have to know that before they reduce gradients with it. So in training they add up,
+in each micro-batch, the batches, the samples, and the skipped samples. In evaluations, where processes need not keep in
+step, each counts its own.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _TOO_MANY = 100
 def without_bad_samples(
     micro_batches: Iterator[MicroBatch], options: LoaderOptions, *, is_whole_epoch: bool, knows_samples: bool
 ) -> Iterator[MicroBatch]:
-    """Take what was left out from the batches of micro-batches, and set what the micro-batches tell of their samples.
+    """Unpack the batches of micro-batches, which are `Kept`, and set what the micro-batches say of their samples.
 
-    Processes: collective in each micro-batch where they are to agree.
+    Processes: collective in each micro-batch with `options.agree_on`.
 
     Args:
         micro_batches: Micro-batches whose batches are `Kept`.
-        options: Sharing, and where to agree.
+        options: Shard, and where to agree.
         is_whole_epoch: Whether an epoch begins with these micro-batches.
         knows_samples: Whether a batch is known to hold all the samples that were read for it.
 
     Raises:
-        DataError: No sample of an epoch, or none of a hundred in a row, could be read: then it is no matter of samples.
+        DataError: No sample of an epoch, or none of a hundred in a row, could be read: something else is wrong.
     """
     unread, has_any = 0, not is_whole_epoch
     for micro_batch in micro_batches:
@@ -55,7 +55,7 @@ def _take_bad(micro_batch: MicroBatch) -> None:
 
 
 def _count(micro_batch: MicroBatch, options: LoaderOptions) -> int | None:
-    """Set what the processes agree on, and return how many samples they read; None where each counts its own."""
+    """Set what the processes agree on, and return how many samples were read; None where each counts its own."""
     if options.agree_on is not None:
         own = float(micro_batch.batch is not None), float(micro_batch.own_samples or 0), float(len(micro_batch.bad))
         present, samples, bad = map(int, sum_over_processes(own, options.agree_on))
@@ -69,6 +69,6 @@ def _count(micro_batch: MicroBatch, options: LoaderOptions) -> int | None:
 def _nothing_is_read(options: LoaderOptions, unread: int, micro_batch: MicroBatch) -> DataError:
     last = f"; the last is sample {micro_batch.bad[-1].index}: {micro_batch.bad[-1].error}" if micro_batch.bad else ""
     got = f"{unread} samples in a row that cannot be read{last}"
-    expected = 'single samples that cannot be read, which on_bad_sample="skip" leaves out'
-    do = "look at the path, at the disk, or at the dataset's __getitem__"
+    expected = 'single samples that cannot be read, which on_bad_sample="skip" skips'
+    do = "check the path, the disk, or the dataset's __getitem__"
     return DataError(explain(f"the {options.kind} data", got, expected, do))

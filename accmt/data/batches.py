@@ -1,4 +1,4 @@
-"""What a loader yields, and what is found in a batch."""
+"""What a loader yields, and how many samples a batch holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accmt.messages import warn_once
 
 _ARRAYS = (torch.Tensor, np.ndarray)
 _MAX_SHAPES = 6
-_COUNT_YOURSELF = "if the collate function leaves samples out or adds some, define get_batch_size in the module"
+_COUNT_YOURSELF = "if the collate function drops samples or adds some, define get_batch_size in the module"
 
 
 @dataclass(slots=True)
@@ -23,15 +23,15 @@ class MicroBatch:
     """One batch on every process.
 
     Attributes:
-        index: The micro-batch, from 0 in its epoch.
-        batch: This process's batch; None if it has no part in the micro-batch.
-        num_samples: Samples over all processes; None where only the batches tell.
-        own_samples: Samples that were collated into this process's batch; None where only the batch tells. The batch
+        index: From 0 in its epoch.
+        batch: This process's batch; None if it has none.
+        num_samples: Samples over all processes; None where only the batches show it.
+        own_samples: Samples that were collated into this process's batch; None where only the batch shows it. The batch
             may hold another number of them: `find_batch_size`.
         is_last: Whether the epoch ends with this micro-batch.
-        is_partial: Whether some process has no part in it; every process knows.
-        position: Where the data are after it, noted at once where reading goes on; None where it can be computed.
-        bad: Samples of this process that were left out of the batch, because they could not be read.
+        is_partial: Whether some process has no batch; every process knows.
+        position: The position of the data after it, taken before reading ahead; None where it can be computed.
+        bad: Samples of this process that were skipped, because they could not be read.
         num_bad: Those of all processes, in training.
     """
 
@@ -49,20 +49,20 @@ class MicroBatch:
 def find_batch_size(batch: Any, collated: int | None = None) -> int | None:
     """Return the number of samples that a batch holds.
 
-    That is the first dimension of its tensors and arrays, else the length of its lists; of a batch of another class,
-    that of its attributes. A collate function may make fewer samples of those that it gets, or more: then what the
-    batch holds counts. The number that it got tells apart batches whose first dimension is something else, such as
-    time. Where it is taken although the batch does not show it, one line says so.
+    That is the first dimension of its tensors and arrays, else the length of its lists; for a batch of another class,
+    that of its attributes. A collate function may drop samples or add some: then the number that the batch holds
+    counts. `collated` identifies batches whose first dimension is something else, such as time. Where it counts
+    although the batch does not show it, a warning says so.
 
     Args:
         batch: The batch.
-        collated: The samples from which it was made; None if unknown.
+        collated: The number of samples from which it was made; None if unknown.
 
     Returns:
-        The number of samples; None where neither batch nor `collated` tells.
+        The number of samples; None where neither the batch nor `collated` shows it.
 
     Raises:
-        DataError: The batch contradicts itself or `collated`, so the number cannot be told.
+        DataError: The batch contradicts itself or `collated`.
     """
     sizes: set[int] = set()
     _add_sizes(batch, sizes)
@@ -79,7 +79,7 @@ def find_batch_size(batch: Any, collated: int | None = None) -> int | None:
 
 
 def _add_sizes(batch: Any, sizes: set[int]) -> None:
-    """Add the first dimensions of all tensors and arrays; called for each batch, so without a generator."""
+    """Add the first dimensions of all tensors and arrays; called for each batch, where a generator costs too much."""
     if isinstance(batch, _ARRAYS):
         if batch.ndim:
             sizes.add(len(batch))
@@ -89,7 +89,6 @@ def _add_sizes(batch: Any, sizes: set[int]) -> None:
 
 
 def _arrays_in(batch: Any) -> Iterator[Any]:
-    """Yield all tensors and arrays with a dimension, at any depth."""
     if isinstance(batch, _ARRAYS):
         if batch.ndim:
             yield batch
@@ -114,30 +113,30 @@ def _size_without_arrays(batch: Any, collated: int | None) -> int | None:
     lengths = list(_lengths_of_lists(batch))
     if lengths:
         return collated if collated in lengths else lengths[0]
-    if hasattr(batch, "__dict__") and not isinstance(batch, Mapping):  # what looks into containers found nothing in it
+    if hasattr(batch, "__dict__") and not isinstance(batch, Mapping):  # an object with tensors as attributes
         return find_batch_size(vars(batch), collated)
     if collated is not None:
         warn_once(
-            f"how many samples a batch holds cannot be seen in it, so it counts the samples that it was made of, here "
-            f"{collated}; {_COUNT_YOURSELF}",
+            f"a batch does not show how many samples it holds, so those that were collated count, here {collated}; "
+            f"{_COUNT_YOURSELF}",
             about="samples that no batch shows",
         )
     return collated
 
 
 def _warn_if_doubtful(batch: Any, collated: int) -> None:
-    """Warn once that first dimensions differ: those of other things, or of the samples that a collate function kept."""
+    """Warn once that first dimensions differ: of things that are no samples, or because samples were dropped."""
     others = {len(array) for array in _arrays_in(batch) if collated not in array.shape[:2]}
     if others and not _is_list_of(batch, collated, set()):
         warn_once(
-            f"a batch counts the samples that it was made of, here {collated}, although it has tensors whose first "
+            f"the samples that were collated count, here {collated}, although the batch has tensors whose first "
             f"dimension is {', '.join(map(str, sorted(others)[:_MAX_SHAPES]))}; {_COUNT_YOURSELF}",
             about="samples beside other first dimensions",
         )
 
 
 def _lengths_of_lists(batch: Any) -> Iterator[int]:
-    """Yield the lengths of the lists that a batch consists of; its own where it holds none."""
+    """Yield the lengths of the innermost lists."""
     found = False
     for value in _values_of(batch):
         for length in _lengths_of_lists(value):
@@ -148,7 +147,7 @@ def _lengths_of_lists(batch: Any) -> Iterator[int]:
 
 
 def _is_list_of(batch: Any, collated: int, sizes: set[int]) -> bool:
-    """Return whether the samples stand in a list: that of a batch which is one, or of one of its parts.
+    """Return whether the samples are in a list: the batch itself, or one of its parts.
 
     A pair of inputs and targets is no list of two samples: their tensors agree on a first dimension.
     """
@@ -159,10 +158,10 @@ def _is_list_of(batch: Any, collated: int, sizes: set[int]) -> bool:
 
 
 def _may_be_other_than_samples(batch: Any, collated: int | None) -> bool:
-    """Return whether one first dimension, which is not the samples', may well be another thing.
+    """Return whether the only first dimension may be something else than samples.
 
-    Time, where the second dimension is the samples'; one row into which all samples were packed; or the channels of
-    images that stand in a list.
+    Time, where the samples are the second dimension; one row into which all samples were packed; or the channels of
+    images in a list.
     """
     arrays = list(_arrays_in(batch))
     if all(array.ndim > 1 and array.shape[1] == collated for array in arrays):
@@ -176,12 +175,12 @@ def _may_be_other_than_samples(batch: Any, collated: int | None) -> bool:
 def _cannot_tell(batch: Any, collated: int | None) -> DataError:
     shapes = [list(array.shape) for array in _arrays_in(batch)]
     shown = ", ".join(map(str, shapes[:_MAX_SHAPES])) + (", ..." if len(shapes) > _MAX_SHAPES else "")
-    made = "" if collated is None else f", made of {collated} samples"
+    made = "" if collated is None else f", made from {collated} samples"
     return DataError(
         explain(
-            "the number of samples in a batch, which its loss weighs",
+            "the number of samples in a batch, the weight of its loss",
             f"a batch of shapes {shown}{made}",
             "the samples as the first dimension of every tensor",
-            "def get_batch_size(self, batch) in the module, which returns it: batch[1].shape[0], say",
+            "define get_batch_size(self, batch) in the module, for example as `return batch[1].shape[0]`",
         )
     )

@@ -1,4 +1,4 @@
-"""Which collate function makes a batch, and the one that transformers has not."""
+"""Which collate function makes a batch, and one that transformers lacks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,12 @@ Collate = Callable[[Any], Any]
 
 
 class CollateChain:
-    """Several collate functions, each applied to what the one before returned.
-
-    Args:
-        functions: The functions, in order.
-    """
+    """Several collate functions, each applied to what the one before returned."""
 
     def __init__(self, functions: Sequence[Collate]) -> None:
         self.functions = tuple(functions)
 
     def __call__(self, samples: Any) -> Any:
-        """Make a batch of a list of samples."""
         for function in self.functions:
             samples = function(samples)
         return samples
@@ -41,8 +36,8 @@ class DataCollatorForLongestSequence:
         `input_ids` and `attention_mask` `[samples, longest]`; targets `[samples, ...]`.
 
     Args:
-        tokenizer: Says with what and on which side inputs are padded.
-        torch_stack: Whether targets, which then have one shape, become tensors; else they stay a list.
+        tokenizer: Knows with what and on which side inputs are padded.
+        torch_stack: Whether targets, which then need one shape, become tensors; else they stay a list.
     """
 
     def __init__(self, tokenizer: Any, *, torch_stack: bool = True) -> None:
@@ -66,8 +61,8 @@ def _as_named(inputs: Any) -> dict[str, Any]:
 def keeps_number(collate: Collate) -> bool:
     """Return whether a collate function is known to make a batch of as many samples as it gets.
 
-    torch's and transformers' are, but for the one that packs samples into one row. One of the user's may leave out what
-    it cannot use, or cut samples into several.
+    Those of torch and transformers are, except for the one that packs samples into one row. A user's may drop samples,
+    or cut them into several.
     """
     if isinstance(collate, partial):
         return keeps_number(collate.func)
@@ -79,7 +74,7 @@ def keeps_number(collate: Collate) -> bool:
 
 
 def build_collate(value: Any, argument: str) -> Collate | None:
-    """Return one collate function of what the user gave: None, a function, or a list of functions.
+    """Return one collate function for the user's value: None, a function, or a list of functions.
 
     Raises:
         ArgumentError: Something in it cannot be called.
@@ -88,12 +83,6 @@ def build_collate(value: Any, argument: str) -> Collate | None:
         return None
     functions = list(value) if isinstance(value, list | tuple) else [value]
     if not functions or not all(callable(function) for function in functions):
-        raise ArgumentError(
-            explain(
-                f"Trainer({argument}=...)",
-                repr(value),
-                "a function of a list of samples, or a list of such functions",
-                f"{argument}=my_function",
-            )
-        )
+        expected = "a function of a list of samples, or a list of such functions"
+        raise ArgumentError(explain(f"Trainer({argument}=...)", repr(value), expected, f"{argument}=my_function"))
     return functions[0] if len(functions) == 1 else CollateChain(functions)

@@ -1,9 +1,9 @@
-"""Fetches the samples of a batch and puts them together; a sample that cannot be read is named, or left out.
+"""Fetches the samples of a batch and collates them; a sample that cannot be read is named, or skipped.
 
-What goes wrong keeps its type and its traceback, so that a user can catch it: where it happened is added as a note,
-which the traceback shows, also where a worker read the sample.
+Errors keep their type and traceback, so that a user can catch them. Where they happened is added as a note, which the
+traceback shows, also when a worker read the sample.
 
-Source: `ExceptionWrapper` in torch/_utils.py, which hands on an error of a worker as its type and printed traceback.
+Source: `ExceptionWrapper` in torch/_utils.py, which sends an error of a worker as its type and printed traceback.
 """
 
 from __future__ import annotations
@@ -19,28 +19,22 @@ from accmt.errors import AccmtError, explain, is_out_of_memory
 
 _MAX_NAMED = 16
 _MAX_TEXT = 200
-_LEAVE_OUT = 'Trainer(on_bad_sample="skip") leaves out what cannot be read'
+_SKIP = 'Trainer(on_bad_sample="skip") skips what cannot be read'
 
 
 @dataclass(frozen=True, slots=True)
 class BadSample:
-    """A sample that could not be read.
-
-    Attributes:
-        index: Its index in the dataset.
-        error: What reading it raised.
-    """
+    """A sample that could not be read: its index in the dataset, and what reading it raised."""
 
     index: int
     error: str
 
 
 class Kept(NamedTuple):
-    """What is left of a batch when its bad samples are left out; it travels from workers as a tuple does.
+    """What is left of a batch without its bad samples; a tuple, so that workers can send it.
 
     Attributes:
-        batch: The batch; None if nothing is left of it.
-        bad: What was left out.
+        batch: None if nothing is left of it.
     """
 
     batch: Any
@@ -49,13 +43,7 @@ class Kept(NamedTuple):
 
 @dataclass(slots=True)
 class Fetched:
-    """The samples of one batch, not yet put together.
-
-    Attributes:
-        samples: Those that could be read, in order.
-        indices: The indices that were asked for.
-        bad: Those that could not be read.
-    """
+    """The samples of one batch that could be read, the indices that were asked for, and the samples that could not."""
 
     samples: list[Any]
     indices: Sequence[int]
@@ -67,7 +55,7 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
 
     Args:
         dataset: Anything with `__getitem__`, and `__getitems__` where it fetches whole batches.
-        skips_bad: Whether samples that cannot be read are left out, rather than ending the run.
+        skips_bad: Whether samples that cannot be read are skipped, rather than ending the run.
     """
 
     def __init__(self, dataset: Any, *, skips_bad: bool = False) -> None:
@@ -90,7 +78,7 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         try:
             return Fetched(self._fetch_many(list(indices)), indices)
         except Exception as error:
-            if is_of_machine(error):
+            if _is_out_of_memory(error):
                 raise
             found = self._find_bad(indices)
             if self._skips_bad:
@@ -108,16 +96,16 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
             try:
                 samples.append(fetch(index))
             except Exception as error:
-                if is_of_machine(error):
+                if _is_out_of_memory(error):
                     raise
                 if not self._skips_bad:
                     self._note(error, [index])
                     raise
-                bad.append(BadSample(index, _say(error)))
+                bad.append(BadSample(index, _describe(error)))
         return Fetched(samples, indices, tuple(bad))
 
     def _find_bad(self, indices: BatchIndices) -> Fetched:
-        """Read the samples of a batch one by one, which is how it turns out whose fault its failure was."""
+        """Read the samples of a batch one by one, to find those that cannot be read."""
         fetch_many: Callable[[list[int]], list[Any]] = self.dataset.__getitems__
         alone = SeededDataset(self.dataset, skips_bad=True)
         seed_generators(indices.seed)
@@ -125,28 +113,18 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
 
     def _note(self, error: Exception, indices: Sequence[int]) -> None:
         where = f"reading {_name(indices)} of {type(self.dataset).__name__}"
-        expected = f"something for every index below {len(self.dataset)}"
-        error.add_note(explain(where, _say(error), expected, f"mend or remove it; {_LEAVE_OUT}"))
+        expected = f"a sample for every index below {len(self.dataset)}"
+        error.add_note(explain(where, _describe(error), expected, f"fix or remove it; {_SKIP}"))
 
 
 @dataclass(frozen=True)
 class CollateFetched:
-    """Puts the samples of a batch together.
-
-    Attributes:
-        collate: The user's function, or torch's.
-        skips_bad: Whether the batch is accompanied by what was left out of it.
-    """
+    """Collates the samples of a batch: to the batch alone, or to `Kept` where bad samples are skipped."""
 
     collate: Callable[[Any], Any]
     skips_bad: bool = False
 
     def __call__(self, fetched: Fetched) -> Any:
-        """Make the batch: alone, or as `Kept`.
-
-        Raises:
-            Exception: What `collate` raised, with a note that names the samples.
-        """
         if not self.skips_bad:
             return self._collate(fetched)
         return Kept(self._collate(fetched) if fetched.samples else None, fetched.bad)
@@ -155,29 +133,29 @@ class CollateFetched:
         try:
             return self.collate(fetched.samples)
         except Exception as error:
-            if not is_of_machine(error):
-                left_out = {bad.index for bad in fetched.bad}
-                self._note(error, [index for index in fetched.indices if index not in left_out])
+            if not _is_out_of_memory(error):
+                skipped = {bad.index for bad in fetched.bad}
+                self._note(error, [index for index in fetched.indices if index not in skipped])
             raise
 
     def _note(self, error: Exception, indices: Sequence[int]) -> None:
         where = f"making a batch of {_name(indices)}"
-        if isinstance(error, AccmtError):  # it says the rest
+        if isinstance(error, AccmtError):  # its message has the rest
             error.add_note(where)
             return
         name = getattr(self.collate, "__qualname__", type(self.collate).__name__)
         if str(getattr(self.collate, "__module__", "")).startswith("accmt."):
             name = "torch's default_collate"
-        expected = f"samples that {name} can put together"
-        error.add_note(explain(where, _say(error), expected, "look at these samples, or pass another collate_fn"))
+        expected, do = f"samples that {name} can collate", "check these samples, or pass another collate_fn"
+        error.add_note(explain(where, _describe(error), expected, do))
 
 
-def is_of_machine(error: Exception) -> bool:
-    """Return whether memory ran out, which is no fault of a sample."""
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether memory ran out, of the host or a device, which no sample is to blame for."""
     return isinstance(error, MemoryError) or is_out_of_memory(error)
 
 
-def _say(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0][:_MAX_TEXT]
 
 

@@ -1,4 +1,4 @@
-"""What every loader is told, and what it offers to the loop."""
+"""The options of every loader, and what it offers to the loop."""
 
 from __future__ import annotations
 
@@ -33,10 +33,7 @@ class Loader(Protocol):
 
     @property
     def num_micro_batches(self) -> int | None:
-        """Micro-batches of an epoch after limits, at most; None for data without a length.
-
-        Where a user's sampler gives another number in each epoch, the one of the epoch in work.
-        """
+        """Micro-batches of the current epoch after limits, at most; None for data without a length."""
 
     def samples_in(self, first: int, last: int) -> int | None:
         """Return the samples of micro-batches [first, last) over all processes; None if unknown beforehand."""
@@ -48,34 +45,26 @@ class Loader(Protocol):
         """Return this process's sample indices in a micro-batch of the current epoch; None for data without indices."""
 
     def set_epoch_again(self) -> None:
-        """Call `set_epoch` of the data with the epoch in work: an evaluation of the same data may have called it."""
+        """Call `set_epoch` of the data with the current epoch: an evaluation of the same data may have called it."""
 
     def end_workers(self) -> None:
         """End the processes that load data; the next epoch starts others."""
 
     def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
-        """Return where the data are after `num_micro_batches` micro-batches of an epoch, for a checkpoint.
+        """Return the position after `num_micro_batches` of an epoch: JSON values, and a stream's own state.
 
-        Loaders of streams keep it for the last few micro-batches only: to be asked at the boundary of which it tells.
+        Loaders of streams keep it for the last few micro-batches only.
 
         Processes: collective where each has data of its own; else the same on all.
-
-        Returns:
-            JSON values, and what a stream's own state holds.
         """
 
     def resume_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
-        """Let `epoch` go on where `first_micro_batch` micro-batches ended; the epochs after it begin as ever.
+        """Resume `epoch` after `first_micro_batch` micro-batches; the epochs after it begin as usual.
 
         The next `micro_batches(epoch, first=first_micro_batch)` begins exactly there, on any number of processes and
         with any size of batches. Counting continues from there, in `num_micro_batches` and `samples_in` too.
 
         Processes: all; collective where each has data of its own.
-
-        Args:
-            epoch: The epoch.
-            first_micro_batch: Its micro-batches that were trained on.
-            position: What `position` returned after them.
 
         Raises:
             DataError: The position is one in other data.
@@ -87,7 +76,7 @@ class LoaderOptions:
     """What all loaders of a kind of data have in common.
 
     Attributes:
-        purpose: "train", "validate", "test" or "predict"; keeps their randomness apart.
+        purpose: "train", "validate", "test" or "predict"; each has randomness of its own.
         batch_size: Samples of a batch of one process.
         shard: This process among those that share the data.
         seed: The run's seed.
@@ -96,13 +85,13 @@ class LoaderOptions:
         shuffle: Whether the order is random.
         sampler: The user's sampler, a function that makes one of the dataset, or a list of indices.
         batch_sampler: The user's batch sampler.
-        drop_last: Whether a micro-batch that is not full is left out.
+        drop_last: Whether a last batch that is not full is dropped.
         collate: Makes a batch of samples; None is torch's.
         num_workers: Loader processes.
-        persistent_workers: Whether they outlive an epoch. Then their copy of the dataset does not hear of what changes
-            in it between epochs; one with `set_epoch`, which is to hear of each, gets others in any case.
+        persistent_workers: Whether they outlive an epoch. Then their copy of the dataset does not see what changes in
+            it between epochs; so one with `set_epoch` always gets new workers.
         pin_memory: Whether batches are pinned.
-        skips_bad: Whether samples that cannot be read are left out.
+        skips_bad: Whether samples that cannot be read are skipped.
         also_read: Other data that are read meanwhile, which may be the same.
         agree_on: The device on which processes agree in every micro-batch who has a batch; None where they need not.
     """
@@ -127,7 +116,7 @@ class LoaderOptions:
 
     @property
     def kind(self) -> str:
-        """What people call these data."""
+        """What messages call these data."""
         return {"train": "training", "validate": "validation"}.get(self.purpose, self.purpose)
 
     @property
@@ -145,7 +134,7 @@ class LoaderOptions:
         return min(wanted * self.micro_batches_per_batch, num_micro_batches)
 
     def torch_options(self, dataset: Any) -> dict[str, Any]:
-        """Return the DataLoader arguments that do not say which samples make a batch."""
+        """Return the arguments of the DataLoader, except those about the order and size of batches."""
         persists = self.num_workers > 0 and self.persistent_workers
         return {
             "collate_fn": self.collate or _collate_or_explain,
@@ -156,15 +145,15 @@ class LoaderOptions:
         }
 
     def without_second_sharding(self, *samplers: Any) -> LoaderOptions:
-        """Return the options for these samplers: if one shares the data already, we do not, but seeds stay distinct.
+        """Return the options for these samplers: data that one of them already shards are not sharded again.
 
-        Then each process has data of its own, as `shard_dataloaders=False` gives it.
+        Then each process has data of its own, as with `shard_dataloaders=False`, and a seed of its own.
         """
         parts = [part for sampler in samplers for part in (sampler, getattr(sampler, "sampler", None))]
-        shared = next((part for part in parts if isinstance(part, DistributedSampler)), None)
-        if shared is None:
+        sharding = next((part for part in parts if isinstance(part, DistributedSampler)), None)
+        if sharding is None:
             return self
-        seed = derive_seed(self.seed, "process", shared.rank)
+        seed = derive_seed(self.seed, "process", sharding.rank)
         return replace(self, shard=Shard(), seed=seed, agree_on=None)
 
 
@@ -176,12 +165,12 @@ def _collate_or_explain(samples: list[Any]) -> Any:
         if "equal size" not in str(error):
             raise
         expected = "samples of equal shapes, or a collate function that pads them"
-        do = "Trainer(collate_fn=DataCollatorWithPadding(tokenizer)) for text, or a function of your own"
+        do = "Trainer(collate_fn=DataCollatorWithPadding(tokenizer)) for text, or your own function"
         raise DataError(explain("making a batch", str(error), expected, do)) from error
 
 
 def require_batch(batch: Any, options: LoaderOptions) -> None:
-    """Check that the collate function made a batch, where other processes count on this one to have one.
+    """Check that the collate function made a batch, where other processes rely on this one to have one.
 
     Raises:
         DataError: It made none.
@@ -194,15 +183,15 @@ def require_batch(batch: Any, options: LoaderOptions) -> None:
 
 
 def require_same_everywhere(options: LoaderOptions, has: str, order: str) -> None:
-    """Check that all processes which share data have the same in an epoch: each takes its part of the whole.
+    """Check that processes which shard data have the same data in an epoch, in the same order.
 
-    They were alike when the run began; a dataset may have grown since, and a sampler may draw another order.
+    That was so when the run began; a dataset may have grown since, and a sampler may draw another order.
 
     Processes: collective.
 
     Args:
-        options: Whose data.
-        has: What this process has: the number of its samples or batches.
+        options: For the message.
+        has: The number of this process's samples or batches, in words.
         order: A digest of their order.
 
     Raises:
@@ -218,8 +207,8 @@ def require_same_everywhere(options: LoaderOptions, has: str, order: str) -> Non
     got = f"{first} on process 0, {second} on process {other}"
     if first == second:
         got = f"{first}, in another order on process {other} than on process 0"
-    expected = "the same data in the same order on every process: accmt shares them out"
-    do = "build them alike on all (a sampler draws from a seed that all have), or Trainer(shard_dataloaders=False)"
+    expected = "the same data in the same order on every process: accmt shards them"
+    do = "build them in the same way on all (a sampler from one seed), or pass Trainer(shard_dataloaders=False)"
     raise DataError(explain(f"the {options.kind} data", got, expected, do))
 
 
@@ -230,7 +219,7 @@ def require_not_empty(count: int, options: LoaderOptions, got: str) -> None:
         DataError: `count`, of samples or of batches, is 0.
     """
     if count == 0:
-        do = "look at the path or the filter that made the data, at the sampler, and at drop_last"
+        do = "check the path or the filter of the data, the sampler, and drop_last"
         raise DataError(explain(f"the {options.kind} data", got, "at least one sample and one batch", do))
 
 

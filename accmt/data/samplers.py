@@ -1,4 +1,4 @@
-"""What decides the samples of an epoch: our order, a user's sampler, a user's batches."""
+"""Which samples an epoch has, and in which order: our order, a user's sampler, a user's batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def call_set_epoch(part: Any, epoch: int) -> None:
 
 
 def is_user_class(sampler: Any) -> bool:
-    """Return whether a sampler, or what a batch sampler cuts, is a class of the user's, of which nothing is known."""
+    """Return whether a sampler, or the one inside a batch sampler, is of the user's own class."""
     if type(sampler) is BatchSampler:
         return is_user_class(sampler.sampler)
     return type(sampler).__module__.partition(".")[0] not in ("torch", "accmt", "builtins")
@@ -34,8 +34,8 @@ def is_user_class(sampler: Any) -> bool:
 class UserRandomness:
     """Makes a user's samplers draw the same on every process: a function of (seed, epoch).
 
-    `set_epoch` is called where it exists. A generator of their own keeps the user's seed, the main process's, and is
-    left as it was found; samplers without one draw from the global generators.
+    `set_epoch` is called where it exists. A generator of their own keeps the user's seed, that of the main process, and
+    is left as it was found; samplers without one draw from the global generators.
 
     Processes: construction is collective where there is a generator.
 
@@ -51,7 +51,6 @@ class UserRandomness:
         self._seeds = {generator: broadcast_object(generator.initial_seed()) for generator in generators}
 
     def call_set_epoch(self, epoch: int) -> None:
-        """Call each `set_epoch`."""
         for part in self._parts:
             call_set_epoch(part, epoch)
 
@@ -70,13 +69,7 @@ class UserRandomness:
 
 
 class UserSampler(Generic[T]):
-    """What a user's sampler, or batch sampler, gives for an epoch; drawn once, and kept until another epoch is asked.
-
-    Args:
-        sampler: The sampler.
-        seed: The run's seed.
-        read: Reads the sampler to its end.
-    """
+    """What a user's sampler, or batch sampler, draws for an epoch: once, and kept until another epoch is asked for."""
 
     def __init__(self, sampler: Iterable[Any], seed: int, read: Callable[[Iterable[Any]], T]) -> None:
         self._sampler = sampler
@@ -86,7 +79,6 @@ class UserSampler(Generic[T]):
         self._drawn: tuple[int, T] | None = None
 
     def at(self, epoch: int) -> T:
-        """Return the indices, or the batches of indices, of `epoch`."""
         if self._drawn is None or self._drawn[0] != epoch:
             with self._randomness.of_epoch(epoch), seeded_generators(derive_seed(self._seed, "order", epoch)):
                 self._drawn = epoch, self._read(self._sampler)
@@ -97,7 +89,7 @@ class TensorSampler(Sampler[int]):
     """A sampler that draws an epoch's indices as one tensor: a list of millions would cost seconds."""
 
     def draw(self) -> torch.Tensor:
-        """Draw the indices of an epoch, from torch's generator."""
+        """Draw the indices of an epoch from torch's generator."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[int]:
@@ -109,12 +101,7 @@ def _read_indices(sampler: Iterable[int]) -> torch.Tensor:
 
 
 class Batches:
-    """The batches of an epoch, as one tensor of indices and where each batch begins in it.
-
-    Args:
-        indices: The samples of all batches, one after the other.
-        starts: Where each batch begins, and where the last one ends.
-    """
+    """The batches of an epoch: the indices of all batches in one tensor, where each begins, and where the last ends."""
 
     def __init__(self, indices: torch.Tensor, starts: torch.Tensor) -> None:
         self.indices = indices
@@ -129,17 +116,15 @@ class Batches:
 
     @property
     def sizes(self) -> list[int]:
-        """How many samples each batch has."""
         return [last - first for first, last in pairwise(self._starts)]
 
     @property
     def digest(self) -> str:
-        """A digest of which samples make which batch."""
         return _digest(self.indices, torch.tensor(self._starts))
 
 
 def _read_batches(batch_sampler: Iterable[Iterable[int]]) -> Batches:
-    if type(batch_sampler) is BatchSampler:  # torch's own: cut here, without a list for each batch
+    if type(batch_sampler) is BatchSampler:  # torch's own: cut here, faster than a list for each batch
         indices, size = _read_indices(batch_sampler.sampler), batch_sampler.batch_size
         end = len(indices) - len(indices) % size if batch_sampler.drop_last else len(indices)
         return Batches(indices, torch.tensor([*range(0, end, size), end]))
@@ -159,10 +144,10 @@ class Order:
     """The global order of the samples, a pure function of (seed, epoch, length).
 
     Args:
-        length: Samples of the dataset; one that grows has another in the next epoch.
+        length: Samples of the dataset; may change between epochs.
         seed: The run's seed.
         shuffle: Whether each epoch has a permutation of its own.
-        sampler: Gives the order instead: an iterable of indices.
+        sampler: Draws the order instead: an iterable of indices.
     """
 
     def __init__(self, length: int, seed: int, *, shuffle: bool = False, sampler: Iterable[int] | None = None) -> None:
@@ -173,13 +158,11 @@ class Order:
         self._digest: tuple[int, int, str] | None = None
 
     def digest(self, epoch: int) -> str:
-        """Return a digest of the order of `epoch`; computed once an epoch."""
         if self._digest is None or self._digest[:2] != (epoch, self.length):
             self._digest = epoch, self.length, _digest(self.at(epoch))
         return self._digest[2]
 
     def size(self, epoch: int) -> int:
-        """Return how many samples `epoch` has."""
         return self.length if self._drawn is None else len(self._drawn.at(epoch))
 
     def at(self, epoch: int) -> torch.Tensor:
@@ -193,13 +176,7 @@ class Order:
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
-    """Yields this process's part of each micro-batch of an epoch.
-
-    Args:
-        order: The global order.
-        seed: The run's seed.
-        purpose: Tells training's randomness from validation's.
-    """
+    """Yields this process's indices of each micro-batch of an epoch, with the seed under which they are fetched."""
 
     def __init__(self, order: Order | UserSampler[Batches], *, seed: int, purpose: str) -> None:
         self._order = order
@@ -207,23 +184,27 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._purpose = purpose
 
     def start_at(self, epoch: int, plan: Plan, micro_batches: range) -> None:
-        """Choose what the next iteration yields."""
+        """Set what the next iteration yields."""
         self._epoch = epoch
         self._plan = plan
-        self._rounds = micro_batches
+        self._micro_batches = micro_batches
 
     def __iter__(self) -> Iterator[BatchIndices]:
         epoch, plan, drawn = self._epoch, self._plan, self._order.at(self._epoch)
-        order = drawn.numpy() if isinstance(drawn, torch.Tensor) else drawn  # slices of an array cost a fraction
-        for part in filter(None, map(plan.local_indices, self._rounds)):
+        order = (
+            drawn.numpy() if isinstance(drawn, torch.Tensor) else drawn
+        )  # slices of an array cost a fraction of a tensor's
+        for part in filter(None, map(plan.local_indices, self._micro_batches)):
             seed = derive_seed(self._seed, self._purpose, epoch, part.start)
             yield BatchIndices(self._indices(order[part.start : part.stop]), seed)
 
     def __len__(self) -> int:
-        return len(self._rounds) - (bool(self._rounds) and not self._plan.local_indices(self._rounds[-1]))
+        return len(self._micro_batches) - (
+            bool(self._micro_batches) and not self._plan.local_indices(self._micro_batches[-1])
+        )
 
     def samples(self, part: range) -> list[int]:
-        """Return the indices at some positions of the order of the epoch in work."""
+        """Return the indices at some positions of the current epoch's order."""
         drawn = self._order.at(self._epoch)
         return self._indices(drawn[part.start : part.stop]) if part else []
 
@@ -233,14 +214,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
 
 class UserBatchShard(GlobalBatchSampler):
-    """Yields this process's batches of a user's batch sampler: its plan counts batches, one a micro-batch.
+    """Yields this process's batches of a user's batch sampler: its plan counts batches, one for each micro-batch.
 
-    An epoch's batches are drawn at once, before any is read: then nothing that trains in between can change them.
-
-    Args:
-        batches: The user's batch sampler.
-        seed: The run's seed.
-        purpose: Tells training's randomness from validation's.
+    An epoch's batches are drawn at once, before any is read, so that nothing that trains in between can change them.
     """
 
     def __init__(self, batches: Iterable[Any], *, seed: int, purpose: str) -> None:
@@ -248,11 +224,9 @@ class UserBatchShard(GlobalBatchSampler):
         super().__init__(self._drawn, seed=seed, purpose=purpose)
 
     def sizes(self, epoch: int) -> list[int]:
-        """Return how many samples each batch of an epoch has, over all processes."""
         return self._drawn.at(epoch).sizes
 
     def digest(self, epoch: int) -> str:
-        """Return a digest of which samples make which batch of an epoch."""
         return self._drawn.at(epoch).digest
 
     def _indices(self, part: list[list[int]]) -> list[int]:

@@ -1,7 +1,7 @@
-"""Randomness that is derived from where training is, so that no generator's state has to be saved.
+"""Randomness that is derived from the place in training, so that no generator's state has to be saved.
 
-Each fetch of a batch and each batch's computation get a seed made of (seed, what it is for, epoch, position).
-Prefetching, workers and evaluations in between therefore change nothing.
+Each fetch of a batch and each batch's computation are seeded by (seed, purpose, epoch, position). So prefetching,
+workers and evaluations in between change nothing.
 """
 
 from __future__ import annotations
@@ -16,21 +16,12 @@ import numpy as np
 import torch
 import xxhash
 
-_TORCH_DEFAULT = 67280421310721  # what torch begins with until it is given a seed
+_TORCH_DEFAULT = 67280421310721  # torch's initial seed until one is set
 _MAX_SEED = 2**63
 
 
 def derive_seed(seed: int, purpose: str, *place: int) -> int:
-    """Mix a seed for one purpose at one place of the run.
-
-    Args:
-        seed: The run's seed.
-        purpose: What the randomness is for, such as "order" or "fetch".
-        place: Whole numbers that name the place: epoch, position, process.
-
-    Returns:
-        A seed from 0 to 2**63 - 1.
-    """
+    """Mix a seed, from 0 to 2**63 - 1, for one purpose ("order", "fetch") at one place (epoch, position, process)."""
     packed = struct.pack(f"<{len(place) + 2}Q", seed % 2**64, zlib.crc32(purpose.encode()), *place)
     return xxhash.xxh3_64_intdigest(packed) % _MAX_SEED
 
@@ -70,7 +61,7 @@ def set_seed(seed: int, *, workers: bool = True) -> int:
 
 @contextmanager
 def preserve_generators() -> Iterator[None]:
-    """Leave the global generators as they were, whatever is drawn and seeded inside."""
+    """Restore the state of the global generators afterwards."""
     states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
     try:
         yield
@@ -82,25 +73,20 @@ def preserve_generators() -> Iterator[None]:
 
 @contextmanager
 def seeded_generators(seed: int) -> Iterator[None]:
-    """Let code draw from the global generators under a seed, and leave them as they were."""
+    """Seed the global generators, and restore their state afterwards."""
     with preserve_generators():
         seed_generators(seed)
         yield
 
 
 def draw_seed() -> int:
-    """Return the seed that torch was given, as by `set_seed`; else one from the operating system."""
-    given = torch.initial_seed()
-    return random.SystemRandom().randrange(2**31) if given == _TORCH_DEFAULT else given % 2**31
+    """Return the seed that torch was set to, as by `set_seed`; else one from the operating system."""
+    seed = torch.initial_seed()
+    return random.SystemRandom().randrange(2**31) if seed == _TORCH_DEFAULT else seed % 2**31
 
 
 class BatchIndices(list[int]):
-    """Indices of one batch, with the seed under which it is fetched; both travel to loader workers.
-
-    Args:
-        indices: The indices.
-        seed: Seed of the fetch.
-    """
+    """Indices of one batch, with the seed under which it is fetched; both are sent to loader workers."""
 
     def __init__(self, indices: Iterable[int], seed: int) -> None:
         super().__init__(indices)

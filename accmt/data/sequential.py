@@ -29,10 +29,10 @@ class SequentialLoader:
 
     Args:
         dataloader: What is read.
-        options: Seed, sharing, limit, and the size of batches in what is counted: samples, or batches of the user's.
+        options: Seed, shard, limit, and the size of batches in what is counted: samples, or the user's batches.
         randomness: Of what draws while it is read.
         length: What an epoch has, before limits; None if unknown.
-        whole: How many are all there or all left out at the end; 1 leaves none out.
+        multiple: At the end, what is beyond a multiple of this is dropped; 1 drops nothing.
 
     Raises:
         DataError: The limit is a fraction of an unknown length.
@@ -48,16 +48,16 @@ class SequentialLoader:
         randomness: UserRandomness,
         length: int | None,
         *,
-        whole: int = 1,
+        multiple: int = 1,
     ) -> None:
         self.dataloader = dataloader
         self.micro_batches_per_batch = options.micro_batches_per_batch
         self.shard = options.shard
         self._options = options
         self._randomness = randomness
-        self._told_length = length
+        self._claimed_length = length
         self._length = _bound(length, options)
-        self._whole = whole
+        self._multiple = multiple
         self._start = EPOCH_START
         self._epoch: int | None = None
         self._kept: deque[_Kept] = deque(maxlen=_KEPT_POSITIONS)
@@ -65,12 +65,11 @@ class SequentialLoader:
         self._arrange(EPOCH_START, 0)
         if options.skips_bad:
             kind = f"the {options.kind} data, which can only be read from the start"
-            why = "an iterator that has raised goes on no further; catch errors where they are raised"
+            why = "an iterator that has raised an error cannot continue; catch errors where they are raised"
             warn_once(f'on_bad_sample="skip" has no effect on {kind}: {why}', about=kind)
 
     def samples_in(self, first: int, last: int) -> int | None:
-        """Return None: such data tell their samples as they come."""
-        return None
+        return None  # known only once they are read
 
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
         """Yield the micro-batches of an epoch from `first` on; what comes before is read too unless it is resumed.
@@ -85,51 +84,47 @@ class SequentialLoader:
         self._keep_only(start)
         self._epoch = epoch
         with self._randomness.of_epoch(epoch):
-            for micro_batch in _with_last_marked(
-                self._as_planned(self._read_micro_batches(epoch, start, plan), num_micro_batches)
-            ):
+            planned = self._as_planned(self._read_micro_batches(epoch, start, plan), num_micro_batches)
+            for micro_batch in _with_last_marked(planned):
                 is_empty = False
                 if micro_batch.position is not None:
                     self._kept.append((micro_batch.index, micro_batch.position))
                 if micro_batch.index >= first:
                     yield micro_batch
-        got = "nothing to read (an iterator can be read only once: give something that begins anew)"
+        got = "nothing to read (an iterator can be read only once: pass something that can be iterated again)"
         require_not_empty(not is_empty, self._options, got)
 
     def _as_planned(self, micro_batches: Iterator[MicroBatch], num_micro_batches: int | None) -> Iterator[MicroBatch]:
-        """Yield as many micro-batches as are planned, and warn where the length of the data is not what they have."""
+        """Yield as many micro-batches as are planned, and warn where the data's `__len__` is wrong."""
         num_read, position = 0, None
         for micro_batch in islice(micro_batches, num_micro_batches):
             num_read, position = num_read + 1, micro_batch.position
             yield micro_batch
-        if self._told_length is None or num_micro_batches is None or position is None:
+        if self._claimed_length is None or num_micro_batches is None or position is None:
             return
         if num_read < num_micro_batches:
-            consequence = "what is planned by it, such as the LR schedule, is too long"
+            consequence = "what is planned from it, such as the LR scheduler, is too long"
             self._warn_of_length(f"{position[self._unit]}", consequence)
         elif not self._options.is_limited and next(micro_batches, None) is not None:
             self._warn_of_length("more", "the rest is left out of each epoch")
 
     def _warn_of_length(self, number: str, consequence: str) -> None:
-        what = f"the {self._options.kind} data say that they have {self._told_length} {self._unit}"
+        what = f"the {self._options.kind} data claim to have {self._claimed_length} {self._unit}"
         warn_once(f"{what}, and have {number}: {consequence}; correct their __len__", about=f"{what} falsely")
-        self._told_length = None  # said: nothing need be read again to see it
+        self._claimed_length = None  # warned: nothing need be read again to see it
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
-        """Return None: what is read through has no indices."""
-        return None
+        return None  # what is only read through has no indices
 
     def set_epoch_again(self) -> None:
-        """Call `set_epoch` of the data with the epoch in work: an evaluation of the same data may have called it."""
         if self._epoch is not None:
             self._randomness.call_set_epoch(self._epoch)
 
     def end_workers(self) -> None:
-        """End the processes that load data; the next epoch starts others."""
         end_workers(self.dataloader, self._reading)
 
     def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
-        """Return where the data are after `num_micro_batches` of an epoch, of which the last was just yielded.
+        """Return the position after `num_micro_batches` of an epoch, of which the last was just yielded.
 
         Raises:
             LookupError: More micro-batches were yielded since than positions are kept.
@@ -144,7 +139,7 @@ class SequentialLoader:
         )
 
     def resume_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
-        """Let `epoch` go on from a position: from the data's own state where they have one, else by reading again.
+        """Resume `epoch` from the data's own state where they have one, else by reading again.
 
         Raises:
             DataError: The position is one in other data, or cannot be found with these processes and workers.
@@ -155,7 +150,7 @@ class SequentialLoader:
         self._arrange(self._start, first_micro_batch)
 
     def _choose_start(self, start: EpochStart) -> EpochStart:
-        """Return where reading goes on: at `start`, or at the beginning, from where micro-batches are skipped."""
+        """Return where reading begins: at `start`, or at the beginning of the epoch, skipping micro-batches."""
         raise NotImplementedError
 
     def _read_micro_batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[MicroBatch]:
@@ -166,37 +161,37 @@ class SequentialLoader:
         """Return how much of what is counted the DataLoader yielded at once."""
         raise NotImplementedError
 
-    def _read(self, epoch: int, dataloader: DataLoader[Any], passed: int) -> Iterator[tuple[Any, int]]:
-        """Read batches, each under a seed of its own: what trains in between changes nothing; and count what passed."""
+    def _read(self, epoch: int, dataloader: DataLoader[Any], consumed: int) -> Iterator[tuple[Any, int]]:
+        """Yield each batch with the count after it; each is read under a seed of its own, whatever trains between."""
         seed, purpose = self._options.seed, self._options.purpose
         seed_generators(derive_seed(seed, purpose, epoch))
-        if dataloader.persistent_workers:  # their randomness would run on from the epoch before
+        if dataloader.persistent_workers:  # their generators would continue from the epoch before
             end_workers(dataloader, self._reading)
         batches = self._reading = start_reading(dataloader)
         while True:
-            seed_generators(derive_seed(seed, purpose, epoch, passed))
-            batch = self._next(batches, epoch, passed)
+            seed_generators(derive_seed(seed, purpose, epoch, consumed))
+            batch = self._next(batches, epoch, consumed)
             if batch is _END:
                 return
-            passed += self._size_of(batch)
-            yield batch, passed
+            consumed += self._size_of(batch)
+            yield batch, consumed
 
-    def _next(self, batches: Iterator[Any], epoch: int, passed: int) -> Any:
+    def _next(self, batches: Iterator[Any], epoch: int, consumed: int) -> Any:
         try:
             return next(batches, _END)
         except Exception as error:
             note_dead_worker(error, batches)
-            where = f"the {self._options.kind} data, epoch {epoch + 1}, after {passed} {self._unit}"
+            where = f"the {self._options.kind} data, epoch {epoch + 1}, after {consumed} {self._unit}"
             got = f"{type(error).__name__}: {error}".partition("\n")[0]
-            do = "mend it, or catch it where it is raised: an iterator that has raised goes on no further"
-            error.add_note(explain(where, got, "more of them, or their end", do))
+            do = "fix it, or catch it where it is raised: an iterator that has raised an error cannot continue"
+            error.add_note(explain(where, got, f"more {self._unit}, or the end of the data", do))
             raise
 
     def _arrange(self, start: EpochStart, first: int) -> Plan | None:
         if self._length is None:
             self.num_micro_batches: int | None = None
             return None
-        plan = plan_epoch(self._length, self._options, whole=self._whole, start=start)
+        plan = plan_epoch(self._length, self._options, multiple=self._multiple, start=start)
         self.num_micro_batches = max(plan.num_micro_batches, first)
         return plan
 
@@ -208,7 +203,7 @@ class SequentialLoader:
     def _say_reading_again(self, start: EpochStart, why: str) -> None:
         say_once(
             f"the {self._options.kind} data are read again from the beginning of the epoch, up to where it was "
-            f"interrupted ({start.passed} {self._unit}): {why}"
+            f"interrupted ({start.consumed} {self._unit}): {why}"
         )
 
 
@@ -227,7 +222,7 @@ def _bound(length: int | None, options: LoaderOptions) -> int | None:
 
 
 def _with_last_marked(micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-    """Read one micro-batch ahead, so that the last one knows that it is."""
+    """Read one micro-batch ahead, so that the last one can be marked."""
     held: MicroBatch | None = None
     for micro_batch in micro_batches:
         if held is not None:

@@ -1,8 +1,8 @@
-"""Which process trains on which samples: one global order, cut into global batches, each shared by all processes.
+"""Which process trains on which samples: one global order, cut into global batches, each sharded over all processes.
 
-No sample is repeated to fill a batch: the last global batch is split as evenly as it goes, and a process may have no
-part in it. An epoch that is resumed keeps its count of micro-batches, and is cut again from the first sample that was
-not trained on: by another number of processes too.
+No sample is repeated to fill a batch: the last global batch is split as evenly as possible, and a process may get none
+of it. An epoch that is resumed keeps its count of micro-batches, and is cut again from the first sample that was not
+trained on, also by another number of processes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shard:
-    """A process's place among those that share the data.
-
-    Attributes:
-        index: The process, from 0.
-        count: How many there are.
-    """
+    """Which part of the data a process gets: number `index` of `count`."""
 
     index: int = 0
     count: int = 1
@@ -25,13 +20,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """How many samples each micro-batch of an epoch has: a micro-batch is one batch on every process.
+    """Which positions of the global order each micro-batch of an epoch has.
 
     Attributes:
-        num_samples: Samples of the epoch over all processes, those before `first_micro_batch` included.
+        num_samples: Samples of the epoch over all processes, those before `first_sample` included.
         batch_size: Samples of a full batch of one process.
         shard: This process.
-        first_micro_batch: The micro-batch with which the plan begins; those before it were another plan's.
+        first_micro_batch: The micro-batch with which the plan begins; those before it were part of another plan.
         first_sample: The position in the global order with which it begins.
     """
 
@@ -43,12 +38,12 @@ class Plan:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of a full micro-batch."""
+        """Samples of a full micro-batch on all processes."""
         return self.batch_size * self.shard.count
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of the epoch, those before `first_micro_batch` included; the last may be short."""
+        """Micro-batches of the epoch, those before the plan included; the last may be short."""
         return self.first_micro_batch - (self.first_sample - self.num_samples) // self.global_batch_size
 
     def samples_before(self, index: int) -> int:
@@ -57,20 +52,20 @@ class Plan:
         return min(start, self.num_samples)
 
     def samples_in(self, first: int, last: int) -> int:
-        """Return the samples, over all processes, of the micro-batches from `first` up to but without `last`."""
+        """Return the number of samples, over all processes, of the micro-batches [first, last)."""
         return self.samples_before(last) - self.samples_before(first)
 
     def global_indices(self, index: int) -> range:
-        """Return the positions in the global order that all processes have in a micro-batch."""
+        """Return the positions in the global order that a micro-batch has on all processes."""
         return range(self.samples_before(index), self.samples_before(index + 1))
 
     def local_indices(self, index: int) -> range:
-        """Return the positions in the global order that this process has in a micro-batch; empty if it has none."""
+        """Return the positions in the global order that a micro-batch has on this process; empty if there are none."""
         return self.local_part(self.global_indices(index))
 
-    def local_part(self, whole: range) -> range:
-        """Return this process's part of a micro-batch's positions."""
+    def local_part(self, positions: range) -> range:
+        """Return this process's part of the positions of a micro-batch."""
         index, count = self.shard.index, self.shard.count
-        base, extra = divmod(len(whole), count)
-        begin = whole.start + index * base + min(index, extra)
+        base, extra = divmod(len(positions), count)
+        begin = positions.start + index * base + min(index, extra)
         return range(begin, begin + base + (index < extra))

@@ -1,4 +1,4 @@
-"""The state of data that tell themselves where they are, so that reading goes on there at once."""
+"""The state of data that keep their own position, from which reading resumes at once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _STATE = "state"
 
 
 class StreamState:
-    """The `state_dict` and `load_state_dict` of a stream or a loader, where going on from them is exact.
+    """The `state_dict` and `load_state_dict` of a stream or a loader, where resuming from them is exact.
 
-    `load_state_dict` comes before `iter`, which then has to go on after what was last read; the `iter` after that
-    begins anew. The state is taken between two reads, so nothing may read ahead.
+    `load_state_dict` comes before `iter`, which then has to continue after what was last read; the next `iter` begins
+    again at the start. The state is taken between two reads, so nothing may read ahead.
 
     Args:
         owner: The stream, or the loader.
@@ -34,16 +34,16 @@ class StreamState:
         self.why_not = _find_obstacle(owner, num_workers, source, also_read)
 
     def take(self) -> dict[str, Any]:
-        """Return what belongs into the position; nothing where the state cannot be used."""
+        """Return what to put into the position; nothing where the state cannot be used."""
         return {} if self.why_not else {_STATE: deepcopy(self._owner.state_dict())}
 
     def is_in(self, position: Mapping[str, Any]) -> bool:
-        """Return whether a position holds a state from which the data can go on."""
+        """Return whether a position holds a state from which the data can resume."""
         return self.why_not is None and _STATE in position
 
     @contextmanager
-    def given_back(self, position: Mapping[str, Any]) -> Iterator[None]:
-        """Let the next `iter` go on from a position that holds a state; after it, the data begin anew."""
+    def restored(self, position: Mapping[str, Any]) -> Iterator[None]:
+        """Let the next `iter` resume from a position that holds a state; afterwards the data begin at the start."""
         if not self.is_in(position):
             yield
             return
@@ -52,18 +52,18 @@ class StreamState:
             yield
         finally:
             for data in filter(_is_streaming_dataset, [self._owner, self._source]):
-                data.load_state_dict(None)  # else it would go on from there in that epoch of a later run, too
+                data.load_state_dict(None)  # else it would resume there in that epoch of a later run, too
 
 
 def _find_obstacle(owner: Any, num_workers: int, source: Any, also_read: Iterable[Any]) -> str | None:
     if not (hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")):
-        return "with state_dict and load_state_dict, and no workers, they would go on at once"
+        return "with state_dict and load_state_dict, and no workers, they would resume at once"
     if num_workers > 0:
-        return "their state_dict is of use without workers only (dataloader_num_workers=0)"
+        return "their state_dict can be used without workers only (dataloader_num_workers=0)"
     if any(map(_has_shuffle_buffer, [owner, source, *getattr(owner, "__dict__", {}).values()])):
-        return "their state_dict leaves out what was waiting in the shuffle buffer"
+        return "their state_dict omits what was in the shuffle buffer"
     if any(_parts_of(owner, source) & _parts_of(other, getattr(other, "dataset", None)) for other in also_read):
-        return "evaluations read them, too, which moves their state"
+        return "evaluations read them too, which moves their state"
     return None
 
 
@@ -76,8 +76,8 @@ def _parts_of(*data: Any) -> set[int]:
 def _has_shuffle_buffer(data: Any) -> bool:
     """Return whether a streaming dataset of `datasets` shuffles in a buffer.
 
-    Source: `datasets.IterableDataset.state_dict`: "examples from shuffle buffers are lost when resuming". Nothing
-    public tells that there is one.
+    Source: `datasets.IterableDataset.state_dict`: "examples from shuffle buffers are lost when resuming". No public
+    attribute shows that there is one.
     """
     if not _is_streaming_dataset(data):
         return False

@@ -25,15 +25,15 @@ from accmt.messages import warn_once
 
 
 class StreamLoader(SequentialLoader):
-    """Micro-batches of an iterable: each process keeps its share of every global batch.
+    """Micro-batches of an iterable: each process keeps its part of every global batch.
 
     So the order is defined, all processes end together, and each sample is trained on once. With more than one worker
     that is up to the dataset: as torch asks, each worker's copy of it has to yield its own part (`get_worker_info`).
-    What is no torch IterableDataset cannot know of workers, and gets one at most.
+    What is not a torch IterableDataset cannot know of workers, and gets at most one.
 
     Args:
-        data: The iterable; `set_epoch` is called where it exists, and `state_dict` where the epoch may go on later.
-        options: Sizes and sharing.
+        data: The iterable; `set_epoch` is called where it exists, and `state_dict` where the epoch may be resumed.
+        options: Sizes and shard.
 
     Raises:
         DataError: The limit is a fraction of an unknown length.
@@ -49,17 +49,17 @@ class StreamLoader(SequentialLoader):
         self._readers = _count_readers(options.num_workers)
         self._global_batch_size = options.batch_size * options.shard.count
         self._state = StreamState(data, num_workers=options.num_workers, also_read=options.also_read)
-        # Several readers may each end with a short batch, so the length tells nothing of the micro-batches.
+        # Each of several readers may end with a short batch, so the length does not give the number of batches.
         length = length_of(data) if self._readers == 1 else None
-        whole = self._global_batch_size if options.drop_last else 1
+        multiple = self._global_batch_size if options.drop_last else 1
         dataloader = self._make_dataloader(data if isinstance(data, IterableDataset) else _Rest(data), options)
-        super().__init__(dataloader, options, UserRandomness(data), length, whole=whole)
+        super().__init__(dataloader, options, UserRandomness(data), length, multiple=multiple)
 
     def _make_dataloader(self, data: IterableDataset[Any], options: LoaderOptions) -> DataLoader[Any]:
         torch_options = options.torch_options(data)
         torch_options["persistent_workers"] = False  # each epoch's workers begin with the epoch's seed
         self._knows_samples = keeps_number(torch_options["collate_fn"])
-        torch_options["collate_fn"] = _ShareCollate(options.batch_size, options.shard, torch_options["collate_fn"])
+        torch_options["collate_fn"] = _CollateShard(options.batch_size, options.shard, torch_options["collate_fn"])
         return DataLoader(data, batch_size=self._global_batch_size, drop_last=options.drop_last, **torch_options)
 
     def _choose_start(self, start: EpochStart) -> EpochStart:
@@ -69,85 +69,85 @@ class StreamLoader(SequentialLoader):
         is_same = position["reads"] == [[0, self._global_batch_size]] and position["readers"] == self._readers
         if not is_same and max(self._readers, position["readers"]) > 1:
             raise self._cannot_find(position)
-        self._say_reading_again(start, self._state.why_not or "their state was not kept, for a worker read them")
-        # A worker's randomness runs on through collating: it reads again just what it read.
+        self._say_reading_again(start, self._state.why_not or "their state was not saved, because a worker read them")
+        # A worker's generators advance through collating too, so it has to read and collate just what it read before.
         return EPOCH_START if is_same and self.dataloader.num_workers > 0 else start
 
     def _read_micro_batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[MicroBatch]:
         fixed = {"kind": self._kind, "readers": self._readers, "reads": self._reads_from(start)}
         batch_size, shard = self._options.batch_size, self._options.shard
         dataloader = self.dataloader if start is EPOCH_START else self._make_rest(epoch, start, plan)
-        with self._state.given_back(start.position):
-            read = self._read(epoch, dataloader, start.passed)
-            for index, ((batch, size), passed) in enumerate(read, start.micro_batch):
+        with self._state.restored(start.position):
+            read = self._read(epoch, dataloader, start.consumed)
+            for index, ((batch, size), consumed) in enumerate(read, start.micro_batch):
                 own = len(Plan(size, batch_size, shard).local_indices(0))
                 if own:
                     require_batch(batch, self._options)
-                whole = size if self._knows_samples else None
-                position = {**fixed, "samples": passed, **self._state.take()}
-                yield MicroBatch(index, batch, whole, own, is_partial=size < shard.count, position=position)
+                num_samples = size if self._knows_samples else None
+                position = {**fixed, "samples": consumed, **self._state.take()}
+                yield MicroBatch(index, batch, num_samples, own, is_partial=size < shard.count, position=position)
 
     def _size_of(self, batch: tuple[Any, int]) -> int:
         return batch[1]
 
     def _reads_from(self, start: EpochStart) -> list[list[int]]:
-        """Return how an epoch is read: [from which sample on, how many at once], one for each launch that had part."""
+        """Return [first sample, samples read at once] for each launch that has read a part of the epoch."""
         reads = list(start.position.get("reads", ()))
-        if reads and reads[-1][1] == self._global_batch_size and (start.passed - reads[-1][0]) % reads[-1][1] == 0:
+        if reads and reads[-1][1] == self._global_batch_size and (start.consumed - reads[-1][0]) % reads[-1][1] == 0:
             return reads
-        return [*reads, [start.passed, self._global_batch_size]]
+        return [*reads, [start.consumed, self._global_batch_size]]
 
     def _make_rest(self, epoch: int, start: EpochStart, plan: Plan | None) -> DataLoader[Any]:
         options, reads = self._options, start.position["reads"]
-        passed: list[range] = []
+        skipped: list[range] = []
         if not self._state.is_in(start.position):
-            ends = [begin for begin, _ in reads[1:]] + [start.passed]
-            passed = [range(begin, end, size) for (begin, size), end in zip(reads, ends, strict=True)]
-        left = None if plan is None else plan.num_samples - start.passed
+            ends = [begin for begin, _ in reads[1:]] + [start.consumed]
+            skipped = [range(begin, end, size) for (begin, size), end in zip(reads, ends, strict=True)]
+        num_left = None if plan is None else plan.num_samples - start.consumed
         seed_at = partial(derive_seed, options.seed, options.purpose, epoch)
-        return self._make_dataloader(_Rest(self._data, passed, left, seed_at), options)
+        return self._make_dataloader(_Rest(self._data, skipped, num_left, seed_at), options)
 
     def _cannot_find(self, position: Mapping[str, Any]) -> Exception:
         readers, (_, size) = position["readers"], position["reads"][-1]
-        got = f"{self._readers} workers that read, and {self._global_batch_size} samples in a batch of all processes"
-        expected = f"{readers} and {size}, as before: of several workers each reads a part of a stream"
-        do = "continue with as many workers and processes as before; one worker at most can continue on any number"
+        got = f"{self._readers} workers that read, and {self._global_batch_size} samples in a global batch"
+        expected = f"{readers} and {size}, as before: each of several workers reads a part of the stream"
+        do = "resume with as many workers and processes as before; with one worker or none, any number can resume"
         return cannot_resume(self._options, got, expected, do)
 
 
 def _count_readers(num_workers: int) -> int:
-    return max(num_workers, 1)  # a single worker reads in the order of none
+    return max(num_workers, 1)  # a single worker reads in the same order as none
 
 
 @dataclass(eq=False)
 class _Rest(IterableDataset[Any]):
-    """What of an iterable comes after the samples that are skipped.
+    """The samples of an iterable that come after skipped ones.
 
-    These are read under the seeds of their first time, so that a stream that draws from the global generators has the
-    same order again. A worker's generators run on by themselves.
+    Skipped samples are read under the seeds of their first time, so that a stream that draws from the global generators
+    has the same order again. In a worker, the generators advance by themselves.
 
     Attributes:
         data: The iterable.
-        passed: The positions of the earlier reads, by launch.
-        left: How many samples follow at most; None for all.
-        seed_at: The seed of the read that begins at a position.
+        skipped: The positions of the earlier reads, by launch.
+        num_left: How many samples follow at most; None for all.
+        seed_at: Returns the seed of the read that begins at a position.
     """
 
     data: Any
-    passed: list[range] = field(default_factory=list)
-    left: int | None = None
+    skipped: list[range] = field(default_factory=list)
+    num_left: int | None = None
     seed_at: Callable[[int], int] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        return self._follow(iter(self.data)) if self.passed else islice(self.data, self.left)
+        return self._skip(iter(self.data)) if self.skipped else islice(self.data, self.num_left)
 
-    def _follow(self, samples: Iterator[Any]) -> Iterator[Any]:
-        for reads in self.passed:
+    def _skip(self, samples: Iterator[Any]) -> Iterator[Any]:
+        for reads in self.skipped:
             for position in reads:
                 self._seed(position)
                 deque(islice(samples, min(reads.step, reads.stop - position)), maxlen=0)
-        self._seed(self.passed[-1].stop)
-        yield from islice(samples, self.left)
+        self._seed(self.skipped[-1].stop)
+        yield from islice(samples, self.num_left)
 
     def _seed(self, position: int) -> None:
         if self.seed_at is not None and get_worker_info() is None:
@@ -155,26 +155,26 @@ class _Rest(IterableDataset[Any]):
 
 
 @dataclass
-class _ShareCollate:
-    """Collates this process's part of a global batch and tells how many samples the whole had."""
+class _CollateShard:
+    """Collates this process's part of a global batch, and returns the size of the global batch beside it."""
 
     batch_size: int
     shard: Shard
     collate: Callable[[Any], Any]
 
     def __call__(self, samples: list[Any]) -> tuple[Any, int]:
-        part = Plan(len(samples), self.batch_size, self.shard).local_indices(0)
-        own = samples[part.start : part.stop]
+        positions = Plan(len(samples), self.batch_size, self.shard).local_indices(0)
+        own = samples[positions.start : positions.stop]
         return (self.collate(own) if own else None), len(samples)
 
 
 class UserDataLoader(SequentialLoader):
-    """Micro-batches of a user's DataLoader that cannot be cut apart: batch i goes to process i mod processes.
+    """Micro-batches of a user's DataLoader that can only be read through: batch i goes to process i mod processes.
 
     Args:
-        given: The user's DataLoader: over a stream, without automatic batches, with batches without a length, or of a
-            class that iterates in its own way.
-        options: Sharing, seed and limit.
+        user_loader: The user's DataLoader: over a stream, without automatic batches, with batches without a length, or
+            of a class with an `__iter__` of its own.
+        options: Shard, seed and limit.
 
     Raises:
         DataError: The limit is a fraction of an unknown length.
@@ -183,29 +183,29 @@ class UserDataLoader(SequentialLoader):
     _kind = "DataLoader that is read through"
     _unit = "batches"
 
-    def __init__(self, given: DataLoader[Any], options: LoaderOptions) -> None:
-        is_stream = isinstance(given.dataset, IterableDataset)
-        self._reader = _make_reader(given, options)
-        readers = _count_readers(given.num_workers) if is_stream else 1
-        self._cut = {"batch_size": given.batch_size, "readers": readers}
-        self._state = _state_of_loader(given, options, is_stream=is_stream)
-        length = length_of(given) if readers == 1 else None
-        randomness = UserRandomness(given, given.dataset, given.batch_sampler)
-        # What is counted are the batches as they are, one a micro-batch for each process.
-        super().__init__(given, replace(options, batch_size=1, micro_batches_per_batch=1), randomness, length)
+    def __init__(self, user_loader: DataLoader[Any], options: LoaderOptions) -> None:
+        is_stream = isinstance(user_loader.dataset, IterableDataset)
+        self._reader = _make_reader(user_loader, options)
+        readers = _count_readers(user_loader.num_workers) if is_stream else 1
+        self._cut = {"batch_size": user_loader.batch_size, "readers": readers}
+        self._state = _state_of_loader(user_loader, options, is_stream=is_stream)
+        length = length_of(user_loader) if readers == 1 else None
+        randomness = UserRandomness(user_loader, user_loader.dataset, user_loader.batch_sampler)
+        # What is counted are the user's batches: one for each process in a micro-batch.
+        options = replace(options, batch_size=1, micro_batches_per_batch=1)
+        super().__init__(user_loader, options, randomness, length)
 
     def _choose_start(self, start: EpochStart) -> EpochStart:
-        position, now = start.position, self._cut
-        before = {name: position[name] for name in now}
-        if before != now:
-            raise cannot_resume(self._options, f"a DataLoader with {now}", f"one with {before}, as before")
-        if not self._state.is_in(position):
-            self._say_reading_again(start, self._state.why_not or "their state was not kept")
+        before = {name: start.position[name] for name in self._cut}
+        if before != self._cut:
+            raise cannot_resume(self._options, f"a DataLoader with {self._cut}", f"one with {before}, as before")
+        if not self._state.is_in(start.position):
+            self._say_reading_again(start, self._state.why_not or "their state was not saved")
         return start
 
     def _read_micro_batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[MicroBatch]:
         shard, fixed = self._options.shard, {"kind": self._kind, **self._cut}
-        with self._state.given_back(start.position):
+        with self._state.restored(start.position):
             batches = self._batches(epoch, start, plan)
             for index in count(start.micro_batch):
                 of_all_processes = list(islice(batches, shard.count))
@@ -213,71 +213,66 @@ class UserDataLoader(SequentialLoader):
                     return
                 own = _Counted(None, 0)
                 if shard.index < len(of_all_processes):
-                    own = _as_counted(of_all_processes[shard.index][0])
+                    batch = of_all_processes[shard.index][0]
+                    own = batch if isinstance(batch, _Counted) else _Counted(batch, None)
                     require_batch(own.batch, self._options)
                 position = {**fixed, "batches": of_all_processes[-1][1], **self._state.take()}
                 is_partial = len(of_all_processes) < shard.count
                 yield MicroBatch(index, own.batch, None, own.samples, is_partial=is_partial, position=position)
 
     def _batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[tuple[Any, int]]:
-        read_before = start.passed if self._state.is_in(start.position) else 0
-        is_cut = plan is not None and self._options.is_limited  # else what is beyond the length would not be seen
+        read_before = start.consumed if self._state.is_in(start.position) else 0
+        is_cut = plan is not None and self._options.is_limited  # otherwise a wrong length would not be noticed
         end = plan.num_samples - read_before if plan is not None and is_cut else None
-        return islice(self._read(epoch, self._reader, read_before), start.passed - read_before, end)
+        return islice(self._read(epoch, self._reader, read_before), start.consumed - read_before, end)
 
     def _size_of(self, batch: Any) -> int:
         return 1
 
 
 class _Counted(NamedTuple):
-    """A batch, and of how many samples it was made; it travels from workers as a tuple does.
+    """A batch, and the number of samples it was made from; a tuple, so that workers can send it.
 
     Attributes:
-        batch: The batch.
-        samples: The samples; None where the DataLoader does not make batches of samples.
+        samples: None where the DataLoader does not make batches of samples.
     """
 
     batch: Any
     samples: int | None
 
 
-def _as_counted(batch: Any) -> _Counted:
-    return batch if isinstance(batch, _Counted) else _Counted(batch, None)
-
-
 @dataclass
-class _CountCollated:
-    """Collates samples, and tells how many they were."""
-
+class _CollateAndCount:
     collate: Collate
 
     def __call__(self, samples: list[Any]) -> _Counted:
         return _Counted(self.collate(samples), len(samples))
 
 
-def _make_reader(given: DataLoader[Any], options: LoaderOptions) -> DataLoader[Any]:
-    """Return a copy of a user's DataLoader that tells the samples of each batch, and has workers for one epoch only.
+def _make_reader(user_loader: DataLoader[Any], options: LoaderOptions) -> DataLoader[Any]:
+    """Return a copy of a user's DataLoader that counts the samples of each batch and starts workers for each epoch.
 
-    So the user's own stays as it is, also where it is read for something else meanwhile. One that iterates in its own
-    way is used itself.
+    So the user's own stays as it is, even if something else reads it meanwhile. One with an `__iter__` of its own is
+    used itself.
     """
-    if type(given).__iter__ is not DataLoader.__iter__ or hasattr(given, "state_dict"):
-        return given
-    own = copy.copy(given)
-    makes_batches = given.batch_sampler is not None or given.batch_size is not None
-    collate = _CountCollated(given.collate_fn) if makes_batches else given.collate_fn
-    if given.persistent_workers:
+    if type(user_loader).__iter__ is not DataLoader.__iter__ or hasattr(user_loader, "state_dict"):
+        return user_loader
+    reader = copy.copy(user_loader)
+    makes_batches = user_loader.batch_sampler is not None or user_loader.batch_size is not None
+    collate = _CollateAndCount(user_loader.collate_fn) if makes_batches else user_loader.collate_fn
+    if user_loader.persistent_workers:
         warn_once(
             f"persistent_workers=True has no effect on the DataLoader of the {options.kind} data: workers of a stream "
-            "that outlive an epoch read otherwise after a resume",
+            "that outlive an epoch would read in another order after a resume",
             about=f"persistent workers: {options.kind}",
         )
-    vars(own).update(collate_fn=collate, persistent_workers=False, _iterator=None)  # torch refuses to set them
-    return own
+    # Through vars: DataLoader.__setattr__ rejects changes after construction.
+    vars(reader).update(collate_fn=collate, persistent_workers=False, _iterator=None)
+    return reader
 
 
-def _state_of_loader(given: DataLoader[Any], options: LoaderOptions, *, is_stream: bool) -> StreamState:
-    is_plain = type(given).__iter__ is DataLoader.__iter__
+def _state_of_loader(user_loader: DataLoader[Any], options: LoaderOptions, *, is_stream: bool) -> StreamState:
+    is_plain = type(user_loader).__iter__ is DataLoader.__iter__
     if is_stream and is_plain:
-        return StreamState(given.dataset, num_workers=given.num_workers, also_read=options.also_read)
-    return StreamState(given, source=given.dataset, also_read=options.also_read)
+        return StreamState(user_loader.dataset, num_workers=user_loader.num_workers, also_read=options.also_read)
+    return StreamState(user_loader, source=user_loader.dataset, also_read=options.also_read)

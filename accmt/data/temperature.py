@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -21,20 +21,22 @@ class TemperatureSampler(TensorSampler):
 
     Args:
         labels: The class of each sample, in the order of the dataset: a list, tensor, array or column; numbers or
-            texts.
+            strings.
         temperature: A number above 0; below 1, frequent classes get more frequent. `math.inf` draws all equally often.
         num_samples: Samples of an epoch; None is as many as there are labels.
 
     Raises:
-        ArgumentError: A temperature or number that cannot be.
+        ArgumentError: The temperature or the number is invalid.
         DataError: There are no labels, or a sample has several.
     """
 
     def __init__(self, labels: Iterable[Any], temperature: float = 1.0, num_samples: int | None = None) -> None:
         if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 0:
-            self._refuse("temperature", temperature, "a number above 0", "temperature=1.0 for the classes as they are")
+            raise self._wrong(
+                "temperature", temperature, "a number above 0", "temperature=1.0 for the classes as they are"
+            )
         if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
-            self._refuse("num_samples", num_samples, "a whole number from 1", "leave num_samples out for all")
+            raise self._wrong("num_samples", num_samples, "a whole number from 1", "leave num_samples out for all")
         classes = _count_from_zero(labels)
         self.num_labels = len(classes)
         self._num_samples = num_samples or self.num_labels
@@ -54,25 +56,25 @@ class TemperatureSampler(TensorSampler):
         return self._by_class[self._starts[drawn] + places.long()]
 
     def check_length(self, length: int) -> None:
-        """Check that there is a label for each sample of a dataset.
+        """Check that there is one label for each of `length` samples.
 
         Raises:
             DataError: There are more, or fewer.
         """
         if length != self.num_labels:
             got, expected = f"{self.num_labels} labels", f"one for each of the {length} samples"
-            do = 'take them of the data that are trained on: TemperatureSampler(train["label"], ...)'
+            do = 'use those of the training data: TemperatureSampler(train["label"], ...)'
             raise DataError(explain("TemperatureSampler", got, expected, do))
 
-    def _refuse(self, name: str, value: Any, expected: str, do: str) -> NoReturn:
-        raise ArgumentError(explain(f"TemperatureSampler({name}=...)", f"{value!r}", expected, do))
+    def _wrong(self, name: str, value: Any, expected: str, do: str) -> ArgumentError:
+        return ArgumentError(explain(f"TemperatureSampler({name}=...)", f"{value!r}", expected, do))
 
 
 def check_labels(sampler: Any, dataset: Any) -> None:
-    """Check that a sampler that has labels has those of a dataset.
+    """Check that a sampler's labels, if it has any, are as many as the samples of a dataset.
 
     Raises:
-        DataError: It has more than there are samples, or fewer.
+        DataError: They are not.
     """
     if isinstance(sampler, TemperatureSampler):
         sampler.check_length(len(dataset))
@@ -84,15 +86,15 @@ def _count_from_zero(labels: Iterable[Any]) -> torch.Tensor:
     numbers: dict[Any, int] = {}
     wrong = next((value for value in values if isinstance(value, tuple) or not isinstance(value, Hashable)), None)
     if wrong is not None:  # a tuple is a sample: equal ones would be classes of their own
-        got, do = f"a label that is a {type(wrong).__name__}", "make one number or text of them"
+        got, do = f"a label that is a {type(wrong).__name__}", "turn each into one number or string"
         raise DataError(explain("TemperatureSampler(labels=...)", got, "one class for each sample", do))
     classes = [numbers.setdefault(value, len(numbers)) for value in values]
     if not classes:
-        do = "look at the column and at the filter that made the data"
+        do = "check the column and the filter of the data"
         raise DataError(explain("TemperatureSampler(labels=...)", "no labels", "one for each sample", do))
     return torch.tensor(classes)
 
 
 def _plain(label: Any) -> Any:
-    """Return a label that is a tensor or an array of one number as that number: tensors are never equal as keys."""
+    """Return a tensor or array of one number as that number: tensors are never equal as dict keys."""
     return label.item() if getattr(label, "ndim", None) == 0 else label

@@ -1,4 +1,4 @@
-"""Micro-batches of data that every process has for itself."""
+"""Micro-batches of data that are not sharded: every process has its own."""
 
 from __future__ import annotations
 
@@ -17,23 +17,17 @@ _KIND = "part of each process"
 
 
 class _Sums(NamedTuple):
-    """What processes have together in a micro-batch.
+    """Sums over the processes for one micro-batch."""
 
-    Attributes:
-        micro_batches: How many have a part in it.
-        batches: How many have a batch: not those of whose batch nothing is left.
-        bad: Samples that were left out.
-    """
-
-    micro_batches: int
-    batches: int
-    bad: int
+    not_ended: int  # processes whose data have not ended
+    batches: int  # processes with a batch; of some batches no sample may be left
+    bad: int  # samples that were skipped
 
 
 class UnshardedLoader:
     """Lets processes with data of their own, of unequal length, end their epochs together.
 
-    Each tells one batch ahead whether it has another; one at its end has no part in the micro-batches of the others.
+    They agree one batch ahead which of them has another; one at its end has no batch in the others' micro-batches.
 
     Processes: collective.
 
@@ -51,8 +45,7 @@ class UnshardedLoader:
         self._measure()
 
     def samples_in(self, first: int, last: int) -> int | None:
-        """Return None: a process knows of its own samples only."""
-        return None
+        return None  # a process knows only its own
 
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
         """Yield the micro-batches of an epoch from `first` on, until no process has a batch."""
@@ -61,43 +54,29 @@ class UnshardedLoader:
         self._measure()
         following = self._sum(ahead)
         index = first
-        while following.micro_batches:
+        while following.not_ended:
             part = ahead or MicroBatch(index, None, own_samples=0)
             now, ahead = following, next(own, None)
             following = self._sum(ahead)
-            is_last, is_partial = following.micro_batches == 0, now.batches < num_processes()
+            is_last, is_partial = following.not_ended == 0, now.batches < num_processes()
             yield MicroBatch(
                 index, part.batch, None, part.own_samples, is_last, is_partial, bad=part.bad, num_bad=now.bad
             )
             index += 1
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
-        """Return the samples that this process has in a micro-batch of the epoch in work."""
         return self._own.samples_of(epoch, index)
 
     def set_epoch_again(self) -> None:
-        """Call `set_epoch` of the data with the epoch in work: an evaluation of the same data may have called it."""
         self._own.set_epoch_again()
 
     def end_workers(self) -> None:
-        """End the processes that load data; the next epoch starts others."""
         self._own.end_workers()
 
     def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
-        """Return where the data of each process are after `num_micro_batches` micro-batches of an epoch.
-
-        Processes: collective.
-        """
         return {"kind": _KIND, "positions": gather_objects(self._own.position(epoch, num_micro_batches))}
 
     def resume_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
-        """Let `epoch` go on from a position.
-
-        Processes: collective.
-
-        Raises:
-            DataError: The position is one in other data, or of another number of processes.
-        """
         own: Mapping[str, Any] = {}
         if first_micro_batch > 0:
             own = _require_positions(position)[process_index()]
@@ -117,7 +96,7 @@ def _require_positions(position: Mapping[str, Any]) -> list[dict[str, Any]]:
     positions: list[dict[str, Any]] = position.get("positions", [])
     if len(positions) != num_processes():
         got = f"{num_processes()} processes, and a position with the data of {len(positions)}"
-        expected = "as many processes as before: each has data of its own, which no other can go on with"
-        do = "continue on the same number of processes, with shard_dataloaders as it was"
-        raise DataError(explain("the data of each process, within an epoch that goes on", got, expected, do))
+        expected = "as many processes as before: each has data of its own, which no other can resume"
+        do = "resume on the same number of processes, with shard_dataloaders as it was"
+        raise DataError(explain("the data of each process, in an epoch that is resumed", got, expected, do))
     return positions

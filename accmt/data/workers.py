@@ -1,4 +1,4 @@
-"""The processes that load data beside training: how one starts, and what is said when one is gone."""
+"""The processes that load data: how one starts and ends, and what an error says when one has died."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from accmt.errors import explain
 
 _LEAVE_S = 30.0
 _DIE_S = 1.0
-_THREADS_S = 0.002  # for threads of torch to finish with the collective before
+_THREADS_S = 0.002  # for threads of torch to finish with the last collective
 _DEAD = explain(
     "a process that loads data",
-    "it exited without an error message: the system ends a process so when memory, or room in /dev/shm, is used up",
+    "it exited without an error message: the system kills a process when memory, or space in /dev/shm, runs out",
     "all of them alive as long as the run",
-    "look at `dmesg` and `df /dev/shm`; fewer dataloader_num_workers, or smaller batches, need less of both",
+    "check `dmesg` and `df /dev/shm`; fewer dataloader_num_workers, or smaller batches, need less of both",
 )
 
 
 def start_reading(dataloader: DataLoader[Any]) -> Iterator[Any]:
-    """Return the DataLoader's iterator; its workers are forked while no other thread enters the interpreter.
+    """Return the DataLoader's iterator; its workers are forked while no other thread is in the interpreter.
 
     Just after a collective, a thread of torch may take the GIL to release the tensors. Before CPython 3.11.8, a process
     that is forked at that moment waits for ever for a lock that the thread held (python/cpython#112275), and so does
@@ -45,16 +45,16 @@ def start_reading(dataloader: DataLoader[Any]) -> Iterator[Any]:
 
 @cache
 def _wait_at_each_fork() -> None:
-    """Let each fork wait first for whoever holds the lock on the list of threads, which the call takes and releases."""
+    # The call takes and releases the lock on the list of threads, so each fork first waits for whoever holds it.
     os.register_at_fork(before=sys._current_frames)
 
 
 def leave_signals_to_parent() -> None:
-    """Let a worker go on when a signal asks the whole job to end: its parent still finishes the update in work.
+    """Let a worker continue when a signal asks the whole job to end: its parent still finishes the current step.
 
-    A worker that its parent has to end by SIGTERM goes too: half a minute later, or when it is sent again.
+    A worker that its parent ends by SIGTERM exits too: half a minute later, or when SIGTERM is sent again.
     """
-    signal.set_wakeup_fd(-1)  # inherited; what a worker hears is not for its parent
+    signal.set_wakeup_fd(-1)  # inherited; a worker's signals are not for its parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave_later)
@@ -66,14 +66,10 @@ def _leave_later(_number: int, _frame: FrameType | None) -> None:
 
 
 def end_workers(dataloader: DataLoader[Any], batches: Any) -> None:
-    """End the processes that load data.
+    """End the processes that load data for an iterator.
 
-    They would wait for another epoch, or live as long as the traceback of an error that ended the run: torch ends them
-    when nobody holds the iterator any more.
-
-    Args:
-        dataloader: The DataLoader.
-        batches: What iterates over it.
+    torch ends them when nothing refers to the iterator any more; until then they would wait for another epoch, or live
+    as long as the traceback of an error that ended the run.
     """
     shut_down = getattr(batches, "_shutdown_workers", None)
     if shut_down is not None:
@@ -83,33 +79,28 @@ def end_workers(dataloader: DataLoader[Any], batches: Any) -> None:
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """Starts a loader's worker so that `get_worker_info().dataset` is the user's dataset, not our wrapper.
+    """Starts a worker, with the user's `worker_init_fn`; `get_worker_info().dataset` is the user's, not our wrapper."""
 
-    Attributes:
-        own: The user's `worker_init_fn`.
-    """
-
-    own: Callable[[int], Any] | None = None
+    user_function: Callable[[int], Any] | None = None
 
     def __call__(self, worker_id: int) -> None:
-        """Run in the worker, before its first fetch."""
         leave_signals_to_parent()
         info = torch.utils.data.get_worker_info()
         if info is not None and isinstance(info.dataset, SeededDataset):
-            object.__setattr__(info, "dataset", info.dataset.dataset)  # WorkerInfo refuses ordinary assignment
-        if self.own is not None:
-            self.own(worker_id)
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # WorkerInfo rejects assignment
+        if self.user_function is not None:
+            self.user_function(worker_id)
 
 
 def note_dead_worker(error: BaseException, batches: Any = None) -> None:
-    """Say, with an error that a worker's death has caused, what may have ended it.
+    """Add to an error that a worker's death has caused what may have killed it; other errors are left as they are.
 
-    torch raises one of its own wherever the main thread is at that moment; where it is receiving what the worker sent,
+    torch raises an error of its own wherever the main thread is at that moment; while it receives data from the worker,
     it may be the system's error about the connection instead.
 
     Args:
-        error: The error; one of another cause is left as it is.
-        batches: What iterates over the DataLoader.
+        error: The error.
+        batches: The iterator over the DataLoader.
 
     Source: `_error_if_any_worker_fails` in torch/csrc/DataLoader.cpp.
     """

@@ -94,7 +94,7 @@ def test_an_epoch_of_which_nothing_can_be_read_is_an_error():
 
 
 def test_a_hundred_samples_in_a_row_that_cannot_be_read_are_an_error():
-    with pytest.raises(DataError, match="look at the path"):
+    with pytest.raises(DataError, match="check the path"):
         read(Numbers(999, range(300, 999)), first=50)
     assert len(read(Numbers(999, range(300, 398)))) == 333
 

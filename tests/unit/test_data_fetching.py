@@ -108,7 +108,7 @@ def test_an_error_of_a_sample_keeps_its_type_and_says_where_it_was(kind):
     where, got, expected, do = note.splitlines()
     assert where == f"reading sample 2 of {kind.__name__}"
     assert got == "  got: KeyError: 'label of 2'"
-    assert expected.startswith("  expected: something for every index below 10")
+    assert expected.startswith("  expected: a sample for every index below 10")
     assert do.startswith("  do:")
     assert 'on_bad_sample="skip"' in do
     assert "raise self.error or KeyError" in text_of(caught.value)
@@ -162,7 +162,7 @@ def test_an_error_of_the_collate_function_names_the_samples():
     assert where == "making a batch of the samples [4, 6]"
     assert got == "  got: TypeError: 'int' object is not subscriptable"
     assert expected.endswith(
-        "samples that test_an_error_of_the_collate_function_names_the_samples.<locals>.fail can put together"
+        "samples that test_an_error_of_the_collate_function_names_the_samples.<locals>.fail can collate"
     )
 
 
@@ -173,7 +173,7 @@ def test_where_there_is_no_collate_function_the_one_of_torch_is_named():
 
     with pytest.raises(TypeError) as caught:
         read(Unlike())
-    assert "samples that torch's default_collate can put together" in caught.value.__notes__[0]
+    assert "samples that torch's default_collate can collate" in caught.value.__notes__[0]
 
 
 def test_an_error_that_is_explained_already_gets_the_samples_only():

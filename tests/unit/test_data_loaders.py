@@ -79,5 +79,5 @@ def test_a_dataloader_that_accelerate_has_prepared_is_refused():
     from accelerate import Accelerator
 
     prepared = Accelerator(cpu=True).prepare(DataLoader(TENSORS))
-    with pytest.raises(DataError, match="a DataLoader that accelerator.prepare has shared already"):
+    with pytest.raises(DataError, match="a DataLoader that accelerator.prepare has already sharded"):
         build_loader(prepared, options())

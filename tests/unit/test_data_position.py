@@ -331,7 +331,7 @@ def test_data_of_another_length_cannot_go_on():
     position = loader.position(0, 5)
     (other,) = build_all(lambda: Augmented(41), 1)
     with pytest.raises(
-        DataError, match="the training data, within(.|\n)*41 samples\n(.|\n)*the 40 samples(.|\n)*10 of them"
+        DataError, match="the training data, in an epoch(.|\n)*41 samples\n(.|\n)*the 40 samples(.|\n)*10 of them"
     ):
         other.resume_from(0, 5, position)
     with pytest.raises(DataError, match="got: 39 samples"):
@@ -359,10 +359,12 @@ def test_the_length_that_counts_is_that_of_the_epoch():
 
 
 def test_a_position_of_another_kind_is_refused():
-    with pytest.raises(DataError, match="a position in a stream\n  expected: one in a dataset with a length"):
+    with pytest.raises(DataError, match="a position saved for a stream\n  expected: one for a dataset with a length"):
         build_loader(Augmented(8), options()).resume_from(0, 1, {"kind": "stream", "samples": 2})
     by_loader = build_loader(by_shuffling_loader(8), options())
-    with pytest.raises(DataError, match="a position in a dataset with a length\n  expected: one in a DataLoader"):
+    with pytest.raises(
+        DataError, match="a position saved for a dataset with a length\n  expected: one for a DataLoader"
+    ):
         by_loader.resume_from(0, 1, {"kind": "dataset with a length", "samples": 2, "of": 8})
 
 
@@ -402,8 +404,8 @@ def test_only_the_interrupted_epoch_begins_late():
 def test_a_plan_over_another_grid_keeps_whole_batches_only_where_they_are_asked_for():
     told = options(batch_size=2, micro_batches_per_batch=2)
     assert plan_epoch(23, told).num_micro_batches == 12
-    assert plan_epoch(23, told, whole=4).num_micro_batches == 10
-    plans = [plan_epoch(23, told, whole=4, start=EpochStart(0, 3, passed)) for passed in (6, 7)]
+    assert plan_epoch(23, told, multiple=4).num_micro_batches == 10
+    plans = [plan_epoch(23, told, multiple=4, start=EpochStart(0, 3, passed)) for passed in (6, 7)]
     assert [plan.num_micro_batches - 3 for plan in plans] == [7, 6]
     ends = [[plan.samples_before(r) for r in range(3, plan.num_micro_batches + 1)] for plan in plans]
     assert all(b - a == 2 for end in ends for a, b in pairwise(end))

@@ -426,7 +426,12 @@ def test_options_of_a_given_dataloader_are_kept():
         range(4), num_workers=1, prefetch_factor=3, timeout=20, worker_init_fn=print, multiprocessing_context="fork"
     )
     kept = build_loader(given, options()).dataloader
-    assert (kept.num_workers, kept.prefetch_factor, kept.timeout, kept.worker_init_fn.own) == (1, 3, 20, print)
+    assert (kept.num_workers, kept.prefetch_factor, kept.timeout, kept.worker_init_fn.user_function) == (
+        1,
+        3,
+        20,
+        print,
+    )
     assert kept.multiprocessing_context.get_start_method() == "fork"
 
 

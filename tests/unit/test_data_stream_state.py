@@ -69,7 +69,7 @@ def test_the_states_of_datasets_are_exact_after_every_batch_and_forgotten_in_the
         data = make()
         state = StreamState(data)
         assert state.is_in(position)
-        with state.given_back(position):
+        with state.restored(position):
             assert [batch for batch, _ in read(data, epoch)] == [batch for batch, _ in read_once[index + 1 :]]
             assert [batch for batch, _ in read(data, epoch + 1)] == following
         assert [batch for batch, _ in read(data, epoch)] == [batch for batch, _ in read_once]  # in another run
@@ -103,12 +103,12 @@ def test_a_state_is_a_copy_both_ways():
     position = state.take()
     owner.state["next"].append(2)
     assert position == {"state": {"next": [1]}}
-    with state.given_back(position):
+    with state.restored(position):
         assert owner.state == {"next": [1]}
         owner.state["next"].append(3)
     assert position == {"state": {"next": [1]}}
     assert owner.state == {"next": [1, 3]}  # the data's own business
-    with state.given_back({"samples": 3}):
+    with state.restored({"samples": 3}):
         assert owner.state == {"next": [1, 3]}
 
 

@@ -294,7 +294,7 @@ class Says(Sized):
 
 SAYING = {
     "more": (20, {}, "have 20 samples, and have more: the rest is left out of each epoch"),
-    "fewer": (30, {}, "have 30 samples, and have 24: what is planned by it"),
+    "fewer": (30, {}, "have 30 samples, and have 24: what is planned from it"),
     "as many": (24, {}, None),
     "a limit": (20, {"limit": 3}, None),
     "drop_last": (24, {"drop_last": True, "batch_size": 5}, None),

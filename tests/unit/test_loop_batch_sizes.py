@@ -95,7 +95,7 @@ def test_a_batch_of_one_row_or_of_time_first_is_an_error_before_anything_is_logg
         def step(self, batch):
             return super().step((batch[0].T, batch[1].T))
 
-    with pytest.raises(DataError, match=r"a batch of shapes \[3, 4\], \[1, 4\], made of 4 samples"):
+    with pytest.raises(DataError, match=r"a batch of shapes \[3, 4\], \[1, 4\], made from 4 samples"):
         fit(POINTS, TimeFirst(), collate_fn=time_first)
 
     class Told(TimeFirst):

@@ -247,7 +247,7 @@ def test_a_stream_that_evaluations_read_resumes_where_training_was(name, tmp_pat
     whole = run(None, model_path=tmp_path / "whole")
     run(9, model_path=tmp_path / "part")
     assert torch.equal(run(None, model_path=tmp_path / "part", resume=True), whole)
-    assert "evaluations read them, too" in caplog.text
+    assert "evaluations read them too" in caplog.text
 
 
 def test_a_stream_beside_another_goes_on_by_its_own_state():
