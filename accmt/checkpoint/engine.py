@@ -197,13 +197,9 @@ def _read_rest(folder: Path) -> State:
     if found == set(rest["files"]):
         return rest
     missing, unexpected = sorted(set(rest["files"]) - found), sorted(found - set(rest["files"]))
-    message = explain(
-        str(folder),
-        f"missing: {', '.join(missing) or 'nothing'}; not part of it: {', '.join(unexpected) or 'nothing'}",
-        f"{len(rest['files'])} files of tensors",
-        "resume from another checkpoint",
-    )
-    raise CheckpointCorruptError(message)
+    got = f"missing: {', '.join(missing) or 'nothing'}; not part of it: {', '.join(unexpected) or 'nothing'}"
+    do = "resume from another checkpoint"
+    raise CheckpointCorruptError(explain(str(folder), got, f"{len(rest['files'])} files of tensors", do))
 
 
 def _read_metadata(reader: HuggingFaceStorageReader, saved: State, folder: Path) -> Mapping[str, Any]:

@@ -44,13 +44,9 @@ def require_same_model(ours: State, saved: State, stored: Mapping[str, Any]) -> 
         if got != expected:
             faults.append(f"{name} is {got} in the model, {expected} in the checkpoint")
     if faults:
-        message = explain(
-            "the model",
-            f"{len(faults)} differences: " + "; ".join(sorted(faults)[:5]),
-            "the model that was saved",
-            "build it as in the run that saved, or start a new run with `resume=False`",
-        )
-        raise CheckpointError(message)
+        got = f"{len(faults)} differences: " + "; ".join(sorted(faults)[:5])
+        do = "build it as in the run that saved, or start a new run with `resume=False`"
+        raise CheckpointError(explain("the model", got, "the model that was saved", do))
 
 
 def _metadata_of(entry: Any, stored: Mapping[str, Any]) -> Any:
@@ -71,10 +67,5 @@ def _describe(entry: Any) -> str:
 def require_same_number(optimizers: Sequence[Optimizer], saved: Sequence[State]) -> None:
     """Check that there are as many optimizers as in a checkpoint."""
     if len(optimizers) != len(saved):
-        message = explain(
-            "the optimizers",
-            str(len(optimizers)),
-            f"{len(saved)}, as in the checkpoint",
-            "build the ones that were saved",
-        )
-        raise CheckpointError(message)
+        expected, do = f"{len(saved)}, as in the checkpoint", "build the ones that were saved"
+        raise CheckpointError(explain("the optimizers", str(len(optimizers)), expected, do))

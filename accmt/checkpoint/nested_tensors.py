@@ -64,13 +64,8 @@ def join_tensors(tensors: Mapping[str, Tensor], rest: Any) -> Any:
             return _put_together(reference, join_tensors(tensors, reference.parts))
         if reference.name in tensors:
             return tensors[reference.name]
-        message = explain(
-            path or "state",
-            f"no tensor {reference.name!r}",
-            "the files of one checkpoint",
-            "resume from another checkpoint",
-        )
-        raise CheckpointCorruptError(message)
+        got, do = f"no tensor {reference.name!r}", "resume from another checkpoint"
+        raise CheckpointCorruptError(explain(path or "state", got, "the files of one checkpoint", do))
 
     return _replace(rest, "", (TensorReference, WrappedTensor), find)
 

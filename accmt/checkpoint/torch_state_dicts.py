@@ -25,13 +25,8 @@ State = dict[str, Any]
 def require_known(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Check that model and optimizers are such that every tensor has a plain name."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        message = explain(
-            type(model).__name__,
-            "a model sharded by FSDP version 1",
-            "DDP, or `fully_shard` (FSDP version 2)",
-            "set `fsdp_version: 2` in Accelerate's configuration",
-        )
-        raise CheckpointError(message)
+        got, do = "a model sharded by FSDP version 1", "set `fsdp_version: 2` in Accelerate's configuration"
+        raise CheckpointError(explain(type(model).__name__, got, "DDP, or `fully_shard` (FSDP version 2)", do))
     for index, optimizer in enumerate(optimizers):
         _require_parameters_of(model, optimizer, f"{type(optimizer).__name__} (optimizer {index})")
 

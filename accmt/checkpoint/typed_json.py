@@ -77,13 +77,8 @@ def decode(text: str) -> Any:
     try:
         return json.loads(text, object_hook=_unmark)
     except json.JSONDecodeError as error:
-        message = explain(
-            "a checkpoint's state",
-            f"text that is not JSON: {error}",
-            "typed JSON",
-            "resume from another checkpoint",
-        )
-        raise CheckpointCorruptError(message) from error
+        got, do = f"text that is not JSON: {error}", "resume from another checkpoint"
+        raise CheckpointCorruptError(explain("a checkpoint's state", got, "typed JSON", do)) from error
 
 
 def _to_json(value: Any, where: str) -> Any:
@@ -157,11 +152,7 @@ def _unmark(value: dict[str, Any]) -> Any:
     if not mark.startswith("$"):
         return value
     if mark not in _READERS:
-        message = explain(
-            "a checkpoint's state",
-            f"the mark {mark!r}, which this version of accmt does not know",
-            f"one of {', '.join(_READERS)}",
-            "load it with the version of accmt that wrote it (see its manifest)",
-        )
-        raise CheckpointError(message)
+        got = f"the mark {mark!r}, which this version of accmt does not know"
+        do = "load it with the version of accmt that wrote it (see its manifest)"
+        raise CheckpointError(explain("a checkpoint's state", got, f"one of {', '.join(_READERS)}", do))
     return _READERS[mark](value[mark])

@@ -68,7 +68,7 @@ def _draw_curves(runs: Sequence[RunRecord], names: Sequence[str], title: str) ->
 
 
 def _draw_split(runs: Sequence[RunRecord]) -> Figure:
-    figure = _make_figure("what the time was spent on")
+    figure = _make_figure("time per phase")
     purposes = list(dict.fromkeys(purpose for run in runs for purpose in run.seconds_by_purpose))
     for number, purpose in enumerate(purposes):
         seconds = [run.seconds_by_purpose.get(purpose, 0.0) for run in runs]
@@ -88,7 +88,7 @@ def _draw_split(runs: Sequence[RunRecord]) -> Figure:
 
 
 def _draw_course(runs: Sequence[RunRecord]) -> Figure:
-    figure = _make_figure("updates over time, and what happened")
+    figure = _make_figure("steps over time, and what happened")
     for number, run in enumerate(runs):
         points = sorted({(event.time_s, event.step) for event in run.events} | set(_progress_of(run)))
         line = {"color": _colour(number), "width": 1.5}
@@ -110,11 +110,11 @@ def _draw_course(runs: Sequence[RunRecord]) -> Figure:
             showlegend=False,
             marker={"size": 10, "color": _colour(number), "symbol": [_SYMBOLS[event.kind] for event in run.events]},
             meta={"run": number},
-            hovertemplate="%{text} at update %{y}, %{x:.1f} s<extra></extra>",
+            hovertemplate="%{text} at step %{y}, %{x:.1f} s<extra></extra>",
         )
     figure.update_layout(meta={"is_fixed": True}, showlegend=len(runs) > 1, legend={"y": -0.3})
     figure.update_xaxes(title="seconds since the start")
-    figure.update_yaxes(title="updates")
+    figure.update_yaxes(title="steps")
     return figure
 
 

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
+from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from accmt.errors import DataError
 from accmt.files import write_text
 from accmt.report.charts import COLOURS, Chart, draw_charts
 from accmt.report.records import RunRecord
-from accmt.report.thumbnails import write_images
+from accmt.tracking.media import Media
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 SECTIONS = ("Losses", "Values", "System", "Time")
 MOST_EVALUATIONS = 200
+MOST_STEPS_OF_IMAGES = 3
+MOST_IMAGES = 8
+MOST_PIXELS = 256
 
 
 def write_report(runs: Sequence[RunRecord], path: Path) -> None:
     """Write the page.
 
     Args:
-        runs: The runs, drawn over one another; the first is what the configurations of others are compared with.
+        runs: Drawn over one another; the first is what the configurations of others are compared with.
     """
     write_text(path, build_page(runs))
 
@@ -53,14 +63,14 @@ def _list_runs(runs: Sequence[RunRecord]) -> str:
             f'<label><input type="checkbox" class="run" data-run="{number}" checked> '
             f'<i style="background:{COLOURS[number % len(COLOURS)]}"></i> {escape(run.name)}</label>',
             f'<b class="{run.status}">{run.status}</b>',
-            f"{run.num_updates:,}",
+            f"{run.num_steps:,}",
             f"{run.duration_s:,.1f} s",
             _count_events(run),
             escape(str(run.folder)),
         ]
         for number, run in enumerate(runs)
     ]
-    return _write_table(["run", "status", "updates", "time", "what happened", "folder"], rows)
+    return _write_table(["run", "status", "steps", "time", "what happened", "folder"], rows)
 
 
 def _count_events(run: RunRecord) -> str:
@@ -81,7 +91,7 @@ def _write_evaluations(run: RunRecord) -> str:
     shown = run.evaluations[-MOST_EVALUATIONS:]
     rows = [[f"{step:,}", *(_write_number(values.get(name)) for name in names)] for step, values in shown]
     more = f" (the last {len(shown)} of {len(run.evaluations)})" if len(shown) < len(run.evaluations) else ""
-    return f"<h3>{escape(run.name)}{more}</h3>" + _write_table(["update", *map(escape, names)], rows)
+    return f"<h3>{escape(run.name)}{more}</h3>" + _write_table(["step", *map(escape, names)], rows)
 
 
 def _write_number(value: float | None) -> str:
@@ -107,3 +117,34 @@ def _write_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{cell}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def write_images(runs: Sequence[RunRecord]) -> str:
+    """Return a section with the images of each name at its last three steps; empty where there are none.
+
+    Of one call up to eight are shown, none larger than 256 pixels; the run folder has them as they were.
+    """
+    shown = "".join(_write_images_of_name(run, name, logged) for run in runs for name, logged in run.images.items())
+    return f'<section id="Images"><h2>Images</h2>{shown}</section>' if shown else ""
+
+
+def _write_images_of_name(run: RunRecord, name: str, logged: Sequence[Media]) -> str:
+    figures = "".join(_write_images_of_step(media) for media in reversed(logged[-MOST_STEPS_OF_IMAGES:]))
+    return f"<h3>{escape(run.name)}: {escape(name)}</h3>{figures}"
+
+
+def _write_images_of_step(media: Media) -> str:
+    try:
+        images = list(media.images().values())
+    except DataError:  # a disk that lost some images does not lose the report
+        return f"<p>step {media.step:,}: not readable in {escape(str(media.folder))}</p>"
+    pictures = "".join(f'<img alt="" src="{_to_data_uri(image)}">' for image in images[:MOST_IMAGES])
+    more = f" (the first {MOST_IMAGES} of {len(images)})" if len(images) > MOST_IMAGES else ""
+    return f"<figure>{pictures}<figcaption>step {media.step:,}{more}</figcaption></figure>"
+
+
+def _to_data_uri(image: Image) -> str:
+    image.thumbnail((MOST_PIXELS, MOST_PIXELS))
+    content = BytesIO()
+    image.save(content, "png", optimize=True)
+    return f"data:image/png;base64,{b64encode(content.getvalue()).decode()}"

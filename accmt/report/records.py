@@ -53,8 +53,8 @@ class RunRecord:
         return self.events[-1].kind if self.events[-1].kind in _ENDINGS else "running"
 
     @property
-    def num_updates(self) -> int:
-        """The last update that logged something."""
+    def num_steps(self) -> int:
+        """The last step that logged something."""
         return max((curve.steps[-1] for curve in self.curves.values()), default=0)
 
     @property
@@ -74,7 +74,7 @@ _ENDINGS = ("finished", "failed", "killed", "preempted")
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run folder; the run may be going on."""
+    """Read a run folder; the run may still be running."""
     if not (folder / HISTORY_FILE).is_file():
         got, do = f"no {HISTORY_FILE} in it", "name a run folder: <logging_dir>/<track_name>/<run_name>"
         raise ArgumentError(explain(str(folder), got, "the folder of a run", do))

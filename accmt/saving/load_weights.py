@@ -71,26 +71,16 @@ def require_files(folder: Path) -> list[str]:
     """
     entry = find_entry(folder)
     if entry is None:
-        message = explain(
-            str(folder),
-            _describe_content(folder),
-            f"one of {', '.join(ENTRY_NAMES)}",
-            "pass the folder of a saved model (the Trainer's model_path, or one of its subfolders)",
-        )
-        raise WeightsError(message)
+        do = "pass the folder of a saved model (the Trainer's model_path, or one of its subfolders)"
+        raise WeightsError(explain(str(folder), _describe_content(folder), f"one of {', '.join(ENTRY_NAMES)}", do))
     try:
         names = files_of(entry)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(entry, error) from error
     missing = [name for name in names if not (entry.parent / name).is_file()]
     if missing:
-        message = explain(
-            str(entry),
-            f"missing files: {_some(missing)}",
-            f"all {len(names)} files that it names, beside it",
-            "copy the whole folder again, or save the model again",
-        )
-        raise WeightsError(message)
+        got, do = f"missing files: {_some(missing)}", "copy the whole folder again, or save the model again"
+        raise WeightsError(explain(str(entry), got, f"all {len(names)} files that it names, beside it", do))
     return names
 
 

@@ -36,8 +36,8 @@ class _TimeIsUp(Exception):  # noqa: N818 - no error, but the end of the time fo
 class Delivery:
     """Delivers the rows of a run to one tracker; nobody waits for it.
 
-    Rows come out of `history.jsonl`, so that nothing queues up in memory. One that fails is tried again, and those
-    behind it wait; one that the tracker refuses for its content is skipped, and that is said.
+    Rows are read from `history.jsonl`, so that nothing queues up in memory. One that fails is tried again, and those
+    behind it wait; one that the tracker refuses for its content is skipped, with a warning.
 
     Args:
         start: How the run starts there; what it resumes is found in the ledger.
@@ -124,8 +124,8 @@ class Delivery:
             with suppress(Exception):
                 self.spec.detach(self.tracker, status)
 
-    def tell_what_is_left(self, flush_s: float) -> None:
-        """Warn of rows that the tracker has not got, of an end that it does not know, and of rows it refused."""
+    def warn_of_rows_left(self, flush_s: float) -> None:
+        """Warn of rows that the tracker has not got, of a run that is not ended there, and of rows it refused."""
         where, account = f"the tracker {self.spec.name}", self.account
         if account.num_refused > 1:
             expected = "names and values that it takes"
@@ -145,7 +145,7 @@ class Delivery:
             self._feed(self._start())
         except _TimeIsUp:
             pass
-        except BaseException as error:  # noqa: BLE001 - a thread has nobody to raise to; `begin` and `end` tell
+        except BaseException as error:  # noqa: BLE001 - a thread has nobody to raise to; `begin` and `end` report it
             self.outage.error = error
             if self.tracker is None:
                 self.start_error = error
@@ -223,7 +223,7 @@ class Delivery:
             try:
                 for _ in feed.hand_over(limit):
                     self._require_time()
-            except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
+            except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training continues
                 self._handle(error, feed, is_single=limit == 1)
                 limit = 1
             else:
@@ -238,7 +238,7 @@ class Delivery:
             self._pause(delay)
 
     def _is_refusal(self, error: Exception, feed: Feed) -> bool:
-        """Tell a row that the tracker will never take from a tracker that takes nothing at the moment."""
+        """Distinguish a row that the tracker will never take from a tracker that takes nothing at the moment."""
         if self.spec.is_refusal(error) or self.spec.is_outage(error):
             return self.spec.is_refusal(error)
         return self.outage.num_failures >= _TRIES_PER_ROW and feed.is_first_at_fault()
@@ -278,8 +278,8 @@ def wait_for_the_end(deliveries: Sequence[Delivery], status: str, flush_s: float
     deadline = time.monotonic() + flush_s
     for delivery in deliveries:
         delivery.end(status, flush_s)
-    told_at = time.monotonic() + _QUIET_WAIT_S
-    waiting = [delivery for delivery in deliveries if not delivery.join(min(told_at, deadline) - time.monotonic())]
+    warn_at = time.monotonic() + _QUIET_WAIT_S
+    waiting = [delivery for delivery in deliveries if not delivery.join(min(warn_at, deadline) - time.monotonic())]
     if waiting and flush_s > _QUIET_WAIT_S:
         names = ", ".join(delivery.spec.name for delivery in waiting)
         say(f"the last rows go to {names}: this takes {flush_s:g} s at most")

@@ -117,13 +117,13 @@ class Feed:
         return False
 
     def skip_first(self, error: BaseException) -> None:
-        """Leave out what comes first, which the tracker refuses, and say so the first time."""
+        """Leave out what comes first, which the tracker refuses, with a warning the first time."""
         item = self._items[0]
         self._account.num_refused += 1
         if self._account.num_refused == 1:
             got = f"{item} was refused: {name_error(error)}"
-            expected = "names and values that it takes; training goes on, and history.jsonl has them"
-            do = "log it under another name; further refusals are counted, and told at the end"
+            expected = "names and values that it takes; training continues, and history.jsonl has them"
+            do = "log it under another name; further ones are counted, and reported at the end"
             warn(explain(f"the tracker {self._spec.name}", got, expected, do))
         self._take_off(1)
 

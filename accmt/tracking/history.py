@@ -2,7 +2,7 @@
 
 Five kinds of line: `{"step", "time", "values"}` for a row of logged numbers, `{"step", "time", "media"}` for images, a
 table or files, whose `"media": {"kind", "name", "path"}` says where they lie, `{"time", "config"}` where a run starts
-or goes on, `{"time", "rewind"}` where a resumed run goes back to its checkpoint, or to its beginning where there was
+or resumes, `{"time", "rewind"}` where a resumed run goes back to its checkpoint, or to its beginning where there was
 none, `{"time", "status"}` where it ends.
 `time` is in seconds since the epoch. Nothing is ever taken out: `"rewind": {"line", "step", "attempt"}` says that the
 rows from line `line` (counted from 0) on to itself were logged after the checkpoint, and are superseded.
@@ -64,11 +64,11 @@ class History:
         return True
 
     def add_values(self, values: Mapping[str, float], step: int) -> None:
-        """Write the numbers logged at update `step`."""
+        """Write the numbers logged at step `step`."""
         self._append({"step": step, "time": time.time(), "values": dict(values)})
 
     def add_media(self, kind: str, name: str, path: str, step: int) -> None:
-        """Write that images, a table or files were logged at update `step`; `path` is theirs in the run folder."""
+        """Write that images, a table or files were logged at step `step`; `path` is theirs in the run folder."""
         self._append({"step": step, "time": time.time(), "media": {"kind": kind, "name": name, "path": path}})
 
     def add_config(self, config: Mapping[str, Any]) -> None:
@@ -76,7 +76,7 @@ class History:
         self._append({"time": time.time(), "config": dict(config)})
 
     def add_rewind(self, line: int, step: int | None, attempt: int) -> None:
-        """Declare the rows from `line` on superseded: attempt `attempt` goes on after update `step`."""
+        """Declare the rows from `line` on superseded: attempt `attempt` resumes after step `step`."""
         self._append({"time": time.time(), "rewind": {"line": line, "step": step, "attempt": attempt}})
 
     def add_status(self, status: str) -> None:
@@ -131,7 +131,7 @@ class History:
         if self._is_full:
             return
         self._is_full = True
-        expected = f"room for the rows of the log; training goes on, and {MAX_UNWRITTEN:,} rows are kept in memory"
+        expected = f"room for the rows of the log; training continues, and {MAX_UNWRITTEN:,} rows are kept in memory"
         warn(explain(str(self.path), str(error), expected, f"make room in {self.path.parent}"))
 
     def _open_descriptor(self) -> int:
@@ -171,7 +171,7 @@ class HistoryReader:
 
 
 class Superseded:
-    """Tells rows that a resumed run took back from those that count."""
+    """Which rows a resumed run took back."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self._spans = [range(row["rewind"]["line"], line) for line, row in enumerate(rows) if "rewind" in row]
@@ -185,7 +185,7 @@ def read_history(folder: Path, *, include_superseded: bool = False) -> list[dict
     """Read the rows of a run in the order of writing; a last line that a crash cut short is skipped.
 
     Args:
-        folder: The run folder, of a finished run or of one that is going on.
+        folder: The run folder, of a finished run or of one that is running.
         include_superseded: Whether rows that a killed attempt logged after the checkpoint from which the run was
             resumed are returned too.
 

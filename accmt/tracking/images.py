@@ -22,7 +22,7 @@ _TOLERANCE = 0.01
 _MODES = ("L", "RGB", "RGBA")
 
 
-def to_images(name: str, given: Any) -> list[Image]:
+def to_images(name: str, images: Any) -> list[Image]:
     """Turn a batch, a list or a single one of tensors, arrays or Pillow's images into Pillow's images.
 
     Shapes: a tensor `[images, channels, height, width]`, a NumPy array `[images, height, width, channels]`; with 1, 3
@@ -30,15 +30,15 @@ def to_images(name: str, given: Any) -> list[Image]:
 
     Args:
         name: Their name, for messages.
-        given: The images. Floats outside of 0 to 1 are cut off, with one warning.
+        images: Floats outside of 0 to 1 are cut off, with one warning.
 
     Processes: waits for the device of a tensor.
     """
-    is_batch = isinstance(given, list | tuple) or getattr(given, "ndim", None) == 4
-    images = [_to_image(name, image) for image in (given if is_batch else [given])]
-    if not images:
+    is_batch = isinstance(images, list | tuple) or getattr(images, "ndim", None) == 4
+    made = [_to_image(name, image) for image in (images if is_batch else [images])]
+    if not made:
         raise ArgumentError(explain(_where(name), "no image", "one or more", "log nothing where there is none"))
-    return images
+    return made
 
 
 def write_images(images: Sequence[Image], folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""`delivery.json`: how far each tracker of a run has got, so that a later process goes on where this one stopped."""
+"""`delivery.json`: how far each tracker of a run has got, so that a later process continues where this one stopped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Account:
         first: The first line of the run.
         delivered: The line before which the tracker has everything.
         handed: The line before which it may have everything: what is between was under way when this was written.
-        settled: The line before which it has everything for good, also after a kill; the rest it may have in memory.
+        settled: The line before which it has everything permanently, also after a kill; the rest it may have in memory.
         num_refused: Rows that it refused for their content.
         names: Its name of each metric.
     """
@@ -76,7 +76,7 @@ class Ledger:
     def save(self) -> None:
         """Replace the file; on a full disk it stays as it is, and rows may be delivered twice after a kill."""
         with self._lock, suppress(OSError):
-            # Copies: the threads of other trackers go on changing theirs.
+            # Copies: the threads of other trackers keep changing theirs.
             accounts = {key: {**vars(own), "names": dict(own.names)} for key, own in self.accounts.items()}
             content = {"track_name": self.track_name, "run_name": self.run_name, "attempt": self.attempt}
             write_text(self._path, dumps({**content, "trackers": accounts}, indent=2) + "\n")

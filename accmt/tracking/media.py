@@ -34,7 +34,7 @@ class Media:
     Args:
         kind: What it is; an artifact is a file or a folder of files.
         name: Its name; that of an artifact is the file's or the folder's.
-        step: The update that it belongs to.
+        step: The step that it belongs to.
         time: When it was logged, in seconds since the epoch.
         folder: Where its files are; nothing else has this folder.
     """
@@ -47,9 +47,9 @@ class Media:
 
     @classmethod
     def of_line(cls, run_folder: Path, line: Mapping[str, Any]) -> Media:
-        """Return what a line of `history.jsonl` tells of."""
-        told = line["media"]
-        return cls(told["kind"], told["name"], line["step"], line["time"], run_folder / told["path"])
+        """Read a line of `history.jsonl`."""
+        media = line["media"]
+        return cls(media["kind"], media["name"], line["step"], line["time"], run_folder / media["path"])
 
     @property
     def path(self) -> Path:
@@ -96,7 +96,7 @@ class MediaLog:
             got, do = f"{type(images).__name__}", 'log_images({"samples": images})'
             raise ArgumentError(explain("log_images", got, "images by name", do))
         _check("log_images", step, *images)
-        for name, made in [(name, to_images(name, given)) for name, given in images.items()]:
+        for name, made in [(name, to_images(name, value)) for name, value in images.items()]:
             self._add("images", name, step, partial(write_images, made))
 
     def log_table(self, name: str, columns: Sequence[str], data: Iterable[Iterable[Any]], step: int) -> None:
@@ -132,7 +132,7 @@ class MediaLog:
         try:
             folder = self._write(name, step, write)
         except OSError as error:
-            expected = "room and rights for what is logged; training goes on without it"
+            expected = "room and rights for what is logged; training continues without it"
             do = f"make room in {self._run_folder}"
             warn_once(explain(f"logging {name!r} at step {step}", str(error), expected, do), about="media not written")
             return
@@ -155,7 +155,7 @@ class MediaLog:
 
 def _check(where: str, step: Any, *names: Any) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ArgumentError(explain(where, f"step={step!r}", "the number of an update, from 0", "leave step out"))
+        raise ArgumentError(explain(where, f"step={step!r}", "the number of a step, from 0", "leave step out"))
     for name in names:
         if not isinstance(name, str) or not name.strip():
             raise ArgumentError(explain(where, f"the name {name!r}", "text", f'{where}("samples", ...)'))

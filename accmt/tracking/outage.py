@@ -1,4 +1,4 @@
-"""A tracker that does not answer: how long to wait before the next try, and what to tell people, once."""
+"""A tracker that does not answer: how long to wait before the next try, and the one warning."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Outage:
         self.error = error
 
     def _warn(self) -> None:
-        expected = f"a tracker that takes rows; training goes on, and they wait in {self._where_rows_wait}"
+        expected = f"a tracker that takes rows; training continues, and they wait in {self._where_rows_wait}"
         do = "nothing: they are delivered as soon as it does"
         warn(explain(f"the tracker {self._tracker}", name_error(self.error), expected, do))
 

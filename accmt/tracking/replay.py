@@ -1,4 +1,4 @@
-"""Which rows a tracker is still to get, after a run was killed, resumed, or went on without the tracker."""
+"""Which rows a tracker is still to get, after a run was killed, resumed, or continued without the tracker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Rewinding(Enum):
 
     WITHDRAWS = "it forgets them, from a step on"
     KEEPS = "it keeps them, and would show a second point at the same step"
-    UNKNOWN = "nobody knows: it is handed the new ones too"
+    UNKNOWN = "nobody knows: it gets the new ones too"
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Row:
     """One row of numbers on its way to a tracker.
 
     Args:
-        step: The update that it belongs to.
+        step: The step that it belongs to.
         values: Numbers by the tracker's names.
     """
 
@@ -69,7 +69,7 @@ class Replay:
     """
 
     def __init__(self, history: Path, account: Account, rewinding: Rewinding) -> None:
-        self._account = replace(account)  # as it was: delivery goes on meanwhile
+        self._account = replace(account)  # as it was: delivery continues meanwhile
         self._rewinding = rewinding
         self._superseded = Superseded(read_json_lines(history))
         self._kept: dict[int, set[Hashable]] = defaultdict(set)

@@ -21,7 +21,7 @@ _HOST = re.compile(r"localhost|[\w.-]+:\d{1,5}", re.ASCII)
 def default_run_name() -> str:
     """Make a readable name, the time first so that names sort: `2026-11-21_10-24-31-kqtz`.
 
-    Processes: each one would draw other letters; one draws them and tells the others.
+    Processes: each one would draw other letters; one draws them and sends them to the others.
     """
     letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(4))
     return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{letters}"
@@ -33,7 +33,7 @@ def default_track_name(model_path: str | os.PathLike[str]) -> str:
 
 
 def is_url(logging_dir: str | os.PathLike[str]) -> bool:
-    """Tell a tracker's server or database from a folder.
+    """Return whether it is a tracker's server or database, and no folder.
 
     Args:
         logging_dir: Anything with a scheme (`https://...`, `sqlite:///...`, but not `file:`), `databricks`,
@@ -51,7 +51,7 @@ class RunPlace:
     """Where the records of one run go.
 
     Args:
-        logging_dir: Folder of logs, or a URL as `is_url` tells it.
+        logging_dir: Folder of logs, or a URL as by `is_url`.
         folder: The run folder, where it is not the one that the other three say.
         home: From where a relative folder of logs holds.
     """
@@ -84,8 +84,8 @@ class RunPlace:
         return self.folder or self.base_folder / folder_name(self.track_name) / folder_name(self.run_name)
 
     @property
-    def told_folder(self) -> Path:
-        """The run folder for people: as they told it while the program is where it was then."""
+    def shown_folder(self) -> Path:
+        """The run folder for messages: as the user wrote it, while the program is in the folder where it was then."""
         is_there = Path.cwd() == self.home and not Path(self.logging_dir).is_absolute() and self.folder is None
         return replace(self, home=Path()).run_folder if is_there else self.run_folder
 

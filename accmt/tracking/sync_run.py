@@ -36,7 +36,7 @@ def sync_run(run_folder: Path, *, timeout_s: float = 600.0) -> list[Synced]:
         timeout_s: How long to try, for each tracker.
 
     Raises:
-        ArgumentError: It is not the folder of a run, or the run is going on and delivers by itself.
+        ArgumentError: It is not the folder of a run, or the run is still running and delivers by itself.
     """
     ledger = Ledger.read(run_folder)
     if ledger is None or not (run_folder / HISTORY_FILE).exists():
@@ -47,7 +47,7 @@ def sync_run(run_folder: Path, *, timeout_s: float = 600.0) -> list[Synced]:
         if not history.is_ours_alone():
             do = "nothing: it delivers by itself"
             raise ArgumentError(
-                explain("accmt sync", f"{run_folder}, of a run that is going on", "one that is over", do)
+                explain("accmt sync", f"{run_folder}, of a run that is still running", "one that is over", do)
             )
         status = _find_status(run_folder, history)
         return [_sync(key, run_folder, history, ledger, status, timeout_s) for key in ledger.accounts]
@@ -56,7 +56,7 @@ def sync_run(run_folder: Path, *, timeout_s: float = 600.0) -> list[Synced]:
 
 
 def _find_status(run_folder: Path, history: History) -> str:
-    """Return how the run ended; one that a kill ended, which no line tells, is told from now on."""
+    """Return how the run ended; a kill, which left no line about it, gets one now."""
     last = read_history(run_folder)[-1:]
     if last and "status" in last[0]:
         return str(last[0]["status"])

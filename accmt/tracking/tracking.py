@@ -40,10 +40,10 @@ class Tracking:
     latest by a resumed run or by `accmt sync <run folder>`.
 
     Args:
-        logging_dir: Folder of logs, seen from `home` (None: the working folder), or a URL as `is_url` tells it.
+        logging_dir: Folder of logs, seen from `home` (None: the working folder), or a URL as by `is_url`.
         is_main_process: Elsewhere nothing is created, and no method does anything.
         verbose: False holds back the trackers' own messages.
-        offline: What becomes of a tracker whose server cannot be reached at the start: "auto" trains on and delivers
+        offline: What becomes of a tracker whose server cannot be reached at the start: "auto" trains and delivers
             later, False is an error. True leaves all servers alone: their rows wait for `accmt sync`.
 
     Processes: construct it on all, so that a wrong argument stops all.
@@ -62,9 +62,8 @@ class Tracking:
         offline: Literal["auto"] | bool = "auto",
         home: Path | None = None,
     ) -> None:
-        self._specs = list(trackers)
         self._place = RunPlace(os.fspath(logging_dir), track_name, run_name, home=home or Path.cwd())
-        self._kwargs = kwargs_of_each(self._specs, tracker_kwargs)
+        self._trackers = _name_each(trackers, kwargs_of_each(trackers, tracker_kwargs))
         self._is_main_process = is_main_process
         self._is_quiet = not verbose
         self._offline = offline
@@ -73,7 +72,7 @@ class Tracking:
         self._deliveries: list[Delivery] = []
         self._resumed: dict[str, Any] | None = None
         self._last_step: int | None = None
-        if self._place.url is not None and not any(spec.takes_url for spec in self._specs):
+        if self._place.url is not None and not any(spec.takes_url for spec in trackers):
             got = f"{self._place.logging_dir!r}, a URL, with trackers that cannot use one"
             expected = "a folder, or a tracker that has a server"
             raise ArgumentError(explain("Trainer(logging_dir=...)", got, expected, "log_with=MLFlow"))
@@ -86,7 +85,7 @@ class Tracking:
     @property
     def run_folder(self) -> Path:
         """The folder of this run, the same on every process; `start` makes it."""
-        return self._place.told_folder
+        return self._place.shown_folder
 
     @property
     def loggers(self) -> list[GeneralTracker]:
@@ -94,7 +93,7 @@ class Tracking:
 
         Empty before `start`, after `finish` and off the main process.
         """
-        return [] if self._history is None else [self._logger(key) for key in self._keys()]
+        return [] if self._history is None else [self._logger(key) for key in self._trackers]
 
     @property
     def run_ids(self) -> dict[str, str]:
@@ -108,7 +107,7 @@ class Tracking:
         return None if self._history is None else MediaLog(self._history, self._notify)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on with this one; JSON can hold it.
+        """Return what a resumed run needs to continue this one; JSON can hold it.
 
         Processes: all; only the main one knows more than the name.
         """
@@ -121,7 +120,7 @@ class Tracking:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the run of a checkpoint, when `start` is called; rows logged after the checkpoint are superseded.
+        """Continue the run of a checkpoint when `start` is called; rows logged after the checkpoint are superseded.
 
         The state of a run with another name is left alone: this is a new run, then.
         """
@@ -175,7 +174,7 @@ class Tracking:
         """End the run everywhere; calling it again does nothing.
 
         Args:
-            flush_s: How long to wait for trackers that have not got every row; what is left then is told.
+            flush_s: How long to wait for trackers that have not got every row; then a warning says what is left.
 
         Processes: main only; returns at once elsewhere.
         """
@@ -191,7 +190,7 @@ class Tracking:
                 delivery.detach(status)
             history.close()
         for delivery in deliveries:
-            delivery.tell_what_is_left(flush_s)
+            delivery.warn_of_rows_left(flush_s)
         if self._held_back():
             say(f"offline: deliver the rows to {', '.join(self._held_back())} by `accmt sync {self.run_folder}`")
 
@@ -207,7 +206,7 @@ class Tracking:
         """
         if not self._is_main_process:
             return _stand_in()
-        keys = [] if self._history is None else list(self._keys())
+        keys = [] if self._history is None else list(self._trackers)
         if name not in keys:
             message = explain(f"get_tracker({name!r})", "no such tracker", f"one of {keys}", "add it to log_with")
             raise ArgumentError(message)
@@ -216,23 +215,14 @@ class Tracking:
 
     def dashboard_command(self) -> list[str]:
         """Return the command that shows the runs in a browser: of the first tracker that has one, else empty."""
-        commands = (spec.dashboard_command(self._place) for spec in self._specs)
+        commands = (spec.dashboard_command(self._place) for spec, _ in self._trackers.values())
         return next((command for command in commands if command), [])
-
-    def _keys(self) -> dict[str, TrackerSpec]:
-        """Return the trackers by names that are different also where two of a user's trackers share one."""
-        keys: dict[str, TrackerSpec] = {}
-        for spec in self._specs:
-            number = sum(other.name == spec.name for other in keys.values())
-            keys[f"{spec.name}_{number + 1}" if number else spec.name] = spec
-        return keys
 
     def _held_back(self) -> list[str]:
         """Return the trackers whose rows wait for `accmt sync`, because servers are to be left alone."""
         if self._offline is not True:
             return []
-        trackers = zip(self._keys().items(), self._kwargs, strict=True)
-        return [key for (key, spec), kwargs in trackers if spec.is_remote(self._place, kwargs)]
+        return [key for key, (spec, kwargs) in self._trackers.items() if spec.is_remote(self._place, kwargs)]
 
     def _logger(self, key: str) -> GeneralTracker:
         running = (delivery.tracker for delivery in self._deliveries if delivery.key == key)
@@ -249,12 +239,12 @@ class Tracking:
         if before is not None and self._resumed is None:
             _warn_of_rows_left_behind(history.path, before)
             if not _came_to_its_end(history.path):
-                history.add_rewind(0, None, ledger.attempt)  # it begins anew, for it left nothing to continue from
+                history.add_rewind(0, None, ledger.attempt)  # it starts over, for it left nothing to resume from
         lines = history.num_lines
         if self._resumed is not None:
             ledger.attempt = 1 + max(self._resumed["attempt"], before.attempt if before else 0)
             history.add_rewind(self._resumed["line"], self._resumed["step"], ledger.attempt)
-        for (key, spec), kwargs in zip(self._keys().items(), self._kwargs, strict=True):
+        for key, (spec, kwargs) in self._trackers.items():
             account = self._find_account(key, spec, before, lines)
             account.server, account.kwargs = spec.server(self._place), to_plain(without_secrets(kwargs))
             ledger.accounts[key] = account
@@ -275,7 +265,7 @@ class Tracking:
 
     def _start_trackers(self, history: History, ledger: Ledger) -> None:
         held_back = self._held_back()
-        for (key, spec), kwargs in zip(self._keys().items(), self._kwargs, strict=True):
+        for key, (spec, kwargs) in self._trackers.items():
             if key in held_back:
                 continue
             report_missing_key(spec, self._place, kwargs, is_needed=self._offline is False)
@@ -304,8 +294,19 @@ class Tracking:
         raise TrackerError(explain(f"the tracker {name}", name_error(error), "a tracker that starts", do)) from error
 
 
+def _name_each(
+    specs: Sequence[TrackerSpec], kwargs: Sequence[dict[str, Any]]
+) -> dict[str, tuple[TrackerSpec, dict[str, Any]]]:
+    """Return the trackers by names that differ also where two of a user's trackers share one."""
+    trackers: dict[str, tuple[TrackerSpec, dict[str, Any]]] = {}
+    for spec, own in zip(specs, kwargs, strict=True):
+        number = sum(other.name == spec.name for other, _ in trackers.values())
+        trackers[f"{spec.name}_{number + 1}" if number else spec.name] = (spec, own)
+    return trackers
+
+
 def _warn_of_rows_left_behind(history: Path, before: Ledger) -> None:
-    """Tell of an earlier run in the same folder that was not delivered: from now on nobody delivers it."""
+    """Warn of an earlier run in the same folder that was not delivered: from now on nobody delivers it."""
     for key, account in before.accounts.items():
         left = count_rows_left(history, account)
         if left:

@@ -97,13 +97,9 @@ def _to_float(name: str, value: Any) -> float:
     number = _item(value)
     if isinstance(number, int | float):
         return float(number)
-    message = explain(
-        f"the logged value {name!r}",
-        f"{value!r:.200} ({type(value).__name__})",
-        "one number: int, float, bool, or a NumPy or torch scalar",
-        f"log {name!r} as a number, for example its mean",
-    )
-    raise MetricError(message)
+    expected = "one number: int, float, bool, or a NumPy or torch scalar"
+    do = f"log {name!r} as a number, for example its mean"
+    raise MetricError(explain(f"the logged value {name!r}", f"{value!r:.200} ({type(value).__name__})", expected, do))
 
 
 def _item(value: Any) -> Any:

@@ -295,7 +295,7 @@ def test_a_folder_of_a_run_that_is_going_on_or_of_no_run_is_not_synced(tmp_path)
         sync_run(tmp_path)
     tracking = make(None, tmp_path)
     tracking.start({})
-    with pytest.raises(ArgumentError, match="going on"):
+    with pytest.raises(ArgumentError, match="still running"):
         sync_run(tracking.run_folder)
     tracking.finish("FINISHED")
     assert sync_run(tracking.run_folder) == []

@@ -1,4 +1,4 @@
-"""`accmt sync`: rows that a tracker has not got, of runs that were killed, held back, going on, or are no runs."""
+"""`accmt sync`: rows that a tracker has not got, of runs that were killed, held back, still running, or are no runs."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_run_that_is_going_on_delivers_by_itself(store, capsys):
     exit_code, printed = sync(capsys, tracking.run_folder)
     tracking.finish("FINISHED")
     assert (exit_code, printed.out) == (2, "")
-    assert "a run that is going on" in printed.err
+    assert "a run that is still running" in printed.err
 
 
 def test_what_is_no_run_is_wrong_use(tmp_path, capsys):

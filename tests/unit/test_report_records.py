@@ -29,7 +29,7 @@ def test_curves_have_steps_and_seconds_since_the_start(tmp_path):
         tmp_path / "a", CONFIG, values(1, 101.0, train_loss=2.0), values(3, 104.5, train_loss=1.0, x="NaN")
     )
     run = read_run(folder)
-    assert (run.name, run.status, run.num_updates, run.duration_s) == ("a", "running", 3, 4.5)
+    assert (run.name, run.status, run.num_steps, run.duration_s) == ("a", "running", 3, 4.5)
     assert vars(run.curves["train_loss"]) == {"steps": [1, 3], "times_s": [1.0, 4.5], "values": [2.0, 1.0]}
     assert run.curves["x"].values[0] != run.curves["x"].values[0]
 

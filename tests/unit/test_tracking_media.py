@@ -369,7 +369,7 @@ def test_without_room_on_the_disk_there_is_one_warning_and_training_goes_on(tmp_
     tracking.finish("FINISHED")
     (warning,) = warnings_of(caplog)
     assert "logging 'val/samples' at step 3" in warning
-    assert "training goes on without it" in warning
+    assert "training continues without it" in warning
     assert (own.kept, own.steps) == ([], [4])
 
 

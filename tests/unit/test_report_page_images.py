@@ -11,8 +11,7 @@ import pytest
 from PIL import Image
 
 from accmt.report import read_run
-from accmt.report.page import build_page
-from accmt.report.thumbnails import MOST_IMAGES, MOST_PIXELS, MOST_STEPS, write_images
+from accmt.report.page import MOST_IMAGES, MOST_PIXELS, MOST_STEPS_OF_IMAGES, build_page, write_images
 from accmt.tracking import Tracking
 
 
@@ -48,14 +47,14 @@ def test_the_page_has_the_images_themselves(tmp_path):
     assert [image.getpixel((0, 0))[0] for image in images] == [2, 2, 1, 1, 2, 1]  # the newest first
     assert {image.size for image in images} == {(5, 4)}
     assert "val/&lt;samples&gt;" in page
-    assert "update 2" in page
+    assert "step 2" in page
 
 
 def test_only_the_newest_are_shown_and_no_more_than_a_page_bears(tmp_path):
     section = write_images([log_run(tmp_path, steps=range(9), num_images=MOST_IMAGES + 2)])
-    assert len(images_of(section)) == MOST_STEPS * (MOST_IMAGES + 1)
-    assert re.findall(r"update (\d)", section) == ["8", "7", "6"] * 2
-    assert section.count(f"the first {MOST_IMAGES} of {MOST_IMAGES + 2}") == MOST_STEPS
+    assert len(images_of(section)) == MOST_STEPS_OF_IMAGES * (MOST_IMAGES + 1)
+    assert re.findall(r"step (\d)", section) == ["8", "7", "6"] * 2
+    assert section.count(f"the first {MOST_IMAGES} of {MOST_IMAGES + 2}") == MOST_STEPS_OF_IMAGES
 
 
 def test_large_images_are_made_small_and_keep_their_shape(tmp_path):
@@ -69,7 +68,7 @@ def test_a_damaged_image_costs_that_image_and_not_the_page(tmp_path):
     newest.write_bytes(b"torn")
     section = write_images([run])
     assert len(images_of(section)) == 5
-    assert f"update 2: not readable in {newest.parent}".replace("<", "&lt;").replace(">", "&gt;") in section
+    assert f"step 2: not readable in {newest.parent}".replace("<", "&lt;").replace(">", "&gt;") in section
 
 
 @pytest.mark.parametrize("num_images", [0, 1])
