@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from accmt.module import AcceleratorModule as AcceleratorModule
     from accmt.module import ExtendedAcceleratorModule as ExtendedAcceleratorModule
     from accmt.precision import allow_tf32 as allow_tf32
-    from accmt.recovery.checkpoints import Checkpointer as Checkpointer
     from accmt.settings.handlers import Handler as Handler
     from accmt.settings.monitor import Monitor as Monitor
+    from accmt.settings.saving import Checkpointer as Checkpointer
     from accmt.state import TrainingState as TrainingState
     from accmt.tracking import Aim as Aim
     from accmt.tracking import ClearML as ClearML
@@ -52,7 +52,7 @@ _HOMES = {
     "Accuracy": "accmt.metrics",
     "Aim": "accmt.tracking",
     "Callback": "accmt.callbacks",
-    "Checkpointer": "accmt.recovery.checkpoints",
+    "Checkpointer": "accmt.settings.saving",
     "ClearML": "accmt.tracking",
     "CometML": "accmt.tracking",
     "DVCLive": "accmt.tracking",

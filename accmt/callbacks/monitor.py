@@ -50,7 +50,7 @@ class GradientNorm(Callback):
         return {} if norm is None else {"grad_norm": float(norm)}
 
     def _take(self, parameters: list[nn.Parameter]) -> None:
-        every = self.trainer.settings.tracking.log_every
+        every = self.trainer.settings.tracking.log_steps
         may_end_row = every == -1 or (self.state.global_step + 1) % every == 0 or self.state.is_last_training_batch
         if may_end_row:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -58,7 +58,7 @@ class ModelOperations(MainProcessCallback):
         self._peak = self._peak or next((peak for part, peak in PEAKS.items() if part in name), 0.0)
         if not self._peak:
             warn(f"monitor: mfu is not measured, for the peak of this device ({name}) is not known: mfu=312e12, say")
-        elif self.trainer.settings.running.compile:
+        elif self.trainer.settings.running.compiles:
             self._peak = 0.0
             warn("monitor: mfu is not measured, for the operations of a compiled model cannot be counted")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from accmt.compat.value_hints import advise_value
@@ -14,12 +14,12 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "auto_lr_find": "trainer.tune(module, data, lr=True)",
         "auto_scale_batch_size": 'trainer.tune(module, data, batch_size="power")',
         "barebones": "leave it out: what nobody asked for costs nothing",
-        "check_val_every_n_epoch": "Trainer(evaluate_every_n_epochs=2)",
-        "checkpoint_callback": "Trainer(enable_checkpointing=False)",
+        "check_val_every_n_epoch": 'Trainer(evaluate_every_n_steps="2 epochs")',
+        "checkpoint_callback": "Trainer(checkpoint_every=None)",
         "default_root_dir": 'Trainer(model_path="out/model", logging_dir="logs")',
         "devices": "accmt launch -N 2 train.py",
         "gpus": "accmt launch -N 2 train.py",
-        "gradient_clip_algorithm": 'Trainer(clip_grad_type="norm")',
+        "gradient_clip_algorithm": 'Trainer(clip_grad={"value": 0.5})',
         "gradient_clip_val": "Trainer(clip_grad=1.0)",
         "log_every_n_steps": "Trainer(log_every=50)",
         "logger": "Trainer(log_with=accmt.TensorBoard)",
@@ -52,14 +52,14 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "do_eval": "leave it out: what is called says it, trainer.fit, trainer.validate or trainer.predict",
         "do_predict": "leave it out: what is called says it, trainer.fit, trainer.validate or trainer.predict",
         "do_train": "leave it out: what is called says it, trainer.fit, trainer.validate or trainer.predict",
-        "eval_accumulation_steps": 'Trainer(gather_chunk_size="32MB")',
+        "eval_accumulation_steps": 'Trainer(metric_options={"gather_chunk_size": "32MB"})',
         "eval_on_start": "Trainer(eval_when_start=True)",
         "eval_steps": "Trainer(evaluate_every_n_steps=500)",
         "eval_strategy": "Trainer(evaluate_every_n_steps=500)",
         "evaluation_strategy": "Trainer(evaluate_every_n_steps=500)",
         "fp16": 'Trainer(mixed_precision="fp16")',
         "fsdp": "there is no FSDP in this version",
-        "full_determinism": "Trainer(seed=0, deterministic=True)",
+        "full_determinism": 'Trainer(seed=0, torch_flags={"deterministic": True})',
         "gradient_accumulation_steps": "Trainer(grad_accumulation_steps=4)",
         "gradient_checkpointing_kwargs": 'Trainer(gradient_checkpointing={"use_reentrant": False})',
         "greater_is_better": 'Trainer(model_saving="best_f1", metrics=["f1"])',
@@ -94,8 +94,8 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "save_total_limit": "Trainer(max_checkpoints=2)",
         "tf32": "accmt.allow_tf32()",
         "torch_compile": "Trainer(compile=True)",
-        "torch_compile_backend": 'Trainer(compile=True, compile_kwargs={"backend": "inductor"})',
-        "torch_compile_mode": 'Trainer(compile=True, compile_kwargs={"mode": "max-autotune"})',
+        "torch_compile_backend": 'Trainer(compile={"backend": "inductor"})',
+        "torch_compile_mode": 'Trainer(compile={"mode": "max-autotune"})',
         "torch_empty_cache_steps": "torch.cuda.empty_cache() in on_update_end",
         "use_cpu": 'Trainer(accelerator={"cpu": True})',
         "warmup_ratio": "scheduler: {type: LinearWithWarmup, warmup_ratio: 0.1}",
@@ -128,6 +128,32 @@ EXAMPLE = object()
 """Stands for a value that is not known: the advice is the line of the table."""
 
 
+_FAILURES = ("on_nonfinite", "spike_guard", "hang_timeout_s", "preempt_exit_code", "preflight")
+
+JOINED: Mapping[str, tuple[str, str]] = {
+    **{f"limit_{stage}_batches": ("limit_batches", stage) for stage in ("train", "val", "test", "predict")},
+    "consolidate_metrics": ("metric_options", "means"),
+    "additional_metric_consolidation": ("metric_options", "further"),
+    "report_all_metrics": ("metric_options", "report_all"),
+    "gather_chunk_size": ("metric_options", "gather_chunk_size"),
+    **{name: ("failures", name) for name in _FAILURES},
+    **{name: ("torch_flags", name) for name in ("deterministic", "benchmark", "detect_anomaly")},
+    "tracker_offline": ("tracker_delivery", "offline"),
+    "tracker_flush_s": ("tracker_delivery", "flush_s"),
+}
+"""What is an argument of its own elsewhere, and an entry of one here."""
+
+REPLACED: Mapping[str, Callable[[Any], str]] = {
+    "clip_grad_type": lambda value: f"clip_grad={{{value!r}: 0.5}}",
+    "compile_kwargs": lambda value: f"compile={value!r}",
+    "enable_checkpointing": lambda value: "checkpoint_every=" + ('"epoch"' if value else "None"),
+    "evaluate_every_n_epochs": lambda value: f'evaluate_every_n_steps="{value} epochs"',
+    "min_epochs": lambda value: f'min_length="{value} epochs"',
+    "min_steps": lambda value: f'min_length="{value} steps"',
+}
+"""What has no name of its own here, and the line to write."""
+
+
 def find_foreign(name: str, value: Any = EXAMPLE) -> tuple[str, str] | None:
     """Return where a name is an argument and what to do here, or None for a name that nobody else has.
 
@@ -139,6 +165,14 @@ def find_foreign(name: str, value: Any = EXAMPLE) -> tuple[str, str] | None:
         if name in names:
             return owner, _write((None if value is EXAMPLE else advise_value(name, value)) or names[name])
     return None
+
+
+def find_replaced(name: str, value: Any) -> str | None:
+    """Return the line to write for a name that is an entry of another argument here, or that another one replaces."""
+    if name in JOINED:
+        argument, key = JOINED[name]
+        return f'write Trainer({argument}={{"{key}": {value!r}}})'
+    return f"write Trainer({REPLACED[name](value)})" if name in REPLACED else None
 
 
 def _write(here: str) -> str:

@@ -17,7 +17,7 @@ FOREIGN_METHODS: Mapping[str, Mapping[str, str]] = {
         "backward": "def do_backward(self, loss) in a subclass of Trainer, or derive from ExtendedAcceleratorModule",
         "clip_gradients": "Trainer(clip_grad=1.0)",
         "configure_callbacks": "def get_callbacks(self): return [callback]",
-        "configure_gradient_clipping": 'Trainer(clip_grad=1.0, clip_grad_type="norm")',
+        "configure_gradient_clipping": "Trainer(clip_grad=1.0)",
         "configure_model": "def __init__(self): self.model = MyNetwork()",
         "configure_optimizers": "def get_optimizer(self): return optimizer, and get_scheduler for its scheduler;"
         " or optim and scheduler in the hyper-parameters",

@@ -209,10 +209,10 @@ _BY_NAME: Mapping[str, Advice] = {
         }
     ),
     "bf16": _flag('Trainer(mixed_precision="bf16")', _PRECISION),
-    "check_val_every_n_epoch": _number("Trainer(evaluate_every_n_epochs={0})", "each epoch is evaluated", least=1),
-    "checkpoint_callback": _flag(
-        "leave it out: each epoch ends with a checkpoint", "Trainer(enable_checkpointing=False)"
+    "check_val_every_n_epoch": _number(
+        'Trainer(evaluate_every_n_steps="{0} epochs")', "each epoch is evaluated", least=1
     ),
+    "checkpoint_callback": _flag("leave it out: each epoch ends with a checkpoint", "Trainer(checkpoint_every=None)"),
     "ddp_broadcast_buffers": _flag("leave it out: buffers are the main process's in evaluations", _DDP),
     "ddp_bucket_cap_mb": _number('Trainer(ddp_kwargs={{"bucket_cap_mb": {0}}})', "it is torch's default"),
     "ddp_find_unused_parameters": _flag(
@@ -233,7 +233,7 @@ _BY_NAME: Mapping[str, Advice] = {
     "do_predict": lambda value: _BY_ITSELF,
     "do_train": lambda value: _BY_ITSELF,
     "eval_accumulation_steps": _number(
-        'Trainer(gather_chunk_size="32MB")', "predictions travel in parts by themselves"
+        'Trainer(metric_options={{"gather_chunk_size": "32MB"}})', "predictions travel in parts by themselves"
     ),
     "eval_on_start": _flag("Trainer(eval_when_start=True)", "leave it out: there is no evaluation before training"),
     "eval_steps": _number("Trainer(evaluate_every_n_steps={0})", "each epoch is evaluated"),
@@ -241,11 +241,17 @@ _BY_NAME: Mapping[str, Advice] = {
     "evaluation_strategy": _choice(_EVALUATION),
     "fp16": _flag('Trainer(mixed_precision="fp16")', _PRECISION),
     "fsdp": lambda value: _NOT_BUILT.format("FSDP") if value else "leave it out: several processes have DDP",
-    "full_determinism": _flag("Trainer(seed=0, deterministic=True)", "leave it out: it is off"),
+    "full_determinism": _flag('Trainer(seed=0, torch_flags={"deterministic": True})', "leave it out: it is off"),
     "gpus": _advise_devices,
     "gradient_accumulation_steps": _advise_accumulation,
     "gradient_checkpointing_kwargs": _mapping("Trainer(gradient_checkpointing={0!r})"),
-    "gradient_clip_algorithm": _text('Trainer(clip_grad_type="{0}")', "leave it out: it is the norm"),
+    "gradient_clip_algorithm": _choice(
+        {
+            "value": 'Trainer(clip_grad={"value": 0.5})',
+            "norm": "leave it out: it is the norm",
+            None: "leave it out: it is the norm",
+        }
+    ),
     "gradient_clip_val": _number("Trainer(clip_grad={0})", "gradients are not clipped unless clip_grad says so"),
     "greater_is_better": _flag(
         "leave it out: the direction belongs to the metric", 'accmt.Metric("name", greater_is_better=False)'
@@ -309,12 +315,8 @@ _BY_NAME: Mapping[str, Advice] = {
     "strategy": _advise_strategy,
     "tf32": _flag("accmt.allow_tf32()", "leave it out: it is as torch has it"),
     "torch_compile": _flag("Trainer(compile=True)", "leave it out: nothing is compiled"),
-    "torch_compile_backend": _text(
-        'Trainer(compile=True, compile_kwargs={{"backend": "{0}"}})', "leave it out: nothing is compiled"
-    ),
-    "torch_compile_mode": _text(
-        'Trainer(compile=True, compile_kwargs={{"mode": "{0}"}})', "leave it out: nothing is compiled"
-    ),
+    "torch_compile_backend": _text('Trainer(compile={{"backend": "{0}"}})', "leave it out: nothing is compiled"),
+    "torch_compile_mode": _text('Trainer(compile={{"mode": "{0}"}})', "leave it out: nothing is compiled"),
     "track_grad_norm": _number('Trainer(monitor=["grad_norm"])', "no norm is logged"),
     "use_cpu": _ON_CPU,
     "use_distributed_sampler": _SAMPLER,

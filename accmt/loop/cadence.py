@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accmt.settings import Settings
-from accmt.settings.checkpoint_every import Every
+from accmt.settings.how_often import Every
 from accmt.state import TrainingState
 
 
@@ -34,14 +34,17 @@ class Cadence:
     @classmethod
     def of(cls, settings: Settings) -> Cadence:
         """Read the rhythm from the settings."""
-        evaluation = settings.evaluation
-        epochs = settings.hps.epochs
+        evaluation, epochs = settings.evaluation, settings.hps.epochs
+        between, in_epochs = (
+            evaluation.every,
+            evaluation.every.unit == "epoch" and isinstance(evaluation.every.number, int),
+        )
         return cls(
             epochs=None if epochs in (None, -1) else epochs,
             max_steps=None if settings.hps.max_steps in (None, -1) else settings.hps.max_steps,
-            log_every=settings.tracking.log_every,
-            evaluate_every=evaluation.evaluate_every_n_steps,
-            evaluate_every_n_epochs=evaluation.evaluate_every_n_epochs,
+            log_every=settings.tracking.log_steps,
+            evaluate_every=None if in_epochs else between.number,
+            evaluate_every_n_epochs=int(between.number) if in_epochs else 1,
             evaluate_at_end=evaluation.eval_when_finish,
             checkpoint_every=settings.checkpoints.every,
         )
@@ -73,9 +76,7 @@ class Cadence:
             return False
         if isinstance(every, int):
             return state.global_step % every == 0
-        if updates_per_epoch is None:
-            return False
-        return state.epoch_step % max(1, int(round(every * updates_per_epoch, 6))) == 0
+        return _is_fraction_done(state, every, updates_per_epoch)
 
     def is_evaluation_due_at_epoch_end(self, state: TrainingState) -> bool:
         """Return whether to evaluate at the end of the epoch in work, which is not counted yet."""
@@ -88,20 +89,33 @@ class Cadence:
         is_new = state.last_evaluation_step != state.global_step and state.global_step > 0
         return is_new and self.evaluate_at_end and self.evaluate_every is not None
 
-    def is_checkpoint_due(self, state: TrainingState, *, epoch_ended: bool, evaluated: bool) -> bool:
+    def is_checkpoint_due(
+        self, state: TrainingState, updates_per_epoch: int | None = None, *, epoch_ended: bool, evaluated: bool
+    ) -> bool:
         """Return whether to write a checkpoint at this boundary.
 
         Args:
             state: The counters.
+            updates_per_epoch: The optimizer steps of the epoch; None if its length is unknown.
             epoch_ended: Whether an epoch was just counted, rather than an update.
             evaluated: Whether there was an evaluation since that update.
         """
         every = self.checkpoint_every
         if every is None:
             return False
+        if isinstance(every.number, float):
+            return (
+                not epoch_ended and state.epoch_step > 0 and _is_fraction_done(state, every.number, updates_per_epoch)
+            )
         due = {
             "step": not epoch_ended and state.global_step % every.number == 0,
             "epoch": epoch_ended and state.epoch % every.number == 0,
             "eval": evaluated and state.evaluations_done % every.number == 0,
         }
         return due[every.unit]
+
+
+def _is_fraction_done(state: TrainingState, fraction: float, updates_per_epoch: int | None) -> bool:
+    if updates_per_epoch is None:
+        return False
+    return state.epoch_step % max(1, int(round(fraction * updates_per_epoch, 6))) == 0

@@ -244,7 +244,7 @@ def _require_one_kind(gave_weight: set[bool]) -> None:
 
 def _report_batch(run: EvaluationRun, key: str, loss: Any, weight: Any) -> None:
     step = run.state.eval_global_step
-    if step % max(run.settings.tracking.log_every, 1):
+    if step % max(run.settings.tracking.log_steps, 1):
         return
     total, total_weight = sum_over_processes((float(loss) * float(weight), float(weight)), run.device)
     name = run.loss_name + (f"__{key}" if key else "")

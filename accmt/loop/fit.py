@@ -131,14 +131,14 @@ def _open(run: Run) -> None:
     """Make everything ready that training writes to, and try what can be tried before."""
     if not run.is_resumed:
         _try_evaluation(run)
-    if run.settings.running.preflight:
+    if run.settings.failures.preflight:
         try_saving(run)
     run.saver.claim(run)
     run_on_main_process(lambda: run.tracking.start(describe(run)))
     run.module.tracker = next(iter(run.tracking.loggers), None)
     run.checkpoints.begin(run)
     warn_of_crash_loop(run)
-    if run.settings.running.preflight:
+    if run.settings.failures.preflight:
         check_room(run)
 
 

@@ -16,7 +16,7 @@ Choice = Callable[[str], bool] | Sequence[str]
 
 Further = Callable[[dict[str, list[float]]], dict[str, float]]
 
-_WHERE = "Trainer(consolidate_metrics=...)"
+_WHERE = 'Trainer(metric_options={"means": ...})'
 
 
 def find_members(choices: Mapping[str, Choice], names: Sequence[str]) -> dict[str, list[str]]:
@@ -103,7 +103,7 @@ def _read_further(made: Any) -> dict[str, float]:
     numbers = {str(name): float(scalar) for name, scalar in scalars.items() if scalar is not None}
     if len(numbers) != len(scalars):
         do = 'return {"lowest_accuracy": min(values["mean_accuracy"])}, say'
-        where = "Trainer(additional_metric_consolidation=...)"
+        where = 'Trainer(metric_options={"further": ...})'
         raise MetricError(explain(where, f"{describe(made)} returned", "a dict of numbers by name", do))
     return numbers
 

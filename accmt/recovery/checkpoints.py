@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,24 +23,12 @@ from accmt.processes import close_cpu_group, is_main_process, new_cpu_group, run
 from accmt.recovery.run_state import collect_others
 from accmt.run import Run
 from accmt.settings import Settings
+from accmt.settings.saving import Checkpointer
 
 _UNFINISHED = (
     "a checkpoint is due in the middle of a step: the module has called backward and not yet step_optimizer, and "
     "gradients are in no checkpoint; it is written when one is due after a step"
 )
-
-
-class Checkpointer(Protocol):
-    """What stores checkpoints instead of accmt: `Trainer(checkpointer=...)` takes any object with these two methods.
-
-    Both are called on every process, together.
-    """
-
-    def save(self, write: Callable[[Path], object], step: int, *, force: bool) -> None:
-        """Store a checkpoint."""
-
-    def load(self) -> Path | None:
-        """Return a folder with the files of the checkpoint to continue from; None where there is none."""
 
 
 class Checkpoints:
@@ -135,7 +123,9 @@ class Checkpoints:
 
     def is_due(self, run: Run, *, epoch_ended: bool, evaluated: bool) -> bool:
         """Return whether a checkpoint is due after this optimizer step, or was asked for."""
-        is_due = run.cadence.is_checkpoint_due(run.state, epoch_ended=epoch_ended, evaluated=evaluated)
+        is_due = run.cadence.is_checkpoint_due(
+            run.state, run.updates_per_epoch(run.state.epoch), epoch_ended=epoch_ended, evaluated=evaluated
+        )
         return is_due or bool(self._requests)
 
     def save_if_due(self, run: Run, *, epoch_ended: bool = False, evaluated: bool = False) -> None:
@@ -143,7 +133,9 @@ class Checkpoints:
 
         Processes: collective.
         """
-        is_due = run.cadence.is_checkpoint_due(run.state, epoch_ended=epoch_ended, evaluated=evaluated)
+        is_due = run.cadence.is_checkpoint_due(
+            run.state, run.updates_per_epoch(run.state.epoch), epoch_ended=epoch_ended, evaluated=evaluated
+        )
         if run.has_unfinished_update:
             if is_due or self._requests:
                 warn_once(_UNFINISHED, about="unfinished update")
@@ -162,7 +154,7 @@ class Checkpoints:
 
     def _prepare_once(self, run: Run) -> None:
         """Find at the first update, not at the first checkpoint, what no checkpoint can hold or give back."""
-        if not self._is_prepared and run.settings.running.preflight and self.are_written:
+        if not self._is_prepared and run.settings.failures.preflight and self.are_written:
             run_on_every_process(lambda: try_optimizer(run.model, run.stepper.optimizer))
         if self._writer is not None and not self._is_prepared:
             self._writer.prepare(collect_others(run))

@@ -2,7 +2,7 @@
 
 Losses stay on the device until something else waits for it: a row of the log, an evaluation, a checkpoint. So a
 checkpoint never holds what a loss that is not finite has made of the weights, and seeing one costs no waiting. Only
-`on_nonfinite="skip"` has to know before the optimizer steps, and waits once per update.
+`"on_nonfinite": "skip"` has to know before the optimizer steps, and waits once per update.
 """
 
 from __future__ import annotations
@@ -229,6 +229,7 @@ def _react(run: Run, found: list[Finding]) -> None:
     if run.guard.reaction == "rollback":
         window = first.place.samples_before
         roll_back(run, window, str(first), is_skipped=first.is_spike)
-    do = 'lower the learning rate, pass clip_grad=1.0, or skip such steps: on_nonfinite="skip" or "rollback"'
+    skipping = 'failures={"on_nonfinite": "skip"} or "rollback"'
+    do = f"lower the learning rate, pass clip_grad=1.0, or skip such steps: {skipping}"
     expected = "finite losses; the newest checkpoint is older than this one"
     raise NonFiniteError(explain("the training loss", str(first), expected, do))

@@ -91,9 +91,13 @@ def check_restarts(settings: Settings, module: AcceleratorModule, train_data: An
     reaction = settings.failures.on_nonfinite
     steps_itself = isinstance(module, ExtendedAcceleratorModule)
     if reaction in ("skip", "rollback") and steps_itself:
-        _reject(f"on_nonfinite={reaction!r}", "a module that steps by itself", 'on_nonfinite="stop"')
+        _reject(
+            f'failures={{"on_nonfinite": {reaction!r}}}',
+            "a module that steps by itself",
+            'failures={"on_nonfinite": "stop"}',
+        )
     if reaction == "rollback" and settings.checkpoints.every is None:
-        _reject('on_nonfinite="rollback"', "checkpoint_every=None", 'checkpoint_every="epoch"')
+        _reject('failures={"on_nonfinite": "rollback"}', "checkpoint_every=None", 'checkpoint_every="epoch"')
     if settings.optimization.auto_micro_batch and steps_itself:
         _reject("auto_micro_batch=True", "a module that steps by itself", "auto_micro_batch=False")
     owns_batches = isinstance(train_data, DataLoader) or settings.data.batch_sampler is not None

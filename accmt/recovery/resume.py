@@ -68,10 +68,10 @@ def _find_folder(settings: Settings) -> Path | None:
         return _require(
             options.checkpointer.load(), settings, f"the checkpointer {type(options.checkpointer).__name__}"
         )
-    if options.resume in (True, None, "auto"):
+    if options.resume is None or options.resume in (True, "auto"):
         newest = CheckpointStore(settings.checkpoint_folder).newest()
         return _require(newest.folder if newest else None, settings, f"no checkpoint in {settings.checkpoint_folder}")
-    return find_checkpoint(settings.from_home(options.resume)).folder
+    return find_checkpoint(settings.from_home(str(options.resume))).folder
 
 
 def _require(folder: Path | None, settings: Settings, got: str) -> Path | None:

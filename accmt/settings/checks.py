@@ -15,6 +15,34 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
+def write_argument(name: str, value: str) -> str:
+    """Return an argument with a value as one writes it; `name` is "clip_grad", or "failures.spike_guard" for a key."""
+    argument, _, key = name.partition(".")
+    return f'{argument}={{"{key}": {value}}}' if key else f"{name}={value}"
+
+
+def require_options(name: str, value: Any, kind: type, *, also: str = "") -> None:
+    """Check a dict of options: that it is one, and that each key exists.
+
+    Args:
+        name: The argument.
+        value: Its value; None has nothing to check.
+        kind: The `TypedDict` that names the keys.
+        also: What else would have been right, for the message.
+
+    Raises:
+        ArgumentError: It is something else, or has a key that does not exist; the message names the nearest.
+    """
+    known = list(kind.__annotations__)
+    if value is not None and not isinstance(value, Mapping):
+        raise_wrong_value(name, value, f"a dict with any of {', '.join(known)}{also}", f'{name}={{"{known[0]}": ...}}')
+    for key in value or {}:
+        if key not in known:
+            nearest = get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+            where, expected = f"Trainer({write_argument(name + '.' + str(key), '...')})", f"any of {', '.join(known)}"
+            raise ArgumentError(explain(where, f"the key {key!r}", expected, f"did you mean {nearest}?"))
+
+
 def require_flags(settings: DataclassInstance) -> None:
     """Check every field annotated as `bool`: the text "no" or "false" would otherwise count as true.
 
@@ -45,7 +73,7 @@ def require_int(name: str, value: Any, *, at_least: int, also: str = "") -> None
 
     if not is_right(value):
         right = meant(value, is_right, at_least)
-        raise_wrong_value(name, value, f"a whole number from {at_least}{also}", f"{name}={right}")
+        raise_wrong_value(name, value, f"a whole number from {at_least}{also}", write_argument(name, right))
 
 
 def require_positive(name: str, value: Any) -> None:
@@ -60,7 +88,11 @@ def require_positive(name: str, value: Any) -> None:
 
     if not is_right(value):
         right = meant(value, is_right, None)
-        do = f"a positive number, or leave {name} out" if right is None else f"{name}={right}"
+        do = (
+            f"a positive number, or leave {name.rpartition('.')[2]} out"
+            if right is None
+            else write_argument(name, right)
+        )
         raise_wrong_value(name, value, "a number above 0", do)
 
 
@@ -85,7 +117,7 @@ def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     if value not in choices:
         written = [repr(choice) for choice in choices]
         nearest = get_close_matches(repr(value), written, n=1, cutoff=0.0)
-        raise_wrong_value(name, value, "one of " + ", ".join(written), f"{name}={nearest[0]}?")
+        raise_wrong_value(name, value, "one of " + ", ".join(written), write_argument(name, nearest[0]) + "?")
 
 
 def require_text(name: str, value: Any) -> None:
@@ -138,4 +170,6 @@ def raise_wrong_value(name: str, value: Any, expected: str, do: str) -> NoReturn
     Raises:
         ArgumentError: Always.
     """
-    raise ArgumentError(explain(f"Trainer({name}=...)", f"{value!r} ({type(value).__name__})", expected, do))
+    raise ArgumentError(
+        explain(f"Trainer({write_argument(name, '...')})", f"{value!r} ({type(value).__name__})", expected, do)
+    )

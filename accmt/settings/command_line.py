@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
 
 from accmt.config.numbers import number_in, read_numbers
 from accmt.settings.meanings import read_meanings
@@ -14,7 +14,7 @@ from accmt.settings.settings import Settings
 
 NOT_TEXT = frozenset(
     {
-        "additional_metric_consolidation",
+        "metric_options",
         "batch_sampler",
         "callbacks",
         "checkpointer",
@@ -29,7 +29,14 @@ NOT_TEXT = frozenset(
 """Arguments that are objects of the program, which no text can name."""
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
-_NAMES: dict[Any, str] = {bool: "true|false", int: "int", float: "float", str: "text", Mapping: "mapping"}
+_NAMES: dict[Any, str] = {
+    bool: "true|false",
+    int: "int",
+    float: "float",
+    str: "text",
+    Sequence: "list",
+    Mapping: "mapping",
+}
 
 
 @dataclass(frozen=True)
@@ -88,12 +95,15 @@ def _default(field: Field[Any]) -> str:
 
 def _kinds_of(hint: Any) -> tuple[Any, ...]:
     members = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) not in (None, Mapping) else (hint,)
-    return tuple(get_origin(member) or member for member in members)
+    kinds = (get_origin(member) or (Mapping if is_typeddict(member) else member) for member in members)
+    return tuple(Mapping if kind is dict else kind for kind in kinds)
 
 
 def _is_one_of(value: Any, kinds: tuple[Any, ...]) -> bool:
     if isinstance(value, dict):
         return Mapping in kinds
+    if isinstance(value, list):
+        return Sequence in kinds
     return type(value) in kinds or (type(value) is int and float in kinds)
 
 

@@ -1,12 +1,30 @@
-"""What the Trainer was told about data."""
+"""The Trainer's arguments about data."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from accmt.errors import ArgumentError, explain
-from accmt.settings.checks import raise_wrong_value, require_choice, require_flags, require_int
+from accmt.settings.checks import (
+    raise_wrong_value,
+    require_choice,
+    require_flags,
+    require_int,
+    require_options,
+    write_argument,
+)
+from accmt.settings.how_often import read_every
+
+
+class Limits(TypedDict, total=False):
+    """What `limit_batches` may limit, each to a number of batches or a fraction of them."""
+
+    train: int | float
+    val: int | float
+    test: int | float
+    predict: int | float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +51,11 @@ class DataSettings:
             dropped.
         shard_dataloaders: Whether the processes share the data. False: every process sees all of it.
         reload_dataloaders_every_n_epochs: Asks the module (`get_train_dataloader`, `get_validation_dataloader`) or the
-            datamodule for data anew at the beginning of every so many epochs; 0 asks once.
-        limit_train_batches: Batches of an epoch: a whole number, or a fraction of them as a float (1.0 is all, 1 is
-            one).
-        limit_val_batches: The same for each validation set; 0 turns validation off.
-        limit_test_batches: The same for testing.
-        limit_predict_batches: The same for predicting.
+            datamodule for data again at the beginning of every so many epochs: a number, or text such as "2 epochs"; 0
+            asks once.
+        limit_batches: Batches of an epoch, of each validation set, of testing and of predicting: a whole number, or a
+            fraction of them as a float (1.0 is all, 1 is one); a dict with "train", "val", "test" and "predict" limits
+            those alone. 0 for "val" turns validation off.
         overfit_batches: Trains and validates on so many (or this fraction of the) training batches, unshuffled; 0 is
             off.
         batch_device_placement: Whether batches are moved to the device before a step sees them.
@@ -59,11 +76,8 @@ class DataSettings:
     dataloader_persistent_workers: bool = False
     dataloader_drop_last: bool = False
     shard_dataloaders: bool = True
-    reload_dataloaders_every_n_epochs: int = 0
-    limit_train_batches: int | float = 1.0
-    limit_val_batches: int | float = 1.0
-    limit_test_batches: int | float = 1.0
-    limit_predict_batches: int | float = 1.0
+    reload_dataloaders_every_n_epochs: int | str = 0
+    limit_batches: int | float | Limits = 1.0
     overfit_batches: int | float = 0.0
     batch_device_placement: bool = True
     on_bad_sample: str = "raise"
@@ -71,11 +85,18 @@ class DataSettings:
     def __post_init__(self) -> None:
         require_flags(self)
         require_int("dataloader_num_workers", self.dataloader_num_workers, at_least=0)
-        require_int("reload_dataloaders_every_n_epochs", self.reload_dataloaders_every_n_epochs, at_least=0)
+        if isinstance(self.reload_dataloaders_every_n_epochs, str):
+            read_every("reload_dataloaders_every_n_epochs", self.reload_dataloaders_every_n_epochs, ["epoch"])
+        else:
+            require_int("reload_dataloaders_every_n_epochs", self.reload_dataloaders_every_n_epochs, at_least=0)
         require_choice("on_bad_sample", self.on_bad_sample, ("raise", "skip"))
         _require_limit("overfit_batches", self.overfit_batches, at_least=0)
-        for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"):
-            _require_limit(name, getattr(self, name), at_least=1 if name == "limit_train_batches" else 0)
+        is_dict = isinstance(self.limit_batches, Mapping)
+        if is_dict:
+            require_options("limit_batches", self.limit_batches, Limits)
+        for stage in Limits.__annotations__:
+            name = f"limit_batches.{stage}" if is_dict else "limit_batches"
+            _require_limit(name, self._limit(stage), at_least=1 if stage == "train" else 0)
         if self.sampler is not None and self.batch_sampler is not None:
             raise ArgumentError(
                 explain(
@@ -86,10 +107,41 @@ class DataSettings:
                 )
             )
 
+    def _limit(self, stage: str) -> int | float:
+        limits: Any = self.limit_batches
+        limit: int | float = limits.get(stage, 1.0) if isinstance(limits, Mapping) else limits
+        return limit
+
+    @property
+    def reload_epochs(self) -> int:
+        """Epochs after which data are asked for again; 0 is never."""
+        every = self.reload_dataloaders_every_n_epochs
+        return every if isinstance(every, int) else int(read_every("", every, ["epoch"]).number)
+
+    @property
+    def limit_train_batches(self) -> int | float:
+        """Batches of an epoch."""
+        return self._limit("train")
+
+    @property
+    def limit_val_batches(self) -> int | float:
+        """Batches of each validation set."""
+        return self._limit("val")
+
+    @property
+    def limit_test_batches(self) -> int | float:
+        """Batches of each test set."""
+        return self._limit("test")
+
+    @property
+    def limit_predict_batches(self) -> int | float:
+        """Batches of each set that is predicted."""
+        return self._limit("predict")
+
 
 def _require_limit(name: str, value: Any, *, at_least: int) -> None:
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= at_least
     is_fraction = isinstance(value, float) and 0.0 <= value <= 1.0 and (value > 0.0 or at_least == 0)
     if not (is_count or is_fraction):
         expected = f"a whole number of batches from {at_least}, or a fraction of them as a float up to 1.0"
-        raise_wrong_value(name, value, expected, f"{name}=1.0 for all")
+        raise_wrong_value(name, value, expected, f"{write_argument(name, '1.0')} for all")

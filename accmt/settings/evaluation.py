@@ -1,13 +1,26 @@
-"""What the Trainer was told about evaluation."""
+"""The Trainer's arguments about evaluations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypedDict
 
-from accmt.settings.checks import meant, raise_wrong_value, require_flags, require_int, require_mapping
+from accmt.settings.checks import meant, raise_wrong_value, require_flags, require_int, require_mapping, require_options
+from accmt.settings.how_often import Every, read_every
 from accmt.settings.sizes import read_size
+
+Choice: TypeAlias = Callable[[str], bool] | Sequence[str]
+"""Which results go into a mean: a function of a result's name, or their names."""
+
+
+class MetricOptions(TypedDict, total=False):
+    """What becomes of results, and how predictions travel; described at `metric_options`."""
+
+    means: Mapping[str, Choice]
+    further: Callable[[dict[str, list[float]]], dict[str, float]]
+    report_all: bool
+    gather_chunk_size: int | str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,12 +28,12 @@ class EvaluationSettings:
     """When and how validation data are evaluated.
 
     Args:
-        evaluate_every_n_steps: Updates from one evaluation to the next, counted over epochs, or as a float up to 1.0
-            the fraction of an epoch's updates. None: at the end of epochs.
-        evaluate_every_n_epochs: Epochs from one evaluation to the next, where `evaluate_every_n_steps` is None.
-        eval_when_finish: Whether to evaluate at the end where `evaluate_every_n_steps` is given and the last update was
-            not evaluated yet.
-        eval_when_start: Whether to evaluate before the first update, logged at step 0; saves no model.
+        evaluate_every_n_steps: Optimizer steps from one evaluation to the next, counted over epochs; as a float up to
+            1.0 the fraction of an epoch's steps; or text such as "500 steps", "2 epochs", "0.25 epochs". None: at the
+            end of each epoch.
+        eval_when_finish: Whether to evaluate at the end where evaluations are between epochs and the last step was not
+            evaluated yet.
+        eval_when_start: Whether to evaluate before the first optimizer step, logged at step 0; saves no model.
         num_sanity_val_steps: Validation batches tried before training, so that a mistake there shows at once; it leaves
             no trace. 0 is off, -1 is all batches.
         inference_mode: Whether validation runs under `torch.inference_mode`; False: `torch.no_grad`.
@@ -28,68 +41,95 @@ class EvaluationSettings:
             validation batches, every `log_every` of them.
         metrics: What is computed over all samples of a validation set: `Metric`s, `torchmetrics` metrics, names such as
             "f1", a list of them, a dict of them by name, or a dict of lists by validation set.
-        consolidate_metrics: Results of which the mean is taken, by the name of that mean: a function of a result's
-            name, such as `{"mean_accuracy": lambda name: name.startswith("accuracy")}`, or the names, such as
-            `["accuracy__en", "accuracy__de"]`. Losses are not among them. `best_mean_accuracy` and `patience` can go
-            by it.
-        additional_metric_consolidation: A function that gets the values of each consolidated result in a list by its
-            name, and returns further results by name.
-        report_all_metrics: Whether results that were consolidated are logged too.
-        gather_chunk_size: How much of each process's predictions travels to the main process at a time, where a metric
-            or `predict` needs them there: bytes, or text such as "32MB"; None is all at once.
+        metric_options: A dict. "means": results of which the mean is taken, by the name of that mean: a function of a
+            result's name, such as `{"mean_accuracy": lambda name: name.startswith("accuracy")}`, or the names, such as
+            `["accuracy__en", "accuracy__de"]`; losses are not among them; `best_mean_accuracy` and `patience` can go by
+            it. "further": a function that gets the values of each such mean in a list by its name, and returns further
+            results by name. "report_all": whether results that have gone into a mean are logged too; they are not
+            unless it is True. "gather_chunk_size": how much of each process's predictions travels to the main process
+            at a time, where a metric or `predict` needs them there: bytes, or text such as "32MB" (the default); None
+            is all at once.
     """
 
-    evaluate_every_n_steps: int | float | None = None
-    evaluate_every_n_epochs: int = 1
+    evaluate_every_n_steps: int | float | str | None = None
     eval_when_finish: bool = True
     eval_when_start: bool = False
     num_sanity_val_steps: int = 2
     inference_mode: bool = True
     report_loss_after_eval: bool = True
     metrics: Any = None
-    consolidate_metrics: Mapping[str, Any] | None = None
-    additional_metric_consolidation: Callable[[dict[str, list[float]]], dict[str, float]] | None = None
-    report_all_metrics: bool = False
-    gather_chunk_size: int | str | None = "32MB"
+    metric_options: MetricOptions | None = None
 
     def __post_init__(self) -> None:
         require_flags(self)
-        self._check_consolidation()
+        require_options("metric_options", self.metric_options, MetricOptions)
+        self._check_means()
         if self.gather_chunk_size is not None:
-            read_size("gather_chunk_size", self.gather_chunk_size)
-        require_int("evaluate_every_n_epochs", self.evaluate_every_n_epochs, at_least=1)
+            read_size("metric_options.gather_chunk_size", self.gather_chunk_size)
         require_int("num_sanity_val_steps", self.num_sanity_val_steps, at_least=-1)
-        steps = self.evaluate_every_n_steps
-        if steps is None:
-            return
-        if not _is_rhythm(steps):
-            expected = "a whole number of updates from 1, a float fraction of an epoch up to 1.0, or None"
-            do = f"evaluate_every_n_steps={meant(steps, _is_rhythm, 500)}, or None for every epoch"
-            raise_wrong_value("evaluate_every_n_steps", steps, expected, do)
-        if self.evaluate_every_n_epochs != 1:
-            expected = "either evaluate_every_n_steps or evaluate_every_n_epochs"
-            raise_wrong_value("evaluate_every_n_epochs", self.evaluate_every_n_epochs, expected, "drop one of the two")
+        if self.evaluate_every_n_steps is not None:
+            _read_rhythm(self.evaluate_every_n_steps)
 
-    def _check_consolidation(self) -> None:
-        require_mapping("consolidate_metrics", self.consolidate_metrics)
-        for name, choice in (self.consolidate_metrics or {}).items():
+    def _check_means(self) -> None:
+        means = self.consolidate_metrics
+        require_mapping("metric_options.means", means)
+        for name, choice in (means or {}).items():
             if not isinstance(name, str) or not name or any(mark in name for mark in ("__", "@", "/")):
                 expected = "a name without '__', '@' and '/', which separate the names of metrics and sets"
-                raise_wrong_value("consolidate_metrics", name, expected, 'consolidate_metrics={"mean_accuracy": ...}')
+                do = 'metric_options={"means": {"mean_accuracy": ...}}'
+                raise_wrong_value("metric_options.means", name, expected, do)
             if not (callable(choice) or _are_names(choice)):
                 expected = "a function of a result's name, or a list of names"
                 do = f'{{{name!r}: lambda name: name.startswith("accuracy")}}'
-                raise_wrong_value("consolidate_metrics", choice, expected, do)
+                raise_wrong_value("metric_options.means", choice, expected, do)
         further = self.additional_metric_consolidation
-        if further is not None and not (callable(further) and self.consolidate_metrics):
-            expected = "a function of the values of consolidate_metrics, beside these"
-            raise_wrong_value("additional_metric_consolidation", further, expected, "consolidate_metrics={...} too")
+        if further is not None and not (callable(further) and means):
+            expected = 'a function of the values of "means", beside these'
+            raise_wrong_value("metric_options.further", further, expected, 'metric_options={"means": {...}} too')
+        if not isinstance(self.report_all_metrics, bool):
+            raise_wrong_value("metric_options.report_all", self.report_all_metrics, "True or False", "True")
+
+    @property
+    def every(self) -> Every:
+        """The distance between evaluations."""
+        steps = self.evaluate_every_n_steps
+        return Every(1, "epoch") if steps is None else _read_rhythm(steps)
+
+    @property
+    def consolidate_metrics(self) -> Mapping[str, Choice] | None:
+        """Results of which the mean is taken."""
+        return (self.metric_options or {}).get("means")
+
+    @property
+    def additional_metric_consolidation(self) -> Callable[[dict[str, list[float]]], dict[str, float]] | None:
+        """What makes further results of the values of each mean."""
+        return (self.metric_options or {}).get("further")
+
+    @property
+    def report_all_metrics(self) -> bool:
+        """Whether results that have gone into a mean are logged too."""
+        return (self.metric_options or {}).get("report_all", False)
+
+    @property
+    def gather_chunk_size(self) -> int | str | None:
+        """How much of each process's predictions travels at a time, as written."""
+        return (self.metric_options or {}).get("gather_chunk_size", "32MB")
 
     @property
     def chunk_bytes(self) -> int | None:
         """How much of each process's predictions travels at a time; None is all."""
         size = self.gather_chunk_size
-        return None if size is None else read_size("gather_chunk_size", size)
+        return None if size is None else read_size("metric_options.gather_chunk_size", size)
+
+
+def _read_rhythm(steps: Any) -> Every:
+    name = "evaluate_every_n_steps"
+    if isinstance(steps, str) and any(map(str.isalpha, steps)):
+        return read_every(name, steps, ("epoch", "step"), fractions=True)
+    if not _is_rhythm(steps):
+        expected = 'a whole number of steps from 1, a float fraction of an epoch up to 1.0, or text such as "2 epochs"'
+        raise_wrong_value(name, steps, expected, f"{name}={meant(steps, _is_rhythm, 500)}, or None for every epoch")
+    return Every(steps, "epoch" if isinstance(steps, float) else "step")
 
 
 def _is_rhythm(steps: Any) -> bool:

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from accmt.compat.argument_hints import find_foreign
 from accmt.config.hyperparameters import FIELDS
 from accmt.errors import UnknownArgumentError, explain
 
 
 def check_keywords(extra: Mapping[str, Any], names: Iterable[str], *, has_tracker: bool) -> None:
-    """Refuse keywords that are a mistake, all in one error.
+    """Reject keywords that are a mistake, all in one error.
 
     Args:
         extra: The keywords.
@@ -36,6 +35,11 @@ def _find_mistake(name: str, value: Any, names: Iterable[str], *, has_tracker: b
     where, expected = f"Trainer({name}=...)", "an argument of Trainer"
     if name in FIELDS:
         return explain(where, "a hyper-parameter", expected, f"put {name} into the hyper-parameters: it is one of them")
+    from accmt.compat.argument_hints import find_foreign, find_replaced
+
+    do = find_replaced(name, value)
+    if do is not None:
+        return explain(where, "no argument of its own here", expected, do)
     foreign = find_foreign(name, value)
     if foreign is not None:
         owner, do = foreign

@@ -1,39 +1,49 @@
-"""What the Trainer was told about updates."""
+"""The Trainer's arguments about optimizer steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, TypedDict
 
-from accmt.settings.checks import require_choice, require_flags, require_int, require_positive
+from accmt.settings.checks import raise_wrong_value, require_flags, require_int, require_options, require_positive
+
+
+class Clipping(TypedDict, total=False):
+    """What `clip_grad` may limit: the norm of the whole gradient, or each of its entries."""
+
+    norm: float
+    value: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationSettings:
-    """How gradients become updates.
+    """How gradients become optimizer steps.
 
     Args:
-        grad_accumulation_steps: Batches of each process that make one update: a number, or `{epoch: number}` with the
-            epoch (from 0) at which each begins. None is 1.
-        clip_grad: Largest norm (or value) of the gradient of an update; None or 0 is off.
-        clip_grad_type: "norm" scales the whole gradient, "value" cuts each entry.
-        set_to_none: Whether gradients are dropped after an update instead of filled with zeros.
+        grad_accumulation_steps: Batches of each process that make one optimizer step: a number, or `{epoch: number}`
+            with the epoch (from 0) at which each begins. None is 1.
+        clip_grad: Largest norm of the gradient of an optimizer step: the whole gradient is scaled. `{"value": 0.5}`
+            cuts each of its entries instead. None or 0 is off.
+        set_to_none: Whether gradients are dropped after a step instead of filled with zeros.
         auto_micro_batch: Whether running out of memory in a training step halves the micro-batch, doubles the
             accumulation and trains on: the effective batch, the order of samples and the schedule stay. Several
             processes then reduce gradients after a window's last backward, not during it.
     """
 
     grad_accumulation_steps: int | Mapping[int, int] | None = None
-    clip_grad: float | None = None
-    clip_grad_type: str = "norm"
+    clip_grad: float | Clipping | None = None
     set_to_none: bool = True
     auto_micro_batch: bool = False
 
     def __post_init__(self) -> None:
         require_flags(self)
-        require_choice("clip_grad_type", self.clip_grad_type, ("norm", "value"))
-        if self.clip_grad is not None and self.clip_grad != 0:
-            require_positive("clip_grad", self.clip_grad)
+        if isinstance(self.clip_grad, Mapping):
+            require_options("clip_grad", self.clip_grad, Clipping)
+            if len(self.clip_grad) != 1:
+                raise_wrong_value("clip_grad", self.clip_grad, "one of the two", 'clip_grad={"value": 0.5}')
+        if self.clip_limit is not None and self.clip_limit != 0:
+            require_positive("clip_grad", self.clip_limit)
         steps = self.grad_accumulation_steps
         if isinstance(steps, Mapping):
             for epoch, number in steps.items():
@@ -42,8 +52,19 @@ class OptimizationSettings:
         elif steps is not None:
             require_int("grad_accumulation_steps", steps, at_least=1, also=", or {epoch: number}")
 
+    @property
+    def clip_type(self) -> Literal["norm", "value"]:
+        """Whether the norm of the gradient is limited, or each entry."""
+        return "value" if isinstance(self.clip_grad, Mapping) and "value" in self.clip_grad else "norm"
+
+    @property
+    def clip_limit(self) -> float | None:
+        """The largest norm, or entry; None or 0 is off."""
+        clip = self.clip_grad
+        return clip.get(self.clip_type) if isinstance(clip, Mapping) else clip
+
     def accumulation_at(self, epoch: int) -> int:
-        """Return how many batches of each process make one update in `epoch` (from 0)."""
+        """Return how many batches of each process make one optimizer step in `epoch` (from 0)."""
         steps = self.grad_accumulation_steps
         if isinstance(steps, Mapping):
             begun = [start for start in steps if start <= epoch]

@@ -1,10 +1,11 @@
-"""What the Trainer was told about the run as a whole, and about failures."""
+"""The Trainer's arguments about the run as a whole, and about failures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, Literal, TypedDict
 
 import torch
 
@@ -14,13 +15,22 @@ from accmt.settings.checks import (
     require_flags,
     require_int,
     require_keywords,
-    require_mapping,
+    require_options,
     require_positive,
 )
 from accmt.settings.durations import read_max_time
 from accmt.settings.handlers import Handler, read_handlers
 from accmt.settings.hardware import require_accelerator, require_ddp_kwargs, require_precision
+from accmt.settings.how_often import Unit, read_every
 from accmt.settings.profiler import require_profiler
+
+
+class TorchFlags(TypedDict, total=False):
+    """What is set in torch during a run; described at `torch_flags`."""
+
+    deterministic: bool | Literal["warn"]
+    benchmark: bool | None
+    detect_anomaly: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +41,11 @@ class RunningSettings:
         accelerator: An `accelerate.Accelerator`, or a dict of its arguments; None builds one from the launch.
         mixed_precision: "no", "fp16" or "bf16"; None takes the launch's.
         ddp_kwargs: Arguments of `accelerate.DistributedDataParallelKwargs`.
-        compile: Whether the model is compiled by `torch.compile`.
-        compile_kwargs: Arguments of `torch.compile`.
+        compile: Whether the model is compiled by `torch.compile`; a dict gives its arguments.
         seed: Seed of everything random; None draws one.
-        deterministic: True makes torch use deterministic algorithms only, "warn" warns where there is none.
-        benchmark: Sets `torch.backends.cudnn.benchmark` during the run.
-        detect_anomaly: Whether autograd looks for the operation that made a NaN; slow.
+        torch_flags: A dict of what is set in torch during the run. "deterministic": True makes it use deterministic
+            algorithms only, "warn" warns where there is none. "benchmark": sets `torch.backends.cudnn.benchmark`.
+            "detect_anomaly": whether autograd looks for the operation that made a NaN; slow.
         gradient_checkpointing: Whether a transformers model recomputes activations to save memory; a dict gives
             arguments.
         sync_batchnorm: Whether batch norm uses the statistics of all processes, while the model is trained; on GPUs
@@ -46,13 +55,10 @@ class RunningSettings:
         profiler: Finds what takes the time of `fit`: "simple" by phase, "advanced" by function, "pytorch" by operation,
             in a few updates; or an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile` that says more. What
             is found is kept in the run folder.
-        min_epochs: Epochs before which training does not end early.
-        min_steps: Updates before which training does not end early.
-        max_time: Longest time, after which training ends at an update: "DD:HH:MM:SS" or "1h30m", a timedelta, or
-            a dict of its arguments. Interruptions do not count, `min_epochs` and `min_steps` come first.
+        min_length: Before which training does not end early: "2 epochs", "100 steps", or a list of both.
+        max_time: Longest time, after which training ends at an optimizer step: "DD:HH:MM:SS" or "1h30m", a timedelta,
+            or a dict of its arguments. Interruptions do not count, `min_length` comes first.
         callbacks: A `Callback` or a list of them.
-        preflight: Whether a run tries at its start to save and load its state in memory, and compares the room on the
-            disk with what checkpoints and model will need.
         verbose: False silences messages and progress bars.
         enable_progress_bar: True shows a bar even where stderr is no terminal, False shows none, None decides by it.
         enable_model_summary: Whether a table of the model's parts is printed at the start; a number is the depth to
@@ -62,21 +68,16 @@ class RunningSettings:
     accelerator: Any = None
     mixed_precision: str | None = None
     ddp_kwargs: Mapping[str, Any] | None = None
-    compile: bool = False
-    compile_kwargs: Mapping[str, Any] | None = None
+    compile: bool | Mapping[str, Any] = False
     seed: int | None = None
-    deterministic: Any = False
-    benchmark: bool | None = None
-    detect_anomaly: bool = False
-    gradient_checkpointing: Any = False
+    torch_flags: TorchFlags | None = None
+    gradient_checkpointing: bool | Mapping[str, Any] = False
     sync_batchnorm: bool = False
     fast_dev_run: bool | int = False
     profiler: Any = None
-    min_epochs: int | None = None
-    min_steps: int | None = None
-    max_time: Any = None
+    min_length: str | Sequence[str] | None = None
+    max_time: str | timedelta | Mapping[str, float] | None = None
     callbacks: Any = None
-    preflight: bool = True
     verbose: bool = True
     enable_progress_bar: bool | None = None
     enable_model_summary: bool | int = False
@@ -92,18 +93,74 @@ class RunningSettings:
         if not isinstance(self.enable_model_summary, int) or self.enable_model_summary < -1:
             expected = "True or False, or a depth from 1; -1 shows all"
             raise_wrong_value("enable_model_summary", self.enable_model_summary, expected, "enable_model_summary=True")
-        require_choice("deterministic", self.deterministic, (False, True, "warn"))
+        require_options("torch_flags", self.torch_flags, TorchFlags)
+        require_choice("torch_flags.deterministic", self.deterministic, (False, True, "warn"))
+        require_choice("torch_flags.benchmark", self.benchmark, (None, True, False))
+        require_choice("torch_flags.detect_anomaly", self.detect_anomaly, (False, True))
+        self._least  # noqa: B018 - raises what is wrong with it
         require_profiler(self.profiler)
         read_max_time(self.max_time)
-        require_mapping("compile_kwargs", self.compile_kwargs)
-        require_keywords("compile_kwargs", self.compile_kwargs, torch.compile, "torch.compile")
+        compiling: Any = self.compile
+        if not isinstance(compiling, bool | Mapping):
+            raise_wrong_value("compile", compiling, "True, False, or arguments of torch.compile", "compile=True")
+        require_keywords("compile", self.compile_kwargs, torch.compile, "torch.compile")
         require_ddp_kwargs(self.ddp_kwargs)
-        if not isinstance(self.gradient_checkpointing, bool | Mapping):
+        value: Any = self.gradient_checkpointing
+        if not isinstance(value, bool | Mapping):
             expected = "True, False, or arguments of torch.utils.checkpoint.checkpoint by name"
-            value = self.gradient_checkpointing
             raise_wrong_value("gradient_checkpointing", value, expected, "gradient_checkpointing=True")
-        if self.compile_kwargs is not None and not self.compile:
-            raise_wrong_value("compile_kwargs", self.compile_kwargs, "compile=True beside it", "compile=True")
+
+    @property
+    def compile_kwargs(self) -> Mapping[str, Any]:
+        """Arguments of `torch.compile`."""
+        return self.compile if isinstance(self.compile, Mapping) else {}
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the model is compiled."""
+        return self.compile is not False
+
+    @property
+    def deterministic(self) -> bool | Literal["warn"]:
+        """Whether torch uses deterministic algorithms only."""
+        return (self.torch_flags or {}).get("deterministic", False)
+
+    @property
+    def benchmark(self) -> bool | None:
+        """What `torch.backends.cudnn.benchmark` is set to; None leaves it."""
+        return (self.torch_flags or {}).get("benchmark")
+
+    @property
+    def detect_anomaly(self) -> bool:
+        """Whether autograd looks for the operation that made a NaN."""
+        return (self.torch_flags or {}).get("detect_anomaly", False)
+
+    @property
+    def min_epochs(self) -> int | None:
+        """Epochs before which training does not end early."""
+        return self._least.get("epoch")
+
+    @property
+    def min_steps(self) -> int | None:
+        """Optimizer steps before which training does not end early."""
+        return self._least.get("step")
+
+    @property
+    def _least(self) -> dict[Unit, int]:
+        written: Any = [] if self.min_length is None else self.min_length
+        written = written if isinstance(written, list | tuple) else [written]
+        lengths = [read_every("min_length", text, ("epoch", "step"), also=", or a list of both") for text in written]
+        return {length.unit: int(length.number) for length in lengths}
+
+
+class Failures(TypedDict, total=False):
+    """What happens when something goes wrong; described at `failures`."""
+
+    on_nonfinite: Literal["stop", "skip", "rollback"] | None
+    spike_guard: float | None
+    hang_timeout_s: float | None
+    preempt_exit_code: int
+    preflight: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,37 +168,63 @@ class FailureSettings:
     """What happens when something goes wrong.
 
     Args:
-        handlers: Errors at which a safe checkpoint of the last update is taken before they go on: a `Handler`, its
-            name, or a list.
-        on_nonfinite: What happens after a training loss that is not finite: "stop" ends the run with an error that
-            names the batch, "skip" leaves the update out before it is made (and waits for the device once per update),
-            "rollback" goes back to the newest checkpoint and skips the update. None only warns.
-        spike_guard: Treats a loss this many standard deviations above the mean of the process's last 100 as not
-            finite, from the 21st on; None is off.
-        hang_timeout_s: Seconds without a finished batch after which the run counts as hung and ends, saying where;
-            None is off.
-        preempt_exit_code: Exit code after SIGTERM or SIGUSR1, from 0 to 255.
+        handlers: Errors at which a safe checkpoint of the last optimizer step is taken before they go on: a `Handler`,
+            its name, or a list.
+        failures: A dict. "on_nonfinite": what happens after a training loss that is not finite: "stop" (the default)
+            ends the run with an error that names the batch, "skip" leaves the optimizer step out before it is made (and
+            waits for the device once per step), "rollback" goes back to the newest checkpoint and skips that step; None
+            only warns. "spike_guard": treats a loss this many standard deviations above the mean of the process's last
+            100 as not finite, from the 21st on. "hang_timeout_s": seconds without a finished batch after which the run
+            counts as hung and ends, saying where. "preempt_exit_code": exit code after SIGTERM or SIGUSR1, from 0 to
+            255; 143. "preflight": whether a run tries at its start to save and load its state in memory, and compares
+            the room on the disk with what checkpoints and model will need; True.
     """
 
-    handlers: Any = None
-    on_nonfinite: str | None = "stop"
-    spike_guard: float | None = None
-    hang_timeout_s: float | None = None
-    preempt_exit_code: int = 143
+    handlers: Handler | str | Iterable[Handler | str] | None = None
+    failures: Failures | None = None
 
     def __post_init__(self) -> None:
         read_handlers(self.handlers)
-        require_choice("on_nonfinite", self.on_nonfinite, ("stop", "skip", "rollback", None))
+        require_options("failures", self.failures, Failures)
+        require_choice("failures.on_nonfinite", self.on_nonfinite, ("stop", "skip", "rollback", None))
         if self.spike_guard is not None:
-            require_positive("spike_guard", self.spike_guard)
+            require_positive("failures.spike_guard", self.spike_guard)
             if self.on_nonfinite is None:
-                do = 'on_nonfinite="rollback"'
-                raise_wrong_value("spike_guard", self.spike_guard, "on_nonfinite other than None beside it", do)
+                do = 'failures={"spike_guard": 6, "on_nonfinite": "rollback"}'
+                expected = "on_nonfinite other than None beside it"
+                raise_wrong_value("failures.spike_guard", self.spike_guard, expected, do)
         if self.hang_timeout_s is not None:
-            require_positive("hang_timeout_s", self.hang_timeout_s)
-        require_int("preempt_exit_code", self.preempt_exit_code, at_least=0)
+            require_positive("failures.hang_timeout_s", self.hang_timeout_s)
+        require_int("failures.preempt_exit_code", self.preempt_exit_code, at_least=0)
         if self.preempt_exit_code > 255:
-            raise_wrong_value("preempt_exit_code", self.preempt_exit_code, "0 to 255", "preempt_exit_code=143")
+            do = 'failures={"preempt_exit_code": 143}'
+            raise_wrong_value("failures.preempt_exit_code", self.preempt_exit_code, "0 to 255", do)
+        require_choice("failures.preflight", self.preflight, (True, False))
+
+    @property
+    def on_nonfinite(self) -> Literal["stop", "skip", "rollback"] | None:
+        """What happens after a training loss that is not finite; None only warns."""
+        return (self.failures or {}).get("on_nonfinite", "stop")
+
+    @property
+    def spike_guard(self) -> float | None:
+        """Standard deviations from which a loss is a spike; None is off."""
+        return (self.failures or {}).get("spike_guard")
+
+    @property
+    def hang_timeout_s(self) -> float | None:
+        """Seconds without a finished batch after which the run counts as hung; None is off."""
+        return (self.failures or {}).get("hang_timeout_s")
+
+    @property
+    def preempt_exit_code(self) -> int:
+        """Exit code after SIGTERM or SIGUSR1."""
+        return (self.failures or {}).get("preempt_exit_code", 143)
+
+    @property
+    def preflight(self) -> bool:
+        """Whether a run tries at its start to save and load its state."""
+        return (self.failures or {}).get("preflight", True)
 
     @property
     def kinds(self) -> frozenset[Handler]:

@@ -1,17 +1,17 @@
-"""What the Trainer was told about the model folder and about checkpoints."""
+"""The Trainer's arguments about the model folder and about checkpoints."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from accmt.settings.checkpoint_every import Every, parse_checkpoint_every
 from accmt.settings.checks import raise_wrong_value, require_flags, require_int
+from accmt.settings.how_often import Every, read_every
 from accmt.settings.sizes import read_size
 
 _RESUME_WORDS = {"true": True, "yes": True, "false": False, "no": False, "none": None, "auto": "auto"}
@@ -25,6 +25,19 @@ class RegisteredSaving:
     name: str
     below: float | Mapping[str, float] | None = None
     above: float | Mapping[str, float] | None = None
+
+
+class Checkpointer(Protocol):
+    """What stores checkpoints instead of accmt: `Trainer(checkpointer=...)` takes any object with these two methods.
+
+    Both are called on every process, together.
+    """
+
+    def save(self, write: Callable[[Path], object], step: int, *, force: bool) -> None:
+        """Store a checkpoint."""
+
+    def load(self) -> Path | None:
+        """Return a folder with the files of the checkpoint to continue from; None where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,18 +56,18 @@ class SavingSettings:
         max_shard_size: Largest weight file: bytes, or text such as "5GB".
         safe_serialization: True writes safetensors, tied weights included; False writes `pytorch_model*.bin`.
         save_last: Whether the last weights are saved to `<model_path>/last` too.
-        patience: Evaluations in a row without a better value before training ends; a dict, such as
-            `{"accuracy": 3}`, counts each value for itself. `min_epochs` and `min_steps` hold it back.
+        patience: Evaluations in a row without a better value before training ends: a number, or text such as
+            "3 evals"; a dict, such as `{"accuracy": 3}`, counts each value for itself. `min_length` holds it back.
     """
 
     model_path: str | PathLike[str]
-    model_saving: Any = "best_valid_loss"
+    model_saving: str | Sequence[str | None] | None = "best_valid_loss"
     model_saving_below: float | Mapping[str, float] | None = None
     model_saving_above: float | Mapping[str, float] | None = None
     max_shard_size: int | str = "10GB"
     safe_serialization: bool = True
     save_last: bool = False
-    patience: Any = None
+    patience: int | str | Mapping[str, int | str] | None = None
 
     def __post_init__(self) -> None:
         require_flags(self)
@@ -65,11 +78,22 @@ class SavingSettings:
             do = "mount the remote storage, or copy the folder after training"
             raise_wrong_value("model_path", path, "a folder of this machine", do)
         read_size("max_shard_size", self.max_shard_size)
-        rules = self.model_saving if isinstance(self.model_saving, list | tuple) else [self.model_saving]
+        saving: Any = self.model_saving
+        rules = saving if isinstance(saving, list | tuple) else [saving]
         if not all(rule is None or isinstance(rule, str) for rule in rules):
-            do = "model_saving=None" if self.model_saving is False else 'model_saving="best_valid_loss"'
+            do = "model_saving=None" if saving is False else 'model_saving="best_valid_loss"'
             expected = '"best_valid_loss", "best_train_loss", "best_<metric>", "always", a list of them, or None'
-            raise_wrong_value("model_saving", self.model_saving, expected, do)
+            raise_wrong_value("model_saving", saving, expected, do)
+
+    @property
+    def patience_evaluations(self) -> Any:
+        """`patience` with numbers for text such as "3 evals"."""
+
+        def read(value: Any) -> Any:
+            return int(read_every("patience", value, ["eval"]).number) if isinstance(value, str) else value
+
+        patience = self.patience
+        return {n: read(v) for n, v in patience.items()} if isinstance(patience, Mapping) else read(patience)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,37 +105,34 @@ class CheckpointSettings:
         resume: False starts anew (checkpoints of an earlier run are moved to `<folder>.previous`, and back if the run
             ends before its first own one); True continues from the newest checkpoint; "auto" or None continues if there
             is one; a path continues from that checkpoint, or from the newest one in that folder.
-        checkpoint_every: How often: a number and a unit of "epoch", "step" or "eval", such as "2 epochs"; None is
-            never. The end of the run is saved too.
+        checkpoint_every: How often: a number and a unit of "epoch", "step" or "eval", such as "2 epochs", "0.25
+            epochs" or "500 steps"; None is never. The end of the run is saved too.
         max_checkpoints: How many are kept; None keeps the newest.
         max_previous_runs: How many earlier runs' models and checkpoints are kept (`<folder>.previous`, `.previous-2`
             ...) when a run starts anew in their folders; 0 overwrites them, None keeps all.
         checkpointer: An object of yours that stores checkpoints instead: `accmt.Checkpointer`.
         async_checkpointing: Whether files are written while training goes on.
         reset_optimizer_on_resume: Whether optimizer and schedule start anew when training continues.
-        enable_checkpointing: False is `checkpoint_every=None`.
     """
 
     checkpoint: str | PathLike[str] | None = None
-    resume: Any = False
+    resume: bool | str | PathLike[str] | None = False
     checkpoint_every: str | None = "epoch"
     max_checkpoints: int | None = None
     max_previous_runs: int | None = 3
-    checkpointer: Any = None
+    checkpointer: Checkpointer | None = None
     async_checkpointing: bool = True
     reset_optimizer_on_resume: bool = False
-    enable_checkpointing: bool = True
 
     def __post_init__(self) -> None:
         require_flags(self)
-        if self.checkpoint_every is not None:
-            parse_checkpoint_every(self.checkpoint_every)
+        self.every  # noqa: B018 - raises what is wrong with it
         if self.max_checkpoints is not None:
             require_int("max_checkpoints", self.max_checkpoints, at_least=1)
         if self.max_previous_runs is not None:
             require_int("max_previous_runs", self.max_previous_runs, at_least=0)
         if isinstance(self.resume, str) and self.resume != "auto":
-            _refuse_word(self.resume)
+            _reject_word(self.resume)
         for name in ("checkpoint", "resume"):
             self._check_path(name, getattr(self, name))
         if self.checkpointer is not None and not _can_store(self.checkpointer):
@@ -132,12 +153,12 @@ class CheckpointSettings:
     @property
     def every(self) -> Every | None:
         """How often a checkpoint is written; None is never."""
-        if not self.enable_checkpointing or self.checkpoint_every is None:
+        if self.checkpoint_every is None:
             return None
-        return parse_checkpoint_every(self.checkpoint_every)
+        return read_every("checkpoint_every", self.checkpoint_every, ("epoch", "step", "eval"), fractions=True)
 
 
-def _refuse_word(resume: str) -> None:
+def _reject_word(resume: str) -> None:
     """Refuse text that means no path: a word of Python, or nearly one where nothing of that name exists."""
     nearest = get_close_matches(resume.lower(), _RESUME_WORDS, n=1, cutoff=0.7)
     if nearest and (resume.lower() in _RESUME_WORDS or not Path(resume).exists()):

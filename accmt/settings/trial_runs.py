@@ -39,29 +39,25 @@ def _for_fast_dev_run(settings: Settings) -> Settings:
     return replace(
         quiet,
         hps=hps,
-        data=replace(
-            quiet.data,
-            limit_train_batches=number,
-            limit_val_batches=number,
-            limit_test_batches=number,
-            limit_predict_batches=number,
-        ),
-        evaluation=replace(
-            quiet.evaluation, num_sanity_val_steps=0, evaluate_every_n_steps=None, evaluate_every_n_epochs=1
-        ),
-        running=replace(quiet.running, min_epochs=None, min_steps=None, max_time=None),
+        data=replace(quiet.data, limit_batches=number),
+        evaluation=replace(quiet.evaluation, num_sanity_val_steps=0, evaluate_every_n_steps=None),
+        running=replace(quiet.running, min_length=None, max_time=None),
     )
 
 
 def _for_overfitting(settings: Settings) -> Settings:
     number = settings.data.overfit_batches
-    told = replace(
+    data = replace(
         settings.data,
-        limit_train_batches=number,
-        limit_val_batches=number,
+        limit_batches={
+            "train": number,
+            "val": number,
+            "test": settings.data.limit_test_batches,
+            "predict": settings.data.limit_predict_batches,
+        },
         shuffle_train=False,
         shuffle_validation=False,
         sampler=None,
         sampler_val=None,
     )
-    return replace(settings, data=told)
+    return replace(settings, data=data)

@@ -174,7 +174,7 @@ def _place(
         loader.resume_from(state.epoch, state.train_step, resumed.others["data"])
     done = Counters() if isinstance(module, ExtendedAcceleratorModule) else state  # its updates follow no plan
     length = measure_run(trainer.settings, cadence, loader, micro_batches_per_epoch, done)
-    reloads = trainer.settings.data.reload_dataloaders_every_n_epochs > 0
+    reloads = trainer.settings.data.reload_epochs > 0
     return length.keep(resumed.others.get("plan")) if resumed is not None and reloads else length
 
 

@@ -89,7 +89,7 @@ class Loaders:
         Processes: collective.
         """
         state, settings = self._trainer.state, self._trainer.settings.data
-        if settings.reload_dataloaders_every_n_epochs == 0 or state.train_step > 0:
+        if settings.reload_epochs == 0 or state.train_step > 0:
             return
         if _epoch_of_building(state.epoch, settings) == self._built_for:
             return
@@ -105,7 +105,7 @@ class Loaders:
 
 def check_reloading(settings: DataSettings, module: AcceleratorModule, user_data: UserData) -> None:
     """Check that something can be asked for data again."""
-    asked, every = ("get_train_dataloader", "get_validation_dataloader"), settings.reload_dataloaders_every_n_epochs
+    asked, every = ("get_train_dataloader", "get_validation_dataloader"), settings.reload_epochs
     makes_data = user_data.has_datamodule or any(defines(module, name) for name in asked)
     if every and not makes_data:
         where = f"Trainer(reload_dataloaders_every_n_epochs={every})"
@@ -129,7 +129,7 @@ def at_epoch_of_building(state: TrainingState, settings: DataSettings) -> Iterat
 
 
 def _epoch_of_building(epoch: int, settings: DataSettings) -> int:
-    every = settings.reload_dataloaders_every_n_epochs
+    every = settings.reload_epochs
     return epoch - epoch % every if every else 0
 
 

@@ -263,7 +263,7 @@ def _check_settings(module: AcceleratorModule, settings: Settings) -> None:
         isinstance(data_settings.limit_train_batches, int) or data_settings.limit_train_batches < 1.0
     )  # 1 is one batch
     if is_limited and not settings.running.fast_dev_run:
-        _reject("limit_train_batches= or overfit_batches=", "leave it out: max_steps says how long the run is")
+        _reject("limit_batches= or overfit_batches=", "leave it out: max_steps says how long the run is")
 
 
 def _reject(got: str, do: str) -> NoReturn:

@@ -133,7 +133,7 @@ def _selection_of(
 
 
 def _patience_of(settings: Settings, rule: Any, metrics: _Metrics, *, sets: Sequence[str] | None) -> Patience | None:
-    patience = settings.saving.patience
+    patience = settings.saving.patience_evaluations
     return None if patience is None else Patience(patience, rule, _directions(settings, metrics, sets), sets=sets)
 
 

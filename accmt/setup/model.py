@@ -82,8 +82,8 @@ def prepare(
         accelerator,
         optimizer,
         set_to_none=settings.optimization.set_to_none,
-        clip=settings.optimization.clip_grad,
-        clip_type=settings.optimization.clip_grad_type,
+        clip=settings.optimization.clip_limit,
+        clip_type=settings.optimization.clip_type,
     )
     return Prepared(model, unwrapped, stepper, scheduler)
 
@@ -115,8 +115,8 @@ def prepare_for_evaluation(module: AcceleratorModule, accelerator: Accelerator, 
 
 def compile_if_asked(model: nn.Module, settings: RunningSettings) -> None:
     """Compile a model, unless an earlier run did."""
-    if settings.compile and model._compiled_call_impl is None:
-        model.compile(**(settings.compile_kwargs or {}))  # in place: names of weights stay as they are
+    if settings.compiles and model._compiled_call_impl is None:
+        model.compile(**settings.compile_kwargs)  # in place: names of weights stay as they are
 
 
 def detach_run(module: AcceleratorModule, model: nn.Module, accelerator: Accelerator) -> None:

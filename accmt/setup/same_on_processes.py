@@ -69,10 +69,9 @@ def require_same_settings(settings: Settings) -> None:
     own: dict[str, str] = {name: repr(value) for name, value in settings.hps.to_dict()["hps"].items()}
     own |= {name: repr(value) for name, value in vars(optimization).items()}
     own |= {
-        "evaluate_every_n_steps": repr(evaluation.evaluate_every_n_steps),
-        "evaluate_every_n_epochs": repr(evaluation.evaluate_every_n_epochs),
+        "evaluate_every_n_steps": repr(evaluation.every),
         "checkpoint_every": repr(checkpoints.every),
-        "log_every": repr(settings.tracking.log_every),
+        "log_every": repr(settings.tracking.log_steps),
     }
     every = gather_objects(own)
     for name in own:

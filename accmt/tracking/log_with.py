@@ -79,8 +79,8 @@ def report_missing_key(spec: TrackerSpec, place: RunPlace, kwargs: Mapping[str, 
         return
     if is_needed:
         where = f"the tracker {spec.name}"
-        expected = "a key of its service, for tracker_offline=False"
-        raise TrackerError(explain(where, "no key", expected, f'{how}, or tracker_offline="auto"'))
+        expected = 'a key of its service, for tracker_delivery={"offline": False}'
+        raise TrackerError(explain(where, "no key", expected, f'{how}, or tracker_delivery={{"offline": "auto"}}'))
     say(f"the tracker {spec.name} has no key ({how}) and writes files; upload them by `{spec.upload_command(place)}`")
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
@@ -22,11 +22,27 @@ from accmt.trainer.properties import TrainerProperties
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
+    from datetime import timedelta
     from types import TracebackType
 
+    from accelerate import Accelerator
+    from accelerate.utils import ProfileKwargs
+    from torch.profiler import profile
+    from torch.utils.data import Sampler
+
+    from accmt.callbacks import Callback
     from accmt.checkpoint.manifest import Checkpoint
     from accmt.recovery.restart import Recovery
+    from accmt.settings.data import Limits
+    from accmt.settings.evaluation import MetricOptions
+    from accmt.settings.handlers import Handler
+    from accmt.settings.monitor import Monitor
+    from accmt.settings.optimization import Clipping
+    from accmt.settings.running import Failures, TorchFlags
+    from accmt.settings.saving import Checkpointer
+    from accmt.settings.tracking import Delivery
     from accmt.setup.user_data import UserData
+    from accmt.trainer.argument_types import Collate, Data, Metrics, Samplers, Trackers
     from accmt.tuning import Search, Tuning
 
 
@@ -43,7 +59,7 @@ class Trainer(TrainerProperties):
 
     Raises:
         HyperParameterError: Faults in the hyper-parameters, all at once.
-        ArgumentError: An argument with a value that cannot be.
+        ArgumentError: An argument with an invalid value.
         UnknownArgumentError: Arguments that do not exist; the message names what there is instead.
         SeveralFaultsError: Faults in the hyper-parameters and in arguments, all at once.
     """
@@ -54,96 +70,78 @@ class Trainer(TrainerProperties):
         model_path: str | PathLike[str],
         track_name: str | None = None,
         checkpoint: str | PathLike[str] | None = None,
-        resume: Any = False,
-        model_saving: Any = "best_valid_loss",
-        evaluate_every_n_steps: float | None = None,
+        resume: bool | str | PathLike[str] | None = False,
+        model_saving: str | Sequence[str | None] | None = "best_valid_loss",
+        evaluate_every_n_steps: float | str | None = None,
         checkpoint_every: str | None = "epoch",
         logging_dir: str | PathLike[str] = "logs",
-        log_with: Any = None,
-        log_every: int = 1,
+        log_with: Trackers | None = None,
+        log_every: int | str = 1,
         grad_accumulation_steps: int | Mapping[int, int] | None = None,
-        clip_grad: float | None = None,
+        clip_grad: float | Clipping | None = None,
         set_to_none: bool = True,
         shuffle_train: bool = True,
         shuffle_validation: bool = False,
-        sampler: Any = None,
+        sampler: Samplers | None = None,
         model_saving_below: float | Mapping[str, float] | None = None,
         model_saving_above: float | Mapping[str, float] | None = None,
-        collate_fn: Any = None,
+        collate_fn: Collate | None = None,
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
-        compile: bool = False,  # noqa: A002 - the documented name
+        compile: bool | Mapping[str, Any] = False,  # noqa: A002 - the documented name
         train_loss_metric_name: str = "train_loss",
         val_loss_metric_name: str = "val_loss",
         dataloader_pin_memory: bool = True,
         dataloader_num_workers: int = 0,
         report_loss_after_eval: bool = True,
-        handlers: Any = None,
+        handlers: Handler | str | Iterable[Handler | str] | None = None,
         eval_when_finish: bool = True,
         eval_when_start: bool = False,
         verbose: bool = True,
-        monitor: Any = None,
+        monitor: Monitor | Mapping[str, bool | float | str] | Sequence[str] | str | PathLike[str] | None = None,
         *,
-        sampler_val: Any = None,
-        batch_sampler: Any = None,
-        collate_fn_train: Any = None,
-        collate_fn_val: Any = None,
+        sampler_val: Samplers | None = None,
+        batch_sampler: Sampler[list[int]] | Iterable[list[int]] | None = None,
+        collate_fn_train: Collate | None = None,
+        collate_fn_val: Collate | None = None,
         dataloader_persistent_workers: bool = False,
         dataloader_drop_last: bool = False,
         shard_dataloaders: bool = True,
-        reload_dataloaders_every_n_epochs: int = 0,
-        limit_train_batches: float = 1.0,
-        limit_val_batches: float = 1.0,
-        limit_test_batches: float = 1.0,
-        limit_predict_batches: float = 1.0,
+        reload_dataloaders_every_n_epochs: int | str = 0,
+        limit_batches: float | Limits = 1.0,
         overfit_batches: float = 0.0,
         fast_dev_run: bool | int = False,
         batch_device_placement: bool = True,
-        on_bad_sample: str = "raise",
-        min_epochs: int | None = None,
-        min_steps: int | None = None,
-        max_time: Any = None,
-        evaluate_every_n_epochs: int = 1,
+        on_bad_sample: Literal["raise", "skip"] = "raise",
+        min_length: str | Sequence[str] | None = None,
+        max_time: str | timedelta | Mapping[str, float] | None = None,
         num_sanity_val_steps: int = 2,
-        clip_grad_type: str = "norm",
-        patience: Any = None,
+        patience: int | str | Mapping[str, int | str] | None = None,
         seed: int | None = None,
-        deterministic: Any = False,
-        benchmark: bool | None = None,
+        torch_flags: TorchFlags | None = None,
         inference_mode: bool = True,
-        detect_anomaly: bool = False,
-        gradient_checkpointing: Any = False,
+        gradient_checkpointing: bool | Mapping[str, Any] = False,
         sync_batchnorm: bool = False,
         auto_micro_batch: bool = False,
         max_checkpoints: int | None = None,
         max_previous_runs: int | None = 3,
-        checkpointer: Any = None,
+        checkpointer: Checkpointer | None = None,
         async_checkpointing: bool = True,
-        enable_checkpointing: bool = True,
         reset_optimizer_on_resume: bool = False,
         save_last: bool = False,
-        metrics: Any = None,
-        consolidate_metrics: Mapping[str, Any] | None = None,
-        additional_metric_consolidation: Callable[[dict[str, list[float]]], dict[str, float]] | None = None,
-        report_all_metrics: bool = False,
-        gather_chunk_size: int | str | None = "32MB",
-        callbacks: Any = None,
+        metrics: Metrics | None = None,
+        metric_options: MetricOptions | None = None,
+        callbacks: Callback | Sequence[Callback] | None = None,
         run_name: str | None = None,
         additional_tracker_config: Mapping[str, Any] | None = None,
-        tracker_offline: Any = "auto",
-        tracker_flush_s: float = 30,
-        profiler: Any = None,
+        tracker_delivery: Delivery | None = None,
+        profiler: Literal["simple", "advanced", "pytorch"] | ProfileKwargs | profile | None = None,
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool | int = False,
-        accelerator: Any = None,
-        mixed_precision: str | None = None,
+        accelerator: Accelerator | Mapping[str, Any] | None = None,
+        mixed_precision: Literal["no", "fp16", "bf16"] | None = None,
         ddp_kwargs: Mapping[str, Any] | None = None,
-        compile_kwargs: Mapping[str, Any] | None = None,
-        on_nonfinite: str | None = "stop",
-        spike_guard: float | None = None,
-        hang_timeout_s: float | None = None,
-        preempt_exit_code: int = 143,
-        preflight: bool = True,
+        failures: Failures | None = None,
         **kwargs: Any,
     ) -> None:
         # What only checks and runs need is imported by the functions that use it: `import accmt` is to be quick.
@@ -171,10 +169,10 @@ class Trainer(TrainerProperties):
     def fit(
         self,
         module: AcceleratorModule | str | PathLike[str] | tuple[Any, ...],
-        train_dataset: Any = None,
-        val_dataset: Any = None,
+        train_dataset: Data | None = None,
+        val_dataset: Data | None = None,
         *,
-        datamodule: Any = None,
+        datamodule: object | None = None,
         **kwargs: Any,
     ) -> TrainingState:
         """Train a module. May be called again, for another run.
@@ -264,12 +262,12 @@ class Trainer(TrainerProperties):
     def validate(
         self,
         module: AcceleratorModule | None = None,
-        val_dataset: Any = None,
+        val_dataset: Data | None = None,
         ckpt_path: str | PathLike[str] | None = None,
         verbose: bool = True,  # noqa: FBT001, FBT002 - the documented signature is positional
         results_output: str | PathLike[str] | None = None,
         *,
-        datamodule: Any = None,
+        datamodule: object | None = None,
     ) -> dict[str, float]:
         """Evaluate validation data, each sample once, as `fit` does: after it, the same values bit for bit.
 
@@ -312,12 +310,12 @@ class Trainer(TrainerProperties):
     def test(
         self,
         module: AcceleratorModule | None = None,
-        test_dataset: Any = None,
+        test_dataset: Data | None = None,
         ckpt_path: str | PathLike[str] | None = None,
         verbose: bool = True,  # noqa: FBT001, FBT002 - the documented signature is positional
         results_output: str | PathLike[str] | None = None,
         *,
-        datamodule: Any = None,
+        datamodule: object | None = None,
     ) -> dict[str, float]:
         """Evaluate test data by the module's `test_step`, or by its validation step where it has none.
 
@@ -335,11 +333,11 @@ class Trainer(TrainerProperties):
     def predict(
         self,
         module: AcceleratorModule | None = None,
-        dataset: Any = None,
+        dataset: Data | None = None,
         ckpt_path: str | PathLike[str] | None = None,
         return_predictions: bool = True,  # noqa: FBT001, FBT002 - the documented signature is positional
         *,
-        datamodule: Any = None,
+        datamodule: object | None = None,
     ) -> Any:
         """Predict each sample of a dataset once, by the module's `predict_step`.
 
@@ -371,7 +369,7 @@ class Trainer(TrainerProperties):
     def tune(
         self,
         module: AcceleratorModule,
-        train_dataset: Any = None,
+        train_dataset: Data | None = None,
         *,
         batch_size: Search | None = None,
         lr: bool = False,
@@ -496,7 +494,9 @@ class Trainer(TrainerProperties):
         self.chosen_checkpoint = None if found is None else found.folder
         return found
 
-    def check_resume(self, module: AcceleratorModule, train_dataset: Any, val_dataset: Any = None) -> int:
+    def check_resume(
+        self, module: AcceleratorModule, train_dataset: Data | None, val_dataset: Data | None = None
+    ) -> int:
         """Prove, in seconds, that interrupting and resuming changes no bit of this training.
 
         Copies of the module make four optimizer steps without, and four with an interruption in the middle; every

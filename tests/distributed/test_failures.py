@@ -155,7 +155,7 @@ def test_a_call_by_the_main_process_alone_is_no_hang_but_an_error(tmp_path: Path
 
 @pytest.mark.slow
 def test_a_hang_of_one_process_ends_all_and_says_where_it_was(tmp_path: Path) -> None:
-    settings = {"hang_timeout_s": 5.0, "checkpoint_every": "1 step"}
+    settings = {"failures": {"hang_timeout_s": 5.0}, "checkpoint_every": "1 step"}
     part = {"act": "hang", "moment": "on_before_training_step", "number": 5, "process": 1, "settings": settings}
     is_well, printed = start(tmp_path, part)
     assert not is_well

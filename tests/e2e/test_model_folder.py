@@ -87,7 +87,7 @@ def test_the_arguments_in_the_folder_make_the_same_trainer_again():
     trainer = make_trainer(
         {"optim": {"type": "Adam", "lr": 0.1}},
         model_saving=["always", "best_train_loss"],
-        limit_train_batches=1,
+        limit_batches={"train": 1},
         log_with=TensorBoard(flush_secs=5),
         handlers=[Handler.KEYBOARD, "any"],
         monitor=Monitor(learning_rate=True),

@@ -311,7 +311,7 @@ def test_a_run_outside_the_main_thread_leaves_signals_alone():
 def test_the_exit_code_of_pre_emption_can_be_chosen():
     settings = {"checkpoint_every": "100 epochs", "callbacks": [SignalAt("on_log", 1, signal.SIGTERM)]}
     with pytest.raises(SystemExit) as caught:
-        train("out/m", preempt_exit_code=99, **settings)
+        train("out/m", failures={"preempt_exit_code": 99}, **settings)
     assert caught.value.code == 99
 
 
@@ -324,7 +324,7 @@ def test_handlers_that_do_not_exist_are_refused(handlers):
 @pytest.mark.parametrize("code", [-1, 256, "143"])
 def test_exit_codes_that_do_not_exist_are_refused(code):
     with pytest.raises(ValueError, match="preempt_exit_code"):
-        make("out/m", preempt_exit_code=code)
+        make("out/m", failures={"preempt_exit_code": code})
 
 
 @pytest.mark.feature("L97")
@@ -347,8 +347,8 @@ def test_neither_should_stop_nor_max_time_ends_training_before_min_steps():
         def on_fit_start(self):
             self.trainer.should_stop = True
 
-    assert train("out/a", callbacks=[Stop()], min_steps=8)[0].state.global_step == 8
-    assert train("out/b", max_time={"microseconds": 1}, min_steps=8)[0].state.global_step == 8
+    assert train("out/a", callbacks=[Stop()], min_length="8 steps")[0].state.global_step == 8
+    assert train("out/b", max_time={"microseconds": 1}, min_length="8 steps")[0].state.global_step == 8
 
 
 @pytest.mark.feature("L42")
@@ -413,7 +413,7 @@ def test_a_hang_ends_the_process_and_says_where_it_was(tmp_path):
         "        if self.state.global_step == 2:\n"
         "            time.sleep(1000)\n"
         "        return self.step(batch)\n"
-        "make_trainer(hang_timeout_s=1).fit(Hanging(), make_points())\n"
+        "make_trainer(failures={'hang_timeout_s': 1}).fit(Hanging(), make_points())\n"
     )
     ended = run_script(script, timeout_s=90)
     assert ended.returncode == -signal.SIGKILL

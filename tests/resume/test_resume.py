@@ -39,7 +39,7 @@ def test_the_continued_run_ends_with_the_same_bits(unbroken, stop):
         {"checkpoint_every": "3 steps", "async_checkpointing": False},
         {"checkpoint_every": "3 steps", "dataloader_num_workers": 2},
         {"checkpoint_every": "1 step", "clip_grad": 0.1, "grad_accumulation_steps": {0: 1, 1: 2}},
-        {"checkpoint_every": "2 steps", "limit_train_batches": 4},
+        {"checkpoint_every": "2 steps", "limit_batches": {"train": 4}},
         {"checkpoint_every": "2 steps", "dataloader_drop_last": True},
         {"checkpoint_every": "2 steps", "hps": {"max_micro_batch_size": 2}},
         {
@@ -86,9 +86,8 @@ def test_checkpoints_come_as_often_as_told(every, settings, steps):
 
 
 @pytest.mark.feature("A14", "N01", "L27")
-@pytest.mark.parametrize("settings", [{"checkpoint_every": None}, {"enable_checkpointing": False}])
-def test_without_checkpoints_there_is_no_folder(settings):
-    trainer, _ = train("out/m", **settings)
+def test_without_checkpoints_there_is_no_folder():
+    trainer, _ = train("out/m", checkpoint_every=None)
     assert not trainer.checkpoint_path.exists()
 
 
@@ -436,7 +435,7 @@ class TestAFullDisk:
         assert "lower `max_checkpoints`" in caplog.text
         assert "the model will need 300 B in out/m" in caplog.text
         caplog.clear()
-        train("out/m", preflight=False)
+        train("out/m", failures={"preflight": False})
         assert caplog.text == ""
 
 

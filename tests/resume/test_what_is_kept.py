@@ -35,7 +35,11 @@ class Spiking(Scripted):
 
 
 def test_the_spike_guard_knows_the_losses_before_an_interruption():
-    settings = {"spike_guard": 5, "on_nonfinite": "stop", "checkpoint_every": "10 steps", "model_saving": None}
+    settings = {
+        "failures": {"spike_guard": 5, "on_nonfinite": "stop"},
+        "checkpoint_every": "10 steps",
+        "model_saving": None,
+    }
     hps = {"epochs": 1, "batch_size": 1, "optim": {"type": "SGD", "lr": 0.1}, "scheduler": None}
 
     class Interrupt(Callback):

@@ -147,7 +147,10 @@ class TrackerContract:
 
     def test_a_fit_logs_every_update_and_the_hyper_parameters(self, tmp_path):
         trainer = make_trainer(
-            model_path=str(tmp_path / "model"), log_with=self.kind, logging_dir=tmp_path, tracker_flush_s=FLUSH_S
+            model_path=str(tmp_path / "model"),
+            log_with=self.kind,
+            logging_dir=tmp_path,
+            tracker_delivery={"flush_s": FLUSH_S},
         )
         trainer.fit(Linear(), make_points(8), make_points(4))
         tracking = trainer.run.tracking

@@ -380,7 +380,7 @@ def test_a_run_without_checkpoints_is_told(caplog):
 
 
 def test_a_run_may_leave_the_trial_out(tmp_path):
-    make_trainer(checkpoint_every="epoch", preflight=False).fit(Toy(Hooked()), make_points())
+    make_trainer(checkpoint_every="epoch", failures={"preflight": False}).fit(Toy(Hooked()), make_points())
     assert list(tmp_path.rglob("step-*"))
 
 

@@ -18,7 +18,7 @@ from accmt import AcceleratorModule, Trainer, TrainingState
 from accmt.callbacks import ALIASES as HOOK_ALIASES
 from accmt.callbacks import HOOKS
 from accmt.cli.main import COMMANDS
-from accmt.compat.argument_hints import FOREIGN
+from accmt.compat.argument_hints import FOREIGN, JOINED, REPLACED
 from accmt.compat.method_hints import FOREIGN_METHODS
 from accmt.config.hyperparameters import FIELDS
 from accmt.trainer.arguments import ALIASES as ARGUMENTS
@@ -226,7 +226,7 @@ def test_what_the_error_about_a_foreign_name_advises_stands_on_the_page(owner, n
 @pytest.mark.parametrize("owner", ["Lightning's Trainer", "transformers' TrainingArguments"])
 def test_every_argument_on_the_page_is_known_to_the_error_or_is_one_here(owner):
     known = {name for names in FOREIGN.values() for name in names}
-    known |= {*inspect.signature(Trainer).parameters, *ARGUMENTS, *FIELDS}
+    known |= {*inspect.signature(Trainer).parameters, *ARGUMENTS, *FIELDS, *JOINED, *REPLACED}
     known |= {name for names in FOREIGN_METHODS.values() for name in names}
     rows = read_table(PAGE.partition(ON_THE_PAGE[owner])[2])
     names = {name for cells in rows if not cells[-1].startswith("nothing") for name in names_in(cells[0])}
@@ -277,7 +277,5 @@ def test_every_argument_that_was_added_is_told_to_somebody_or_is_our_own():
     told = set(re.findall(r"(\w+)=", " ".join(SPANS)))
     added = list(inspect.signature(Trainer).parameters)[33:-1]
     ours = {"collate_fn_train", "collate_fn_val", "sampler_val", "on_bad_sample", "batch_device_placement"}
-    ours |= {"async_checkpointing", "consolidate_metrics", "additional_metric_consolidation", "report_all_metrics"}
-    ours |= {"tracker_offline", "tracker_flush_s", "on_nonfinite", "spike_guard", "hang_timeout_s", "preempt_exit_code"}
-    ours |= {"preflight", "callbacks"}
+    ours |= {"async_checkpointing", "metric_options", "tracker_delivery", "failures", "callbacks"}
     assert [name for name in added if name not in told | ours] == []

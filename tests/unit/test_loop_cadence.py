@@ -6,7 +6,7 @@ import pytest
 
 from accmt import Trainer
 from accmt.loop.cadence import Cadence
-from accmt.settings.checkpoint_every import Every
+from accmt.settings.how_often import Every
 from accmt.state import TrainingState
 
 
@@ -166,7 +166,9 @@ def test_the_rhythm_is_read_from_the_settings():
     assert Cadence.of(trainer.settings) == Cadence(
         epochs=None, max_steps=9, log_every=3, evaluate_every=0.5, evaluate_at_end=False
     )
-    trainer = Trainer({"epochs": 2, "batch_size": 1, "optim": {"type": "SGD"}}, "out", evaluate_every_n_epochs=2)
+    trainer = Trainer(
+        {"epochs": 2, "batch_size": 1, "optim": {"type": "SGD"}}, "out", evaluate_every_n_steps="2 epochs"
+    )
     every_epoch = Every(1, "epoch")
     assert Cadence.of(trainer.settings) == Cadence(2, None, evaluate_every_n_epochs=2, checkpoint_every=every_epoch)
 

@@ -63,7 +63,7 @@ def test_batches_are_reported_every_log_every():
         ({"evaluate_every_n_steps": 0.5}, [2, 4, 7, 9, 10]),
         ({"evaluate_every_n_steps": 0.01}, list(range(1, 11))),
         ({}, [5, 10]),
-        ({"evaluate_every_n_epochs": 2}, [10]),
+        ({"evaluate_every_n_steps": "2 epochs"}, [10]),
     ],
 )
 def test_evaluations_come_when_they_are_due_and_never_twice_on_the_same_weights(settings: dict, steps: list[int]):
@@ -107,7 +107,7 @@ def test_the_model_as_it_was_before_training_is_none_of_the_best():
 def test_a_run_that_max_steps_ends_is_evaluated_at_its_end(every: int, updates: int, evaluated: list[int]):
     """An epoch has two updates."""
     hps = {"epochs": -1, "max_steps": updates, "batch_size": 1}
-    trainer = make_trainer(hps, evaluate_every_n_epochs=every)
+    trainer = make_trainer(hps, evaluate_every_n_steps=f"{every} epochs")
     trainer.fit(Scripted(), Numbers(2), Numbers(2))
     assert [step for step, _ in logged(trainer, "val_loss")] == evaluated
 
@@ -116,7 +116,7 @@ def test_a_run_that_max_steps_ends_is_evaluated_at_its_end(every: int, updates: 
 def test_the_trial_evaluation_leaves_no_trace():
     recorder = Recorder()
     module = Scripted()
-    trainer = make_trainer({"batch_size": [8, 1]}, callbacks=recorder, limit_train_batches=1)
+    trainer = make_trainer({"batch_size": [8, 1]}, callbacks=recorder, limit_batches={"train": 1})
     state = trainer.fit(module, Numbers(8), Numbers(5))
     assert [int(batch[0]) for batch in module.validated] == [0, 1, 0, 1, 2, 3, 4]
     assert (state.eval_global_step, state.evaluations_done, state.val_step) == (5, 1, 5)

@@ -183,7 +183,7 @@ def test_evaluating_in_between_changes_no_weight():
 
     often = train(evaluate_every_n_steps=1, eval_when_start=True)
     assert torch.equal(often, train(num_sanity_val_steps=0))
-    assert torch.equal(often, train(limit_val_batches=0))
+    assert torch.equal(often, train(limit_batches={"val": 0}))
 
 
 @pytest.mark.feature("D27", "N17")
@@ -468,7 +468,7 @@ def test_clipping_by_norm_and_value():
         return (module.model.weight.detach() - before).flatten()
 
     assert train(clip_grad=1).norm().item() == pytest.approx(1.0, rel=1e-4)
-    assert train(clip_grad=0.5, clip_grad_type="value").abs().max().item() == pytest.approx(0.5)
+    assert train(clip_grad={"value": 0.5}).abs().max().item() == pytest.approx(0.5)
     assert train(clip_grad=0).norm() > 1000
     assert torch.equal(train(clip_grad=0), train())
 
@@ -551,7 +551,7 @@ def test_a_teacher_is_neither_trained_nor_saved():
 
     module = Distilled()
     before = [parameter.clone() for parameter in module.teacher.parameters()]
-    trainer = make_trainer(model_saving="best_train_loss", compile=True, compile_kwargs={"backend": "eager"})
+    trainer = make_trainer(model_saving="best_train_loss", compile={"backend": "eager"})
     trainer.fit(module, make_points())
     assert all(map(torch.equal, before, module.teacher.parameters()))
     assert len(trainer.run.stepper.parameters) == len(list(module.model.parameters()))
@@ -561,7 +561,7 @@ def test_a_teacher_is_neither_trained_nor_saved():
 @pytest.mark.feature("A38", "N11")
 def test_a_compiled_model_trains_and_keeps_the_names_of_its_weights():
     module = Linear()
-    trainer = make_trainer(compile=True, compile_kwargs={"backend": "eager"}, model_saving="always")
+    trainer = make_trainer(compile={"backend": "eager"}, model_saving="always")
     trainer.fit(module, make_points(), make_points())
     assert list(module.model.state_dict()) == ["weight", "bias"]
     fresh = Linear()
@@ -621,7 +621,7 @@ def test_order_of_training_and_validation_samples():
 @pytest.mark.parametrize(("limit", "batches"), [(0.25, 2), (10, 8), (1, 1), (1.0, 8)])
 def test_limits_of_batches(limit, batches: int):
     module = Scripted()
-    make_trainer({"batch_size": 1}, limit_train_batches=limit, limit_val_batches=limit, num_sanity_val_steps=0).fit(
+    make_trainer({"batch_size": 1}, limit_batches={"train": limit, "val": limit}, num_sanity_val_steps=0).fit(
         module, Numbers(8), Numbers(8)
     )
     assert (len(module.seen), len(module.validated)) == (batches, batches)
@@ -707,7 +707,9 @@ def test_two_metrics_with_one_name_are_refused():
 @pytest.mark.feature("P21")
 def test_micro_batches_keep_the_batch_that_was_asked_for():
     module = Scripted()
-    trainer = make_trainer({"batch_size": 6, "max_micro_batch_size": 4}, shuffle_train=False, limit_train_batches=2)
+    trainer = make_trainer(
+        {"batch_size": 6, "max_micro_batch_size": 4}, shuffle_train=False, limit_batches={"train": 2}
+    )
     state = trainer.fit(module, Numbers(20))
     assert module.seen == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     assert (state.global_step, trainer.train_step_batch_size, trainer.estimated_stepping_batches) == (2, 3, 2)

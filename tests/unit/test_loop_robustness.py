@@ -61,7 +61,7 @@ def test_a_loss_that_is_not_finite_is_told_once_and_so_is_that_nothing_was_saved
         def validation_step(self, batch):
             return torch.tensor(math.nan)
 
-    settings = {"model_saving": "best_valid_loss", "num_sanity_val_steps": 0, "on_nonfinite": None}
+    settings = {"model_saving": "best_valid_loss", "num_sanity_val_steps": 0, "failures": {"on_nonfinite": None}}
     trainer = make_trainer({"epochs": 2}, **settings)
     trainer.fit(Exploding(), make_points(), make_points())
     assert caplog.text.count("on process 0, samples [") == 1

@@ -98,7 +98,12 @@ class TestPatience:
     @pytest.mark.feature("L40", "L41")
     @pytest.mark.parametrize(
         ("minimum", "updates"),
-        [({"min_epochs": 4}, 8), ({"min_steps": 7}, 7), ({"min_epochs": 3, "min_steps": 9}, 9), ({}, 4)],
+        [
+            ({"min_length": "4 epochs"}, 8),
+            ({"min_length": "7 steps"}, 7),
+            ({"min_length": ["3 epochs", "9 steps"]}, 9),
+            ({}, 4),
+        ],
         ids=str,
     )
     def test_a_minimum_holds_it_back(self, minimum, updates):

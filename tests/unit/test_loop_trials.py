@@ -50,7 +50,7 @@ def test_a_trial_run_writes_nothing_and_calls_no_tracker(tmp_path: Path, monkeyp
         handlers="all",
         evaluate_every_n_steps=1,
         eval_when_start=True,
-        min_steps=50,
+        min_length="50 steps",
         max_time="00:01:00:00",
         fast_dev_run=True,
         callbacks=recorder,
@@ -106,9 +106,9 @@ class Looking(Linear):
         cudnn = torch.backends.cudnn
         self.flags = {
             "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "benchmark": cudnn.benchmark,
             "warns": torch.is_deterministic_algorithms_warn_only_enabled(),
             "cudnn": cudnn.deterministic,
-            "benchmark": cudnn.benchmark,
             "anomaly": torch.is_anomaly_enabled(),
             "variable": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
         }
@@ -117,9 +117,9 @@ class Looking(Linear):
 
 OFF = {
     "deterministic": False,
+    "benchmark": False,
     "warns": False,
     "cudnn": False,
-    "benchmark": False,
     "anomaly": False,
     "variable": None,
 }
@@ -130,10 +130,16 @@ OFF = {
     ("settings", "changed"),
     [
         ({}, {}),
-        ({"deterministic": True}, {"deterministic": True, "cudnn": True, "variable": ":4096:8"}),
-        ({"deterministic": "warn"}, {"deterministic": True, "warns": True, "cudnn": True, "variable": ":4096:8"}),
-        ({"benchmark": True}, {"benchmark": True}),
-        ({"detect_anomaly": True}, {"anomaly": True}),
+        (
+            {"torch_flags": {"deterministic": True}},
+            {"deterministic": True, "cudnn": True, "variable": ":4096:8"},
+        ),
+        (
+            {"torch_flags": {"deterministic": "warn"}},
+            {"deterministic": True, "warns": True, "cudnn": True, "variable": ":4096:8"},
+        ),
+        ({"torch_flags": {"benchmark": True}}, {"benchmark": True}),
+        ({"torch_flags": {"detect_anomaly": True}}, {"anomaly": True}),
     ],
 )
 def test_flags_are_set_for_the_time_of_a_run(settings: dict[str, Any], changed: dict[str, Any]) -> None:
@@ -150,7 +156,7 @@ def test_a_choice_of_the_program_is_kept_and_deterministic_ends_it(monkeypatch: 
     module = Looking()
     make_trainer().fit(module, make_points())
     assert module.flags["benchmark"]
-    make_trainer(deterministic=True).fit(module, make_points())
+    make_trainer(torch_flags={"deterministic": True}).fit(module, make_points())
     assert not module.flags["benchmark"]
     assert torch.backends.cudnn.benchmark
 
@@ -164,7 +170,7 @@ def test_an_operation_that_is_not_deterministic_is_an_error() -> None:
             return self.step(batch)
 
     with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
-        make_trainer(deterministic=True).fit(Scattering(), make_points())
+        make_trainer(torch_flags={"deterministic": True}).fit(Scattering(), make_points())
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -177,10 +183,10 @@ def test_the_operation_that_made_a_nan_is_found() -> None:
             return (self.model(inputs) * 0).sum().sqrt() * 0
 
     with pytest.raises(RuntimeError, match="SqrtBackward0' returned nan values"):
-        make_trainer(detect_anomaly=True).fit(Rooted(), make_points())
+        make_trainer(torch_flags={"detect_anomaly": True}).fit(Rooted(), make_points())
 
 
 @pytest.mark.parametrize("value", ["yes", 2])
 def test_a_wrong_choice_is_refused(value: Any) -> None:
     with pytest.raises(ArgumentError, match="deterministic"):
-        make_trainer(deterministic=value)
+        make_trainer(torch_flags={"deterministic": value})

@@ -30,9 +30,9 @@ def starts_with_mean(name):
     return name.startswith("mean")
 
 
-def fit(consolidate_metrics, *, sets=SETS, epochs=1, metrics=None, **settings):
-    told = {"metrics": metrics or [Mean("mean")], "consolidate_metrics": consolidate_metrics, **settings}
-    trainer = make_trainer({"epochs": epochs}, **told)
+def fit(means, *, sets=SETS, epochs=1, metrics=None, options=None, **settings):
+    options = {"means": means, **(options or {})}
+    trainer = make_trainer({"epochs": epochs}, metrics=metrics or [Mean("mean")], metric_options=options, **settings)
     trainer.fit(OfSets(), Numbers(4), sets)
     return trainer
 
@@ -51,7 +51,7 @@ def test_the_mean_of_what_is_taken_is_a_result(choice):
 @pytest.mark.feature("N08")
 @pytest.mark.parametrize("reports_all", [False, True])
 def test_what_was_taken_is_logged_only_if_it_is_asked_for(reports_all):
-    trainer = fit({"average": starts_with_mean}, report_all_metrics=reports_all)
+    trainer = fit({"average": starts_with_mean}, options={"report_all": reports_all})
     names = {name for row in read_history(trainer.log_dir) for name in row.get("values", {})}
     taken = {"mean__en", "mean__de", "mean__fr"}
     assert names & taken == (taken if reports_all else set())
@@ -66,7 +66,7 @@ def test_a_function_of_all_their_values_gives_further_results():
         return {"lowest": min(values["average"]), "highest": torch.tensor(max(values["germanic"]))}
 
     choices = {"average": starts_with_mean, "germanic": ["mean__en", "mean__de"]}
-    trainer = fit(choices, additional_metric_consolidation=lowest)
+    trainer = fit(choices, options={"further": lowest})
     found = {name: trainer.state.metrics[name] for name in ("germanic", "lowest", "highest")}
     assert found == {"germanic": 4.0, "lowest": 0.0, "highest": 6.0}
     assert logged(trainer, "lowest") == [(2, 0.0)]
@@ -87,7 +87,7 @@ def test_models_are_saved_and_runs_end_by_it():
             return {"loss": batch.mean(), "mean": (mean, mean), "count": 1.0}
 
     told = {"model_saving": "best_average", "patience": {"average": 2}, "metrics": [Mean("mean")]}
-    trainer = make_trainer({"epochs": 5}, consolidate_metrics={"average": starts_with_mean}, **told)
+    trainer = make_trainer({"epochs": 5}, metric_options={"means": {"average": starts_with_mean}}, **told)
     trainer.fit(Changing(), Numbers(4), SETS)
     assert trainer.state.best == {"best_average": 4.0}
     assert trainer.state.epoch == 4
@@ -126,7 +126,7 @@ def test_a_row_of_an_evaluation_inside_a_run_leaves_out_what_was_taken():
 
 
 def test_one_set_alone_and_a_run_without_any_are_no_error():
-    trainer = make_trainer(metrics=[Accuracy()], consolidate_metrics={"average": lambda name: True})
+    trainer = make_trainer(metrics=[Accuracy()], metric_options={"means": {"average": lambda name: True}})
     trainer.fit(Linear(), make_points())
     assert trainer.state.metrics == {}
     assert fit({"average": ["mean", "largest"]}, sets=Numbers([1, 3])).state.metrics["average"] == 2.5
@@ -144,7 +144,7 @@ def test_one_set_alone_and_a_run_without_any_are_no_error():
     ],
 )
 def test_what_is_not_there_surfaces_before_the_first_update(choice, message):
-    trainer = make_trainer(metrics=[Mean("mean")], consolidate_metrics={"average": choice})
+    trainer = make_trainer(metrics=[Mean("mean")], metric_options={"means": {"average": choice}})
     with pytest.raises(MetricError, match=message):
         trainer.fit(OfSets(), Numbers(4), SETS)
     assert trainer.state.global_step == 0
@@ -171,16 +171,16 @@ def test_what_has_no_direction_cannot_decide():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"consolidate_metrics": "mean"}, "a dict"),
-        ({"consolidate_metrics": {"average": "mean"}}, "a function of a result's name, or a list of names"),
-        ({"consolidate_metrics": {"average": []}}, "a function of a result's name, or a list of names"),
-        ({"consolidate_metrics": {"a__b": ["mean"]}}, "a name without"),
-        ({"consolidate_metrics": {3: ["mean"]}}, "a name without"),
-        ({"additional_metric_consolidation": max}, r"consolidate_metrics=\{...\} too"),
-        ({"additional_metric_consolidation": 3, "consolidate_metrics": {"a": ["b"]}}, "a function of the values"),
-        ({"gather_chunk_size": "32"}, "bytes, or a number with KB, MB, GB or TB"),
-        ({"gather_chunk_size": 0}, "a whole number from 1"),
-        ({"report_all_metrics": "no"}, "True or False"),
+        ({"metric_options": {"means": "mean"}}, "a dict"),
+        ({"metric_options": {"means": {"average": "mean"}}}, "a function of a result's name, or a list of names"),
+        ({"metric_options": {"means": {"average": []}}}, "a function of a result's name, or a list of names"),
+        ({"metric_options": {"means": {"a__b": ["mean"]}}}, "a name without"),
+        ({"metric_options": {"means": {3: ["mean"]}}}, "a name without"),
+        ({"metric_options": {"further": max}}, r"a function of the values of"),
+        ({"metric_options": {"further": 3, "means": {"a": ["b"]}}}, "a function of the values"),
+        ({"metric_options": {"gather_chunk_size": "32"}}, "bytes, or a number with KB, MB, GB or TB"),
+        ({"metric_options": {"gather_chunk_size": 0}}, "a whole number from 1"),
+        ({"metric_options": {"report_all": "no"}}, "True or False"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, message):
@@ -190,7 +190,7 @@ def test_settings_that_cannot_be_are_refused(settings, message):
 
 def test_a_rule_with_an_unknown_name_is_refused_when_the_trainer_is_made():
     with pytest.raises(ArgumentError, match=r"'best_average'[\s\S]*did you mean 'best_average'"):
-        make_trainer(consolidate_metrics={"average": starts_with_mean}, model_saving="best_avrage")
+        make_trainer(metric_options={"means": {"average": starts_with_mean}}, model_saving="best_avrage")
 
 
 @pytest.mark.parametrize("made", [3.0, {"lowest": torch.ones(2)}, {"lowest": "low"}, None])

@@ -82,7 +82,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_at_the_next_row_and_names_the_ba
     message = str(caught.value)
     assert "at step 6 (epoch 1, batch 5) on process 0, samples [10, 11]" in message
     assert ("nan" if math.isnan(value) else "inf") in message
-    assert 'on_nonfinite="skip"' in message
+    assert 'failures={"on_nonfinite": "skip"}' in message
 
 
 def test_the_row_of_a_loss_that_is_not_finite_shows_the_gap(tmp_path: Any) -> None:
@@ -123,7 +123,7 @@ def test_an_evaluation_is_not_made_with_weights_that_are_not_finite(tmp_path: An
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_skip_leaves_the_update_out_before_it_is_made(accumulation: int, tmp_path: Any) -> None:
     data = make_data({10: NO_LOSS})
-    trainer, module = train(data, tmp_path, on_nonfinite="skip", grad_accumulation_steps=accumulation)
+    trainer, module = train(data, tmp_path, failures={"on_nonfinite": "skip"}, grad_accumulation_steps=accumulation)
     window = 5 // accumulation
     expected = train_by_hand(data, {(0, window), (1, window)}, accumulation)
     assert_equal_weights(module.model, expected)
@@ -133,7 +133,7 @@ def test_skip_leaves_the_update_out_before_it_is_made(accumulation: int, tmp_pat
 
 
 def test_skip_tells_which_samples_were_left_out(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    train(make_data({10: NO_LOSS}), tmp_path, on_nonfinite="skip")
+    train(make_data({10: NO_LOSS}), tmp_path, failures={"on_nonfinite": "skip"})
     told = caplog.text
     assert "loss nan at step 6 (epoch 1, batch 5) on process 0, samples [10, 11]: the step is skipped" in told
 
@@ -153,7 +153,9 @@ def test_skip_sees_gradients_that_are_not_finite_under_a_finite_loss(
     tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = InfiniteGradient()
-    trainer = make_trainer(HPS, str(tmp_path / "model"), shuffle_train=False, log_every=4, on_nonfinite="skip")
+    trainer = make_trainer(
+        HPS, str(tmp_path / "model"), shuffle_train=False, log_every=4, failures={"on_nonfinite": "skip"}
+    )
     trainer.fit(module, make_data({10: 99.0}))
     assert trainer.state.skipped_updates == 2
     assert all(parameter.isfinite().all() for parameter in module.model.parameters())
@@ -165,7 +167,11 @@ def test_skip_sees_gradients_that_are_not_finite_under_a_finite_loss(
 def test_rollback_goes_on_as_if_the_update_had_never_been(every: str, accumulation: int, tmp_path: Any) -> None:
     data = make_data({10: NO_LOSS})
     trainer, module = train(
-        data, tmp_path, on_nonfinite="rollback", checkpoint_every=every, grad_accumulation_steps=accumulation
+        data,
+        tmp_path,
+        failures={"on_nonfinite": "rollback"},
+        checkpoint_every=every,
+        grad_accumulation_steps=accumulation,
     )
     window = 5 // accumulation
     assert_equal_weights(module.model, train_by_hand(data, {(0, window), (1, window)}, accumulation))
@@ -174,7 +180,9 @@ def test_rollback_goes_on_as_if_the_update_had_never_been(every: str, accumulati
 
 
 def test_rollback_leaves_one_point_at_each_step(tmp_path: Any) -> None:
-    trainer, _ = train(make_data({10: NO_LOSS}), tmp_path, on_nonfinite="rollback", checkpoint_every="2 steps")
+    trainer, _ = train(
+        make_data({10: NO_LOSS}), tmp_path, failures={"on_nonfinite": "rollback"}, checkpoint_every="2 steps"
+    )
     steps = [step for step, loss in logged(trainer, "train_loss") if math.isfinite(loss)]
     assert steps == sorted(set(steps))
     assert steps[-1] == trainer.state.global_step == 22
@@ -182,7 +190,7 @@ def test_rollback_leaves_one_point_at_each_step(tmp_path: Any) -> None:
 
 def test_a_run_that_is_resumed_still_skips_what_it_was_rolled_back_for(tmp_path: Any) -> None:
     data = make_data({10: NO_LOSS})
-    settings = {"on_nonfinite": "rollback", "checkpoint_every": "1 step"}
+    settings = {"failures": {"on_nonfinite": "rollback"}, "checkpoint_every": "1 step"}
     train(data, tmp_path, hps={"max_steps": 9}, **settings)
     trainer, module = train(data, tmp_path, resume=True, **settings)
     assert_equal_weights(module.model, train_by_hand(data, {(0, 5), (1, 5)}))
@@ -191,7 +199,7 @@ def test_a_run_that_is_resumed_still_skips_what_it_was_rolled_back_for(tmp_path:
 
 def test_rollbacks_to_ever_newer_checkpoints_end_no_run(tmp_path: Any) -> None:
     data = make_data(dict.fromkeys(range(0, SAMPLES, 4), NO_LOSS))  # every second update
-    trainer, module = train(data, tmp_path, on_nonfinite="rollback", checkpoint_every="1 step")
+    trainer, module = train(data, tmp_path, failures={"on_nonfinite": "rollback"}, checkpoint_every="1 step")
     bad = {(epoch, number) for epoch in range(2) for number in range(0, 12, 2)}
     assert trainer.state.skipped_updates == len(bad) > MAX_ROLLBACKS
     assert_equal_weights(module.model, train_by_hand(data, bad))
@@ -199,13 +207,13 @@ def test_rollbacks_to_ever_newer_checkpoints_end_no_run(tmp_path: Any) -> None:
 
 def test_rollbacks_that_lead_nowhere_end(tmp_path: Any) -> None:
     bad = dict.fromkeys(range(4, SAMPLES), NO_LOSS)
-    settings = {"hps": {"batch_size": 1}, "on_nonfinite": "rollback", "checkpoint_every": "2 steps"}
+    settings = {"hps": {"batch_size": 1}, "failures": {"on_nonfinite": "rollback"}, "checkpoint_every": "2 steps"}
     with pytest.raises(NonFiniteError, match="after 10 rollbacks to step 4"):
         train(make_data(bad), tmp_path, **settings)
 
 
 def test_none_goes_on_with_a_warning(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    trainer, module = train(make_data({10: NO_LOSS}), tmp_path, on_nonfinite=None)
+    trainer, module = train(make_data({10: NO_LOSS}), tmp_path, failures={"on_nonfinite": None})
     assert trainer.state.finished
     assert module.model.weight.isnan().all()
     assert caplog.text.count("samples [10, 11]") == 1
@@ -225,7 +233,9 @@ def test_a_batch_of_weight_0_may_have_a_loss_that_is_not_finite(tmp_path: Any) -
 
 
 def test_ordinary_losses_are_no_spikes(tmp_path: Any) -> None:
-    trainer, _ = train(make_data({}), tmp_path, on_nonfinite="skip", spike_guard=8.0, hps={"epochs": 8})
+    trainer, _ = train(
+        make_data({}), tmp_path, failures={"on_nonfinite": "skip", "spike_guard": 8.0}, hps={"epochs": 8}
+    )
     assert trainer.state.skipped_updates == 0
 
 
@@ -240,8 +250,7 @@ def test_a_spike_after_enough_losses_is_left_out(reaction: str, tmp_path: Any) -
         str(tmp_path / "model"),
         shuffle_train=False,
         log_every=1,
-        on_nonfinite=reaction,
-        spike_guard=8.0,
+        failures={"on_nonfinite": reaction, "spike_guard": 8.0},
         checkpoint_every="2 steps",
     )
     trainer.fit(module, TensorDataset(inputs, targets))
@@ -281,9 +290,9 @@ def test_a_thousand_losses_between_two_looks_are_all_looked_at() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"on_nonfinite": "ignore"}, "'stop', 'skip', 'rollback', None"),
-        ({"spike_guard": -1.0}, "spike_guard"),
-        ({"spike_guard": 5.0, "on_nonfinite": None}, "on_nonfinite other than None"),
+        ({"failures": {"on_nonfinite": "ignore"}}, "'stop', 'skip', 'rollback', None"),
+        ({"failures": {"spike_guard": -1.0}}, "spike_guard"),
+        ({"failures": {"spike_guard": 5.0, "on_nonfinite": None}}, "on_nonfinite other than None"),
     ],
 )
 def test_wrong_values_are_refused(settings: dict[str, Any], told: str) -> None:
@@ -293,7 +302,7 @@ def test_wrong_values_are_refused(settings: dict[str, Any], told: str) -> None:
 
 def test_rollback_without_checkpoints_is_refused(tmp_path: Any) -> None:
     with pytest.raises(ArgumentError, match="checkpoint_every=None"):
-        train(make_data({}), tmp_path, on_nonfinite="rollback")
+        train(make_data({}), tmp_path, failures={"on_nonfinite": "rollback"})
 
 
 @pytest.mark.parametrize("is_async", [True, False])
@@ -302,7 +311,7 @@ def test_weights_that_gradients_made_nan_under_a_finite_loss_are_in_no_checkpoin
 ) -> None:
     settings = {"shuffle_train": False, "log_every": 4, "checkpoint_every": "1 step", "async_checkpointing": is_async}
     module = InfiniteGradient()
-    trainer = make_trainer(HPS, str(tmp_path / "model"), on_nonfinite="rollback", **settings)
+    trainer = make_trainer(HPS, str(tmp_path / "model"), failures={"on_nonfinite": "rollback"}, **settings)
     trainer.fit(module, make_data({10: 99.0}))
     assert trainer.state.finished
     assert "NaN" in caplog.text

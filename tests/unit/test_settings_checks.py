@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from accmt import Trainer
-from accmt.errors import ArgumentError
-from accmt.settings.checkpoint_every import Every
+from accmt.errors import ArgumentError, UnknownArgumentError
+from accmt.settings.how_often import Every
 
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
 
 WRONG = [
-    ("log_every", 0, "updates from 1, or -1"),
-    ("log_every", -2, "updates from 1, or -1"),
-    ("log_every", 1.5, "updates from 1, or -1"),
-    ("log_every", True, "updates from 1, or -1"),
-    ("log_every", "1", "updates from 1, or -1"),
+    ("log_every", 0, "steps from 1, or -1"),
+    ("log_every", -2, "steps from 1, or -1"),
+    ("log_every", 1.5, "steps from 1, or -1"),
+    ("log_every", True, "steps from 1, or -1"),
+    ("log_every", "1", "steps from 1, or -1"),
     ("train_loss_metric_name", "", "a name"),
     ("val_loss_metric_name", None, "a name"),
     ("track_name", " ", "a name"),
@@ -31,7 +31,9 @@ WRONG = [
     ("clip_grad", "1.0", "a number above 0"),
     ("clip_grad", "", "a number above 0"),
     ("clip_grad", True, "a number above 0"),
-    ("clip_grad_type", "norms", r"clip_grad_type='norm'\?"),
+    ("clip_grad", {"norms": 1.0}, r"did you mean norm\?"),
+    ("clip_grad", {"norm": 1.0, "value": 1.0}, "one of the two"),
+    ("clip_grad", {"value": -1.0}, "a number above 0"),
     ("grad_accumulation_steps", 0, "a whole number from 1"),
     ("grad_accumulation_steps", 2.0, "a whole number from 1"),
     ("grad_accumulation_steps", True, "a whole number from 1"),
@@ -44,8 +46,8 @@ WRONG = [
     ("mixed_precision", "bf-16", r"mixed_precision='bf16'\?"),
     ("mixed_precision", "None", r"mixed_precision=None\?"),
     ("mixed_precision", 16, "one of None, 'no', 'fp16', 'bf16'"),
-    ("compile_kwargs", {"backend": "eager"}, "compile=True"),
-    ("compile_kwargs", "eager", "a dict"),
+    ("compile", {"backends": "eager"}, "did you mean backend"),
+    ("compile", "eager", "arguments of torch.compile"),
     ("ddp_kwargs", [1], "a dict"),
     ("ddp_kwargs", {"find_unused_parameter": True}, r"did you mean find_unused_parameters\?"),
     ("ddp_kwargs", {"devices": 2}, "leave 'devices' out"),
@@ -54,35 +56,41 @@ WRONG = [
     ("log_with", "wandbb", r"log_with='wandb'\?"),
     ("log_with", ["mlflow", "tensorbord"], r"log_with='tensorboard'\?"),
     ("log_with", ["mlflow", "MLflow"], "leave one 'mlflow'"),
-    ("log_with", "report_to", "log_with='tensorboard', say"),
-    ("evaluate_every_n_steps", 0, "a whole number of updates from 1"),
-    ("evaluate_every_n_steps", -3, "a whole number of updates from 1"),
+    ("log_with", "report_to", "log_with='tensorboard', for example"),
+    ("evaluate_every_n_steps", 0, "a whole number of steps from 1"),
+    ("evaluate_every_n_steps", -3, "a whole number of steps from 1"),
     ("evaluate_every_n_steps", 0.0, "float fraction of an epoch"),
     ("evaluate_every_n_steps", 1.5, "float fraction of an epoch"),
     ("evaluate_every_n_steps", math.nan, "float fraction of an epoch"),
-    ("evaluate_every_n_steps", True, "a whole number of updates from 1"),
-    ("evaluate_every_n_epochs", 0, "a whole number from 1"),
+    ("evaluate_every_n_steps", True, "a whole number of steps from 1"),
+    ("evaluate_every_n_steps", "0 epochs", "a number from 1 and a unit"),
+    ("evaluate_every_n_steps", "2 evals", "a number from 1 and a unit"),
+    ("reload_dataloaders_every_n_epochs", "2 steps", "a number from 1 and a unit"),
+    ("log_every", "2 epochs", '"epoch" for one row'),
+    ("min_length", 3, "a number from 1 and a unit"),
+    ("min_length", "3 evals", "a number from 1 and a unit"),
+    ("patience", "3 epochs", "a number from 1 and a unit"),
     ("num_sanity_val_steps", -2, "a whole number from -1"),
-    ("limit_train_batches", 0, "a whole number of batches from 1"),
-    ("limit_train_batches", 0.0, "a whole number of batches from 1"),
-    ("limit_train_batches", 1.1, "as a float up to 1.0"),
-    ("limit_train_batches", True, "a whole number of batches from 1"),
-    ("limit_train_batches", math.nan, "a whole number of batches from 1"),
-    ("limit_val_batches", -1, "a whole number of batches from 0"),
-    ("limit_val_batches", "all", "limit_val_batches=1.0 for all"),
+    ("limit_batches", {"train": 0}, "a whole number of batches from 1"),
+    ("limit_batches", {"train": 0.0}, "a whole number of batches from 1"),
+    ("limit_batches", 1.1, "as a float up to 1.0"),
+    ("limit_batches", {"train": True}, "a whole number of batches from 1"),
+    ("limit_batches", math.nan, "a whole number of batches from 1"),
+    ("limit_batches", {"val": -1}, "a whole number of batches from 0"),
+    ("limit_batches", {"val": "all"}, "1.0} for all"),
+    ("limit_batches", {"valid": 3}, r"did you mean val\?"),
     ("dataloader_num_workers", -1, "a whole number from 0"),
     ("dataloader_num_workers", None, "a whole number from 0"),
     ("max_shard_size", "10 foos", "bytes, or a number with KB, MB, GB or TB"),
     ("max_shard_size", "10", "bytes, or a number with KB, MB, GB or TB"),
     ("max_shard_size", 0, "a whole number from 1"),
     ("max_shard_size", 1.5, "a whole number from 1"),
-    ("compile", "max-autotune", "True or False"),
+    ("compile", "max-autotune", "True, False, or arguments of torch.compile"),
     ("shuffle_train", "no", "True or False"),
     ("shuffle_validation", 1, "True or False"),
     ("safe_serialization", "false", "True or False"),
     ("set_to_none", None, "set_to_none=True"),
     ("eval_when_start", "yes", "eval_when_start=False"),
-    ("enable_checkpointing", "no", "True or False"),
 ]
 
 
@@ -140,16 +148,15 @@ ACCEPTED = [
     ("evaluate_every_n_steps", 1.0),
     ("evaluate_every_n_steps", 10**6),
     ("num_sanity_val_steps", -1),
-    ("limit_train_batches", 1),
-    ("limit_train_batches", 1e-9),
-    ("limit_val_batches", 0),
-    ("limit_val_batches", 0.0),
+    ("limit_batches", 1),
+    ("limit_batches", 1e-9),
+    ("limit_batches", {"val": 0}),
+    ("limit_batches", {"val": 0.0}),
     ("max_shard_size", "1.5 gb"),
     ("max_shard_size", 1),
     ("seed", 0),
     ("seed", 2**70),
     ("mixed_precision", "no"),
-    ("enable_checkpointing", False),
     ("enable_progress_bar", None),
 ]
 
@@ -167,10 +174,44 @@ def groups_of(trainer):
     return [getattr(trainer.settings, name) for name in trainer.settings.GROUPS]
 
 
-@pytest.mark.feature("L24")
-def test_both_rhythms_of_evaluation_are_one_too_many():
-    with pytest.raises(ArgumentError, match="either evaluate_every_n_steps or evaluate_every_n_epochs"):
-        Trainer(HPS, "out", evaluate_every_n_steps=4, evaluate_every_n_epochs=2)
+@pytest.mark.feature("A11", "A24", "L24", "N04")
+def test_how_often_is_written_in_one_grammar_or_as_the_number_it_always_was():
+    def settings(**arguments):
+        return Trainer(HPS, "out", **arguments).settings
+
+    for written, every in [
+        (500, Every(500, "step")),
+        ("500 steps", Every(500, "step")),
+        (0.25, Every(0.25, "epoch")),
+        ("0.25 epochs", Every(0.25, "epoch")),
+        ("2 epochs", Every(2, "epoch")),
+        (None, Every(1, "epoch")),
+    ]:
+        assert settings(evaluate_every_n_steps=written).evaluation.every == every
+    assert [settings(log_every=e).tracking.log_steps for e in (10, "10 steps", -1, "epoch")] == [10, 10, -1, -1]
+    assert settings(checkpoint_every="0.5 epochs").checkpoints.every == Every(0.5, "epoch")
+    assert [settings(reload_dataloaders_every_n_epochs=e).data.reload_epochs for e in (2, "2 epochs")] == [2, 2]
+    assert settings(patience="3 evals").saving.patience_evaluations == 3
+    assert settings(patience={"best_valid_loss": "3 evals"}).saving.patience_evaluations == {"best_valid_loss": 3}
+    running = settings(min_length=["2 epochs", "100 steps"]).running
+    assert (running.min_epochs, running.min_steps) == (2, 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("limit_val_batches", 0, 'limit_batches={"val": 0}'),
+        ("on_nonfinite", "skip", """failures={"on_nonfinite": 'skip'}"""),
+        ("deterministic", True, 'torch_flags={"deterministic": True}'),
+        ("clip_grad_type", "value", "clip_grad={'value': 0.5}"),
+        ("enable_checkpointing", False, "checkpoint_every=None"),
+        ("evaluate_every_n_epochs", 2, 'evaluate_every_n_steps="2 epochs"'),
+        ("min_steps", 9, 'min_length="9 steps"'),
+    ],
+)
+def test_what_is_part_of_another_argument_here_is_refused_with_the_line_to_write(name, value, line):
+    with pytest.raises(UnknownArgumentError, match=re.escape(line)):
+        Trainer(HPS, "out", **{name: value})
 
 
 @pytest.mark.feature("N13")
@@ -212,10 +253,9 @@ def test_accumulation_is_the_same_in_every_epoch_without_a_table(steps, expected
     assert [told.accumulation_at(epoch) for epoch in (0, 100)] == [expected, expected]
 
 
-def test_checkpoints_are_on_unless_either_argument_says_no():
+def test_checkpoints_are_on_unless_the_argument_says_no():
     assert Trainer(HPS, "out").settings.checkpoints.every == Every(1, "epoch")
     assert Trainer(HPS, "out", checkpoint_every=None).settings.checkpoints.every is None
-    assert Trainer(HPS, "out", enable_checkpointing=False).settings.checkpoints.every is None
 
 
 @pytest.mark.parametrize(

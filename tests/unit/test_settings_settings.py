@@ -48,8 +48,8 @@ def round_trip(trainer):
     "arguments",
     [
         {},
-        {"limit_train_batches": 1},
-        {"limit_train_batches": 0.5, "limit_val_batches": 0, "clip_grad": 1},
+        {"limit_batches": {"train": 1}},
+        {"limit_batches": {"train": 0.5, "val": 0}, "clip_grad": 1},
         {"evaluate_every_n_steps": 1.0, "seed": 0, "log_every": -1},
         {"grad_accumulation_steps": {0: 2}, "collate_fn": [len], "sampler": [1, 0]},
         {"log_with": "tensorboard", "tensorboard": {"flush_secs": 1}, "tags": ["a"]},
@@ -67,7 +67,7 @@ def test_config_makes_an_equal_trainer_again(arguments):
 
 @pytest.mark.feature("D31")
 def test_config_keeps_a_limit_of_one_batch_apart_from_all_batches():
-    again = round_trip(Trainer(HPS, "out", limit_train_batches=1))
+    again = round_trip(Trainer(HPS, "out", limit_batches={"train": 1}))
     assert isinstance(again.settings.data.limit_train_batches, int)
 
 

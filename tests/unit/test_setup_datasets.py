@@ -156,9 +156,9 @@ class ByHand(ExtendedAcceleratorModule):
         ("a DataLoader around it", DataLoader(STAGES["steps"]), {}),
         ("sampler= or batch_sampler=", STAGES["steps"], {"sampler": [0, 1]}),
         ("sampler= or batch_sampler=", STAGES["steps"], {"batch_sampler": [[0, 1]]}),
-        ("limit_train_batches= or overfit_batches=", STAGES["steps"], {"limit_train_batches": 0.5}),
-        ("limit_train_batches= or overfit_batches=", STAGES["steps"], {"limit_train_batches": 1}),
-        ("limit_train_batches= or overfit_batches=", STAGES["steps"], {"overfit_batches": 1}),
+        ("limit_batches= or overfit_batches=", STAGES["steps"], {"limit_batches": {"train": 0.5}}),
+        ("limit_batches= or overfit_batches=", STAGES["steps"], {"limit_batches": {"train": 1}}),
+        ("limit_batches= or overfit_batches=", STAGES["steps"], {"overfit_batches": 1}),
         ("a module that steps by itself", STAGES["steps"], {"module": ByHand}),
     ],
 )

@@ -98,7 +98,7 @@ def trained(**settings: Any) -> tuple[Trainer, Linear]:
         {"mixed_precision": "bf16"},
         {"shuffle_validation": True},
         {"inference_mode": False},
-        {"limit_val_batches": 2},
+        {"limit_batches": {"val": 2}},
         {"report_loss_after_eval": False},
         {"dataloader_num_workers": 1},
         {"callbacks": EMA(0.5)},
@@ -198,7 +198,7 @@ def test_without_a_test_step_the_validation_step_stands_in_its_place(module: Acc
 @pytest.mark.feature("L34")
 def test_test_batches_have_a_size_and_a_limit_of_their_own():
     module = Scripted()
-    trainer = make_trainer({"batch_size": [1, 2, 3]}, limit_test_batches=2, limit_val_batches=1)
+    trainer = make_trainer({"batch_size": [1, 2, 3]}, limit_batches={"test": 2, "val": 1})
     trainer.test(module, Numbers(9))
     assert module.validated == [[0, 1, 2], [3, 4, 5]]
     trainer.validate(module, Numbers(9))
@@ -207,14 +207,14 @@ def test_test_batches_have_a_size_and_a_limit_of_their_own():
 
 @pytest.mark.parametrize(("limit", "batches"), [(10, 10), (0.5, 10), (1.0, 20), (1, 1), (0, 0)])
 def test_a_limit_is_a_number_of_batches_or_a_fraction(limit: float, batches: int):
-    module, trainer = Scripted(), make_trainer({"batch_size": 1}, limit_test_batches=limit)
+    module, trainer = Scripted(), make_trainer({"batch_size": 1}, limit_batches={"test": limit})
     assert bool(trainer.test(module, Numbers(20))) == (batches > 0)
     assert len(module.validated) == batches
 
 
 @pytest.mark.feature("L35")
 def test_a_limit_is_of_each_set():
-    module, trainer = Scripted(), make_trainer(limit_val_batches=1, limit_test_batches=1, limit_predict_batches=1)
+    module, trainer = Scripted(), make_trainer(limit_batches={"val": 1, "test": 1, "predict": 1})
     sets = {"a": Numbers(8), "b": Numbers([5, 6, 7])}
     assert trainer.validate(module, sets) == {"val_loss__a": 0.5, "val_loss__b": 5.5}
     assert trainer.test(module, list(sets.values())) == {"test_loss__0": 0.5, "test_loss__1": 5.5}
@@ -278,7 +278,7 @@ def test_nothing_is_kept_where_predictions_are_not_wanted():
 
 
 def test_nothing_is_predicted_of_data_that_are_limited_to_nothing():
-    assert make_trainer(limit_predict_batches=0).predict(Predicting(), Numbers(3)) == {}
+    assert make_trainer(limit_batches={"predict": 0}).predict(Predicting(), Numbers(3)) == {}
 
 
 class Stream(IterableDataset[torch.Tensor]):

@@ -75,10 +75,10 @@ class Stop(Callback):
     ("minimum", "updates"),
     [
         ({}, 1),
-        ({"min_epochs": 2}, 8),
-        ({"min_steps": 5}, 5),
-        ({"min_epochs": 2, "min_steps": 5}, 8),
-        ({"min_epochs": 1, "min_steps": 5}, 5),
+        ({"min_length": "2 epochs"}, 8),
+        ({"min_length": "5 steps"}, 5),
+        ({"min_length": ["2 epochs", "5 steps"]}, 8),
+        ({"min_length": ["1 epoch", "5 steps"]}, 5),
     ],
     ids=str,
 )
@@ -153,7 +153,7 @@ def test_samplers_for_training_and_validation():
 @pytest.mark.feature("P40")
 def test_epochs_and_evaluations_have_a_cap_of_batches():
     module = Scripted()
-    trainer = make_trainer({"epochs": 2}, limit_train_batches=3, limit_val_batches=1, num_sanity_val_steps=0)
+    trainer = make_trainer({"epochs": 2}, limit_batches={"train": 3, "val": 1}, num_sanity_val_steps=0)
     trainer.fit(module, Numbers(20), Numbers(20))
     assert (len(module.seen), len(module.validated)) == (6, 2)
 

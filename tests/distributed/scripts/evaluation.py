@@ -151,9 +151,9 @@ def predict_otherwise(folder: Path) -> dict[str, Any]:
     alone = make_trainer(folder, shard_dataloaders=False).predict(module, Texts(7 + process_index()))
     return {
         "loader": plain(make_trainer(folder).predict(module, loader)),
-        "chunked": plain(make_trainer(folder, gather_chunk_size=1).predict(module, data)),
-        "unchunked": plain(make_trainer(folder, gather_chunk_size=None).predict(module, data)),
-        "limited": plain(make_trainer(folder, limit_predict_batches=1).predict(module, data)),
+        "chunked": plain(make_trainer(folder, metric_options={"gather_chunk_size": 1}).predict(module, data)),
+        "unchunked": plain(make_trainer(folder, metric_options={"gather_chunk_size": None}).predict(module, data)),
+        "limited": plain(make_trainer(folder, limit_batches={"predict": 1}).predict(module, data)),
         "alone": plain(alone),
     }
 

@@ -27,7 +27,7 @@ def train(kind: str, folder: Path) -> dict[str, Any]:
         run_name=kind,
         model_saving="best_valid_loss",
         grad_accumulation_steps=2,
-        enable_checkpointing=False,
+        checkpoint_every=None,
         verbose=False,
         seed=0,
         profiler=None if kind == "none" else kind,

@@ -77,7 +77,7 @@ def main() -> None:
     processes = dist.get_world_size()
     outcomes = {}
     for reaction in ("stop", "skip", "rollback"):
-        settings = {"on_nonfinite": reaction, "checkpoint_every": "1 step"}
+        settings = {"failures": {"on_nonfinite": reaction}, "checkpoint_every": "1 step"}
         outcomes[reaction] = run(folder / reaction, module=Network(), has_bad_sample=True, hps={}, **settings)
     size = GLOBAL_BATCH // processes
     for begins, every in ((0, None), (1, None), (5, "2 steps")):

@@ -185,7 +185,7 @@ def train(folder: Path) -> dict[str, Tensor]:
     for name, make in MODELS.items():
         torch.manual_seed(0)
         module = Module(make())
-        is_compiled = {"compile": True, "compile_kwargs": {"backend": "eager"}} if name == "compiled" else {}
+        is_compiled = {"compile": {"backend": "eager"}} if name == "compiled" else {}
         trainer = Trainer(
             HPS,
             str(folder / name),

@@ -141,7 +141,7 @@ def main(part: dict[str, Any]) -> None:
         grad_accumulation_steps=1,
         dataloader_num_workers=part["workers"],
         handlers="all",
-        hang_timeout_s=6.0,
+        failures={"hang_timeout_s": 6.0},
         seed=1,
         log_every=5,
         metrics=[Accuracy()],

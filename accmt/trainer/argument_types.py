@@ -1,0 +1,42 @@
+"""The types of the Trainer's arguments that need names; only type checkers read this file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from accelerate.tracking import GeneralTracker
+from torch.utils.data import Dataset, Sampler
+
+from accmt.metrics import Metric
+from accmt.tracking.spec import TrackerSpec
+
+
+class TorchMetric(Protocol):
+    """A `torchmetrics.Metric` or `MetricCollection`, which need not be installed."""
+
+    @property
+    def update(self) -> Callable[..., Any]: ...
+    @property
+    def compute(self) -> Callable[..., Any]: ...
+    @property
+    def reset(self) -> Callable[..., Any]: ...
+
+
+Tracker: TypeAlias = str | TrackerSpec | type[TrackerSpec] | GeneralTracker | type[GeneralTracker]
+Trackers: TypeAlias = bool | Tracker | Sequence[Tracker]
+"""What `log_with` takes."""
+
+Samplers: TypeAlias = Sampler[Any] | Callable[[Any], Iterable[Any]] | Sequence[Any]
+"""An order: a sampler, a function that makes one of a dataset, a list of indices, or a list with one for each set."""
+
+CollateFunction: TypeAlias = Callable[[list[Any]], Any]
+Collate: TypeAlias = CollateFunction | Sequence[Callable[[Any], Any]]
+"""One function, or several that are applied one after the other."""
+
+OneMetric: TypeAlias = str | Metric | TorchMetric
+Metrics: TypeAlias = OneMetric | Sequence[OneMetric] | Mapping[str, OneMetric | Sequence[OneMetric]]
+"""What `metrics` takes: a metric or its name, several, by name, or lists of them by validation set."""
+
+Data: TypeAlias = Dataset[Any] | Iterable[Any] | Mapping[str, Any]
+"""A dataset, a `datasets` dataset, a stream, a DataLoader, or several of them in a list or dict."""
