@@ -86,7 +86,7 @@ class DataSettings:
         require_flags(self)
         require_int("dataloader_num_workers", self.dataloader_num_workers, at_least=0)
         if isinstance(self.reload_dataloaders_every_n_epochs, str):
-            read_every("reload_dataloaders_every_n_epochs", self.reload_dataloaders_every_n_epochs, ["epoch"])
+            self.reload_epochs  # noqa: B018 - raises what is wrong with it
         else:
             require_int("reload_dataloaders_every_n_epochs", self.reload_dataloaders_every_n_epochs, at_least=0)
         require_choice("on_bad_sample", self.on_bad_sample, ("raise", "skip"))
@@ -116,7 +116,10 @@ class DataSettings:
     def reload_epochs(self) -> int:
         """Epochs after which data are asked for again; 0 is never."""
         every = self.reload_dataloaders_every_n_epochs
-        return every if isinstance(every, int) else int(read_every("", every, ["epoch"]).number)
+        if isinstance(every, int):
+            return every
+        read = read_every("reload_dataloaders_every_n_epochs", every, ["epoch"], also="; a whole number from 0")
+        return int(read.number)
 
     @property
     def limit_train_batches(self) -> int | float:
