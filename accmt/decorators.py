@@ -1,4 +1,4 @@
-"""Functions that act on one process only, decided at each call: also before a run has begun."""
+"""Decorators for functions that run on one process only; each call decides, also before a run has begun."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def on_main_process(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Let a function act on the main process only; on the others it does nothing and returns None.
+    """Run a function on the main process only; on the others it does nothing and returns None.
 
-    Nothing in it may communicate with other processes: they would not answer.
+    It must not communicate with other processes: they would not answer.
 
     Example:
         >>> @on_main_process
@@ -25,20 +25,20 @@ def on_main_process(function: Callable[P, T]) -> Callable[P, T | None]:
         >>> name()
         'main'
     """
-    return _acting_where(function, lambda: _rank() == 0)
+    return _run_where(function, lambda: _rank() == 0)
 
 
 def on_local_main_process(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Let a function act on the first process of each machine only, as `on_main_process` does on the first of all."""
-    return _acting_where(function, lambda: int(os.environ.get("LOCAL_RANK", 0)) == 0)
+    """Run a function on the first process of each machine only; otherwise as `on_main_process`."""
+    return _run_where(function, lambda: int(os.environ.get("LOCAL_RANK", 0)) == 0)
 
 
 def on_last_process(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Let a function act on the last process only, as `on_main_process` does on the first."""
-    return _acting_where(function, lambda: _rank() == _num_launched() - 1)
+    """Run a function on the last process only; otherwise as `on_main_process`."""
+    return _run_where(function, lambda: _rank() == _num_launched() - 1)
 
 
-def _acting_where(function: Callable[P, T], is_here: Callable[[], bool]) -> Callable[P, T | None]:
+def _run_where(function: Callable[P, T], is_here: Callable[[], bool]) -> Callable[P, T | None]:
     @wraps(function)
     def act(*args: P.args, **kwargs: P.kwargs) -> T | None:
         return function(*args, **kwargs) if is_here() else None

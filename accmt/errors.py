@@ -6,25 +6,25 @@ Each is also the built-in that a reader would expect, so `except ValueError` wor
     ├── HyperParameterError (ValueError)      a fault in the YAML, JSON, dict or object of hyper-parameters
     │   ├── HyperParameterFileError (FileNotFoundError)  the file of hyper-parameters is not there
     │   └── HyperParameterTypeError (TypeError)          `hps_config` is neither a path, a dict nor `HyperParameters`
-    ├── ArgumentError (ValueError)            a Trainer argument with a value that cannot be
+    ├── ArgumentError (ValueError)            a Trainer argument with an invalid value
     │   └── UnknownArgumentError (TypeError)  a Trainer argument that does not exist
     ├── SeveralFaultsError (HyperParameterError, ArgumentError)  both kinds of faults, in one report
-    ├── CallbackNotFoundError (KeyError)      a callback that was asked for and is not there
-    ├── ModuleContractError (TypeError)       a user's module, callback or step does not keep the contract
+    ├── CallbackNotFoundError (KeyError)      the callback that was asked for does not exist
+    ├── ModuleContractError (TypeError)       a user's module, callback or step violates the contract
     ├── MetricError (ValueError)              a metric's name, direction or result is wrong
     ├── DataError (ValueError)                data that cannot be trained on: empty, unsized where a length is needed
     ├── SavingError (OSError)                 a model folder that cannot be written
     ├── CheckpointError (RuntimeError)        a checkpoint that cannot be written, read, or loaded into this run
-    │   ├── NoCheckpointError (FileNotFoundError)        there is no checkpoint to continue from
-    │   └── CheckpointCorruptError                       a checkpoint that is not what was written
-    ├── NonFiniteError (FloatingPointError)   a training loss that is not finite, or far above the ones before
-    ├── ProcessFailedError (RuntimeError)     another process of the run failed, is gone, or does not answer
+    │   ├── NoCheckpointError (FileNotFoundError)        there is no checkpoint to resume from
+    │   └── CheckpointCorruptError                       a checkpoint whose files are missing or changed
+    ├── NonFiniteError (FloatingPointError)   a training loss that is not finite, or far above those before
+    ├── ProcessFailedError (RuntimeError)     another process of the run failed, exited, or does not answer
     ├── TrackerError (RuntimeError)           a tracker that does not start
     └── WeightsError (RuntimeError)           saved weights that do not fit, or lack something
     MissingPackageError (ImportError)         an optional package is not installed
     Preempted (SystemExit)                    a run was left because of SIGTERM or SIGUSR1; no `Exception`
 
-Every message has four parts: where, what was got, what was expected, what to do. `explain` puts them together.
+Every message has four parts, which `explain` joins: where, what was got, what was expected, what to do.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HyperParameterTypeError(HyperParameterError, TypeError):
 
 
 class ArgumentError(AccmtError, ValueError):
-    """A Trainer argument has a value that cannot be."""
+    """A Trainer argument has an invalid value."""
 
 
 class UnknownArgumentError(ArgumentError, TypeError):
@@ -65,7 +65,7 @@ class CallbackNotFoundError(AccmtError, KeyError):
 
 
 class ModuleContractError(AccmtError, TypeError):
-    """A user's module, callback or step does not keep the contract of `AcceleratorModule`."""
+    """A user's module, callback or step violates the contract of `AcceleratorModule`."""
 
 
 class MetricError(AccmtError, ValueError):
@@ -85,19 +85,19 @@ class CheckpointError(AccmtError, RuntimeError):
 
 
 class NoCheckpointError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint to continue from."""
+    """There is no checkpoint to resume from."""
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint lacks files, or they are not what was written."""
+    """Files of a checkpoint are missing or changed."""
 
 
 class NonFiniteError(AccmtError, FloatingPointError):
-    """A training loss is not finite, or a spike far above the ones before it; the message tells of which batch."""
+    """A training loss is not finite, or a spike far above those before it; the message names the batch."""
 
 
 class ProcessFailedError(AccmtError, RuntimeError):
-    """Another process of the run failed, is gone, or does not answer; the message holds what it told."""
+    """Another process of the run failed, exited, or does not answer; the message holds its report."""
 
 
 class TrackerError(AccmtError, RuntimeError):
@@ -112,30 +112,27 @@ class MissingPackageError(AccmtError, ImportError):
     """An optional package is not installed."""
 
 
-class Preempted(SystemExit):  # noqa: N818 - no error: the program ends as it was told to
+class Preempted(SystemExit):  # noqa: N818 - no error: the program ends as requested
     """A run was left because of SIGTERM or SIGUSR1, at a checkpoint if checkpoints are on.
 
-    A child of `SystemExit` alone, so that the program ends with its exit code and no `except Exception` holds it up.
+    A child of `SystemExit` alone, so that the program ends with its exit code and no `except Exception` stops that.
     """
 
 
 def explain(where: str, got: str, expected: str, do: str) -> str:
-    """Put the four parts of an error message together.
+    """Join the four parts of an error message.
 
     Args:
         where: The argument, file, line, key or hook at fault.
         got: The value (and type) that was found.
-        expected: The range, type or list of names that would be right.
-        do: The line to write, or the nearest right name.
-
-    Returns:
-        One message of four short lines.
+        expected: The range, type or list of valid names.
+        do: The line to write, or the nearest valid name.
     """
     return f"{where}\n  got: {got}\n  expected: {expected}\n  do: {do}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that a device has no memory left: `torch.OutOfMemoryError`, or by its words."""
+    """Return whether a device ran out of memory: `torch.OutOfMemoryError`, or an error with those words."""
     if not isinstance(error, RuntimeError):
         return False
     return type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error).lower()

@@ -1,4 +1,4 @@
-"""Questions of rank, sums and agreement over processes; without a process group the answers of one process."""
+"""Ranks, and communication between processes; without a process group, the answers of a single process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 _is_alone = False
-_index_when_left = 0
+_index_after_leaving = 0
 
 
 @contextmanager
 def acting_alone() -> Iterator[None]:
-    """Let everything behave as in a run of one process: for the main one, when the others are gone."""
-    global _is_alone  # noqa: PLW0603 - what all questions below are answered by
+    """Let everything behave as in a run of one process: for the main one, when the others have exited."""
+    global _is_alone  # noqa: PLW0603 - all functions below read it
     _is_alone = True
     try:
         yield
@@ -38,35 +38,32 @@ def num_processes() -> int:
 
 def process_index() -> int:
     """Return this process's rank over all machines, counted from 0."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else _index_when_left
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else _index_after_leaving
 
 
 def is_main_process() -> bool:
-    """Return whether this is the process that writes files and talks to people."""
+    """Return whether this is the process that writes files and messages."""
     return process_index() == 0
 
 
 def leave_process_group() -> None:
-    """End the process group. Afterwards each process is alone, but keeps its index: the main one stays the only one.
+    """End the process group. Afterwards each process is alone, but keeps its index: there is still one main process.
 
     Processes: all.
     """
-    global _index_when_left  # noqa: PLW0603 - nobody else remembers it
-    _index_when_left = process_index()
+    global _index_after_leaving  # noqa: PLW0603 - torch forgets the rank
+    _index_after_leaving = process_index()
     dist.destroy_process_group()
 
 
 def sum_over_processes(values: Sequence[float], device: torch.device) -> list[float]:
     """Add up each value over all processes, in double precision where the device has it.
 
-    Processes: collective; every process gives the same number of values.
+    Processes: collective; every process passes the same number of values.
 
     Args:
         values: This process's numbers.
         device: Where the backend can reduce: the accelerator's device.
-
-    Returns:
-        The sums, the same on every process.
     """
     if num_processes() == 1:
         return [float(value) for value in values]
@@ -78,36 +75,26 @@ def sum_over_processes(values: Sequence[float], device: torch.device) -> list[fl
 
 
 def new_cpu_group() -> dist.ProcessGroup | None:
-    """Return a group of all processes that no other part uses, for collectives on host memory in another thread.
+    """Return a new group of all processes, for collectives on host memory in another thread; None with one process.
 
     Two threads of a process must not share a group: their collectives would be matched in the order of their arrival,
     which differs between processes.
 
     Processes: collective.
-
-    Returns:
-        The group; None with one process, where nothing is exchanged.
     """
     return dist.new_group(backend="gloo") if num_processes() > 1 else None
 
 
 def close_cpu_group(group: dist.ProcessGroup | None) -> None:
-    """Give back what `new_cpu_group` made: its connections and threads. Needs no other process."""
+    """Close the connections and threads of `new_cpu_group`, without the other processes."""
     if group is not None and dist.is_initialized():
         dist.destroy_process_group(group)
 
 
 def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Collect one picklable value of every process, in the order of ranks.
+    """Return one picklable value of every process, in the order of ranks.
 
     Processes: collective.
-
-    Args:
-        value: This process's value.
-        group: The group of all processes to exchange it in; None: the default one.
-
-    Returns:
-        The values, the same list on every process.
     """
     if num_processes() == 1:
         return [value]
@@ -117,13 +104,9 @@ def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[
 
 
 def broadcast_object(value: T, *, group: dist.ProcessGroup | None = None) -> T:
-    """Hand the main process's value to every process.
+    """Return the main process's picklable value on every process.
 
     Processes: collective; what the others pass is ignored.
-
-    Args:
-        value: A picklable value.
-        group: As in `gather_objects`.
     """
     if num_processes() == 1:
         return value
@@ -134,19 +117,13 @@ def broadcast_object(value: T, *, group: dist.ProcessGroup | None = None) -> T:
 
 
 def run_on_main_process(action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """Let the main process act alone; when it fails, every process raises, so that none waits for the others.
+    """Call `action` on the main process only, and return its picklable result on every process.
 
     Processes: collective.
 
-    Args:
-        action: What the main process does.
-        group: As in `gather_objects`.
-
-    Returns:
-        What the action returned, on every process; it has to be picklable.
-
     Raises:
-        Exception: What the action raised on the main process, and on the others the same error without its traceback.
+        Exception: What the action raised, on every process, so that none waits for the others; without the traceback
+            on the others.
     """
     if num_processes() == 1:
         return action()
@@ -158,18 +135,13 @@ def run_on_main_process(action: Callable[[], T], *, group: dist.ProcessGroup | N
 
 
 def run_on_every_process(action: Callable[[], T]) -> list[T]:
-    """Let each process act alone; when one fails, every process raises, so that none waits for the others.
+    """Call `action` on each process, and return the picklable results of all, in the order of ranks.
 
     Processes: collective.
 
-    Args:
-        action: What a process does.
-
-    Returns:
-        What the action returned on each process, in the order of ranks; it has to be picklable.
-
     Raises:
-        Exception: What the action raised here, else on the first process where it failed, without its traceback.
+        Exception: What the action raised here, else on the first process where it failed, without its traceback; on
+            every process, so that none waits for the others.
     """
     own = _Result.of(action)
     every = gather_objects(own.for_others())
@@ -179,28 +151,22 @@ def run_on_every_process(action: Callable[[], T]) -> list[T]:
 
 @dataclass
 class _Result(Generic[T]):
-    """The outcome of an action that may have failed.
-
-    Attributes:
-        value: What the action returned.
-        error: What it raised instead.
-    """
+    """What an action returned, or raised instead."""
 
     value: T | None = None
     error: Exception | None = None
 
     @classmethod
     def of(cls, action: Callable[[], T]) -> _Result[T]:
-        """Run `action` and keep its outcome."""
         try:
             value = action()
-            pickle.dumps(value)  # here, where the others can still be told that it cannot travel
+            pickle.dumps(value)  # here, where the others can still get the error if it cannot be sent
             return cls(value=value)
-        except Exception as error:  # noqa: BLE001 - handed on, to be raised on every process
+        except Exception as error:  # noqa: BLE001 - raised on every process
             return cls(error=error)
 
     def for_others(self) -> _Result[T]:
-        """Return the outcome in a form that can travel: some errors cannot be pickled, or not be read back."""
+        """Return the result in a form that can be sent: some errors cannot be pickled or unpickled."""
         try:
             pickle.loads(pickle.dumps(self.error))
         except Exception:  # noqa: BLE001 - whatever the error's own pickling does
@@ -209,11 +175,6 @@ class _Result(Generic[T]):
         return self
 
     def unwrap(self) -> T:
-        """Return the value.
-
-        Raises:
-            Exception: The error that was kept.
-        """
         if self.error is not None:
             raise self.error
         return self.value  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""What a run counts, what it is doing, and the protocol of parts with a state of their own."""
+"""The counters of a run, what it is doing, and the protocol of parts with a state of their own."""
 
 from __future__ import annotations
 
@@ -19,21 +19,12 @@ class Stateful(Protocol):
         """Return the state: JSON values and tensors."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
 
 
 @dataclass
 class Status:
-    """What the Trainer is doing at this moment; nothing of it outlives the process.
-
-    Attributes:
-        fn: The Trainer's method that runs.
-        stage: The part of it that runs.
-        status: How far that method came.
-        is_last_training_batch: Whether the batch in work is the last of its epoch.
-        is_last_epoch: Whether the epoch in work is the last one planned.
-        interrupted: Whether Ctrl-C ended the run.
-    """
+    """What the Trainer is doing at this moment, as `TrainingState` documents it; nothing of it outlives the process."""
 
     fn: Function | None = None
     stage: Stage | None = None
@@ -48,15 +39,15 @@ class Counters:
     """Finished things, each counted once and the same on every process.
 
     Attributes:
-        epoch: Finished epochs, which is also the index of the epoch in work.
-        train_step: Batches finished in this epoch, which is also the index of the batch in work.
-        epoch_step: Updates finished in this epoch.
+        epoch: Finished epochs, which is also the index of the current epoch.
+        train_step: Batches, not optimizer steps, finished in this epoch; also the index of the current batch.
+        epoch_step: Optimizer steps finished in this epoch.
         batch_iteration: Batches finished since the start.
-        global_step: Updates (optimizer steps) finished since the start.
-        skipped_updates: Windows that ended without an update: the scaler met inf, or all weights were 0.
+        global_step: Optimizer steps finished since the start.
+        skipped_updates: Accumulation windows without an optimizer step: the scaler met inf, or all weights were 0.
         samples_seen: Training samples of all processes, each counted as often as it was trained on.
-        bad_samples: Training samples that could not be read and were left out, each as often as it was.
-        val_step: Batches finished in the evaluation in work, or in the last one.
+        bad_samples: Training samples that could not be read and were skipped, each as often as that happened.
+        val_step: Batches finished in the current evaluation, or in the last one.
         eval_global_step: Batches of all evaluations.
         evaluations_done: Finished evaluations; the sanity evaluation does not count.
         last_evaluation_step: `global_step` of the last evaluation, None before the first.
@@ -84,7 +75,7 @@ class TrainingState(Counters):
 
     Attributes:
         now: What the Trainer is doing.
-        grad_accum_steps: Batches in a window of the epoch in work.
+        grad_accum_steps: Micro-batches in an accumulation window of the current epoch.
         num_processes: Processes that train together.
         best: Best value so far of each quantity that a model is saved by.
         metrics: Results of the last evaluation, by name.
@@ -111,22 +102,22 @@ class TrainingState(Counters):
 
     @property
     def status(self) -> Progress:
-        """How far it came: initializing, running, finished, interrupted, preempted or failed."""
+        """How far it got: initializing, running, finished, interrupted, preempted or failed."""
         return self.now.status
 
     @property
     def is_last_training_batch(self) -> bool:
-        """Whether the batch in work is the last of its epoch."""
+        """Whether the current batch is the last of its epoch."""
         return self.now.is_last_training_batch
 
     @property
     def is_last_epoch(self) -> bool:
-        """Whether the epoch in work is the last one planned."""
+        """Whether the current epoch is the last one planned."""
         return self.now.is_last_epoch
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end."""
+        """Whether the run is finished."""
         return self.now.status == "finished"
 
     @property
@@ -136,12 +127,12 @@ class TrainingState(Counters):
 
     @property
     def batch_idx(self) -> int:
-        """Another name of `train_step`."""
+        """Another name for `train_step`."""
         return self.train_step
 
     @property
     def optimizer_step(self) -> int:
-        """Another name of `global_step`."""
+        """Another name for `global_step`."""
         return self.global_step
 
     @property
@@ -155,16 +146,15 @@ class TrainingState(Counters):
         return self.best.get("best_valid_loss")
 
     def is_grad_accum_boundary(self, *, is_last_batch: bool = False) -> bool:
-        """Return whether the batch in work ends a window."""
+        """Return whether the current batch ends an accumulation window."""
         return is_last_batch or (self.train_step + 1) % self.grad_accum_steps == 0
 
     def count_batch(self) -> None:
-        """Count one finished batch of every process."""
         self.train_step += 1
         self.batch_iteration += 1
 
     def count_samples(self, num_samples: int) -> None:
-        """Count the samples, over all processes, that finished batches had."""
+        """Count the samples of finished batches, over all processes."""
         self.samples_seen += num_samples
 
     def count_bad_samples(self, num_samples: int) -> None:
@@ -172,7 +162,7 @@ class TrainingState(Counters):
         self.bad_samples += num_samples
 
     def count_update(self, *, is_skipped: bool = False) -> None:
-        """Count one finished window: an update, or one that was skipped."""
+        """Count one finished accumulation window: an optimizer step, or a skipped one."""
         if is_skipped:
             self.skipped_updates += 1
             return
@@ -180,30 +170,24 @@ class TrainingState(Counters):
         self.epoch_step += 1
 
     def count_epoch(self) -> None:
-        """Count one finished epoch and begin the counts of the next."""
         self.epoch += 1
         self.train_step = 0
         self.epoch_step = 0
 
     def count_validation_batch(self) -> None:
-        """Count one finished batch of an evaluation."""
         self.val_step += 1
         self.eval_global_step += 1
 
     def count_evaluation(self) -> None:
-        """Count one finished evaluation."""
         self.evaluations_done += 1
         self.last_evaluation_step = self.global_step
 
     def begin_evaluation(self) -> None:
-        """Begin the batch count of an evaluation."""
         self.val_step = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters, and nothing that can be derived."""
         return {name: getattr(self, name) for name in Counters.__dataclass_fields__}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back the counters of `state_dict`."""
         for name in Counters.__dataclass_fields__:
             setattr(self, name, state[name])

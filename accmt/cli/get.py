@@ -93,7 +93,7 @@ def _find_config(checkpoint: Path) -> Path | None:
 
 
 def _write(weights: Mapping[str, Tensor], config: Path | None, output: Path, max_shard_size: int) -> tuple[str, ...]:
-    from accmt.huggingface.configured import save_by_config
+    from accmt.huggingface.folder import save_by_config
     from accmt.saving import save_weights
 
     if config is None:

@@ -1,19 +1,19 @@
-"""What transformers and PEFT models need beyond plain PyTorch: building, saving and loading them, recomputation.
+"""What transformers and PEFT models need beyond plain PyTorch: building, saving, loading, gradient checkpointing.
 
 Nothing here imports transformers or peft before a function that needs it is called.
 """
 
 from accmt.huggingface.folder import load_model_weights, save_model, to_saved_format
+from accmt.huggingface.gradient_checkpointing import enable_gradient_checkpointing
 from accmt.huggingface.model_kinds import (
     advise_wrapping,
     describe_model,
     is_peft_model,
     is_transformers_model,
-    refuse_injected_adapters,
+    reject_injected_adapters,
 )
 from accmt.huggingface.packing import computing_without_cache
 from accmt.huggingface.pretrained import load_pretrained, load_pretrained_weights
-from accmt.huggingface.recomputation import enable_gradient_checkpointing
 
 __all__ = [
     "advise_wrapping",
@@ -25,7 +25,7 @@ __all__ = [
     "load_model_weights",
     "load_pretrained",
     "load_pretrained_weights",
-    "refuse_injected_adapters",
+    "reject_injected_adapters",
     "save_model",
     "to_saved_format",
 ]

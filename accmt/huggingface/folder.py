@@ -1,4 +1,4 @@
-"""The folder of a model of any kind: written so that its own library loads it, and loaded again."""
+"""The folder of a model of any kind: written so that its own library can load it, and loaded again."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from accmt.errors import WeightsError, explain
-from accmt.huggingface.model_kinds import is_peft_model, is_transformers_model, refuse_injected_adapters
+from accmt.huggingface.model_kinds import is_peft_model, is_transformers_model, reject_injected_adapters
 from accmt.huggingface.peft_adapters import load_adapters, save_adapters
 from accmt.huggingface.pretrained import load_pretrained_weights
 from accmt.messages import warn_once
 from accmt.saving import SavedWeights, load_weights, save_weights
 from accmt.saving.layout import ADAPTER_CONFIG
-from accmt.saving.load_weights import require_files
+from accmt.saving.load_weights import require_files, require_fit
 from accmt.saving.model_folder import read_status
 from accmt.saving.state_dict import find_tied, plain_names, require_complete
 from accmt.saving.weights import remove_leftovers
@@ -25,6 +25,8 @@ from accmt.saving.weights import remove_leftovers
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
+
+_CONFIG = "config.json"
 
 
 def save_model(
@@ -36,28 +38,27 @@ def save_model(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
 ) -> SavedWeights:
-    """Replace what is saved in `folder` by a model: its weights, and what its library needs to load them.
+    """Replace the model saved in `folder`: its weights, and what its library needs to load them.
 
-    At every moment a loader finds the old model or the new. What the save before wrote, as its `status.json` says, and
-    this one does not is removed. The caller writes the new `status.json`, with the returned `files`.
+    At every moment a loader finds the old model or the new one. Files of the previous save, as its `status.json` lists
+    them, that this one does not write are removed. The caller writes the new `status.json`, with the returned `files`.
+
+    Processes: main only.
 
     Args:
-        model: The model, without the wrapper of the launch. Of a PEFT model the adapters alone are saved.
-        state_dict: Its full state dict; names may carry wrappers.
-        folder: The model folder; made if it is missing.
+        model: The model, without the wrapper of the launch. Only the adapters of a PEFT model are saved.
+        state_dict: Its full state dict; names may have those of wrappers in them.
+        folder: The model folder; created if it is missing.
         processor: A tokenizer or the like (anything with `save_pretrained`), saved beside transformers and PEFT models.
         max_shard_size: Largest size of one file, in bytes or as "10GB"; an adapter is always one file.
         safe_serialization: Safetensors if True, `.bin` files of `torch.save` if False.
 
     Raises:
-        WeightsError: `state_dict` holds less than the model's parameters, or what a file cannot hold.
-        ModuleContractError: transformers put an adapter into the model, see `refuse_injected_adapters`.
-        OSError: The disk is full or the folder cannot be written. The model saved before still loads.
-
-    Processes:
-        Main only.
+        WeightsError: `state_dict` lacks parameters of the model, or holds what a file cannot hold.
+        ModuleContractError: transformers put an adapter into the model, see `reject_injected_adapters`.
+        OSError: The disk is full or the folder cannot be written. The model saved before can still be loaded.
     """
-    refuse_injected_adapters(model)
+    reject_injected_adapters(model)
     require_complete(state_dict, model)
     before = _list_saved(folder)
     if is_peft_model(model):
@@ -74,23 +75,51 @@ def save_model(
         saved = save_weights(state_dict, folder, max_shard_size=max_shard_size, safe_serialization=safe_serialization)
     remove_leftovers(folder, before, saved.files)
     if not is_peft_model(model):
-        _tell_foreign_config(folder, saved)
+        _warn_of_other_config(folder, saved)
     return saved
 
 
+def save_by_config(
+    state_dict: Mapping[str, Tensor], config_folder: Path, folder: Path, *, max_shard_size: int | str
+) -> SavedWeights:
+    """Save full weights for which there is only the `config.json` of a model, as `save_model` does.
+
+    No memory is needed for a second model.
+
+    Raises:
+        WeightsError: The configuration does not fit the weights, or its class is none of transformers.
+        OSError: As in `save_model`.
+    """
+    import transformers
+
+    if not (config_folder / _CONFIG).is_file():  # otherwise transformers would ask the hub
+        do = "name the folder of a saved model, or write the weights alone: --bare"
+        raise WeightsError(explain(str(config_folder), f"no {_CONFIG}", "the configuration of the model", do))
+    config = transformers.AutoConfig.from_pretrained(config_folder, local_files_only=True)
+    name = next(iter(config.architectures or ()), "no class")
+    model_class = getattr(transformers, name, None)
+    if model_class is None:
+        expected, do = "a class of transformers", "write the weights alone, and load them into a model of your own"
+        raise WeightsError(explain(str(config_folder / _CONFIG), f"the model class {name}", expected, do))
+    with torch.device("meta"):
+        model = model_class(config)
+    model.to(next(value.dtype for value in state_dict.values() if value.is_floating_point()))
+    require_fit(state_dict, model.state_dict(), config_folder, what=name)
+    return save_model(model, state_dict, folder, max_shard_size=max_shard_size)
+
+
 def load_model_weights(model: nn.Module, folder: Path, *, strict: bool = True) -> None:
-    """Load the weights in `folder` into a model of any kind, in place.
+    """Load the weights that `save_model` or `save_pretrained` wrote into a model of any kind, in place.
+
+    Processes: all, each for itself; before the model is sharded.
 
     Args:
-        model: The model, without the wrapper of the launch. Into a PEFT model adapters are loaded.
-        folder: What `save_model` wrote, or `save_pretrained`.
+        model: The model, without the wrapper of the launch. A PEFT model gets its adapters.
+        folder: The model folder.
         strict: Whether every weight must be there and fit. Shapes must fit in any case.
 
     Raises:
         WeightsError: The folder holds no weights, or those of another model, or a file is missing or damaged.
-
-    Processes:
-        All, each for itself; before the model is sharded.
     """
     require_files(folder)
     holds_adapter = (folder / ADAPTER_CONFIG).is_file()
@@ -107,16 +136,11 @@ def load_model_weights(model: nn.Module, folder: Path, *, strict: bool = True) -
 def to_saved_format(model: PreTrainedModel, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Turn the state dict of a transformers model into the one that `from_pretrained` expects in its folder.
 
-    As `save_pretrained` does: without what the model says not to save, each tied weight under its main name only, and
-    with the changes undone that loading makes to names and tensors. Weights that are tied, but not by the model's own
-    declaration, are copied, because `from_pretrained` would not tie them again.
+    As `save_pretrained` does: without what the model declares not to save, each tied weight under its main name only,
+    and with the changes undone that loading makes to names and tensors. Weights that are tied, but not by the model's
+    own declaration, are copied, because `from_pretrained` would not tie them again.
 
-    Args:
-        model: The model, without wrappers.
-        state_dict: Its full state dict; names may carry wrappers.
-
-    Source:
-        `PreTrainedModel.save_pretrained` of transformers 5.23.
+    Source: `PreTrainedModel.save_pretrained` of transformers 5.23.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -134,7 +158,7 @@ def to_saved_format(model: PreTrainedModel, state_dict: Mapping[str, Tensor]) ->
 
 
 def _write_model_files(model: PreTrainedModel, folder: Path, processor: Any) -> None:
-    """Write what `from_pretrained` needs beside the weights: configurations, code of a custom model, the processor."""
+    """Write what `from_pretrained` needs beside the weights: configurations, a custom model's code, the processor."""
     config = copy.deepcopy(model.config)
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.architectures = [model.__class__.__name__.removeprefix("FSDP")]  # fully_shard renames the class
@@ -157,11 +181,11 @@ def _list_saved(folder: Path) -> list[str]:
     return [name for name in files if isinstance(name, str)] if isinstance(files, list) else []
 
 
-def _tell_foreign_config(folder: Path, saved: SavedWeights) -> None:
-    if "config.json" not in saved.files and (folder / "config.json").is_file():
+def _warn_of_other_config(folder: Path, saved: SavedWeights) -> None:
+    if _CONFIG not in saved.files and (folder / _CONFIG).is_file():
         warn_once(
-            f"{folder} holds a config.json that belongs to another model and was not written by this run: "
-            "`from_pretrained` would build that one. Use another model_path, or remove the file.",
+            f"{folder} holds the config.json of another model, which this run did not write: "
+            "`from_pretrained` would build that model. Use another model_path, or remove the file.",
             about=f"the config.json in {folder}",
         )
 

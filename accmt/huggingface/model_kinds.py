@@ -1,4 +1,4 @@
-"""What kind of model a module holds; found out without importing a library that is not in use."""
+"""What kind of model a module holds; nothing here imports a library that is not in use."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 def is_transformers_model(model: object) -> TypeGuard[PreTrainedModel]:
-    """Say whether `model`, without wrappers, is a transformers model; does not import transformers to find out."""
+    """Return whether `model`, without wrappers, is a transformers model."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
 def is_peft_model(model: object) -> TypeGuard[PeftModel]:
-    """Say whether `model`, without wrappers, is what `get_peft_model` returns; does not import peft to find out."""
+    """Return whether `model`, without wrappers, is what `get_peft_model` returns."""
     modeling = sys.modules.get("peft.peft_model")
     return modeling is not None and isinstance(model, modeling.PeftModel)
 
 
 def advise_wrapping(given: object) -> str | None:
-    """Return how to make a module of what is none: a model, or the configuration of one; None for anything else."""
+    """Return how to make a module from a model or the configuration of one; None for anything else."""
     configurations = sys.modules.get("transformers.configuration_utils")
     if configurations is not None and isinstance(given, configurations.PreTrainedConfig):
         return f"model = AutoModelForSequenceClassification.from_config(config), say, and {_WRAP_TRANSFORMERS}"
@@ -40,11 +40,13 @@ def advise_wrapping(given: object) -> str | None:
     return f"{_WRAP}; or a class of your own" if isinstance(given, nn.Module) else None
 
 
-def refuse_injected_adapters(model: object) -> None:
-    """Refuse a transformers model with an adapter in it but not around it: its folder could not be told from a model's.
+def reject_injected_adapters(model: object) -> None:
+    """Reject a transformers model into which `add_adapter` or `load_adapter` put an adapter.
+
+    Its folder would look like that of a model without one.
 
     Raises:
-        ModuleContractError: `add_adapter` or `load_adapter` of transformers put an adapter into the model.
+        ModuleContractError: It has an adapter.
     """
     if is_transformers_model(model) and getattr(model, "_hf_peft_config_loaded", False):
         got = "a transformers model with an adapter inside (`add_adapter`, or `from_pretrained` of an adapter's name)"
@@ -53,9 +55,9 @@ def refuse_injected_adapters(model: object) -> None:
 
 
 def describe_model(model: Any) -> dict[str, str]:
-    """Return what a model card's head says about a model, without wrappers: its library and what it was made from.
+    """Return the library of a model, without wrappers, and its base model, for a model card.
 
-    A model that was made from a folder of this machine has no `base_model`: nobody else could find it.
+    A model that was built from a local folder has no `base_model`: nobody else could find it.
     """
     if is_peft_model(model):
         base = model.active_peft_config.base_model_name_or_path or getattr(model.get_base_model(), "name_or_path", None)

@@ -1,4 +1,4 @@
-"""Packed documents: several in one row, told apart by positions that begin again."""
+"""Packed documents: several in one row, separated by positions that start again."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from accmt.huggingface.model_kinds import is_transformers_model
 _ISOLATING = frozenset(
     "gemma3 gemma3_text gpt2 gpt_neox llama mistral mixtral phi3 qwen2 qwen3".split()  # noqa: SIM905 - easier to read
 )
-"""Model types seen to keep the documents of a row apart; see `tests/unit/test_huggingface_packing.py`."""
+"""Model types that keep the documents of a row apart, as `tests/unit/test_huggingface_packing.py` shows."""
 
 _DO = "pad instead of packing: DataCollatorWithPadding, or DataCollatorForLanguageModeling, in place of flattening"
 
 
 @contextmanager
 def computing_without_cache(model: nn.Module) -> Iterator[None]:
-    """Let transformers models make no cache of keys and values, unless a call asks for one, as `generate` does.
+    """Let transformers models build no cache of keys and values, unless a call asks for one, as `generate` does.
 
-    Nothing reads it in training. And transformers keeps packed documents apart only where there is none: a row in which
-    they see one another gives other gradients, without an error.
+    Nothing reads it in training. And transformers keeps packed documents apart only without a cache: if they attend to
+    one another, gradients differ, without an error.
 
     Args:
         model: The model, without the wrapper of the launch; transformers models inside it are found.
 
     Raises:
-        DataError: In a call: positions begin again within a row, and the model would mix the documents.
+        DataError: In a call: positions start again within a row, and the model would mix the documents.
 
     Source: `_preprocess_mask_arguments` in transformers/masking_utils.py, and `_prepare_for_training` of its Trainer,
-        which sets `config.use_cache`. The configuration is left alone here: a model that is saved meanwhile keeps it.
+        which sets `config.use_cache`. The configuration is not changed here, because a model may be saved meanwhile.
     """
     handles = [
         own.register_forward_pre_hook(partial(_before_forward, takes_cache=_takes_cache(own)), with_kwargs=True)
@@ -50,7 +50,7 @@ def computing_without_cache(model: nn.Module) -> Iterator[None]:
 
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the transformers models in a model that are in no other one."""
+    """Yield the transformers models in a model that are inside no other one."""
     if is_transformers_model(model):
         yield model
         return
@@ -75,22 +75,22 @@ def _before_forward(
 
 def _require_isolation(model: Any, positions: torch.Tensor, kwargs: dict[str, Any]) -> None:
     mask = kwargs.get("attention_mask")
-    is_of_user = mask is not None and getattr(mask, "ndim", 2) != 2  # it says itself who sees whom
-    if is_of_user or kwargs.get("cu_seq_lens_q") is not None or not _begin_again(positions, mask):
+    is_of_user = mask is not None and getattr(mask, "ndim", 2) != 2  # it defines who attends to whom
+    if is_of_user or kwargs.get("cu_seq_lens_q") is not None or not _start_again(positions, mask):
         return
-    expected = "documents that do not see one another"
+    expected = "documents that do not attend to one another"
     where = f"packed documents in {type(model).__name__}"
     if mask is not None:
-        got = "position_ids that begin again within a row, beside an attention_mask, which lets all of the row be seen"
+        got = "position_ids that start again within a row, beside an attention_mask, which covers the whole row"
         do = "leave attention_mask out of the batch: packed rows have no padding"
         raise DataError(explain(where, got, expected, do))
     if model.config.model_type not in _ISOLATING:
-        got = f"position_ids that begin again within a row; {model.config.model_type!r} is not known to tell them apart"
+        got = f"position_ids that start again within a row; {model.config.model_type!r} may mix the documents"
         raise DataError(explain(where, got, expected, _DO))
 
 
-def _begin_again(positions: torch.Tensor, mask: Any) -> bool:
-    """Return whether positions do not rise somewhere within a row; beside padding they need not."""
+def _start_again(positions: torch.Tensor, mask: Any) -> bool:
+    """Return whether positions stop rising somewhere within a row, padding aside."""
     falls = positions[:, 1:] <= positions[:, :-1]
     if mask is not None and mask.shape == positions.shape:
         falls = falls & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)

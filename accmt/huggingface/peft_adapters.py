@@ -1,4 +1,4 @@
-"""Adapters of PEFT: saved without the model around which they are, loaded into one, and built from their folder."""
+"""Adapters of PEFT: saved without their model, loaded into one, and built from their folder."""
 
 from __future__ import annotations
 
@@ -28,22 +28,8 @@ def save_adapters(
 ) -> SavedWeights:
     """Replace what is saved in `folder` by the adapters of a model, as PEFT loads them.
 
-    The main adapter lies in the folder itself: the one called "default", else the active one. Others lie in folders
-    of their names below it.
-
-    Args:
-        model: The model, without the wrapper of the launch.
-        state_dict: Its full state dict; names may carry wrappers.
-        folder: The model folder; made if it is missing.
-        processor: A tokenizer or the like, saved beside the adapters.
-        safe_serialization: Safetensors if True, `.bin` files of `torch.save` if False.
-
-    Raises:
-        WeightsError: As `save_weights`.
-        OSError: As `save_weights`. What was saved before still loads.
-
-    Processes:
-        Main only.
+    The main adapter, which is called "default" or is the active one, is in the folder itself; others are in folders of
+    their names below it. Arguments, errors and processes are those of `save_model`.
     """
     state = _under_own_names(model, state_dict)
     main, *others = _list_adapters(model)
@@ -64,18 +50,10 @@ def save_adapters(
 
 
 def load_adapters(model: PeftModel, folder: Path, *, strict: bool = True) -> None:
-    """Load every adapter of a model from where `save_adapters` puts it.
-
-    Args:
-        model: The model, without the wrapper of the launch, with adapters of the kinds and sizes that were saved.
-        folder: The folder of the main adapter.
-        strict: Whether every weight must be there. Shapes must fit in any case.
+    """Load every adapter of a model from where `save_adapters` puts it; arguments are those of `load_model_weights`.
 
     Raises:
         WeightsError: An adapter or a file is missing or damaged, or names or shapes do not fit.
-
-    Processes:
-        All, each for itself; before the model is sharded.
     """
     from peft import set_peft_model_state_dict
 
@@ -95,10 +73,10 @@ def load_adapters(model: PeftModel, folder: Path, *, strict: bool = True) -> Non
 
 
 def read_base_name(folder: Path) -> str:
-    """Return the path or the hub's name of the model around which the adapter in `folder` was trained.
+    """Return the path or the hub's name of the model with which the adapter in `folder` was trained.
 
     Raises:
-        WeightsError: The adapter does not say it.
+        WeightsError: The adapter does not name it.
     """
     from peft import PeftConfig
 
@@ -106,12 +84,11 @@ def read_base_name(folder: Path) -> str:
     if name:
         return name
     do = "build the model, and PEFT around it: PeftModel.from_pretrained(model, folder, is_trainable=True)"
-    message = explain(f"the adapter in {folder}", "no `base_model_name_or_path`", "the path of its model", do)
-    raise WeightsError(message)
+    raise WeightsError(explain(f"the adapter in {folder}", "no `base_model_name_or_path`", "the path of its model", do))
 
 
 def build_with_adapter(base: Any, folder: Path) -> PeftModel:
-    """Put PEFT around a model, with the adapter in `folder`, ready to be trained on.
+    """Put PEFT around a model, with the adapter in `folder`, ready for training.
 
     Raises:
         WeightsError: The adapter does not fit the model.
@@ -132,7 +109,7 @@ def _list_adapters(model: PeftModel) -> list[str]:
 
 
 def _under_own_names(model: PeftModel, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state dict under the names that the model's modules have: PEFT finds by those what it saves."""
+    """Return the state dict under the names of the model's modules, by which PEFT selects what it saves."""
     own = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
     names = {plain: name for name, plain in plain_names(own).items()}
     return {names.get(plain, plain): state_dict[name] for name, plain in plain_names(state_dict).items()}
@@ -155,7 +132,7 @@ def _read_adapter(model: PeftModel, state: dict[str, Tensor], name: str) -> dict
 
 
 def _saves_embeddings(model: PeftModel, config: PeftConfig) -> bool:
-    """Say whether an adapter needs the embeddings beside it: it adapts them, or tokens were added to the model's.
+    """Return whether an adapter needs the embeddings beside it: it adapts them, or tokens were added to the model.
 
     Source: `get_peft_model_state_dict` of peft 0.21.
     """
@@ -175,16 +152,13 @@ def _is_resized(model: PeftModel, config: PeftConfig) -> bool:
 
     try:
         base = AutoConfig.from_pretrained(config.base_model_name_or_path, local_files_only=True)
-    except (OSError, ValueError):  # not on this machine: PEFT takes it for unchanged, too
+    except (OSError, ValueError):  # not on this machine: PEFT assumes it is unchanged, too
         return False
     return bool(getattr(base, "vocab_size", size) != size)
 
 
 def _write_config(model: PeftModel, name: str, folder: Path) -> None:
-    """Write `adapter_config.json`, with what `PeftModel.save_pretrained` adds to the configuration.
-
-    Source: `PeftModel.save_pretrained` of peft 0.21.
-    """
+    """Write `adapter_config.json` with what `PeftModel.save_pretrained` of peft 0.21 adds to the configuration."""
     config = copy.copy(model.peft_config[name])
     base = model.get_base_model()
     config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None

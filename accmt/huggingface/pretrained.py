@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accmt.errors import ArgumentError, ModuleContractError, explain
-from accmt.huggingface.model_kinds import advise_wrapping, refuse_injected_adapters
+from accmt.huggingface.model_kinds import advise_wrapping, reject_injected_adapters
 from accmt.huggingface.peft_adapters import build_with_adapter, read_base_name
 from accmt.saving.layout import ADAPTER_CONFIG
 from accmt.saving.load_weights import describe_shapes, misfit
@@ -26,8 +26,8 @@ def load_pretrained(
     """Build a transformers model with the weights at `path`.
 
     Args:
-        path: A folder that `save_pretrained` or a Trainer wrote, or a name on the hub. From the folder of an adapter
-            the model that it was trained on is built, and PEFT around it, ready to be trained on.
+        path: A folder that `save_pretrained` or a Trainer wrote, or a name on the hub. For the folder of an adapter,
+            its model is built, and PEFT around it, ready for training.
         type: The model class, its name in transformers such as "AutoModelForSequenceClassification", or None for
             `AutoModel`.
         **kwargs: Passed on to `from_pretrained`, for example `num_labels=5`.
@@ -36,11 +36,11 @@ def load_pretrained(
         The model, in evaluation mode, as `from_pretrained` returns it; or a `PeftModel`.
 
     Raises:
-        ArgumentError: `type` is no model class of transformers, and names none.
+        ArgumentError: `type` is no model class of transformers, or the name of one.
         FileNotFoundError: `path` is no model folder, and no name on the hub that can be reached.
         WeightsError: The adapter in `path` does not fit the model it names.
         ModuleContractError: `path` is something else, such as a model; or it is the hub's name of an adapter, which
-            transformers would hide inside the model.
+            transformers would inject into the model.
     """
     _require_path(path)
     model_class = _find_model_class(type)
@@ -48,7 +48,7 @@ def load_pretrained(
     if (folder / ADAPTER_CONFIG).is_file():
         return build_with_adapter(_load(model_class, read_base_name(folder), kwargs), folder)
     model = _load(model_class, os.fspath(path), kwargs)
-    refuse_injected_adapters(model)
+    reject_injected_adapters(model)
     return model
 
 
@@ -67,21 +67,14 @@ def _load(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:
 
 
 def load_pretrained_weights(model: PreTrainedModel, folder: Path | str) -> None:
-    """Load the weights in `folder` into `model`, in place, through `from_pretrained`.
+    """Load the weights in `folder` into `model`, without wrappers, in place, through `from_pretrained`.
 
-    Only that way changes which transformers makes to names and tensors on loading are made. A second model is in memory
-    meanwhile.
-
-    Args:
-        model: The model, without wrappers.
-        folder: A folder with weights as `from_pretrained` reads them, and `config.json`.
+    Only `from_pretrained` makes the changes to names and tensors that transformers makes on loading. Meanwhile a second
+    model is in memory.
 
     Raises:
         WeightsError: Weights are missing, left over, or of other shapes.
         FileNotFoundError: The folder holds no model.
-
-    Processes:
-        All, each for itself.
     """
     _require_model_folder(str(Path(folder).absolute()))
     from_pretrained: Any = model.__class__.from_pretrained  # returns a pair where the report is asked for
@@ -90,7 +83,7 @@ def load_pretrained_weights(model: PreTrainedModel, folder: Path | str) -> None:
         config=copy.deepcopy(model.config),
         dtype=model.dtype,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they stand in the report, with the other faults
+        ignore_mismatched_sizes=True,  # they are in the report, with the other faults
     )
     shapes = sorted(describe_shapes(*entry) for entry in report.pop("mismatched_keys"))
     faults = [f"{kind}: {', '.join(sorted(map(str, names)))}" for kind, names in report.items() if names]
@@ -140,7 +133,7 @@ def _is_model_class(found: object) -> bool:
 
 
 def _require_model_folder(path: str) -> None:
-    """Refuse what cannot be a model before transformers asks the hub for it."""
+    """Reject what cannot be a model before transformers asks the hub for it."""
     is_hub_name = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
     found = Path(path)
     if (found / "config.json").is_file() or (is_hub_name and not found.exists()):

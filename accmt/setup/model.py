@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accmt.errors import ModuleContractError, explain
-from accmt.huggingface import enable_gradient_checkpointing, refuse_injected_adapters
+from accmt.huggingface import enable_gradient_checkpointing, reject_injected_adapters
 from accmt.loop.cadence import Cadence
 from accmt.loop.logging import Logs
 from accmt.loop.reduction import (
@@ -61,7 +61,7 @@ def prepare(
     Processes: collective.
     """
     running = settings.running
-    refuse_injected_adapters(module.model)
+    reject_injected_adapters(module.model)
     if running.gradient_checkpointing is not False:
         kwargs = running.gradient_checkpointing if isinstance(running.gradient_checkpointing, Mapping) else None
         enable_gradient_checkpointing(module.model, kwargs)

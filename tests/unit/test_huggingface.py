@@ -441,7 +441,7 @@ def test_a_foreign_config_stays_and_is_told_of_once(tmp_path, caplog):
     with speaking(verbose=False):
         save(model, tmp_path)
         save(model, tmp_path)
-    assert caplog.text.count("holds a config.json that belongs to another model") == 1
+    assert caplog.text.count("holds the config.json of another model") == 1
     assert (tmp_path / "config.json").exists()
 
 

@@ -66,7 +66,7 @@ def fail_with_something_that_cannot_be_pickled() -> None:
 def read_with_own_generators() -> dict[str, list[int]]:
     """Read data whose order each process would draw from a generator with another seed."""
     rank = process_index()
-    options = {"purpose": "train", "batch_size": 2, "share": Shard(rank, num_processes())}
+    options = {"purpose": "train", "batch_size": 2, "shard": Shard(rank, num_processes())}
     sampler = RandomSampler(range(13), generator=torch.Generator().manual_seed(rank))
     given = DataLoader(range(13), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(rank))
     loaders = {

@@ -9,9 +9,9 @@ from accmt.errors import ArgumentError, explain
 
 
 def enable_gradient_checkpointing(model: Any, kwargs: Mapping[str, Any] | None = None) -> None:
-    """Let a model keep the inputs of its layers only, and compute the rest again in the backward pass.
+    """Let a model keep only the inputs of its layers, and compute the rest again in the backward pass.
 
-    Non-reentrant unless `kwargs` say otherwise: that way works with DistributedDataParallel, with `no_sync`, and with
+    Non-reentrant unless `kwargs` say otherwise: that works with DistributedDataParallel, with `no_sync`, and with
     frozen inputs.
 
     Args:
@@ -19,16 +19,15 @@ def enable_gradient_checkpointing(model: Any, kwargs: Mapping[str, Any] | None =
         kwargs: For `torch.utils.checkpoint.checkpoint`, such as `preserve_rng_state=False`.
 
     Raises:
-        ArgumentError: The model has no layers that can be computed again.
+        ArgumentError: The model does not support it.
 
-    Source:
-        `PreTrainedModel.activation_checkpointing_enable` of transformers 5.23.
+    Source: `PreTrainedModel.activation_checkpointing_enable` of transformers 5.23.
     """
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is None:
         raise _unable(model, "no method `activation_checkpointing_enable`")
     try:
-        # It sees to it, too, that gradients flow through frozen embeddings.
+        # It also makes gradients flow through frozen embeddings.
         enable(activation_checkpointing_kwargs={"use_reentrant": False, **(kwargs or {})})
     except ValueError as error:
         raise _unable(model, str(error)) from error
