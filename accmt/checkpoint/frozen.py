@@ -14,7 +14,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from accmt.checkpoint.nested_tensors import plain_parts
+from accmt.checkpoint.nested_tensors import local_part, plain_parts
 from accmt.checkpoint.torch_state_dicts import kept_buffers, model_state, plain_parameter_names
 from accmt.errors import CheckpointError, explain
 from accmt.processes import gather_objects
@@ -59,7 +59,7 @@ def find_frozen(model: nn.Module) -> dict[str, Tensor]:
 
     Those are all of a model that PEFT gave adapters, and of another model those that its own `state_dict` leaves out.
     An adapter that is not active is frozen too, and belongs to what is trained: its parameters have its name in theirs.
-    What modules keep with a weight are the scales of a quantized one, say, which are neither parameter nor buffer.
+    What modules keep with a weight are such as the scales of a quantized one, which are neither parameter nor buffer.
     """
     frozen = {name: weight for name, weight in plain_parameter_names(model).items() if not weight.requires_grad}
     if not frozen:
@@ -88,15 +88,13 @@ def _paths_above(name: str) -> list[str]:
 
 
 def _memory_of(tensor: Tensor) -> int:
-    part = plain_parts(tensor.to_local() if isinstance(tensor, DTensor) else tensor)[0]
-    return part.untyped_storage().data_ptr()
+    return plain_parts(local_part(tensor))[0].untyped_storage().data_ptr()
 
 
 def _checksum(weight: Tensor) -> object:
     """Return what changes with any bit of this process's part of a weight; off the CPU it is computed on the device."""
-    own = weight.detach()
-    own = own.to_local() if isinstance(own, DTensor) else own
-    return [_digest(part) if part.device.type == "cpu" else _sums(part) for part in plain_parts(own)]
+    parts = plain_parts(local_part(weight.detach()))
+    return [_digest(part) if part.device.type == "cpu" else _sums(part) for part in parts]
 
 
 def _sums(part: Tensor) -> list[int]:

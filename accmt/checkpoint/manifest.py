@@ -125,7 +125,12 @@ def read_manifest(folder: Path) -> Manifest | Damage:
     if not isinstance(content, dict) or content.pop(_OWN_DIGEST, None) != _digest(content):
         return Damage(f"{MANIFEST_NAME} is not what was written")
     if content.get("version") != MANIFEST_VERSION:
-        raise CheckpointError(_explain_version(folder, content))
+        versions = content.get("versions")
+        writer = versions.get("accmt", "?") if isinstance(versions, dict) else "?"
+        got = f"format {content.get('version')}, written by accmt {writer}"
+        expected = f"format {MANIFEST_VERSION}, which accmt {__version__} reads"
+        do = f"install accmt {writer} or newer, or resume from another checkpoint"
+        raise CheckpointError(explain(f"checkpoint {folder}", got, expected, do))
     try:
         return Manifest.of_content(content)
     except (KeyError, TypeError, AttributeError) as error:
@@ -195,17 +200,6 @@ def _name_fault(path: Path, name: str, error: OSError) -> str:
     do = "try again, or move this checkpoint away to use the one before it"
     got = f"it cannot be read: {error.strerror}"
     raise CheckpointError(explain(str(path), got, "a file that can be read", do)) from error
-
-
-def _explain_version(folder: Path, content: Mapping[str, Any]) -> str:
-    versions = content.get("versions")
-    writer = versions.get("accmt", "?") if isinstance(versions, dict) else "?"
-    return explain(
-        f"checkpoint {folder}",
-        f"format {content.get('version')}, written by accmt {writer}",
-        f"format {MANIFEST_VERSION}, which accmt {__version__} reads",
-        f"install accmt {writer} or newer, or resume from another checkpoint",
-    )
 
 
 def _explain_absence(folder: Path) -> str:

@@ -87,6 +87,11 @@ def is_made_of_others(tensor: Tensor) -> bool:
     return not is_other and is_traceable_wrapper_subclass(anything)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this process has of a sharded tensor; another tensor is its own part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def plain_parts(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors that a tensor is made of; a plain one is its own only part."""
     if not is_made_of_others(tensor):
@@ -144,7 +149,7 @@ def _unused_name(path: str, taken: Mapping[str, Tensor]) -> str:
 
 
 def _memory_of(tensor: Tensor) -> Any:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     if type(local) not in (Tensor, torch.nn.Parameter) or local.numel() == 0:
         return id(tensor)  # no memory of its own to compare
     return (local.device, local.data_ptr(), local.dtype, tensor.shape, tensor.stride())

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.tensor import DTensor
 
+from accmt.checkpoint.nested_tensors import local_part
 from accmt.files import follow_umask
 from accmt.processes import gather_objects, num_processes, process_index
 
@@ -65,12 +65,12 @@ class PiecePlanner:
             tensors: Tensors that are the same on every process, or sharded (DTensor), by name.
         """
         if num_processes() == 1:
-            return Pieces.whole({name: _local_part(tensor) for name, tensor in tensors.items()})
+            return Pieces.whole({name: local_part(tensor) for name, tensor in tensors.items()})
         layouts = gather_objects(_layout_of(tensors))
         if layouts != self._layouts:
             self._offsets = _plan(tensors)
             self._layouts = layouts
-        return Pieces({name: _local_part(tensors[name]) for name in self._offsets}, self._offsets)
+        return Pieces({name: local_part(tensors[name]) for name in self._offsets}, self._offsets)
 
 
 def _plan(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -86,10 +86,6 @@ def _layout_of(tensors: Mapping[str, Tensor]) -> str:
         (name, tensor.shape, tensor.dtype, getattr(tensor, "placements", None)) for name, tensor in tensors.items()
     ]
     return hashlib.sha256(repr(layout).encode()).hexdigest()
-
-
-def _local_part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def file_names(num_files: int) -> list[str]:

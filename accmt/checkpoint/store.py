@@ -276,6 +276,8 @@ class CheckpointStore:
     def _publish(self, staging: Staging, files: Mapping[str, FileEntry], info: Mapping[str, Any]) -> Path:
         published = self.folder / step_name(staging.step)
         try:
+            # The files are durable; their names come next, then the manifest, then the rename: whenever the power
+            # fails, there is no checkpoint of this name, or a complete one.
             for folder in (staging.folder, *(path for path in staging.folder.rglob("*") if path.is_dir())):
                 fsync_folder(folder)
             sequence = 1 + max((manifest.sequence for _, manifest in list_by_age(self.folder)), default=0)
@@ -299,7 +301,7 @@ class CheckpointStore:
             if old.exists():
                 old.rename(published)
             raise
-        fsync_folder(self.folder)
+        fsync_folder(self.folder)  # before the old one goes: else a power cut could take both
         if old.exists():
             dispose(old, step=staging.step)
 

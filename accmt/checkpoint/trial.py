@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accmt.checkpoint.frozen import find_frozen
-from accmt.checkpoint.nested_tensors import join_tensors, plain_parts, split_tensors
+from accmt.checkpoint.nested_tensors import join_tensors, local_part, plain_parts, split_tensors
 from accmt.checkpoint.torch_state_dicts import (
     State,
     is_expanded,
@@ -50,12 +50,14 @@ def try_model(model: nn.Module) -> None:
     kept = {name: tensor for name, tensor in _tensors_of(model).items() if name not in left_out}
     _require_tensors(kept)
     tried = _choose(kept)
-    live = {name: plain_parts(_local(tensor)) for name, tensor in tried.items()}
+    live = {name: plain_parts(local_part(tensor)) for name, tensor in tried.items()}
     copies = {name: [part.detach().clone() for part in parts] for name, parts in live.items()}
-    others = {_storage(part) for name in kept.keys() - tried.keys() for part in plain_parts(_local(kept[name]))}
+    others = {_storage(part) for name in kept.keys() - tried.keys() for part in plain_parts(local_part(kept[name]))}
     tensors, rest = split_tensors({name: entry for name, entry in model_state(model).items() if name not in left_out})
     text = encode(rest, "the state of the model")
-    copied = {name: entry if _storage(_local(entry)) in others else _as_read(entry) for name, entry in tensors.items()}
+    copied = {
+        name: entry if _storage(local_part(entry)) in others else _as_read(entry) for name, entry in tensors.items()
+    }
     try:
         _overwrite(live)
         _load(model, join_tensors(copied, decode(text)))
@@ -135,16 +137,16 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 def _require_tensors(kept: Mapping[str, Tensor]) -> None:
     """Reject parameters that cannot be written in place; buffers have memory of their own by now."""
     for name, tensor in kept.items():
-        if tensor.is_meta or tensor.layout != torch.strided or is_expanded(_local(tensor)):
+        if tensor.is_meta or tensor.layout != torch.strided or is_expanded(local_part(tensor)):
             raise _failure(name, f"a tensor that is expanded, sparse, or without data ({tensor.layout})")
 
 
 def _choose(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
     trained = {name: tensor for name, tensor in kept.items() if tensor.requires_grad}
-    room = max(0, _ROOM - sum(_local(tensor).nbytes for tensor in trained.values()))
+    room = max(0, _ROOM - sum(local_part(tensor).nbytes for tensor in trained.values()))
     chosen = dict(trained)
     for name, tensor in kept.items():
-        size = _local(tensor).nbytes
+        size = local_part(tensor).nbytes
         if name not in chosen and size <= room:
             chosen[name] = tensor
             room -= size
@@ -186,7 +188,7 @@ def _require_same_bits(model: nn.Module, tried: Mapping[str, Tensor], copies: Ma
 
 
 def _has_bits(tensor: Tensor, copies: list[Tensor]) -> bool:
-    parts = plain_parts(_local(tensor))
+    parts = plain_parts(local_part(tensor))
     return len(parts) == len(copies) and all(_same_tensor(*pair) for pair in zip(parts, copies, strict=True))
 
 
@@ -198,10 +200,6 @@ def _same_tensor(one: Tensor, other: Tensor) -> bool:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().view(_INTEGERS[tensor.element_size()])
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _storage(tensor: Tensor) -> int:
@@ -226,7 +224,7 @@ def _one_of_each_kind(states: Mapping[str, Any]) -> dict[str, Any]:
 
 def _size_of(value: Any) -> int:
     if isinstance(value, Tensor):
-        return _local(value).numel()
+        return local_part(value).numel()
     return sum(map(_size_of, _children(value).values()))
 
 
@@ -259,7 +257,7 @@ def _difference(saved: Any, loaded: Any) -> str | None:
     if isinstance(saved, Tensor):
         if saved.dtype != loaded.dtype:
             return f"as {loaded.dtype}"
-        return None if _has_bits(loaded, plain_parts(_local(saved))) else "with other values"
+        return None if _has_bits(loaded, plain_parts(local_part(saved))) else "with other values"
     if isinstance(saved, dict | list | tuple):
         return None if _children(saved).keys() == _children(loaded).keys() else "with other entries"
     return None if _same_value(saved, loaded) else f"as {loaded!r} instead of {saved!r}"

@@ -35,7 +35,7 @@ def follow_umask(path: Path) -> None:
         probe.unlink()
 
 
-def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file under a temporary name beside `path`, make it durable and rename it to `path`.
 
     Args:
@@ -56,11 +56,7 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replace the content of `path` by `text` as one step."""
-
-    def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
-
-    replace_file(path, write)
+    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def require_writable_folder(folder: Path, argument: str) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 LOCK_NAME = ".lock"
@@ -66,7 +67,8 @@ class FolderLock:
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
         lock = cls(file, path)
-        _remember(lock, lock._key)
+        _watch_forks()
+        _held[lock._key] = lock
         return lock
 
     def release(self) -> None:
@@ -100,15 +102,9 @@ def taking_turns(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _remember(lock: FolderLock, key: tuple[int, int]) -> None:
-    global _is_watching_forks  # noqa: PLW0603 - a function can be registered, and not be taken back
-    if not _is_watching_forks:
-        os.register_at_fork(after_in_child=_let_go)
-        _is_watching_forks = True
-    _held[key] = lock
-
-
-_is_watching_forks = False
+@cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_let_go)
 
 
 def _let_go() -> None:

@@ -206,7 +206,7 @@ def publish(staged: Path, folder: Path, entry: str) -> None:
         if name != entry:
             _move(staged / name, folder / name)
     for parent in {(folder / name).parent for name in files}:
-        fsync_folder(parent)
+        fsync_folder(parent)  # the entry must not be durable before the files that it names
     _move(staged / entry, folder / entry)
     fsync_folder(folder)
     _remove_other_entries(folder, keep={entry, *files})

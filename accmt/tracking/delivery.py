@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -142,7 +142,9 @@ class Delivery:
 
     def _run(self) -> None:
         try:
-            self._feed(self._start())
+            with closing(self._start()) as feed:
+                while self._deliver_or_wait(feed):
+                    pass
         except _TimeIsUp:
             pass
         except BaseException as error:  # noqa: BLE001 - a thread has nobody to raise to; `begin` and `end` report it
@@ -188,19 +190,13 @@ class Delivery:
         account.run_id, account.status = run_id, None
         return Feed(self.spec, tracker, self._history, account, replay)
 
-    def _feed(self, feed: Feed) -> None:
-        try:
-            while self._deliver_or_wait(feed):
-                pass
-        finally:
-            feed.close()
-
     def _deliver_or_wait(self, feed: Feed) -> bool:
         """Deliver the rows that are there, or wait for some; return whether more may come."""
+        # Both before the look at the file: a row, or the end, that comes during it is noticed in the next turn.
         is_ending = self._is_ending.is_set()
         self._has_rows.clear()
         if feed.fetch():
-            self._ledger.save()  # what is under way, and then what has arrived
+            self._ledger.save()  # first what is under way, then what has arrived: a kill in between is known of
             self._hand_over(feed)
             feed.settle()
             self._ledger.save()
@@ -224,18 +220,17 @@ class Delivery:
                 for _ in feed.hand_over(limit):
                     self._require_time()
             except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training continues
-                self._handle(error, feed, is_single=limit == 1)
+                delay = self.outage.count(error)
+                # One bad row must not take the whole batch with it: only a single row can be skipped, so after a
+                # failure they go one by one, and in growing batches again once the tracker takes them.
+                if limit == 1 and self._is_refusal(error, feed):
+                    feed.skip_first(error)
+                else:
+                    self._pause(delay)
                 limit = 1
             else:
                 limit = min(2 * limit, BATCH_ROWS)
                 self.outage.end()
-
-    def _handle(self, error: Exception, feed: Feed, *, is_single: bool) -> None:
-        delay = self.outage.count(error)
-        if is_single and self._is_refusal(error, feed):
-            feed.skip_first(error)
-        else:
-            self._pause(delay)
 
     def _is_refusal(self, error: Exception, feed: Feed) -> bool:
         """Distinguish a row that the tracker will never take from a tracker that takes nothing at the moment."""
