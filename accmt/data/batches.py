@@ -84,8 +84,11 @@ def _add_sizes(batch: Any, sizes: set[int]) -> None:
         if batch.ndim:
             sizes.add(len(batch))
         return
-    for value in _values_of(batch):
-        _add_sizes(value, sizes)
+    for value in _values_of(batch) if type(batch) not in (list, tuple) else batch:
+        if type(value) is torch.Tensor and value.ndim:  # as in most batches: without a further call
+            sizes.add(value.shape[0])
+        else:
+            _add_sizes(value, sizes)
 
 
 def _arrays_in(batch: Any) -> Iterator[Any]:

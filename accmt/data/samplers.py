@@ -194,9 +194,10 @@ class GlobalBatchSampler(Sampler[list[int]]):
         order = (
             drawn.numpy() if isinstance(drawn, torch.Tensor) else drawn
         )  # slices of an array cost a fraction of a tensor's
-        for part in filter(None, map(plan.local_indices, self._micro_batches)):
-            seed = derive_seed(self._seed, self._purpose, epoch, part.start)
-            yield BatchIndices(self._indices(order[part.start : part.stop]), seed)
+        for _, part in plan.cut(self._micro_batches):
+            if part:
+                seed = derive_seed(self._seed, self._purpose, epoch, part.start)
+                yield BatchIndices(self._indices(order[part.start : part.stop]), seed)
 
     def __len__(self) -> int:
         return len(self._micro_batches) - (

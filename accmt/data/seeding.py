@@ -11,6 +11,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ import xxhash
 
 _TORCH_DEFAULT = 67280421310721  # torch's initial seed until one is set
 _MAX_SEED = 2**63
+_RANDOM: Any = getattr(random.seed, "__self__")  # noqa: B009 - the generator of the module's functions
+_seed_random = super(random.Random, _RANDOM).seed  # what `random.seed` comes to for a whole number, without its checks
 
 
 def derive_seed(seed: int, purpose: str, *place: int) -> int:
@@ -33,7 +36,8 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     """
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - users' datasets draw from the global generator
-    random.seed(seed)
+    _seed_random(seed)
+    _RANDOM.gauss_next = None
     if device is not None and device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.default_generators[index].manual_seed(seed)

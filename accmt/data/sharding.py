@@ -7,6 +7,7 @@ trained on, also by another number of processes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -57,15 +58,21 @@ class Plan:
 
     def global_indices(self, index: int) -> range:
         """Return the positions in the global order that a micro-batch has on all processes."""
-        return range(self.samples_before(index), self.samples_before(index + 1))
+        return next(self.cut(range(index, index + 1)))[0]
 
     def local_indices(self, index: int) -> range:
         """Return the positions in the global order that a micro-batch has on this process; empty if there are none."""
-        return self.local_part(self.global_indices(index))
+        return next(self.cut(range(index, index + 1)))[1]
 
-    def local_part(self, positions: range) -> range:
-        """Return this process's part of the positions of a micro-batch."""
-        index, count = self.shard.index, self.shard.count
-        base, extra = divmod(len(positions), count)
-        begin = positions.start + index * base + min(index, extra)
-        return range(begin, begin + base + (index < extra))
+    def cut(self, indices: range) -> Iterator[tuple[range, range]]:
+        """Yield for each of these micro-batches its positions in the global order: on all processes, and on this one.
+
+        In one frame, because it runs for each micro-batch twice: where it is fetched, and where it is trained on.
+        """
+        size, own, count = self.global_batch_size, self.shard.index, self.shard.count
+        for index in indices:
+            start = min(self.first_sample + (index - self.first_micro_batch) * size, self.num_samples)
+            stop = min(start + size, self.num_samples)
+            base, extra = divmod(stop - start, count)
+            begin = start + own * base + min(own, extra)
+            yield range(start, stop), range(begin, begin + base + (own < extra))

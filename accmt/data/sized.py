@@ -86,11 +86,9 @@ class _PlannedLoader:
         require_same_everywhere(self._options, self._describe(), self._digest(epoch))
         batches = self._reading = self._read()
         last, num_processes = plan.num_micro_batches - 1, plan.shard.count
-        for index in range(first, last + 1):
-            everywhere = plan.global_indices(index)
-            own = plan.local_part(everywhere)
+        for index, (everywhere, own) in enumerate(plan.cut(range(first, last + 1)), first):
             batch = self._next(batches, epoch, index) if own else None
-            if own:
+            if own and batch is None:
                 require_batch(batch, self._options)
             is_partial = len(everywhere) < num_processes
             num_samples = self._count(everywhere) if self._knows_samples else None
