@@ -356,3 +356,8 @@ class ExtendedAcceleratorModule(AcceleratorModule):
     def zero_grad(self) -> None:
         """Drop the gradients."""
         self.manual_steps.zero_grad()
+
+
+def defines(module: AcceleratorModule, name: str) -> bool:
+    """Return whether the user's class or object defines `name` itself."""
+    return getattr(type(module), name) is not getattr(AcceleratorModule, name) or name in vars(module)

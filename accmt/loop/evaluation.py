@@ -15,10 +15,10 @@ from accmt.callbacks.dispatch import Hook
 from accmt.data import Loader, MicroBatch, derive_seed, seed_generators
 from accmt.errors import ModuleContractError, explain
 from accmt.loop.bad_sample_counts import BadSamples, tell_bad_samples_of_set
-from accmt.loop.reduction import broadcast_buffers
 from accmt.loop.step_outputs import read_validation_output
 from accmt.metrics import ValidationCollector
 from accmt.metrics.consolidation import consolidate, find_members, require_members
+from accmt.parallel.reduction import broadcast_buffers
 from accmt.processes import gather_objects, process_index, sum_over_processes
 from accmt.run import TEST_LOSS, EvaluationRun, Run
 from accmt.state import Stage

@@ -20,12 +20,10 @@ from accmt.messages import say, warn
 from accmt.module import ExtendedAcceleratorModule
 from accmt.processes import run_on_every_process, run_on_main_process
 from accmt.recovery.crash_loop import note_end, warn_of_crash_loop
+from accmt.recovery.preflight import check_room, try_saving
 from accmt.recovery.restart import Restart
 from accmt.recovery.shutdown import handle_failure, printing_resume_hint, watching
 from accmt.run import Run
-from accmt.setup.datasets import end_workers
-from accmt.setup.model import detach_run
-from accmt.setup.preflight import check_room, try_saving
 from accmt.state import Progress
 from accmt.tracking import RunStatus
 
@@ -199,7 +197,6 @@ def _close(run: Run) -> None:
     finally:
         run.saver.release()
         run.tracking.finish(_TRACKER_STATUS[run.state.now.status], flush_s=run.settings.tracking.tracker_flush_s)
-        restore_model(run)
 
 
 def _print_early_end(run: Run) -> None:
@@ -254,14 +251,6 @@ def _call_end_hooks(run: Run) -> None:
     if failures:
         run.state.now.status = "failed"
         raise failures[0]
-
-
-def restore_model(run: Run) -> None:
-    """Give the module its own model back, and end the processes that load data."""
-    end_workers((run.train_loader, *run.val_loaders.values()))
-    detach_run(run.module, run.model, run.accelerator)
-    if run.accelerator is not run.settings.running.accelerator:  # what a user prepared is not ours to forget
-        run.accelerator.free_memory()
 
 
 def describe(run: Run) -> dict[str, Any]:

@@ -9,9 +9,9 @@ import torch
 
 from accmt.data import MicroBatch, derive_seed, seed_generators
 from accmt.loop.optimizer_step import advance_scheduler, step_optimizer, zero_gradients
-from accmt.loop.reduction import average_gradients, broadcast_buffers
 from accmt.messages import say_once
 from accmt.module import ExtendedAcceleratorModule
+from accmt.parallel.reduction import average_gradients, broadcast_buffers
 from accmt.processes import num_processes, process_index, sum_over_processes
 from accmt.recovery.loss_guard import Place
 from accmt.run import Run, counting_calls, require_call, require_planned

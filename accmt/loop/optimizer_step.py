@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from accmt.loop.reduction import average_gradients
 from accmt.loop.weighting import AccumulationWindow
+from accmt.parallel.reduction import average_gradients
 from accmt.processes import sum_over_processes
 from accmt.recovery.restart import restart_with_smaller_batches
 from accmt.run import Run

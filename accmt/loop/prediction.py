@@ -13,11 +13,11 @@ from accmt.data import Loader, MicroBatch, derive_seed, find_batch_size, seed_ge
 from accmt.errors import DataError, ModuleContractError, explain
 from accmt.loop.bad_sample_counts import BadSamples, tell_bad_samples_of_set
 from accmt.loop.evaluation import without_gradients, without_training
-from accmt.loop.reduction import broadcast_buffers
 from accmt.metrics.gathering import gather_on_main_process, to_cpu
+from accmt.module import defines
+from accmt.parallel.reduction import broadcast_buffers
 from accmt.processes import is_main_process, process_index
 from accmt.run import EvaluationRun
-from accmt.setup.module_checks import defines
 
 _KEEP_SAMPLES = "keep the dimension of samples: squeeze(-1) instead of squeeze(), say; or return a list of them"
 _Numbered = tuple[int, Any]  # the micro-batch of a batch, and its predictions

@@ -10,15 +10,15 @@ from torch.nn.parallel import DistributedDataParallel
 from accmt.data import MicroBatch, derive_seed, seed_generators
 from accmt.errors import ArgumentError, ModuleContractError, explain, is_out_of_memory
 from accmt.loop.optimizer_step import finish_window, skip_window
-from accmt.loop.reduction import broadcast_buffers
 from accmt.loop.step_outputs import TrainingOutput, read_training_output
 from accmt.loop.weighting import AccumulationWindow
 from accmt.metrics.weighted_sum import Weight
+from accmt.parallel.reduction import broadcast_buffers
+from accmt.parallel.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.processes import num_processes, process_index
 from accmt.recovery.loss_guard import Place
 from accmt.recovery.restart import current_micro_batch_size
 from accmt.run import Run, require_planned
-from accmt.setup.sync_batchnorm import synchronized_layers, without_synchronization
 
 
 class AutomaticSteps:

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accmt.errors import ModuleContractError, ProcessFailedError, explain
-from accmt.loop.reduction import rebuild_reducer
 from accmt.messages import warn
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
+from accmt.parallel.reduction import rebuild_reducer
 from accmt.processes import num_processes
 
 if TYPE_CHECKING:

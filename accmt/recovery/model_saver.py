@@ -17,10 +17,10 @@ from accmt import huggingface
 from accmt.callbacks import Callback
 from accmt.data.options import length_of
 from accmt.errors import SavingError, explain
-from accmt.loop.reduction import broadcast_buffers
 from accmt.messages import say, warn
 from accmt.metrics import Metric
 from accmt.metrics.building import BUILTIN
+from accmt.parallel.reduction import broadcast_buffers
 from accmt.processes import run_on_main_process
 from accmt.run import Run
 from accmt.saving import (

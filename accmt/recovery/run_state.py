@@ -15,9 +15,9 @@ from accmt.config.changes import Change, changed_arguments
 from accmt.data import UnshardedLoader
 from accmt.data.sized import BatchLoader, SizedLoader
 from accmt.errors import CheckpointError, explain
-from accmt.loop.reduction import broadcast_buffers
 from accmt.messages import say, warn
 from accmt.optimization.resuming import group_arguments, restore_schedule
+from accmt.parallel.reduction import broadcast_buffers
 from accmt.recovery.resume import Resumed
 from accmt.run import Run
 from accmt.state import Stateful

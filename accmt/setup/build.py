@@ -16,7 +16,7 @@ from accmt.loop.logging import logging_step
 from accmt.loop.trained_parameters import TrainedParameters
 from accmt.loop.weighting import Weighting
 from accmt.metrics import RunningAverages
-from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
+from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
 from accmt.processes import broadcast_object, is_main_process, num_processes
 from accmt.recovery.checkpoints import Checkpoints
 from accmt.recovery.loss_guard import LossGuard
@@ -33,7 +33,7 @@ from accmt.setup.callbacks import make_builtin_callbacks
 from accmt.setup.dataloaders import Loaders, at_epoch_of_building, check_reloading
 from accmt.setup.inputs import Inputs, check_inputs
 from accmt.setup.model import Prepared, attach_run, prepare
-from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module, defines
+from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module
 from accmt.setup.run_length import RunLength, measure_run
 from accmt.setup.same_on_processes import require_same_settings
 from accmt.setup.user_data import UserData

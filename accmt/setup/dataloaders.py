@@ -11,12 +11,11 @@ import torch
 from accmt.data import Loader
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.loop.cadence import Cadence
-from accmt.module import AcceleratorModule
+from accmt.module import AcceleratorModule, defines
 from accmt.recovery.restart import Recovery, check_restarts
 from accmt.recovery.shutdown import InterruptibleLoader
 from accmt.settings import DataSettings
 from accmt.setup.datasets import build_evaluation_loader, build_train_loader, end_workers, find_sets
-from accmt.setup.module_checks import defines
 from accmt.setup.user_data import UserData
 from accmt.state import TrainingState
 

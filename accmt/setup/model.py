@@ -14,7 +14,10 @@ from accmt.errors import ModuleContractError, explain
 from accmt.huggingface import enable_gradient_checkpointing, reject_injected_adapters
 from accmt.loop.cadence import Cadence
 from accmt.loop.logging import Logs
-from accmt.loop.reduction import (
+from accmt.module import AcceleratorModule
+from accmt.optimization import build_optimizer
+from accmt.optimization.stepper import Stepper
+from accmt.parallel.reduction import (
     TransparentWrapper,
     broadcast_buffers,
     broadcast_weights,
@@ -22,13 +25,11 @@ from accmt.loop.reduction import (
     require_equal_weights,
     settle_buckets,
 )
-from accmt.module import AcceleratorModule
-from accmt.optimization import build_optimizer
-from accmt.optimization.stepper import Stepper
+from accmt.parallel.sync_batchnorm import restore_batch_norm, synchronize_if_asked
+from accmt.run import Run
 from accmt.settings import RunningSettings, Settings
 from accmt.setup.module_checks import require_optimizer
 from accmt.setup.run_length import RunLength, make_scheduler
-from accmt.setup.sync_batchnorm import restore_batch_norm, synchronize_if_asked
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -119,7 +120,16 @@ def compile_if_asked(model: nn.Module, settings: RunningSettings) -> None:
         model.compile(**settings.compile_kwargs)  # in place: names of weights stay as they are
 
 
-def detach_run(module: AcceleratorModule, model: nn.Module, accelerator: Accelerator) -> None:
+def detach_run(run: Run) -> None:
+    """Give the module its own model back, and end the processes that load data."""
+    for loader in (run.train_loader, *run.val_loaders.values()):
+        loader.end_workers()
+    detach_model(run.module, run.model, run.accelerator)
+    if run.accelerator is not run.settings.running.accelerator:  # what a user prepared is not ours to forget
+        run.accelerator.free_memory()
+
+
+def detach_model(module: AcceleratorModule, model: nn.Module, accelerator: Accelerator) -> None:
     """Give the module its own model back, without the wrappers of the run, and let the Accelerator forget it."""
     own = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
     own.__dict__.pop("_is_accelerate_prepared", None)

@@ -15,7 +15,7 @@ from accmt.callbacks import find_hooks
 from accmt.compat.method_hints import find_unused_foreign_methods
 from accmt.errors import ModuleContractError, explain
 from accmt.huggingface import advise_wrapping
-from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
+from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
 from accmt.state import Function, TrainingState
 
 _CONTRACT = tuple(
@@ -119,11 +119,6 @@ def _describe_returned(own: Any) -> str:
 def _defines_step(module: AcceleratorModule) -> bool:
     # In an ExtendedAcceleratorModule `step` is something else: it advances optimizer and schedule.
     return defines(module, "step") and not isinstance(module, ExtendedAcceleratorModule)
-
-
-def defines(module: AcceleratorModule, name: str) -> bool:
-    """Return whether the user's class or object defines `name` itself."""
-    return getattr(type(module), name) is not getattr(AcceleratorModule, name) or name in vars(module)
 
 
 def _check_kind(module: Any, function: Function) -> None:

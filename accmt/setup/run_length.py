@@ -10,11 +10,11 @@ import torch
 
 from accmt.data import Loader
 from accmt.loop.cadence import Cadence
-from accmt.module import AcceleratorModule
+from accmt.module import AcceleratorModule, defines
 from accmt.optimization import build_scheduler
 from accmt.processes import num_processes
 from accmt.settings import Settings
-from accmt.setup.module_checks import defines, require_scheduler
+from accmt.setup.module_checks import require_scheduler
 from accmt.state import Counters
 
 

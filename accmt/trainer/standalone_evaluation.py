@@ -21,15 +21,15 @@ from accmt.huggingface import computing_without_cache
 from accmt.loop.evaluation import call_hooks, evaluate, in_evaluation_mode, reported
 from accmt.loop.prediction import predict
 from accmt.messages import say
-from accmt.module import AcceleratorModule
+from accmt.module import AcceleratorModule, defines
 from accmt.processes import broadcast_object, is_main_process, num_processes, run_on_main_process
 from accmt.run import EvaluationRun, Run
 from accmt.setup.accelerator import build_accelerator
 from accmt.setup.build import connect_hooks, gather_callbacks
 from accmt.setup.datasets import Evaluation, build_evaluation_loader, end_workers, find_data
 from accmt.setup.inputs import metrics_of_sets
-from accmt.setup.model import attach_evaluation, detach_run, is_prepared, prepare_for_evaluation
-from accmt.setup.module_checks import adapt_validation_step, check_untrained_module, check_validation, defines
+from accmt.setup.model import attach_evaluation, detach_model, is_prepared, prepare_for_evaluation
+from accmt.setup.module_checks import adapt_validation_step, check_untrained_module, check_validation
 from accmt.setup.same_on_processes import find_same_data
 from accmt.setup.torch_flags import working
 from accmt.setup.user_data import UserData
@@ -230,7 +230,7 @@ def _lending_model(request: Request) -> Iterator[tuple[Accelerator, nn.Module]]:
         attach_evaluation(request.trainer, module, accelerator, model)
         yield accelerator, model
     finally:
-        detach_run(module, model, accelerator)
+        detach_model(module, model, accelerator)
 
 
 @contextmanager

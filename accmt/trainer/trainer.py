@@ -222,6 +222,7 @@ class Trainer(TrainerProperties):
     def _fit_once(self, module: AcceleratorModule, given: UserData, recovery: Recovery) -> None:
         from accmt.loop.fit import fit
         from accmt.setup.build import build_run
+        from accmt.setup.model import detach_run
         from accmt.setup.setup_errors import reporting_failed_setup
 
         self.state = TrainingState()
@@ -229,7 +230,10 @@ class Trainer(TrainerProperties):
         with reporting_failed_setup():
             self._run = build_run(self, module, given, recovery)
         self.chosen_checkpoint = None
-        fit(self._run)
+        try:
+            fit(self._run)
+        finally:
+            detach_run(self._run)
 
     train = fit
 

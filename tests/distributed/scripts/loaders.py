@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from accmt import AcceleratorModule, Trainer
+from accmt.parallel import sync_batchnorm
 from accmt.processes import gather_objects, is_main_process, process_index
-from accmt.setup import sync_batchnorm
 
 SAMPLES = 9  # with batches of 2 on 2 processes the last micro-batch has one sample, and one process none
 HPS: dict[str, Any] = {"epochs": 2, "batch_size": 2, "optim": {"type": "SGD", "lr": 0.1}}

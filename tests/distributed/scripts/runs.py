@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Accuracy, Callback, MainProcessCallback, Trainer, on_main_process, read_history
-from accmt.loop.reduction import require_equal_weights
+from accmt.parallel.reduction import require_equal_weights
 from accmt.processes import gather_objects, is_main_process, process_index
 
 VALIDATION_SIZES = (1, 4, 7, 8, 9, 17)

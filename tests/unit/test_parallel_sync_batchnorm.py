@@ -14,8 +14,8 @@ from torch import nn
 
 from accmt import AcceleratorModule
 from accmt.errors import ArgumentError
-from accmt.setup import sync_batchnorm
-from accmt.setup.sync_batchnorm import (
+from accmt.parallel import sync_batchnorm
+from accmt.parallel.sync_batchnorm import (
     restore_batch_norm,
     synchronize,
     synchronize_if_asked,

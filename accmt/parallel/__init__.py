@@ -1,0 +1,1 @@
+"""Several processes that train one model: wrapping it, averaging its gradients, sending its buffers."""
