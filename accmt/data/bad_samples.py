@@ -30,9 +30,6 @@ def without_bad_samples(
         options: Shard, and where to agree.
         is_whole_epoch: Whether an epoch begins with these micro-batches.
         knows_samples: Whether a batch is known to hold all the samples that were read for it.
-
-    Raises:
-        DataError: No sample of an epoch, or none of a hundred in a row, could be read: something else is wrong.
     """
     unread, has_any = 0, not is_whole_epoch
     for micro_batch in micro_batches:

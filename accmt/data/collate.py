@@ -74,11 +74,7 @@ def keeps_number(collate: Collate) -> bool:
 
 
 def build_collate(value: Any, argument: str) -> Collate | None:
-    """Return one collate function for the user's value: None, a function, or a list of functions.
-
-    Raises:
-        ArgumentError: Something in it cannot be called.
-    """
+    """Return one collate function for the user's value: None, a function, or a list of functions."""
     if value is None:
         return None
     functions = list(value) if isinstance(value, list | tuple) else [value]

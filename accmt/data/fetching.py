@@ -67,11 +67,7 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, indices: BatchIndices) -> Fetched:
-        """Fetch one batch; torch's loader calls this where it exists.
-
-        Raises:
-            Exception: What reading a sample raised, with a note that names it.
-        """
+        """Fetch one batch; torch's loader calls this where it exists."""
         seed_generators(indices.seed)
         if self._fetch_many is None:
             return self._fetch_each(indices, self.dataset.__getitem__)

@@ -21,9 +21,6 @@ def build_loader(data: Any, options: LoaderOptions) -> Loader:
     Args:
         data: A dataset (anything with `__len__` and `__getitem__`), an iterable, or a DataLoader.
         options: Sizes, order and shard.
-
-    Raises:
-        DataError: The data have no samples, or are of another kind.
     """
     if isinstance(data, DataLoader):
         return _wrap_user_loader(data, options)

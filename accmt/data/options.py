@@ -65,9 +65,6 @@ class Loader(Protocol):
         with any size of batches. Counting continues from there, in `num_micro_batches` and `samples_in` too.
 
         Processes: all; collective where each has data of its own.
-
-        Raises:
-            DataError: The position is one in other data.
         """
 
 
@@ -170,11 +167,7 @@ def _collate_or_explain(samples: list[Any]) -> Any:
 
 
 def require_batch(batch: Any, options: LoaderOptions) -> None:
-    """Check that the collate function made a batch, where other processes rely on this one to have one.
-
-    Raises:
-        DataError: It made none.
-    """
+    """Check that the collate function made a batch, where other processes rely on this one to have one."""
     if batch is not None or options.agree_on is None or options.skips_bad:
         return
     got = "None: the collate function made no batch of the samples of this process"
@@ -193,9 +186,6 @@ def require_same_everywhere(options: LoaderOptions, has: str, order: str) -> Non
         options: For the message.
         has: The number of this process's samples or batches, in words.
         order: A digest of their order.
-
-    Raises:
-        DataError: Some process has others, or another order.
     """
     if options.shard.count == 1:
         return
@@ -213,11 +203,7 @@ def require_same_everywhere(options: LoaderOptions, has: str, order: str) -> Non
 
 
 def require_not_empty(count: int, options: LoaderOptions, got: str) -> None:
-    """Check that an epoch has anything in it.
-
-    Raises:
-        DataError: `count`, of samples or of batches, is 0.
-    """
+    """Check that an epoch has anything in it."""
     if count == 0:
         do = "check the path or the filter of the data, the sampler, and drop_last"
         raise DataError(explain(f"the {options.kind} data", got, "at least one sample and one batch", do))

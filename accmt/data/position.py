@@ -47,9 +47,6 @@ def read_start(
         kind: The kind of position that these data have.
         unit: What it counts: "samples" or "batches".
         options: For the message.
-
-    Raises:
-        DataError: The position is of another kind.
     """
     if first_micro_batch == 0:
         return EPOCH_START
@@ -60,22 +57,14 @@ def read_start(
 
 
 def require_same_number(start: EpochStart, number: int, unit: str, options: LoaderOptions) -> None:
-    """Check that an epoch has as much as when it began; otherwise its order would differ.
-
-    Raises:
-        DataError: It has more or less.
-    """
+    """Check that an epoch has as much as when it began; otherwise its order would differ."""
     if start.position and start.position["of"] != number:
         expected = f"the {start.position['of']} {unit} with which the epoch began, {start.consumed} of them trained on"
         raise cannot_resume(options, f"{number} {unit}", expected)
 
 
 def require_same_order(start: EpochStart, order: str, options: LoaderOptions) -> None:
-    """Check that an epoch has the order with which it began; otherwise samples would be repeated and missed.
-
-    Raises:
-        DataError: It has another order.
-    """
+    """Check that an epoch has the order with which it began; otherwise samples would be repeated and missed."""
     if start.position["order"] != order:
         got = "another order than the one in which the epoch began: shuffling, sampler, its seed, or batches changed"
         raise cannot_resume(options, got, f"that order, {start.consumed} of {start.position['of']} trained on")
@@ -95,9 +84,6 @@ def plan_epoch(num_samples: int, options: LoaderOptions, *, multiple: int = 1, s
         options: Sizes, limit and shard.
         multiple: At the end, samples beyond a multiple of this are dropped; 1 drops none.
         start: Where reading begins.
-
-    Raises:
-        DataError: The whole epoch is empty.
     """
     epoch = Plan(num_samples - num_samples % multiple, options.batch_size, options.shard)
     require_not_empty(

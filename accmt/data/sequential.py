@@ -33,9 +33,6 @@ class SequentialLoader:
         randomness: Of what draws while it is read.
         length: What an epoch has, before limits; None if unknown.
         multiple: At the end, what is beyond a multiple of this is dropped; 1 drops nothing.
-
-    Raises:
-        DataError: The limit is a fraction of an unknown length.
     """
 
     _kind: str
@@ -72,11 +69,7 @@ class SequentialLoader:
         return None  # known only once they are read
 
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of an epoch from `first` on; what comes before is read too unless it is resumed.
-
-        Raises:
-            DataError: There is none at all.
-        """
+        """Yield the micro-batches of an epoch from `first` on; what comes before is read too unless it is resumed."""
         start = self._start.of(epoch, first)
         plan = self._arrange(start, first)
         num_micro_batches = None if plan is None else plan.num_micro_batches - start.micro_batch
@@ -139,11 +132,7 @@ class SequentialLoader:
         )
 
     def resume_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
-        """Resume `epoch` from the data's own state where they have one, else by reading again.
-
-        Raises:
-            DataError: The position is one in other data, or cannot be found with these processes and workers.
-        """
+        """Resume `epoch` from the data's own state where they have one, else by reading again."""
         start = read_start(epoch, first_micro_batch, position, kind=self._kind, unit=self._unit, options=self._options)
         self._start = EPOCH_START if start is EPOCH_START else self._choose_start(start)
         self._keep_only(start)

@@ -67,11 +67,6 @@ class _PlannedLoader:
         """Yield the micro-batches of an epoch from `first` on; what is skipped is never read.
 
         Processes: collective when the first is read, where they share the data.
-
-        Raises:
-            Exception: What the dataset or the collate function raised, with notes that name sample and batch.
-            DataError: Processes have other data or another order; or no sample at all could be read, where bad samples
-                are skipped.
         """
         read = self._read_micro_batches(epoch, first)
         if not self._options.skips_bad:
@@ -195,10 +190,6 @@ class SizedLoader(_PlannedLoader):
     Args:
         dataset: Anything with `__len__` and `__getitem__`.
         options: Sizes, order and shard.
-
-    Raises:
-        DataError: The dataset, or what sampler and `drop_last` leave of it, is empty; or a sampler's labels belong to
-            other data.
     """
 
     _kind = "dataset with a length"
@@ -246,9 +237,6 @@ class BatchLoader(_PlannedLoader):
     Args:
         user_loader: The user's DataLoader; its dataset, batches, collate function and workers are used.
         options: Shard, seed and limit.
-
-    Raises:
-        DataError: There are no batches, or a sampler's labels belong to other data.
     """
 
     _kind = "DataLoader with a length"

@@ -34,9 +34,6 @@ class StreamLoader(SequentialLoader):
     Args:
         data: The iterable; `set_epoch` is called where it exists, and `state_dict` where the epoch may be resumed.
         options: Sizes and shard.
-
-    Raises:
-        DataError: The limit is a fraction of an unknown length.
     """
 
     _kind = "stream"
@@ -175,9 +172,6 @@ class UserDataLoader(SequentialLoader):
         user_loader: The user's DataLoader: over a stream, without automatic batches, with batches without a length, or
             of a class with an `__iter__` of its own.
         options: Shard, seed and limit.
-
-    Raises:
-        DataError: The limit is a fraction of an unknown length.
     """
 
     _kind = "DataLoader that is read through"

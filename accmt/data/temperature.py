@@ -71,11 +71,7 @@ class TemperatureSampler(TensorSampler):
 
 
 def check_labels(sampler: Any, dataset: Any) -> None:
-    """Check that a sampler's labels, if it has any, are as many as the samples of a dataset.
-
-    Raises:
-        DataError: They are not.
-    """
+    """Check that a sampler's labels, if it has any, are as many as the samples of a dataset."""
     if isinstance(sampler, TemperatureSampler):
         sampler.check_length(len(dataset))
 

@@ -49,9 +49,6 @@ def note_start(folder: Path, update: int) -> list[Start]:
     Args:
         folder: The folder of the run's checkpoints.
         update: Optimizer steps that are done.
-
-    Raises:
-        OSError: The file cannot be written.
     """
     own = Start(_name_process(), update)
     before = [start for start in _read(folder) if not _is_running(start, own.process)]
@@ -60,11 +57,7 @@ def note_start(folder: Path, update: int) -> list[Start]:
 
 
 def note_failure(folder: Path, update: int, error: str) -> None:
-    """Record that the run of this process failed.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Record that the run of this process failed."""
     process = _name_process()
     starts = _read(folder)
     if starts and _is_running(starts[-1], process):
@@ -72,11 +65,7 @@ def note_failure(folder: Path, update: int, error: str) -> None:
 
 
 def forget_starts(folder: Path) -> None:
-    """Forget all starts: the last one did not fail, or another run begins.
-
-    Raises:
-        OSError: The file cannot be deleted.
-    """
+    """Forget all starts: the last one did not fail, or another run begins."""
     (folder / FILE_NAME).unlink(missing_ok=True)
 
 

@@ -85,10 +85,6 @@ def save_by_config(
     """Save full weights for which there is only the `config.json` of a model, as `save_model` does.
 
     No memory is needed for a second model.
-
-    Raises:
-        WeightsError: The configuration does not fit the weights, or its class is none of transformers.
-        OSError: As in `save_model`.
     """
     import transformers
 

@@ -18,9 +18,6 @@ def enable_gradient_checkpointing(model: Any, kwargs: Mapping[str, Any] | None =
         model: A transformers model, or PEFT around one; without the wrapper of the launch.
         kwargs: For `torch.utils.checkpoint.checkpoint`, such as `preserve_rng_state=False`.
 
-    Raises:
-        ArgumentError: The model does not support it.
-
     Source: `PreTrainedModel.activation_checkpointing_enable` of transformers 5.23.
     """
     enable = getattr(model, "activation_checkpointing_enable", None)

@@ -44,9 +44,6 @@ def reject_injected_adapters(model: object) -> None:
     """Reject a transformers model into which `add_adapter` or `load_adapter` put an adapter.
 
     Its folder would look like that of a model without one.
-
-    Raises:
-        ModuleContractError: It has an adapter.
     """
     if is_transformers_model(model) and getattr(model, "_hf_peft_config_loaded", False):
         got = "a transformers model with an adapter inside (`add_adapter`, or `from_pretrained` of an adapter's name)"

@@ -50,11 +50,7 @@ def save_adapters(
 
 
 def load_adapters(model: PeftModel, folder: Path, *, strict: bool = True) -> None:
-    """Load every adapter of a model from where `save_adapters` puts it; arguments are those of `load_model_weights`.
-
-    Raises:
-        WeightsError: An adapter or a file is missing or damaged, or names or shapes do not fit.
-    """
+    """Load every adapter of a model from where `save_adapters` puts it; arguments are those of `load_model_weights`."""
     from peft import set_peft_model_state_dict
 
     main, *others = _list_adapters(model)
@@ -73,11 +69,7 @@ def load_adapters(model: PeftModel, folder: Path, *, strict: bool = True) -> Non
 
 
 def read_base_name(folder: Path) -> str:
-    """Return the path or the hub's name of the model with which the adapter in `folder` was trained.
-
-    Raises:
-        WeightsError: The adapter does not name it.
-    """
+    """Return the path or the hub's name of the model with which the adapter in `folder` was trained."""
     from peft import PeftConfig
 
     name: str | None = PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
@@ -88,11 +80,7 @@ def read_base_name(folder: Path) -> str:
 
 
 def build_with_adapter(base: Any, folder: Path) -> PeftModel:
-    """Put PEFT around a model, with the adapter in `folder`, ready for training.
-
-    Raises:
-        WeightsError: The adapter does not fit the model.
-    """
+    """Put PEFT around a model, with the adapter in `folder`, ready for training."""
     from peft import PeftConfig, get_peft_model
 
     config = PeftConfig.from_pretrained(str(folder))

@@ -71,10 +71,6 @@ def load_pretrained_weights(model: PreTrainedModel, folder: Path | str) -> None:
 
     Only `from_pretrained` makes the changes to names and tensors that transformers makes on loading. Meanwhile a second
     model is in memory.
-
-    Raises:
-        WeightsError: Weights are missing, left over, or of other shapes.
-        FileNotFoundError: The folder holds no model.
     """
     _require_model_folder(str(Path(folder).absolute()))
     from_pretrained: Any = model.__class__.from_pretrained  # returns a pair where the report is asked for

@@ -36,10 +36,6 @@ def build_metrics(value: Any) -> tuple[Metric, ...]:
     Args:
         value: None, a `Metric`, a `torchmetrics.Metric` or `MetricCollection`, a built-in metric's name such as "f1",
             a list or tuple of these, or a dict of them by name.
-
-    Raises:
-        MetricError: The value is something else, a name is unknown, or two metrics or results have one name.
-        MissingPackageError: A built-in metric needs torchmetrics, which is not installed.
     """
     if value is None:
         return ()

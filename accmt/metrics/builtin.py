@@ -62,11 +62,7 @@ class _OfPairs(TorchMetric):
         return ((predictions, references), {}) if references.numel() else None
 
     def read_pair(self, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what torchmetrics gets.
-
-        Raises:
-            MetricError: The shapes do not fit, or there are other classes than `num_classes` says.
-        """
+        """Return what torchmetrics gets."""
         raise NotImplementedError
 
 
@@ -236,11 +232,7 @@ class Perplexity(_OfPairs):
 
 
 def _require_scores(name: str, scores: torch.Tensor, num_classes: int) -> None:
-    """Check how many classes there are scores for.
-
-    Raises:
-        MetricError: Another number than `num_classes`.
-    """
+    """Check how many classes there are scores for."""
     if scores.shape[-1] != num_classes:
         got = f"predictions {tuple(scores.shape)}, the last dimension being classes, and num_classes={num_classes}"
         do = f"num_classes={scores.shape[-1]}"

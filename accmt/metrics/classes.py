@@ -27,10 +27,6 @@ def align_classes(name: str, predictions: Any, references: Any) -> tuple[torch.T
         predictions: Class indices `[...]`, or scores `[..., classes]` of which the largest counts; tensors, arrays or
             lists.
         references: Class indices `[...]`.
-
-    Raises:
-        MetricError: The shapes do not fit, or there is one score for each sample, which may be a logit or a
-            probability.
     """
     predictions, references = to_tensor(name, predictions), to_tensor(name, references)
     if has_scores(predictions, references):
@@ -47,11 +43,7 @@ def align_classes(name: str, predictions: Any, references: Any) -> tuple[torch.T
 
 
 def read_scores(name: str, predictions: Any, references: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores `[samples, classes]` with the classes `[samples]` that are not `IGNORED`.
-
-    Raises:
-        MetricError: There are not several scores for each reference.
-    """
+    """Return scores `[samples, classes]` with the classes `[samples]` that are not `IGNORED`."""
     predictions, references = to_tensor(name, predictions), to_tensor(name, references)
     if not has_scores(predictions, references):
         expected, do = "logits [..., classes] and class indices [...]", "return the logits as predictions"
@@ -67,11 +59,7 @@ def has_scores(predictions: torch.Tensor, references: torch.Tensor) -> bool:
 
 
 def to_tensor(name: str, value: Any) -> torch.Tensor:
-    """Return a tensor of numbers.
-
-    Raises:
-        MetricError: The value is something else.
-    """
+    """Return a tensor of numbers."""
     try:
         tensor = torch.as_tensor(value)
         return tensor.detach() if tensor.requires_grad else tensor

@@ -49,10 +49,6 @@ class ValidationCollector:
             outputs: Scalars by name, and under the names of metrics what these take: `(predictions, references)`.
             weight: What scalars weigh: samples in the batch, or the weight that the step returned.
             position: The index of the micro-batch, by which the order of the data is restored; None is the next.
-
-        Raises:
-            MetricError: A pair stands under a name that no metric has, or a metric cannot read its entry.
-            ModuleContractError: An entry is neither a scalar nor what its metric takes, or a scalar was logged too.
         """
         position = self._num_batches if position is None else position
         self._num_batches += 1
@@ -79,10 +75,6 @@ class ValidationCollector:
         """Return means and metrics over all samples of all processes.
 
         Processes: collective; metrics are computed on the main process, and every process gets the values.
-
-        Raises:
-            MetricError: A metric got no entry, returned something else than numbers with its main entry, or two values
-                have one name.
         """
         self._scalars.close()
         every = gather_objects((self._scalars.take(), set(self._num_entries)))

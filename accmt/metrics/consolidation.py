@@ -31,11 +31,7 @@ def find_members(choices: Mapping[str, Choice], names: Sequence[str]) -> dict[st
 
 
 def require_members(choices: Mapping[str, Choice], names: Sequence[str]) -> None:
-    """Check that an evaluation has what is to be consolidated.
-
-    Raises:
-        MetricError: A choice is empty, or a listed name is missing; the message names the nearest.
-    """
+    """Check that an evaluation has what is to be consolidated."""
     for new, members in find_members(choices, names).items():
         if members:
             continue
@@ -58,9 +54,6 @@ def consolidate(
         choices: Which results are combined, by the name of the new one.
         further: Gets the values of each choice by its name, and returns further results.
         results: Those of an evaluation.
-
-    Raises:
-        MetricError: A new result has the name of an existing one, or `further` returned no numbers by name.
     """
     members = find_members(choices, list(results))
     values = {new: [results[name] for name in names] for new, names in members.items() if names}
@@ -74,11 +67,7 @@ def consolidate(
 
 
 def directions_of(choices: Mapping[str, Choice], directions: Mapping[str, IsBetter]) -> dict[str, IsBetter]:
-    """Return the direction of each consolidated result, where it is known.
-
-    Raises:
-        MetricError: A choice mixes results that should rise with results that should fall.
-    """
+    """Return the direction of each consolidated result, where it is known."""
     found = {}
     for new, members in find_members(choices, list(directions)).items():
         rising = {name: _is_rising(directions[name]) for name in members}

@@ -116,11 +116,7 @@ def to_cpu(value: Any) -> Any:
 
 
 def join_pairs(name: str, pairs: Sequence[Pair]) -> tuple[Any, Any]:
-    """Return the predictions and the references of all batches, each joined, for the metric `name`.
-
-    Raises:
-        MetricError: They cannot be joined.
-    """
+    """Return the predictions and the references of all batches, each joined, for the metric `name`."""
     predictions = _join(name, [predictions for _, predictions, _ in pairs])
     return predictions, _join(name, [references for _, _, references in pairs])
 

@@ -52,9 +52,6 @@ class LoggedValues:
             name: Its name.
             value: A number, or a tensor of one element.
             is_total: Whether values are added up, without weights, instead of averaged.
-
-        Raises:
-            ModuleContractError: The value is not one number, the name was logged the other way, or there is no batch.
         """
         if not self.is_open:
             do = "log in training_step or validation_step"
@@ -80,9 +77,6 @@ class LoggedValues:
         Args:
             weight: Its samples, or the weight that the step returned.
             returned: Further values that its step returned: detached scalars by name.
-
-        Raises:
-            ModuleContractError: A value was both logged and returned.
         """
         self._weight = weight
         waiting, self._waiting = self._waiting or (), None

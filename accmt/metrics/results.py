@@ -20,11 +20,7 @@ def is_pair(entry: Any) -> bool:
 
 
 def require_pair(name: str, entry: Any) -> tuple[Any, Any]:
-    """Return the predictions and references of an entry.
-
-    Raises:
-        ModuleContractError: It is no pair.
-    """
+    """Return the predictions and references of an entry."""
     if not is_pair(entry):
         do = f'return {{"{name}": (predictions, references)}}'
         got = f"{name!r}: {describe(entry)}"
@@ -48,11 +44,7 @@ def read_result(name: str, main_metric: str, result: Any) -> dict[str, float]:
 
 
 def read_scalars(name: str, main_metric: str, result: Any) -> dict[str, torch.Tensor]:
-    """Return the values that a metric computed, as detached tensors of shape [].
-
-    Raises:
-        MetricError: `result` is no dict, lacks the entry `main_metric`, or holds something else than numbers.
-    """
+    """Return the values that a metric computed, as detached tensors of shape []."""
     if not isinstance(result, dict) or main_metric not in result:
         expected, do = f"a dict with the entry {main_metric!r}", f'return {{"{main_metric}": value}}'
         raise metric_error(name, f"compute returned {describe(result)}", expected, do)

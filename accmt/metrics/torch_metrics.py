@@ -40,11 +40,7 @@ def is_torch_metric(value: Any) -> bool:
 
 
 def load_torch_metric(name: str, path: str, **arguments: Any) -> torchmetrics.Metric:
-    """Build a metric of torchmetrics, such as "classification.BinaryF1Score", for our metric `name`.
-
-    Raises:
-        MissingPackageError: torchmetrics is not installed.
-    """
+    """Build a metric of torchmetrics, such as "classification.BinaryF1Score", for our metric `name`."""
     module, _, kind = path.rpartition(".")
     try:
         loaded = import_module(f"torchmetrics.{module}")
@@ -348,11 +344,7 @@ def _gather_one(metric: torchmetrics.Metric, chunk_bytes: int | None) -> list[tu
 
 
 def _load_states(metric: torchmetrics.Metric, gathered: list[list[tuple[int, State]]]) -> None:
-    """Load the joined states of all processes into a metric; `gathered` is empty where it keeps its own.
-
-    Raises:
-        MetricError: A state is averaged over processes, and differs between them.
-    """
+    """Load the joined states of all processes into a metric; `gathered` is empty where it keeps its own."""
     for each, states in zip(_every_metric(metric) if gathered else [], gathered, strict=True):
         for name in each.metric_state if states else ():
             setattr(each, name, _reduce(each, name, [state[name] for _, state in states]))

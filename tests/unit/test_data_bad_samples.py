@@ -25,12 +25,12 @@ class Numbers:
         return self.length
 
 
-def options(**told):
-    return LoaderOptions(**{"purpose": "train", "batch_size": 3, "seed": 3, "skips_bad": True, **told})
+def options(**settings):
+    return LoaderOptions(**{"purpose": "train", "batch_size": 3, "seed": 3, "skips_bad": True, **settings})
 
 
-def read(data, epoch=0, first=0, **told):
-    loader = build_loader(data, options(**told))
+def read(data, epoch=0, first=0, **settings):
+    loader = build_loader(data, options(**settings))
     micro_batches = list(loader.micro_batches(epoch, first))
     loader.end_workers()
     return micro_batches
@@ -70,13 +70,13 @@ def test_an_epoch_goes_on_behind_bad_samples_as_if_it_had_not_been_interrupted()
     assert numbers_of(other.micro_batches(1, 3)) == numbers_of(micro_batches[3:])
 
 
-def test_batches_of_a_users_loader_are_counted_without_what_is_left_out():
+def test_batches_of_a_users_loader_are_counted_without_what_is_skipped():
     micro_batches = read(DataLoader(Numbers(10, {4, 9}), batch_size=4))
     assert numbers_of(micro_batches) == [[0, 1, 2, 3], [5, 6, 7], [8]]
     assert [micro_batch.own_samples for micro_batch in micro_batches] == [4, 3, 1]
 
 
-def test_samples_are_not_known_beforehand_where_some_may_be_left_out():
+def test_samples_are_not_known_beforehand_where_some_may_be_skipped():
     assert build_loader(Numbers(9), options()).samples_in(0, 2) is None
     assert build_loader(Numbers(9), options(skips_bad=False)).samples_in(0, 2) == 6
 
@@ -100,7 +100,7 @@ def test_a_hundred_samples_in_a_row_that_cannot_be_read_are_an_error():
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_far_more_than_a_hundred_in_all_that_are_not_in_a_row_are_left_out(batch_size):
+def test_far_more_than_a_hundred_in_all_that_are_not_in_a_row_are_skipped(batch_size):
     bad = [index for index in range(400) if index % 3 != 1] if batch_size == 1 else range(0, 400, 3)
     micro_batches = read(Numbers(400, bad), batch_size=batch_size)
     assert sum(micro_batch.num_bad for micro_batch in micro_batches) == len(bad) > 100

@@ -53,7 +53,7 @@ def test_a_chain_travels_to_loader_workers():
 
 @pytest.mark.feature("A33", "A35")
 @pytest.mark.parametrize("value", ["pad", 3, [], (), [double, 3], [double, None]])
-def test_what_cannot_be_called_is_refused_by_the_name_of_its_argument(value):
+def test_what_cannot_be_called_is_rejected_by_the_name_of_its_argument(value):
     with pytest.raises(ArgumentError, match=r"Trainer\(collate_fn_train=\.\.\.\)(.|\n)*collate_fn_train=my_function"):
         build_collate(value, "collate_fn_train")
 

@@ -149,7 +149,7 @@ class Stream(IterableDataset):
         ([(1, Numbers(0))], "stage 1 has an empty Numbers"),
     ],
 )
-def test_what_is_no_stage_is_refused(kind, stages, got):
+def test_what_is_no_stage_is_rejected(kind, stages, got):
     with pytest.raises(DataError, match=rf"{kind.__name__}\n  got: {got}"):
         kind(stages)
 
@@ -175,7 +175,7 @@ def test_what_is_no_stage_is_refused(kind, stages, got):
         (RangeCurriculum, [(0, 3)], r"stage 1 has \(0, 3\)"),
     ],
 )
-def test_lengths_that_cannot_be_are_refused(kind, lengths, got):
+def test_lengths_that_cannot_be_are_rejected(kind, lengths, got):
     with pytest.raises(DataError, match=rf"{kind.__name__}\n  got: {got}"):
         kind([(length, EASY) for length in lengths])
 
@@ -183,6 +183,6 @@ def test_lengths_that_cannot_be_are_refused(kind, lengths, got):
 @pytest.mark.parametrize(
     "curriculum", [StepsCurriculum([(3, EASY), (4, HARD)]), RangeCurriculum([(range(3), EASY), (range(3, 7), HARD)])]
 )
-def test_stages_that_end_before_the_run_are_refused(curriculum):
+def test_stages_that_end_before_the_run_are_rejected(curriculum):
     with pytest.raises(DataError, match=r"stages of 7 updates in all\n  expected: 10 updates, as max_steps says"):
         curriculum.updates(10)

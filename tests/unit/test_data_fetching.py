@@ -69,8 +69,8 @@ def text_of(error):
     return "".join(traceback.format_exception(error))
 
 
-def read(data, **told):
-    loader = build_loader(data, LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, **told}))
+def read(data, **settings):
+    loader = build_loader(data, LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, **settings}))
     return list(loader.micro_batches(0))
 
 

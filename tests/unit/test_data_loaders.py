@@ -27,8 +27,8 @@ class WithoutLength(Dataset):
         return index
 
 
-def options(**told):
-    return LoaderOptions(**{"purpose": "validate", "batch_size": 2, **told})
+def options(**settings):
+    return LoaderOptions(**{"purpose": "validate", "batch_size": 2, **settings})
 
 
 @pytest.mark.feature("A60", "T03", "L01")
@@ -63,19 +63,19 @@ def test_a_batch_sampler_makes_a_loader_of_batches():
 
 
 @pytest.mark.parametrize("data", [3, None, object(), WithoutLength(), "data.csv", b"bytes", print])
-def test_what_is_no_data_is_refused_by_its_kind(data):
+def test_what_is_no_data_is_rejected_by_its_kind(data):
     with pytest.raises(DataError, match=f"the validation data\n  got: {type(data).__name__}\n  expected: a Dataset"):
         build_loader(data, options())
 
 
-def test_a_dict_of_datasets_is_refused_with_its_keys():
+def test_a_dict_of_datasets_is_rejected_with_its_keys():
     splits = datasets.DatasetDict({"train": TABLE, "test": TABLE})
     with pytest.raises(DataError, match=r"DatasetDict with the keys \['train', 'test'\](.|\n)*data\[\"train\"\]"):
         build_loader(splits, options())
 
 
 @pytest.mark.feature("L60")
-def test_a_dataloader_that_accelerate_has_prepared_is_refused():
+def test_a_dataloader_that_accelerate_has_prepared_is_rejected():
     from accelerate import Accelerator
 
     prepared = Accelerator(cpu=True).prepare(DataLoader(TENSORS))

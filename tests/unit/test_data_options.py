@@ -10,8 +10,8 @@ from accmt.data.workers import WorkerStart
 from accmt.errors import DataError
 
 
-def options(**told):
-    return LoaderOptions(**{"purpose": "train", "batch_size": 2, **told})
+def options(**settings):
+    return LoaderOptions(**{"purpose": "train", "batch_size": 2, **settings})
 
 
 @pytest.mark.feature("L32", "L33")
@@ -38,10 +38,10 @@ def test_a_whole_number_limits_rounds_and_a_float_is_a_fraction(limit, micro_bat
 
 @pytest.mark.feature("A41", "A42", "A33")
 def test_options_of_the_torch_loader():
-    told = options(num_workers=2, persistent_workers=True, pin_memory=True, collate=list).torch_options(range(3))
-    start = told.pop("worker_init_fn")
+    settings = options(num_workers=2, persistent_workers=True, pin_memory=True, collate=list).torch_options(range(3))
+    start = settings.pop("worker_init_fn")
     assert start == WorkerStart()
-    assert told == {"collate_fn": list, "num_workers": 2, "pin_memory": True, "persistent_workers": True}
+    assert settings == {"collate_fn": list, "num_workers": 2, "pin_memory": True, "persistent_workers": True}
     assert not options(persistent_workers=True).torch_options(range(3))["persistent_workers"]  # there are none
     assert not options(num_workers=2).torch_options(range(3))["persistent_workers"]
     assert torch.equal(options().torch_options(range(3))["collate_fn"]([1, 2]), torch.tensor([1, 2]))
@@ -57,18 +57,18 @@ def test_workers_do_not_outlive_an_epoch_that_the_dataset_wants_to_hear_of():
 
 @pytest.mark.feature("L60")
 def test_data_that_a_distributed_sampler_shares_are_not_shared_twice():
-    told = options(shard=Shard(1, 2), seed=3)
+    settings = options(shard=Shard(1, 2), seed=3)
     samplers = [DistributedSampler(range(8), num_replicas=2, rank=rank) for rank in (0, 1)]
-    by_rank = [told.without_second_sharding(sampler) for sampler in samplers]
+    by_rank = [settings.without_second_sharding(sampler) for sampler in samplers]
     assert [o.shard for o in by_rank] == [Shard(), Shard()]
     assert by_rank[0].seed != by_rank[1].seed
-    agreeing = replace(told, agree_on=torch.device("cpu"))  # each has data of its own then
+    agreeing = replace(settings, agree_on=torch.device("cpu"))  # each has data of its own then
     assert [agreeing.without_second_sharding(sampler) for sampler in samplers] == by_rank
-    assert told.without_second_sharding(None, BatchSampler(samplers[0], 2, drop_last=False)) == by_rank[0]
-    assert told.without_second_sharding(SequentialSampler(range(8)), None) is told
+    assert settings.without_second_sharding(None, BatchSampler(samplers[0], 2, drop_last=False)) == by_rank[0]
+    assert settings.without_second_sharding(SequentialSampler(range(8)), None) is settings
 
 
-def test_an_empty_epoch_is_refused_with_what_was_found():
+def test_an_empty_epoch_is_rejected_with_what_was_found():
     require_not_empty(1, options(), "one")
     with pytest.raises(DataError, match="the training data\n  got: a folder without files\n.*at least one sample"):
         require_not_empty(0, options(), "a folder without files")

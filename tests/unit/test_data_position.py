@@ -41,12 +41,12 @@ def by_loader_with_generator(length):
     return DataLoader(Augmented(length), batch_sampler=BatchSampler(sampler, 3, drop_last=True))
 
 
-def options(**told):
-    return LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, "shuffle": True, **told})
+def options(**settings):
+    return LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, "shuffle": True, **settings})
 
 
-def build_all(make, count, **told):
-    return [build_loader(make(), options(shard=Shard(index, count), **told)) for index in range(count)]
+def build_all(make, count, **settings):
+    return [build_loader(make(), options(shard=Shard(index, count), **settings)) for index in range(count)]
 
 
 def stored(position):
@@ -132,7 +132,7 @@ def test_an_epoch_interrupted_again_and_again_on_4_then_2_then_3_then_1_processe
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "settings"),
     [
         (Augmented, {}),
         (Augmented, {"drop_last": True}),
@@ -147,26 +147,26 @@ def test_an_epoch_interrupted_again_and_again_on_4_then_2_then_3_then_1_processe
         (by_loader_with_generator, {}),
     ],
 )
-def test_the_same_launch_goes_on_as_if_it_had_never_stopped(make, told, count):
-    unbroken = build_all(lambda: make(31), count, **told)
+def test_the_same_launch_resumes_as_if_it_had_never_stopped(make, settings, count):
+    unbroken = build_all(lambda: make(31), count, **settings)
     epochs = [read(unbroken, epoch, 0) for epoch in (0, 1, 2)]
     num_micro_batches = unbroken[0].num_micro_batches
     for first in (0, 2, num_micro_batches // 2 // 2 * 2, num_micro_batches):
-        stopped = build_all(lambda: make(31), count, **told)
+        stopped = build_all(lambda: make(31), count, **settings)
         read(stopped, 0, 0)
         assert not first or same(read(stopped, 1, 0, first), epochs[1][:first])
-        others = continue_on(build_all(lambda: make(31), count, **told), 1, first, stopped[0].position(1, first))
+        others = continue_on(build_all(lambda: make(31), count, **settings), 1, first, stopped[0].position(1, first))
         assert others[0].num_micro_batches == num_micro_batches
         assert same(read(others, 1, first), epochs[1][first:])
         assert same(read(others, 2, 0), epochs[2])  # the epochs after it begin as ever
         assert others[0].num_micro_batches == num_micro_batches
 
 
-@pytest.mark.parametrize(("make", "told"), [(Augmented, {"num_workers": 2}), (by_loader_with_workers, {})])
-def test_workers_fetch_what_an_unbroken_epoch_would_have(make, told):
-    unbroken = build_all(lambda: make(17), 1, **told)
+@pytest.mark.parametrize(("make", "settings"), [(Augmented, {"num_workers": 2}), (by_loader_with_workers, {})])
+def test_workers_fetch_what_an_unbroken_epoch_would_have(make, settings):
+    unbroken = build_all(lambda: make(17), 1, **settings)
     epochs = [read(unbroken, epoch, 0) for epoch in (0, 1)]
-    others = continue_on(build_all(lambda: make(17), 1, **told), 0, 2, unbroken[0].position(0, 2))
+    others = continue_on(build_all(lambda: make(17), 1, **settings), 0, 2, unbroken[0].position(0, 2))
     assert same(read(others, 0, 2), epochs[0][2:])
     assert same(read(others, 1, 0), epochs[1])
     if make is Augmented:
@@ -219,7 +219,7 @@ def test_another_size_of_batch_counts_rounds_on():
 
 
 @pytest.mark.parametrize(
-    ("told", "micro_batches"),
+    ("settings", "micro_batches"),
     [
         ({"limit": 5}, 2),  # 5 batches of 6 are 30 samples, 20 of which are passed
         ({"limit": 0.6}, 1),  # 4 of 7 batches
@@ -231,15 +231,15 @@ def test_another_size_of_batch_counts_rounds_on():
         ({}, 4),
     ],
 )
-def test_limits_and_drop_last_count_from_the_beginning_of_the_epoch(told, micro_batches):
+def test_limits_and_drop_last_count_from_the_beginning_of_the_epoch(settings, micro_batches):
     position = build_loader(Augmented(40), options()).position(0, 10)
     assert position["samples"] == 20
-    loader = build_loader(Augmented(40), options(batch_size=6, **told))
+    loader = build_loader(Augmented(40), options(batch_size=6, **settings))
     loader.resume_from(0, 10, position)
     found = list(loader.micro_batches(0, first=10))
     assert loader.num_micro_batches == 10 + micro_batches
     assert [r.index for r in found] == list(range(10, 10 + micro_batches))
-    if told.get("drop_last"):
+    if settings.get("drop_last"):
         assert all(r.num_samples == 6 for r in found)
     assert loader.position(0, 10) == position
 
@@ -293,7 +293,7 @@ class Counting:
 
 
 class Told(Counting):
-    """The same, by the epoch that it is told."""
+    """The same, by the epoch that `set_epoch` sets."""
 
     def set_epoch(self, epoch):
         self.drawn = epoch
@@ -326,7 +326,7 @@ def test_other_data_where_an_epoch_begins_are_no_matter_of_the_sampler(caplog):
     assert not caplog.text
 
 
-def test_data_of_another_length_cannot_go_on():
+def test_data_of_another_length_cannot_resume():
     (loader,) = build_all(lambda: Augmented(40), 1)
     position = loader.position(0, 5)
     (other,) = build_all(lambda: Augmented(41), 1)
@@ -358,7 +358,7 @@ def test_the_length_that_counts_is_that_of_the_epoch():
     assert samples_of(read(loaders[1:], 2, 3)) == list(range(6, 12))
 
 
-def test_a_position_of_another_kind_is_refused():
+def test_a_position_of_another_kind_is_rejected():
     with pytest.raises(DataError, match="a position saved for a stream\n  expected: one for a dataset with a length"):
         build_loader(Augmented(8), options()).resume_from(0, 1, {"kind": "stream", "samples": 2})
     by_loader = build_loader(by_shuffling_loader(8), options())
@@ -402,10 +402,10 @@ def test_only_the_interrupted_epoch_begins_late():
 
 
 def test_a_plan_over_another_grid_keeps_whole_batches_only_where_they_are_asked_for():
-    told = options(batch_size=2, micro_batches_per_batch=2)
-    assert plan_epoch(23, told).num_micro_batches == 12
-    assert plan_epoch(23, told, multiple=4).num_micro_batches == 10
-    plans = [plan_epoch(23, told, multiple=4, start=EpochStart(0, 3, passed)) for passed in (6, 7)]
+    settings = options(batch_size=2, micro_batches_per_batch=2)
+    assert plan_epoch(23, settings).num_micro_batches == 12
+    assert plan_epoch(23, settings, multiple=4).num_micro_batches == 10
+    plans = [plan_epoch(23, settings, multiple=4, start=EpochStart(0, 3, passed)) for passed in (6, 7)]
     assert [plan.num_micro_batches - 3 for plan in plans] == [7, 6]
     ends = [[plan.samples_before(r) for r in range(3, plan.num_micro_batches + 1)] for plan in plans]
     assert all(b - a == 2 for end in ends for a, b in pairwise(end))

@@ -11,7 +11,7 @@ from accmt.data.sharding import Plan
 
 
 class Told:
-    """A sampler that remembers the epochs it was told."""
+    """A sampler that remembers the epochs that were set."""
 
     def __init__(self, indices):
         self.indices = indices

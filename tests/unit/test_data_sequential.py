@@ -121,8 +121,8 @@ def streaming(length, **shuffle):
     return data.map(lambda sample: {"n": sample["n"]})
 
 
-def loader_of(data, **told):
-    return lambda length: DataLoader(data(length), batch_size=3, **told)
+def loader_of(data, **settings):
+    return lambda length: DataLoader(data(length), batch_size=3, **settings)
 
 
 def stack(samples):
@@ -134,12 +134,12 @@ def noisy(samples):
     return torch.cat([stack(samples), torch.rand(len(samples), 1)], 1)
 
 
-def options(**told):
-    return LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, "collate": stack, **told})
+def options(**settings):
+    return LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, "collate": stack, **settings})
 
 
-def build_all(make, length, count, **told):
-    return [build_loader(make(length), options(shard=Shard(index, count), **told)) for index in range(count)]
+def build_all(make, length, count, **settings):
+    return [build_loader(make(length), options(shard=Shard(index, count), **settings)) for index in range(count)]
 
 
 def read(loaders, epoch, first=0, last=None):
@@ -199,32 +199,32 @@ ALL = {**STREAMS, **LOADERS}
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("told", [{}, {"limit": 4}, {"drop_last": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"limit": 4}, {"drop_last": True}], ids=str)
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
-def test_the_same_launch_goes_on_as_if_it_had_never_stopped(make, told, count):
-    unbroken = build_all(make, 22, count, **told)
+def test_the_same_launch_resumes_as_if_it_had_never_stopped(make, settings, count):
+    unbroken = build_all(make, 22, count, **settings)
     epochs = [read(unbroken, epoch)[0] for epoch in (0, 1, 2)]
     for first in (1, 3, len(epochs[1])):
-        stopped = build_all(make, 22, count, **told)
+        stopped = build_all(make, 22, count, **settings)
         read(stopped, 0)
         done, position = read(stopped, 1, last=first)
         assert same(done, epochs[1][:first])
-        others = continue_on(build_all(make, 22, count, **told), 1, first, position)
+        others = continue_on(build_all(make, 22, count, **settings), 1, first, position)
         rest, end = read(others, 1, first)
         assert same(rest, epochs[1][first:])
         assert same(read(others, 2)[0], epochs[2])
-        others = continue_on(build_all(make, 22, count, **told), 1, len(epochs[1]), end)
+        others = continue_on(build_all(make, 22, count, **settings), 1, len(epochs[1]), end)
         assert list(others[0].micro_batches(1, first=len(epochs[1]))) == []
 
 
 @pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS)
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_epoch_of_a_stream_interrupted_on_4_then_2_then_3_then_1_processes_has_each_sample_once(make, num_workers):
-    told = {"num_workers": num_workers}
-    whole, _ = read(build_all(make, 41, 1, **told), 1)
+    settings = {"num_workers": num_workers}
+    whole, _ = read(build_all(make, 41, 1, **settings), 1)
     samples, first, position = [], 0, {}
     for count, num_micro_batches in [(4, 2), (2, 3), (3, 1), (1, None)]:
-        loaders = continue_on(build_all(make, 41, count, **told), 1, first, position)
+        loaders = continue_on(build_all(make, 41, count, **settings), 1, first, position)
         micro_batches, position = read(
             loaders, 1, first, None if num_micro_batches is None else first + num_micro_batches
         )
@@ -252,13 +252,13 @@ def test_an_epoch_of_a_loader_interrupted_on_4_then_2_then_3_then_1_processes_ha
 
 @pytest.mark.parametrize(("kind", "num_workers"), [(Stream, 1), (Stream, 2), (Shuffled, 1)])
 def test_workers_read_again_just_what_they_read(kind, num_workers):
-    told = {"num_workers": num_workers, "collate": noisy}
-    whole, _ = read(build_all(kind, 17, 1, **told), 1)
-    done, position = read(build_all(kind, 17, 1, **told), 1, last=3)
-    others = continue_on(build_all(kind, 17, 1, **told), 1, 3, position)
+    settings = {"num_workers": num_workers, "collate": noisy}
+    whole, _ = read(build_all(kind, 17, 1, **settings), 1)
+    done, position = read(build_all(kind, 17, 1, **settings), 1, last=3)
+    others = continue_on(build_all(kind, 17, 1, **settings), 1, 3, position)
     rest, _ = read(others, 1, 3)
     assert same(done + rest, whole)
-    assert same(read(others, 0)[0], read(build_all(kind, 17, 1, **told), 0)[0])
+    assert same(read(others, 0)[0], read(build_all(kind, 17, 1, **settings), 0)[0])
 
 
 @pytest.mark.parametrize("make", [Resuming, streaming, loader_of(Resuming), LOADERS["loader with a state"]])
@@ -318,7 +318,7 @@ def test_a_position_that_is_asked_for_too_late_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("make", "told", "why"),
+    ("make", "settings", "why"),
     [
         (Stream, {}, "with state_dict and load_state_dict, and no workers"),
         (Resuming, {"num_workers": 1}, "without workers only"),
@@ -327,11 +327,11 @@ def test_a_position_that_is_asked_for_too_late_is_an_error():
         (loader_of(Resuming, num_workers=1), {}, "without workers only"),
     ],
 )
-def test_reading_again_is_said_once_with_the_reason(make, told, why, caplog):
+def test_reading_again_is_said_once_with_the_reason(make, settings, why, caplog):
     with speaking(verbose=True), caplog.at_level(logging.INFO, "accmt"):
-        loaders = build_all(make, 40, 2, **told)
+        loaders = build_all(make, 40, 2, **settings)
         position = read(loaders, 0, last=3)[1]
-        continue_on(build_all(make, 40, 2, **told), 0, 3, position)
+        continue_on(build_all(make, 40, 2, **settings), 0, 3, position)
     (message,) = [m for m in caplog.messages if "read again" in m]
     assert "the training data are read again from the beginning of the epoch" in message
     assert why in message
@@ -399,10 +399,10 @@ def test_nothing_left_is_no_error_but_an_empty_epoch_is():
         list(build_loader(Stream(0), options()).micro_batches(0))
 
 
-def test_several_workers_cannot_go_on_with_other_processes_or_workers():
+def test_several_workers_cannot_resume_with_other_processes_or_workers():
     _, position = read(build_all(Stream, 40, 1, num_workers=2), 0, last=3)
-    for told in ({"num_workers": 1}, {"num_workers": 0}, {"num_workers": 2, "batch_size": 4}):
-        (other,) = build_all(Stream, 40, 1, **told)
+    for settings in ({"num_workers": 1}, {"num_workers": 0}, {"num_workers": 2, "batch_size": 4}):
+        (other,) = build_all(Stream, 40, 1, **settings)
         with pytest.raises(DataError, match="each of several workers reads a part(.|\n)*with one worker or none"):
             other.resume_from(0, 3, position)
     _, of_one = read(build_all(Stream, 40, 1, num_workers=1), 0, last=3)
@@ -411,7 +411,7 @@ def test_several_workers_cannot_go_on_with_other_processes_or_workers():
         other.resume_from(0, 3, of_one)
 
 
-def test_a_loader_that_cuts_other_batches_cannot_go_on():
+def test_a_loader_that_cuts_other_batches_cannot_resume():
     _, position = read(build_all(loader_of(Stream), 40, 1), 0, last=3)
     for given in (DataLoader(Stream(40), batch_size=4), DataLoader(Stream(40), batch_size=3, num_workers=2)):
         with pytest.raises(
@@ -423,7 +423,7 @@ def test_a_loader_that_cuts_other_batches_cannot_go_on():
     assert samples_of(read([one_worker], 0, 3)[0]) == list(range(9, 40))
 
 
-def test_a_position_of_another_kind_is_refused():
+def test_a_position_of_another_kind_is_rejected():
     with pytest.raises(DataError, match="a position saved for a dataset with a length\n  expected: one for a stream"):
         build_loader(Stream(8), options()).resume_from(0, 1, {"kind": "dataset with a length", "samples": 2, "of": 8})
     loader = build_loader(Stream(8), options())

@@ -50,12 +50,12 @@ class Scheduled(Augmented):
         return self.epoch
 
 
-def options(**told):
-    return LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, **told})
+def options(**settings):
+    return LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, **settings})
 
 
-def build_all(make, count, **told):
-    return [build_loader(make(), options(shard=Shard(index, count), **told)) for index in range(count)]
+def build_all(make, count, **settings):
+    return [build_loader(make(), options(shard=Shard(index, count), **settings)) for index in range(count)]
 
 
 def in_global_order(loaders, epoch=0, first=0):
@@ -245,8 +245,8 @@ def test_workers_change_neither_samples_nor_augmentation():
 
 @pytest.mark.feature("L09")
 def test_augmentation_is_another_with_another_seed_or_purpose_and_ignores_what_happens_in_between():
-    def read(**told):
-        loader = build_loader(Augmented(), options(**told))
+    def read(**settings):
+        loader = build_loader(Augmented(), options(**settings))
         batches = []
         for micro_batch in loader.micro_batches(0):
             batches.append(micro_batch.batch)
@@ -304,7 +304,7 @@ def test_a_collate_function_makes_the_batches():
 
 
 @pytest.mark.feature("T03", "L01")
-def test_a_given_dataloader_keeps_batches_sampler_and_collate_function():
+def test_a_user_dataloader_keeps_batches_sampler_and_collate_function():
     data = TensorDataset(torch.arange(7))
     given = DataLoader(
         data, batch_size=3, sampler=[6, 5, 4, 3, 2, 1, 0], collate_fn=lambda rows: [int(r[0]) for r in rows]
@@ -318,7 +318,7 @@ def test_a_given_dataloader_keeps_batches_sampler_and_collate_function():
 
 @pytest.mark.feature("T03", "L58", "L01")
 @pytest.mark.parametrize(("count", "num_workers"), [(1, 0), (2, 0), (3, 0), (5, 0), (2, 2)])
-def test_a_given_dataloader_is_shared_without_loss_or_repetition(count, num_workers):
+def test_a_user_dataloader_is_shared_without_loss_or_repetition(count, num_workers):
     def make():
         return DataLoader(range(11), batch_size=3, shuffle=True, num_workers=num_workers)
 
@@ -334,7 +334,7 @@ def test_a_given_dataloader_is_shared_without_loss_or_repetition(count, num_work
 
 
 @pytest.mark.feature("T03")
-def test_a_given_dataloader_skips_samples_without_reading_them():
+def test_a_user_dataloader_skips_samples_without_reading_them():
     data = Counted(100)
     loader = build_loader(DataLoader(data, batch_size=10), options())
     assert in_global_order([loader], first=9) == list(range(90, 100))
@@ -342,7 +342,7 @@ def test_a_given_dataloader_skips_samples_without_reading_them():
 
 
 @pytest.mark.feature("T03")
-def test_a_given_dataloaders_generator_is_respected_and_the_same_on_every_process():
+def test_a_user_dataloaders_generator_is_respected_and_the_same_on_every_process():
     def make(seed):
         return DataLoader(range(10), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(seed))
 
@@ -406,7 +406,7 @@ def test_a_batch_sampler_may_give_another_number_of_batches_than_its_length_says
 
 
 @pytest.mark.feature("L32")
-def test_limits_count_rounds_of_a_given_dataloader():
+def test_limits_count_rounds_of_a_user_dataloader():
     assert [
         build_all(lambda: DataLoader(range(16), batch_size=2), 2, limit=limit)[0].num_micro_batches
         for limit in (0.25, 1, 1.0)
@@ -421,7 +421,7 @@ def test_the_torch_loader_underneath_knows_its_length():
 
 
 @pytest.mark.feature("T03")
-def test_options_of_a_given_dataloader_are_kept():
+def test_options_of_a_user_dataloader_are_kept():
     given = DataLoader(
         range(4), num_workers=1, prefetch_factor=3, timeout=20, worker_init_fn=print, multiprocessing_context="fork"
     )

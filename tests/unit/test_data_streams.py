@@ -60,12 +60,12 @@ class Plain:
         return iter(range(self.length))
 
 
-def options(**told):
-    return LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, **told})
+def options(**settings):
+    return LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, **settings})
 
 
-def build_all(make, count, **told):
-    return [build_loader(make(), options(shard=Shard(index, count), **told)) for index in range(count)]
+def build_all(make, count, **settings):
+    return [build_loader(make(), options(shard=Shard(index, count), **settings)) for index in range(count)]
 
 
 def micro_batches_of_all(loaders, epoch=0, first=0):
@@ -252,7 +252,7 @@ def test_a_stream_is_read_one_round_ahead_and_no_further():
 
 @pytest.mark.feature("L32")
 @pytest.mark.parametrize("data", [Stream(8), Plain(8), DataLoader(Stream(8))], ids=["stream", "iterable", "loader"])
-def test_a_fraction_of_an_unknown_length_is_refused(data):
+def test_a_fraction_of_an_unknown_length_is_rejected(data):
     with pytest.raises(DataError, match="a limit of 0.25, a fraction of data without a length(.|\n)*a whole number"):
         build_loader(data, options(limit=0.25))
 
@@ -306,13 +306,13 @@ SAYING = {
 @pytest.mark.parametrize("saying", SAYING)
 @pytest.mark.parametrize("kind", ["stream", "loader"])
 def test_a_length_that_is_not_that_of_the_stream_is_a_warning_before_the_epoch_ends(kind, saying, count, caplog):
-    says, told, expected = SAYING[saying]
+    says, settings, expected = SAYING[saying]
     if kind == "loader":
         expected = expected and expected.replace("30 samples", "15 batches").replace("20 samples", "10 batches")
         expected = expected and expected.replace("have 24", "have 12")
     data = (lambda: Says(24, says)) if kind == "stream" else (lambda: DataLoader(Says(24, says), batch_size=2))
     with speaking(verbose=True):
-        for loader in build_all(data, count, **told):
+        for loader in build_all(data, count, **settings):
             for epoch in range(2):
                 for micro_batch in loader.micro_batches(epoch):
                     assert not micro_batch.is_last or (expected or "") in caplog.text
@@ -349,7 +349,7 @@ def test_samples_of_a_stream_are_not_known_beforehand():
     ],
     ids=["stream", "stream with workers", "batches by the dataset", "batches without a length"],
 )
-def test_a_given_dataloader_that_cannot_be_cut_is_read_by_all_and_shared_by_batches(make, count):
+def test_a_user_dataloader_that_cannot_be_cut_is_read_by_all_and_shared_by_batches(make, count):
     loaders = build_all(make, count, batch_size=99)
     assert isinstance(loaders[0], UserDataLoader)
     assert sorted(in_global_order(loaders)) == list(range(11))
@@ -393,7 +393,7 @@ def test_the_generator_of_such_a_loader_is_a_function_of_the_epoch_and_left_as_i
 
 
 @pytest.mark.feature("T03")
-def test_a_given_dataloaders_stream_is_told_the_epoch():
+def test_a_user_dataloaders_stream_is_told_the_epoch():
     stream = Stream(3)
     loader = build_loader(DataLoader(stream), options())
     list(loader.micro_batches(4))

@@ -152,19 +152,19 @@ def test_it_orders_the_batches_of_a_dataloader_too():
 
 
 @pytest.mark.parametrize("temperature", [0, -1.0, math.nan, "2", None, True])
-def test_a_temperature_that_is_not_above_0_is_refused(temperature):
+def test_a_temperature_that_is_not_above_0_is_rejected(temperature):
     with pytest.raises(ArgumentError, match=r"TemperatureSampler\(temperature=\.\.\.\)\n  got: .*\n.*a number above 0"):
         TemperatureSampler(LABELS, temperature)
 
 
 @pytest.mark.parametrize("num_samples", [0, -1, 2.0, True])
-def test_a_number_of_samples_that_cannot_be_is_refused(num_samples):
+def test_a_number_of_samples_that_cannot_be_is_rejected(num_samples):
     with pytest.raises(ArgumentError, match=r"TemperatureSampler\(num_samples=\.\.\.\)"):
         TemperatureSampler(LABELS, 1, num_samples)
 
 
 @pytest.mark.parametrize("labels", [[], torch.tensor([]), iter(())])
-def test_no_labels_are_refused(labels):
+def test_no_labels_are_rejected(labels):
     with pytest.raises(DataError, match="no labels"):
         TemperatureSampler(labels, 1)
 
@@ -175,14 +175,14 @@ def test_labels_taken_of_samples_one_by_one_are_numbers():
 
 
 @pytest.mark.parametrize("labels", [[[0, 1], [1, 0]], torch.eye(2), [(0, 1)], [0, [1]]])
-def test_several_labels_of_a_sample_are_refused(labels):
+def test_several_labels_of_a_sample_are_rejected(labels):
     with pytest.raises(DataError, match=r"a label that is a (list|tuple)\n  expected: one class for each sample"):
         TemperatureSampler(labels, 1)
 
 
 @pytest.mark.feature("N46")
 @pytest.mark.parametrize("length", [7, 9])
-def test_labels_of_other_data_are_refused_before_the_first_batch(length):
+def test_labels_of_other_data_are_rejected_before_the_first_batch(length):
     sampler, module = TemperatureSampler([0, 1] * 4), Scripted()
     expected = rf"8 labels\n  expected: one for each of the {length} samples"
     with pytest.raises(DataError, match=expected):

@@ -64,8 +64,8 @@ class Stream(IterableDataset):
         return iter(range(9))
 
 
-def make(data, **told):
-    return UnshardedLoader(build_loader(data, LoaderOptions(purpose="train", batch_size=2, **told)), CPU)
+def make(data, **settings):
+    return UnshardedLoader(build_loader(data, LoaderOptions(purpose="train", batch_size=2, **settings)), CPU)
 
 
 def numbers(micro_batches):
@@ -106,7 +106,7 @@ def test_one_process_with_data_of_its_own_goes_on_too(make_data):
     assert numbers(other.micro_batches(1)) == list(range(9))
 
 
-def test_the_rounds_of_an_epoch_that_goes_on_are_those_of_that_epoch_alone():
+def test_the_rounds_of_a_resumed_epoch_are_those_of_that_epoch_alone():
     position = make(list(range(40))).position(0, 3)
     loader = UnshardedLoader(build_loader(list(range(40)), LoaderOptions(purpose="train", batch_size=5)), CPU)
     assert loader.num_micro_batches == 8

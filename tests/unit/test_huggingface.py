@@ -301,13 +301,13 @@ def test_unknown_class_name_is_an_error_with_the_nearest_names(tmp_path, wanted)
 
 
 @pytest.mark.parametrize("wanted", [bert_config, 3, object()], ids=["function", "number", "object"])
-def test_what_is_neither_a_model_class_nor_a_name_is_refused(tmp_path, wanted):
+def test_what_is_neither_a_model_class_nor_a_name_is_rejected(tmp_path, wanted):
     with pytest.raises(ArgumentError, match="expected: a model class of transformers, or the name of one"):
         load_pretrained(tmp_path, wanted)
 
 
 @pytest.mark.parametrize("make", [bert, bert_config, lambda: nn.Linear(3, 1), lambda: None, lambda: 3])
-def test_what_is_no_path_is_refused_with_the_way_to_a_module(make):
+def test_what_is_no_path_is_rejected_with_the_way_to_a_module(make):
     given = make()
     with pytest.raises(ModuleContractError) as caught:
         AcceleratorModule.from_hf(given)
@@ -335,14 +335,14 @@ def test_the_advised_ways_to_a_module_train():
 
 @pytest.mark.feature("D12")
 @pytest.mark.parametrize("path", ["./missing", "/missing/model", "runs/today/model", "~/model"])
-def test_wrong_path_is_refused_without_asking_the_hub(path, monkeypatch):
+def test_wrong_path_is_rejected_without_asking_the_hub(path, monkeypatch):
     monkeypatch.setattr(AutoModel, "from_pretrained", lambda *args, **kwargs: pytest.fail("the hub was asked"))
     with pytest.raises(FileNotFoundError, match="got: no such folder"):
         load_pretrained(path)
 
 
 @pytest.mark.feature("D12")
-def test_folder_without_config_and_file_are_refused(tmp_path):
+def test_folder_without_config_and_file_are_rejected(tmp_path):
     (tmp_path / "note.txt").touch()
     with pytest.raises(FileNotFoundError, match=r"got: a folder without config\.json"):
         load_pretrained(tmp_path)
@@ -351,7 +351,7 @@ def test_folder_without_config_and_file_are_refused(tmp_path):
 
 
 @pytest.mark.feature("D12")
-def test_folder_without_weights_is_refused_with_what_was_expected(tmp_path):
+def test_folder_without_weights_is_rejected_with_what_was_expected(tmp_path):
     save(bert(), tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="expected: a folder with config.json and weights"):
@@ -359,14 +359,14 @@ def test_folder_without_weights_is_refused_with_what_was_expected(tmp_path):
 
 
 @pytest.mark.feature("D22")
-def test_pretrained_weights_of_another_model_are_refused(tmp_path):
+def test_pretrained_weights_of_another_model_are_rejected(tmp_path):
     save(BertForSequenceClassification(bert_config(num_labels=3)), tmp_path)
     with pytest.raises(WeightsError, match=r"missing_keys: cls\.predictions.*unexpected_keys: .*classifier"):
         load_pretrained_weights(bert(), tmp_path)
 
 
 @pytest.mark.feature("D22")
-def test_pretrained_weights_of_another_shape_are_refused_with_both_shapes(tmp_path):
+def test_pretrained_weights_of_another_shape_are_rejected_with_both_shapes(tmp_path):
     save(BertForSequenceClassification(bert_config(num_labels=3)), tmp_path)
     shapes = (
         r"shapes: classifier\.bias \[3\] for \[4\] in the model, classifier\.weight \[3, 8\] for \[4, 8\] in the model"
@@ -416,7 +416,7 @@ def test_weights_gathered_from_shards_are_written_once_where_the_model_ties_them
 
 
 @pytest.mark.feature("D22")
-def test_shards_that_were_not_gathered_are_refused_and_the_model_before_stays(tmp_path):
+def test_shards_that_were_not_gathered_are_rejected_and_the_model_before_stays(tmp_path):
     model = bert()
     save(model, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -462,7 +462,7 @@ def test_a_missing_shard_is_named_for_transformers_models_too(tmp_path):
 
 
 @pytest.mark.feature("D22")
-def test_a_folder_of_no_model_is_refused_for_every_kind(tmp_path):
+def test_a_folder_of_no_model_is_rejected_for_every_kind(tmp_path):
     (tmp_path / "notes.txt").touch()
     for model in (bert(), nn.Linear(2, 2)):
         with pytest.raises(WeightsError, match="got: a folder with notes.txt"):

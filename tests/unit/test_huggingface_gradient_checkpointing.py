@@ -56,12 +56,12 @@ def test_recomputation_is_not_reentrant_unless_asked_for(kwargs, expected):
     assert model.transformer.h[0]._gradient_checkpointing_func.keywords["use_reentrant"] is expected
 
 
-def test_a_model_without_layers_that_can_be_recomputed_is_refused():
+def test_a_model_without_layers_that_can_be_recomputed_is_rejected():
     with pytest.raises(ArgumentError, match="with Linear\n  got: no method `activation_checkpointing_enable`"):
         enable_gradient_checkpointing(nn.Linear(1, 1))
 
 
-def test_a_transformers_model_that_does_not_support_it_is_refused():
+def test_a_transformers_model_that_does_not_support_it_is_rejected():
     model = build()
     model.supports_gradient_checkpointing = False
     with pytest.raises(ArgumentError, match="GPT2LMHeadModel does not support"):

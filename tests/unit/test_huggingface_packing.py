@@ -96,7 +96,7 @@ def test_a_cache_is_made_only_where_it_is_asked_for():
     assert model["inner"](input_ids=ids).past_key_values is not None
 
 
-def test_a_model_that_is_not_known_to_keep_documents_apart_is_refused():
+def test_a_model_that_is_not_known_to_keep_documents_apart_is_rejected():
     config = BertConfig(**{**SMALL, "num_key_value_heads": None})
     model = BertForMaskedLM(config)
     with computing_without_cache(model):
@@ -110,7 +110,7 @@ def test_a_model_that_is_not_known_to_keep_documents_apart_is_refused():
     model(**PACKED)  # nobody trains it
 
 
-def test_a_mask_beside_packed_documents_is_refused_and_padding_is_not():
+def test_a_mask_beside_packed_documents_is_rejected_and_padding_is_not():
     model = LlamaForCausalLM(LlamaConfig(**SMALL))
     with computing_without_cache(model):
         with pytest.raises(DataError, match="leave attention_mask out of the batch"):

@@ -68,6 +68,6 @@ def test_every_built_in_metric_has_its_name(name):
         ({3: ACCURACY}, r"the name 3 \(int\)"),
     ],
 )
-def test_what_is_no_metric_is_refused(value, message):
+def test_what_is_no_metric_is_rejected(value, message):
     with pytest.raises(MetricError, match=message):
         build_metrics(value)

@@ -45,10 +45,10 @@ def test_scores_of_classes_are_those_of_scikit_learn(kind, average, as_logits, r
     values = collect(
         kind(num_classes=CLASSES, average=average), logits if as_logits else logits.argmax(-1).tolist(), labels
     )
-    told = None if average == "none" else average or "macro"
-    expected = OF_CLASSES[kind](labels, logits.argmax(-1), average=told, labels=range(CLASSES), zero_division=0)
+    settings = None if average == "none" else average or "macro"
+    expected = OF_CLASSES[kind](labels, logits.argmax(-1), average=settings, labels=range(CLASSES), zero_division=0)
     name = kind().name
-    names = [f"{name}_{index}" for index in range(CLASSES)] if told is None else [name]
+    names = [f"{name}_{index}" for index in range(CLASSES)] if settings is None else [name]
     assert values == pytest.approx(dict(zip(names, np.atleast_1d(expected), strict=True)))
 
 
@@ -60,7 +60,7 @@ def test_of_two_classes_the_second_one_is_meant_unless_said_otherwise(kind, aver
     assert collect(kind(average=average), predictions, labels) == {kind().name: pytest.approx(expected)}
 
 
-def test_tokens_are_classified_one_by_one_without_those_left_out(rng):
+def test_tokens_are_classified_one_by_one_without_those_skipped(rng):
     logits, labels = torch.randn(8, 6, CLASSES, generator=rng), torch.randint(CLASSES, (8, 6), generator=rng)
     labels[:4] = -100  # a whole batch
     labels[5, 2:] = -100
@@ -155,7 +155,7 @@ def test_directions_are_known(metric, greater):
         (lambda: AUROC(num_classes=3, average="micro"), r"one of \['macro', 'weighted', 'none'\]"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(make, message):
+def test_arguments_that_cannot_be_are_rejected(make, message):
     with pytest.raises(MetricError, match=message):
         make()
 
@@ -175,7 +175,7 @@ def test_arguments_that_cannot_be_are_refused(make, message):
         (MSE(), ["a"], ["b"], "a list of numbers"),
     ],
 )
-def test_predictions_that_do_not_fit_are_refused(metric, predictions, references, message):
+def test_predictions_that_do_not_fit_are_rejected(metric, predictions, references, message):
     with pytest.raises(MetricError, match=message):
         collect(metric, predictions, references)
 

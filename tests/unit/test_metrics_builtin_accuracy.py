@@ -39,7 +39,7 @@ def test_logits_count_by_their_largest():
     assert Accuracy().compute(logits.unsqueeze(0), torch.tensor([[1, 0]])) == {"accuracy": 1.0}
 
 
-def test_references_of_minus_100_are_left_out():
+def test_references_of_minus_100_are_skipped():
     assert Accuracy().compute(torch.tensor([1, 2, 3]), torch.tensor([1, -100, 0])) == {"accuracy": 0.5}
     with pytest.raises(MetricError, match="no reference but -100"):
         Accuracy().compute(torch.tensor([1]), torch.tensor([-100]))
@@ -47,13 +47,13 @@ def test_references_of_minus_100_are_left_out():
 
 @pytest.mark.feature("D23")
 @pytest.mark.parametrize(("predictions", "references"), [((4, 3), (2,)), ((4,), (3,)), ((4, 3, 2), (4,))])
-def test_shapes_that_do_not_fit_are_refused(predictions, references):
+def test_shapes_that_do_not_fit_are_rejected(predictions, references):
     with pytest.raises(MetricError, match=r"predictions \(4.*references \([\s\S]*do: .*argmax\(-1\)"):
         Accuracy().compute(torch.randn(predictions), torch.zeros(references))
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1)])
-def test_one_score_for_each_sample_is_refused_as_its_threshold_cannot_be_known(shape):
+def test_one_score_for_each_sample_is_rejected_as_its_threshold_cannot_be_known(shape):
     with pytest.raises(MetricError, match=r"one score for each reference[\s\S]*\(logits > 0\).long\(\)"):
         Accuracy().compute(torch.full(shape, 0.7), torch.ones(3))
 
@@ -63,7 +63,7 @@ def test_classes_may_be_floats_that_are_whole():
 
 
 @pytest.mark.parametrize("value", ["positive", [{"label": 1}]])
-def test_what_is_no_number_is_refused(value):
+def test_what_is_no_number_is_rejected(value):
     with pytest.raises(MetricError, match="expected: a tensor, an array or a list of numbers"):
         Accuracy().compute(value, [1])
 

@@ -15,7 +15,7 @@ from accmt.metrics.logged import LoggedValues
 
 
 class Seen(Metric):
-    """Keeps what it was given, and returns what it is told to."""
+    """Keeps what it was given, and returns what it is made to."""
 
     def __init__(self, name="seen", result=None, **arguments):
         super().__init__(name, **arguments)
@@ -153,14 +153,14 @@ def test_a_metric_s_entry_has_to_be_a_pair(value):
 @pytest.mark.parametrize(
     ("value", "got"), [(torch.ones(2), r"a tensor of shape \(2,\)"), ("high", "'high'"), (None, "None"), ([1], "list")]
 )
-def test_an_entry_that_is_no_scalar_is_refused(value, got):
+def test_an_entry_that_is_no_scalar_is_rejected(value, got):
     with pytest.raises(ModuleContractError, match=f"the value 'own'\n  got: .*{got}"):
         collect([], ({"own": value}, 1))
 
 
 @pytest.mark.feature("D23")
 @pytest.mark.parametrize("result", [{"other": 1.0}, {}, 0.5, [("seen", 1.0)]])
-def test_a_result_without_the_main_metric_is_refused(result):
+def test_a_result_without_the_main_metric_is_rejected(result):
     with pytest.raises(MetricError, match=r'return \{"seen": value\}'):
         collect([Seen(result=result)], ({"seen": ([1], [1])}, 1))
 
@@ -175,7 +175,7 @@ def test_the_main_metric_may_have_another_name():
 @pytest.mark.parametrize(
     ("value", "got"), [("high", r"'high' \(str\)"), (torch.ones(2), r"a tensor of shape \(2,\)"), (None, "None")]
 )
-def test_a_result_that_is_no_number_is_refused(value, got):
+def test_a_result_that_is_no_number_is_rejected(value, got):
     with pytest.raises(MetricError, match=f"metric 'seen'\n  got: compute returned 'seen': {got}"):
         collect([Seen(result={"seen": value})], ({"seen": ([1], [1])}, 1))
 
@@ -185,7 +185,7 @@ def test_a_metric_without_an_entry_is_told_what_there_was():
         collect([Accuracy()], ({"val_loss": 1.0, "acc": 0.5}, 1))
 
 
-def test_a_result_with_the_name_of_another_value_is_refused():
+def test_a_result_with_the_name_of_another_value_is_rejected():
     metric = Seen(result={"seen": 1.0, "val_loss": 0.0})
     with pytest.raises(MetricError, match="the result 'val_loss', which already exists"):
         collect([metric], ({"val_loss": 1.0, "seen": ([1], [1])}, 1))

@@ -150,13 +150,13 @@ def test_what_is_not_there_surfaces_before_the_first_update(choice, message):
     assert trainer.state.global_step == 0
 
 
-def test_a_name_that_a_result_has_is_refused():
+def test_a_name_that_a_result_has_is_rejected():
     with pytest.raises(MetricError, match="the name 'mean', which another result already has"):
         fit({"mean": lambda name: name == "largest"}, sets=Numbers([1, 3]))
     assert fit({"mean": starts_with_mean}).state.metrics["mean"] == pytest.approx(8 / 3)  # of several sets it is free
 
 
-def test_results_of_two_directions_are_refused_at_the_start():
+def test_results_of_two_directions_are_rejected_at_the_start():
     metrics = [Mean("mean"), Accuracy("count")]
     metrics[0].greater_is_better, metrics[0].comparator = False, "<"
     with pytest.raises(MetricError, match=r"'average' of \['count__en'.*where greater is better, and of \['mean__en'"):
@@ -183,23 +183,23 @@ def test_what_has_no_direction_cannot_decide():
         ({"metric_options": {"report_all": "no"}}, "True or False"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings, message):
+def test_settings_that_cannot_be_are_rejected(settings, message):
     with pytest.raises(ArgumentError, match=message):
         make_trainer(**settings)
 
 
-def test_a_rule_with_an_unknown_name_is_refused_when_the_trainer_is_made():
+def test_a_rule_with_an_unknown_name_is_rejected_when_the_trainer_is_made():
     with pytest.raises(ArgumentError, match=r"'best_average'[\s\S]*did you mean 'best_average'"):
         make_trainer(metric_options={"means": {"average": starts_with_mean}}, model_saving="best_avrage")
 
 
 @pytest.mark.parametrize("made", [3.0, {"lowest": torch.ones(2)}, {"lowest": "low"}, None])
-def test_a_function_that_returns_no_numbers_is_refused(made):
+def test_a_function_that_returns_no_numbers_is_rejected(made):
     with pytest.raises(MetricError, match="a dict of numbers by name"):
         consolidate({"average": ["a"]}, lambda values: made, {"a": 1.0})
 
 
-def test_a_further_result_with_a_name_that_there_is_is_refused():
+def test_a_further_result_with_a_name_that_there_is_is_rejected():
     with pytest.raises(MetricError, match="'average', which another result already has"):
         consolidate({"average": ["a"]}, lambda values: {"average": 1.0}, {"a": 1.0})
 

@@ -37,7 +37,7 @@ def test_parts_of_any_kind_are_put_together(parts, expected):
     assert plain(_join("own", parts)) == expected
 
 
-def test_dicts_with_other_keys_are_refused():
+def test_dicts_with_other_keys_are_rejected():
     with pytest.raises(MetricError, match=r"the keys \('a',\) and \('b',\) in different batches"):
         _join("own", [{"a": [1]}, {"b": [1]}])
 

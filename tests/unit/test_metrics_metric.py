@@ -55,14 +55,14 @@ def test_nan_is_never_better(comparator, best):
 
 @pytest.mark.feature("D23")
 @pytest.mark.parametrize(("greater", "comparator"), [(True, "<"), (True, "<="), (False, ">"), (False, ">=")])
-def test_two_directions_that_differ_are_refused(greater, comparator):
+def test_two_directions_that_differ_are_rejected(greater, comparator):
     with pytest.raises(MetricError, match=f"greater_is_better={greater} and comparator='{comparator}'"):
         Own("own", greater_is_better=greater, comparator=comparator)
 
 
 @pytest.mark.feature("D23")
 @pytest.mark.parametrize("comparator", ["==", "", "max", "=>"])
-def test_an_unknown_comparator_is_refused(comparator):
+def test_an_unknown_comparator_is_rejected(comparator):
     with pytest.raises(MetricError, match="one of >, >=, <, <="):
         Own("own", comparator=comparator)
 

@@ -53,7 +53,7 @@ class TestCollector:
         assert collector.all_outputs == []
 
     @pytest.mark.parametrize("second", [[torch.zeros(1)], {"a": torch.zeros(1)}])
-    def test_other_parts_are_refused(self, second):
+    def test_other_parts_are_rejected(self, second):
         with pytest.raises(ModuleContractError, match="the same parts"):
             collected([torch.zeros(1), torch.zeros(1)], second)
 

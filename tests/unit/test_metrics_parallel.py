@@ -1,4 +1,4 @@
-"""Metrics of parts: what becomes of their values, what is kept, and what people are told."""
+"""Metrics of parts: what becomes of their values, what is kept, and the messages."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_counting_does_not_wait_for_the_device():
     assert len(sums._counted) < COMPACT_AT
 
 
-def test_counts_of_another_length_are_refused():
+def test_counts_of_another_length_are_rejected():
     class Uneven(Distance):
         def count(self, predictions, references):
             return predictions
@@ -75,7 +75,7 @@ def test_counts_of_another_length_are_refused():
         collect(Uneven("own"), (torch.ones(2), None), (torch.ones(3), None))
 
 
-def test_an_entry_that_is_no_pair_is_refused():
+def test_an_entry_that_is_no_pair_is_rejected():
     with pytest.raises(ModuleContractError, match=r"a tensor of shape \(3,\)[\s\S]*\(predictions, references\)"):
         collect(Distance("own"), torch.ones(3))
 

@@ -119,7 +119,7 @@ def test_results_are_numbers_by_name(metric, expected):
     assert all(type(value) is float for value in values.values())
 
 
-def test_a_result_that_is_no_vector_is_refused():
+def test_a_result_that_is_no_vector_is_rejected():
     with pytest.raises(MetricError, match=r"'matrix': a tensor of shape \(3, 3\)\n  expected: a number, one for each"):
         collect(TorchMetric(classification.MulticlassConfusionMatrix(3), "matrix"), CLASSES)
     with pytest.raises(MetricError, match="'curve': "):
