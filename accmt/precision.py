@@ -1,8 +1,16 @@
-"""TF32, the reduced precision of matrix products on NVIDIA GPUs; accmt leaves it as it is unless asked."""
+"""Reduced precision: autocast of a run's steps, and TF32, which accmt leaves as it is unless asked."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+_AS_IT_IS = nullcontext()
 
 
 def allow_tf32(flag: bool = True) -> None:  # noqa: FBT001, FBT002 - the documented signature
@@ -13,3 +21,11 @@ def allow_tf32(flag: bool = True) -> None:  # noqa: FBT001, FBT002 - the documen
     """
     torch.set_float32_matmul_precision("high" if flag else "highest")
     torch.backends.cudnn.allow_tf32 = flag
+
+
+def autocast(accelerator: Accelerator) -> AbstractContextManager[None]:
+    """Return the context in which steps run: the mixed precision of the run, if any."""
+    if accelerator.mixed_precision == "no":
+        return _AS_IT_IS
+    context: AbstractContextManager[None] = accelerator.autocast()
+    return context

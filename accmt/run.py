@@ -166,13 +166,6 @@ class EvaluationRun:
 
         return send_to_device(batch, self.device, non_blocking=True)
 
-    def autocast(self) -> AbstractContextManager[None]:
-        """Return the context in which steps run: the mixed precision of the run, if any."""
-        if self.accelerator.mixed_precision == "no":
-            return _NOTHING
-        context: AbstractContextManager[None] = self.accelerator.autocast()
-        return context
-
     def count_samples(self, micro_batch: MicroBatch, batch: Any, *, has_weight: bool = False) -> int:
         """Return the samples in this process's batch: as the module says, or as the batch shows.
 

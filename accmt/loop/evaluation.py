@@ -19,6 +19,7 @@ from accmt.loop.step_outputs import read_validation_output
 from accmt.metrics import ValidationCollector
 from accmt.metrics.consolidation import consolidate, find_members, require_members
 from accmt.parallel.reduction import broadcast_buffers
+from accmt.precision import autocast
 from accmt.processes import gather_objects, process_index, sum_over_processes
 from accmt.run import TEST_LOSS, EvaluationRun, Run
 from accmt.state import Stage
@@ -214,7 +215,7 @@ class _SetInWork:
         seed_generators(derive_seed(run.seed, "validation_step", micro_batch.index, process_index()), run.device)
         for hook in self._hooks_before:
             hook(batch=batch)
-        with run.autocast():
+        with autocast(run.accelerator):
             output = run.validation_step(self._key, batch)
         entries, weight = read_validation_output(output, loss_name)
         self._gave_weight.add(weight is not None)

@@ -12,17 +12,18 @@ from accmt.errors import DataError, Preempted, explain, is_out_of_memory
 from accmt.failures import listening
 from accmt.huggingface import computing_without_cache
 from accmt.loop.bad_sample_counts import count_bad_samples
-from accmt.loop.evaluation import evaluate, evaluate_and_count
+from accmt.loop.evaluation import evaluate_and_count
 from accmt.loop.manual import ManualSteps
+from accmt.loop.preflight import check_room, try_evaluation, try_saving
 from accmt.loop.stages import TRAINING, evaluate_before_training, finish_epoch, finish_step, resume_stages
 from accmt.loop.train_step import AutomaticSteps
 from accmt.messages import say, warn
 from accmt.module import ExtendedAcceleratorModule
 from accmt.processes import run_on_every_process, run_on_main_process
 from accmt.recovery.crash_loop import note_end, warn_of_crash_loop
-from accmt.recovery.preflight import check_room, try_saving
 from accmt.recovery.restart import Restart
-from accmt.recovery.shutdown import handle_failure, printing_resume_hint, watching
+from accmt.recovery.resume_hint import printing_resume_hint
+from accmt.recovery.shutdown import handle_failure, watching
 from accmt.run import Run
 from accmt.state import Progress
 from accmt.tracking import RunStatus
@@ -128,7 +129,7 @@ def _start_training(run: Run) -> None:
 def _open(run: Run) -> None:
     """Make everything ready that training writes to, and try what can be tried before."""
     if not run.is_resumed:
-        _try_evaluation(run)
+        try_evaluation(run)
     if run.settings.failures.preflight:
         try_saving(run)
     run.saver.claim(run)
@@ -205,17 +206,6 @@ def _print_early_end(run: Run) -> None:
     elif not run.cadence.is_finished(run.state):
         watched = run.saver.selection.rule if isinstance(run.state.patience_left, int) else run.state.patience_left
         say(f"training ends early at step {run.state.global_step}: patience with {watched} is used up")
-
-
-def _try_evaluation(run: Run) -> None:
-    """Evaluate a few batches, so that a mistake in validation step or metrics surfaces before the first update."""
-    settings = run.settings.evaluation
-    if not run.val_loaders or settings.num_sanity_val_steps == 0 or settings.eval_when_start:
-        return
-    limit = None if settings.num_sanity_val_steps == -1 else settings.num_sanity_val_steps
-    counters = run.state.state_dict()
-    run.saver.check(evaluate(run, "sanity_check", max_batches=limit))
-    run.state.load_state_dict(counters)
 
 
 def _set_failed_status(run: Run, error: BaseException) -> None:

@@ -12,6 +12,7 @@ from accmt.loop.optimizer_step import advance_scheduler, step_optimizer, zero_gr
 from accmt.messages import say_once
 from accmt.module import ExtendedAcceleratorModule
 from accmt.parallel.reduction import average_gradients, broadcast_buffers
+from accmt.precision import autocast
 from accmt.processes import num_processes, process_index, sum_over_processes
 from accmt.recovery.loss_guard import Place
 from accmt.run import Run, counting_calls, require_call, require_planned
@@ -63,7 +64,7 @@ class ManualSteps:
             hook(batch=batch)
         counting: AbstractContextManager[list[None]]
         counting = counting_calls(run.model) if run.is_wrapped else nullcontext([])
-        with run.autocast(), counting as self._calls:
+        with autocast(run.accelerator), counting as self._calls:
             outputs = run.training_step(batch)
         run.trained.require_unchanged()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs

@@ -16,6 +16,7 @@ from accmt.loop.evaluation import without_gradients, without_training
 from accmt.metrics.gathering import gather_on_main_process, to_cpu
 from accmt.module import defines
 from accmt.parallel.reduction import broadcast_buffers
+from accmt.precision import autocast
 from accmt.processes import is_main_process, process_index
 from accmt.run import EvaluationRun
 
@@ -65,7 +66,7 @@ def _predict_set(run: EvaluationRun, key: str, loader: Loader, *, keeps: bool) -
 
 def _predict_batch(run: EvaluationRun, key: str, batch: Any) -> Any:
     try:
-        with without_gradients(run, "predict"), run.autocast():
+        with without_gradients(run, "predict"), autocast(run.accelerator):
             return run.validation_step(key, batch)
     except (TypeError, AttributeError, ValueError) as error:
         if isinstance(batch, torch.Tensor) or defines(run.module, "predict_step"):

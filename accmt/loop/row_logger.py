@@ -1,4 +1,4 @@
-"""Hands rows of the log to the trackers and the progress bar, on the same hooks as a user's callbacks."""
+"""The rows of the log: what is in one, and how it reaches the trackers and the progress bar."""
 
 from __future__ import annotations
 
@@ -7,8 +7,31 @@ from collections.abc import Mapping
 
 from accmt.callbacks import Callback
 from accmt.callbacks.progress import ProgressBar
+from accmt.loop.bad_sample_counts import tell_bad_samples
+from accmt.recovery.loss_guard import check_losses
+from accmt.run import Run
 from accmt.settings.monitor import Monitor
 from accmt.tracking import Tracking
+
+
+def log_row(run: Run) -> None:
+    """Log the training values since the last row; a loss that is not finite is logged as it is, and reacted to.
+
+    Processes: collective.
+    """
+    loss_name = run.settings.tracking.train_loss_metric_name
+    tell_bad_samples(run)
+    row = run.running_averages.take_row(loss_name)
+    if not row:
+        return
+    if run.state.skipped_updates:
+        row["skipped_updates"] = run.state.skipped_updates
+    if run.state.bad_samples:
+        row["bad_samples"] = run.state.bad_samples
+    for hook in run.hooks.on_log:
+        hook(values=row, step=run.state.global_step)
+    if run.guard.looks_at_every_row or not math.isfinite(row.get(loss_name, 0.0)):
+        check_losses(run)
 
 
 class RowLogger(Callback):
@@ -54,8 +77,8 @@ class RowLogger(Callback):
         self.module.logs.of_training.close()
 
     def _is_wanted(self, name: str) -> bool:
-        told = self.trainer.settings.tracking
+        settings = self.trainer.settings.tracking
         if not self._is_evaluation:
-            return self._monitor.train_loss or name != told.train_loss_metric_name
-        is_loss = name.split("__")[0] == told.val_loss_metric_name
+            return self._monitor.train_loss or name != settings.train_loss_metric_name
+        is_loss = name.split("__")[0] == settings.val_loss_metric_name
         return self._monitor.validation_loss if is_loss else self._monitor.additional_metrics

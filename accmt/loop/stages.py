@@ -6,13 +6,12 @@ taken again, so that whatever fails then, no stage is run twice and none is left
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from accmt.errors import DataError, explain
-from accmt.loop.bad_sample_counts import tell_bad_samples
 from accmt.loop.evaluation import evaluate_and_count
 from accmt.loop.optimizer_step import step_scheduler
+from accmt.loop.row_logger import log_row
 from accmt.recovery.loss_guard import check_losses
 from accmt.recovery.shutdown import stop_if_requested
 from accmt.run import Run
@@ -171,26 +170,6 @@ def save_if_due(run: Run, *, epoch_ended: bool = False, evaluated: bool = False)
     if run.checkpoints.is_due(run, epoch_ended=epoch_ended, evaluated=evaluated):
         check_losses(run)
     run.checkpoints.save_if_due(run, epoch_ended=epoch_ended, evaluated=evaluated)
-
-
-def log_row(run: Run) -> None:
-    """Log the training values since the last row; a loss that is not finite is logged as it is, and reacted to.
-
-    Processes: collective.
-    """
-    loss_name = run.settings.tracking.train_loss_metric_name
-    tell_bad_samples(run)
-    row = run.running_averages.take_row(loss_name)
-    if not row:
-        return
-    if run.state.skipped_updates:
-        row["skipped_updates"] = run.state.skipped_updates
-    if run.state.bad_samples:
-        row["bad_samples"] = run.state.bad_samples
-    for hook in run.hooks.on_log:
-        hook(values=row, step=run.state.global_step)
-    if run.guard.looks_at_every_row or not math.isfinite(row.get(loss_name, 0.0)):
-        check_losses(run)
 
 
 def _require_progress(run: Run) -> None:

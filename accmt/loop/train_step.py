@@ -15,6 +15,7 @@ from accmt.loop.weighting import AccumulationWindow
 from accmt.metrics.weighted_sum import Weight
 from accmt.parallel.reduction import broadcast_buffers
 from accmt.parallel.sync_batchnorm import synchronized_layers, without_synchronization
+from accmt.precision import autocast
 from accmt.processes import num_processes, process_index
 from accmt.recovery.loss_guard import Place
 from accmt.recovery.restart import current_micro_batch_size
@@ -153,7 +154,7 @@ class AutomaticSteps:
             hook(batch=batch, outputs=outputs)
 
     def _run_in_context(self, batch: Any) -> Any:
-        with self._run.autocast(), self._run.watching_wrapper():
+        with autocast(self._run.accelerator), self._run.watching_wrapper():
             return self._run.training_step(batch)
 
     def _backward(self, loss: torch.Tensor, factor: Weight) -> None:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from accmt.optimization.clipping import clip_gradients
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
 class Stepper:
-    """Turns losses into updates of one optimizer.
+    """Turns losses into steps of one optimizer.
 
     Torch is called directly: under data parallelism Accelerate's wrapped optimizer adds nothing, costs more per step
     than the whole rest of the loop on a small model, and does not see that a fused optimizer skipped a step.
@@ -21,7 +23,7 @@ class Stepper:
     Args:
         accelerator: The accelerator that prepared the model.
         optimizer: The torch optimizer.
-        set_to_none: Whether gradients are dropped after an update.
+        set_to_none: Whether gradients are dropped after a step.
         clip: Largest norm or value of the gradient; None is off.
         clip_type: "norm" or "value".
 
@@ -76,22 +78,17 @@ class Stepper:
             torch._foreach_mul_(gradients, factor)
 
     def clip(self) -> torch.Tensor | None:
-        """Clip the gradients of the window, unscaled before.
+        """Clip the gradients of the accumulation window, unscaled before.
 
         Returns:
             The norm before clipping; None where nothing was clipped by norm.
         """
         if self.before_clipping is not None:
             self.before_clipping(self.parameters)
-        if self._clip is None:
-            return None
-        if self._clip_type == "value":
-            nn.utils.clip_grad_value_(self.parameters, self._clip)
-            return None
-        return nn.utils.clip_grad_norm_(self.parameters, self._clip)
+        return clip_gradients(self.parameters, self._clip, self._clip_type)
 
     def step(self) -> bool:
-        """Let the optimizer make its update.
+        """Let the optimizer step.
 
         Returns:
             False if the gradient scaler skipped it, because a gradient was not finite. Its scale is then lower, which
@@ -110,7 +107,7 @@ class Stepper:
         return scaler.get_scale() >= scale
 
     def skip(self) -> bool:
-        """Make no update of the window.
+        """Make no step of the accumulation window.
 
         Returns:
             False, as `step` does when it was skipped.

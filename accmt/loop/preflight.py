@@ -9,10 +9,22 @@ from accmt.checkpoint.trial import try_model
 from accmt.errors import CheckpointError
 from accmt.files import format_bytes, free_space
 from accmt.huggingface import is_peft_model
+from accmt.loop.evaluation import evaluate
 from accmt.messages import warn
 from accmt.processes import run_on_every_process
 from accmt.run import Run
 from accmt.saving import require_storable
+
+
+def try_evaluation(run: Run) -> None:
+    """Evaluate a few batches, so that a mistake in validation step or metrics surfaces before the first update."""
+    settings = run.settings.evaluation
+    if not run.val_loaders or settings.num_sanity_val_steps == 0 or settings.eval_when_start:
+        return
+    limit = None if settings.num_sanity_val_steps == -1 else settings.num_sanity_val_steps
+    counters = run.state.state_dict()
+    run.saver.check(evaluate(run, "sanity_check", max_batches=limit))
+    run.state.load_state_dict(counters)
 
 
 def try_saving(run: Run) -> None:
