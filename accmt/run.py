@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +91,19 @@ class Actions:
     optimizer_step: Callable[[], bool]
     zero_grad: Callable[[], None]
 
+    @classmethod
+    def of(cls, trainer: Any, stepper: Stepper) -> Actions:
+        """Take the Trainer's methods where a subclass replaces them; else, at once, what its own methods call."""
+
+        def pick(method: Any, direct: Any) -> Any:
+            return direct if method.__module__.startswith("accmt.trainer.") else method
+
+        return cls(
+            pick(trainer.do_backward, stepper.backward),
+            pick(trainer.do_opt_step, stepper.step),
+            pick(trainer.do_zero_grad, stepper.zero_grad),
+        )
+
 
 def require_planned(micro_batch: MicroBatch, samples: int) -> None:
     """Check that a batch holds the samples that were planned, where their number weighs the batches of others too.
@@ -137,7 +151,7 @@ class EvaluationRun:
     seed: int
     counts_own_samples: bool
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Where model and batches are."""
         device: torch.device = self.accelerator.device
@@ -266,7 +280,7 @@ class Run(EvaluationRun):
     @property
     def has_unfinished_update(self) -> bool:
         """Whether a module that steps by itself has gradients of an update that it has not made yet."""
-        steps = getattr(self.module, "manual_steps", None)
+        steps = vars(self.module).get("manual_steps")
         return steps is not None and steps.has_gradients
 
     @property
@@ -279,13 +293,16 @@ class Run(EvaluationRun):
         """Whether training ends before its time: patience or time is used up, or somebody asked for it."""
         patience = self.saver.patience
         is_asked = self.interruption.ends_training or (patience is not None and patience.is_exhausted)
+        if not is_asked:
+            return False
         running = self.settings.running
-        return is_asked and may_stop(self.state, min_epochs=running.min_epochs, min_steps=running.min_steps)
+        return may_stop(self.state, min_epochs=running.min_epochs, min_steps=running.min_steps)
 
     @property
     def ends_here(self) -> bool:
         """Whether training ends after this optimizer step: `max_steps` are done, or it ends early."""
-        return self.cadence.is_out_of_steps(self.state) or self.ends_early
+        max_steps = self.cadence.max_steps
+        return (max_steps is not None and self.state.global_step >= max_steps) or self.ends_early
 
     @property
     def schedule_length(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal, Protocol, runtime_checkable
 
 Function = Literal["fit", "validate", "test", "predict", "tune"]
@@ -65,6 +66,10 @@ class Counters:
     eval_global_step: int = 0
     evaluations_done: int = 0
     last_evaluation_step: int | None = None
+
+
+_COUNTERS = tuple(Counters.__dataclass_fields__)
+_read_counters = attrgetter(*_COUNTERS)
 
 
 @dataclass
@@ -186,7 +191,7 @@ class TrainingState(Counters):
         self.val_step = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in Counters.__dataclass_fields__}
+        return dict(zip(_COUNTERS, _read_counters(self), strict=True))  # once a step, for the step snapshot
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in Counters.__dataclass_fields__:

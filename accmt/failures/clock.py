@@ -29,7 +29,7 @@ class Clock:
         return self._limit_s is not None and self.elapsed_s >= self._limit_s
 
     def state_dict(self) -> dict[str, float]:
-        return {"elapsed_s": self.elapsed_s}
+        return {"elapsed_s": self._before_s + time.monotonic() - self._began}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self._before_s, self._began = state["elapsed_s"], time.monotonic()

@@ -44,9 +44,8 @@ class BadSamples:
 
 def count_bad_samples(run: Run, micro_batch: MicroBatch) -> None:
     """Count what was left out of a micro-batch of training."""
-    if micro_batch.num_bad:
-        run.state.count_bad_samples(micro_batch.num_bad)
-        run.bad_samples.add(micro_batch.num_bad, micro_batch.bad)
+    run.state.count_bad_samples(micro_batch.num_bad)
+    run.bad_samples.add(micro_batch.num_bad, micro_batch.bad)
 
 
 def tell_bad_samples(run: Run) -> None:

@@ -27,14 +27,19 @@ def finish_window(run: Run, window: AccumulationWindow) -> None:
     run.trained.require_unchanged()
     if window.is_unreduced:  # before unscaling, so that all processes find the same inf
         average_gradients(stepper.parameters)
-    stepper.unscale()
+    scaler = run.accelerator.scaler
+    if scaler is not None:
+        stepper.unscale()
     factor, samples = run.weighting.close(window)
-    stepper.multiply_gradients(factor)
-    made_step = step_optimizer(run) if factor > 0 and _is_wanted(run, window) else _skip(run)
-    if made_step:
-        step_scheduler(run, at_epoch_end=False)
-    elif run.accelerator.scaler is not None:
+    if factor != 1.0:
+        stepper.multiply_gradients(factor)
+    # A gradient scaler sees by itself to gradients that are not finite.
+    is_wanted = factor > 0 and (not window.is_judged or scaler is not None or _is_finite(run, window))
+    made_step = step_optimizer(run) if is_wanted else _skip(run)
+    if not made_step and scaler is not None:
         run.guard.forgive(window.samples_before)
+    if made_step and run.scheduler is not None:
+        step_scheduler(run, at_epoch_end=False)
     zero_gradients(run)
     _count(run, samples, made_step=made_step)
 
@@ -58,10 +63,7 @@ def _has_run_out_of_memory(run: Run, window: AccumulationWindow) -> bool:
     return sum_over_processes((float(window.ran_out_of_memory),), run.device)[0] > 0
 
 
-def _is_wanted(run: Run, window: AccumulationWindow) -> bool:
-    """Return whether the gradients are such that the optimizer may step; a gradient scaler sees to that by itself."""
-    if run.accelerator.scaler is not None or not run.guard.judges_before_step(window.samples_before):
-        return True
+def _is_finite(run: Run, window: AccumulationWindow) -> bool:
     gradients = [parameter.grad for parameter in run.stepper.parameters if parameter.grad is not None]
     return run.guard.allows_step(gradients, run.state.global_step + 1, window.samples_before)
 
@@ -78,7 +80,8 @@ def step_optimizer(run: Run) -> bool:
         Whether it really stepped.
     """
     optimizer = run.stepper.optimizer
-    run.stepper.clip()
+    if run.stepper.clips:
+        run.stepper.clip()
     for hook in run.hooks.on_before_optimizer_step:
         hook(optimizer=optimizer)
     run.snapshot.is_mid_step = True

@@ -27,11 +27,11 @@ def _evaluate_before_training(run: Run) -> bool:
 def _call_step_hooks(run: Run) -> bool:
     for hook in run.hooks.on_update_end:
         hook()
-    return run.snapshot.may_change_in_step_hooks()
+    return run.snapshot.may_change_in_step_hooks
 
 
 def _log_step(run: Run) -> bool:
-    is_due = run.snapshot.made_step and run.cadence.is_log_due(run.state)
+    is_due = run.cadence.log_every > 0 and run.snapshot.made_step and run.cadence.is_log_due(run.state)
     if is_due:
         log_row(run)
     return is_due
@@ -97,7 +97,10 @@ TRAINING = len(STAGES)
 def evaluate_before_training(run: Run) -> None:
     """Run the first stage, unless the run is resumed from a checkpoint after it."""
     if run.snapshot.next_stage == BEFORE_TRAINING:
-        _run_stage(run, TRAINING)
+        has_changed = _evaluate_before_training(run)
+        run.snapshot.next_stage = TRAINING
+        if has_changed:
+            run.snapshot.capture(run, TRAINING)
 
 
 def resume_stages(run: Run) -> None:
@@ -119,16 +122,12 @@ def finish_step(run: Run) -> bool:
 
 
 def _finish_step(run: Run) -> bool:
-    snapshot, evaluations = run.snapshot, run.state.evaluations_done
-    for index in range(snapshot.next_stage, AFTER_EPOCH - 1):
-        _run_stage(run, index + 1)
-    has_changed = STAGES[AFTER_EPOCH - 1](run)
-    # What comes next is known only now: the hooks, or what was evaluated, may end training here.
-    _advance(run, AFTER_EPOCH if run.ends_here else TRAINING, has_changed=has_changed)
-    if snapshot.made_step:
-        save_if_due(run, evaluated=run.state.evaluations_done > evaluations)
+    has_evaluated = _run_stages(run, AFTER_EPOCH)
+    if run.snapshot.made_step:
+        _save_if_due(run, epoch_ended=False, evaluated=has_evaluated)
+    ends_here = run.snapshot.next_stage == AFTER_EPOCH
     stop_if_requested(run)
-    return run.ends_here
+    return ends_here or run.ends_early
 
 
 def finish_epoch(run: Run, *, is_used_up: bool) -> None:
@@ -143,33 +142,39 @@ def finish_epoch(run: Run, *, is_used_up: bool) -> None:
 
 
 def _finish_epoch(run: Run) -> None:
-    evaluations = run.state.evaluations_done
-    for index in range(run.snapshot.next_stage, TRAINING):
-        _run_stage(run, index + 1)
-    save_if_due(run, epoch_ended=run.state.train_step == 0, evaluated=run.state.evaluations_done > evaluations)
+    has_evaluated = _run_stages(run, TRAINING)
+    _save_if_due(run, epoch_ended=run.state.train_step == 0, evaluated=has_evaluated)
     stop_if_requested(run)
 
 
-def _run_stage(run: Run, following: int) -> None:
-    has_changed = STAGES[run.snapshot.next_stage](run)
-    _advance(run, following, has_changed=has_changed)
+def _run_stages(run: Run, end: int) -> bool:
+    """Run the stages that are left before `end`, and return whether one of them evaluated."""
+    snapshot, evaluations = run.snapshot, run.state.evaluations_done
+    for index in range(snapshot.next_stage, end):
+        has_changed = STAGES[index](run)
+        following = index + 1
+        if following == AFTER_EPOCH and not run.ends_here:  # known only now: hooks or an evaluation may end training
+            following = TRAINING
+        if has_changed:
+            snapshot.capture(run, following)
+        else:
+            snapshot.next_stage = following  # the snapshot is still true
+    return run.state.evaluations_done > evaluations
 
 
-def _advance(run: Run, following: int, *, has_changed: bool) -> None:
-    if has_changed:
-        run.snapshot.capture(run, following)
-    else:
-        run.snapshot.next_stage = following  # the snapshot of the step is still true
-
-
-def save_if_due(run: Run, *, epoch_ended: bool = False, evaluated: bool = False) -> None:
-    """Save a checkpoint if one is due here, unless the losses since the last one are wrong.
+def _save_if_due(run: Run, *, epoch_ended: bool, evaluated: bool) -> None:
+    """Save a checkpoint if one is due or requested here, unless the losses since the last one are wrong.
 
     Processes: collective.
     """
-    if run.checkpoints.is_due(run, epoch_ended=epoch_ended, evaluated=evaluated):
+    state, cadence, checkpoints = run.state, run.cadence, run.checkpoints
+    is_due = cadence.checkpoint_every is not None and cadence.is_checkpoint_due(
+        state, run.updates_per_epoch(state.epoch), epoch_ended=epoch_ended, evaluated=evaluated
+    )
+    if is_due or checkpoints.requests:
         check_losses(run)
-    run.checkpoints.save_if_due(run, epoch_ended=epoch_ended, evaluated=evaluated)
+    if is_due or checkpoints.requests or not checkpoints.is_prepared:
+        checkpoints.save_requested(run, is_due=is_due)
 
 
 def _require_progress(run: Run) -> None:

@@ -37,7 +37,8 @@ def read_training_output(output: Any) -> TrainingOutput:
             weight beside it cannot be one.
     """
     if isinstance(output, torch.Tensor):
-        return TrainingOutput(_require_trainable(output))
+        is_trainable = output.requires_grad and output.ndim == 0
+        return TrainingOutput(output if is_trainable else _require_trainable(output))
     if not isinstance(output, Mapping):
         do = "return loss" if output is None else 'return loss.mean(), or {"loss": loss.mean()}'
         do = "return the tensor itself, not loss.item()" if isinstance(output, int | float) else do

@@ -39,6 +39,7 @@ class AutomaticSteps:
         self._may_halve = run.settings.optimization.auto_micro_batch and current_micro_batch_size(run) > 1
         self._reduces_by_hand = run.reduces_by_hand or (self._may_halve and not self._is_alone)
         self._synchronized = synchronized_layers(run.unwrapped_model)
+        self._is_on_device = run.device.type != "cpu"
         self._needs_context = run.accelerator.mixed_precision != "no" or run.is_wrapped
         _require_dynamic_graph(run)
 
@@ -103,6 +104,7 @@ class AutomaticSteps:
             is_one_batch=self._is_alone and end - first.index == 1,
             samples_before=samples_before,
             is_skipped=samples_before in run.recovery.skipped_windows,
+            is_judged=run.guard.judges_before_step(samples_before),
             is_unreduced=self._reduces_by_hand,
         )
 
@@ -131,7 +133,7 @@ class AutomaticSteps:
             if run.weighting.is_explicit is None:
                 run.weighting.decide(None, is_explicit=False)
             return
-        batch = run.place(micro_batch.batch)
+        batch = run.place(micro_batch.batch) if self._is_on_device else micro_batch.batch
         seed = derive_seed(run.seed, "step", run.state.epoch, micro_batch.index, self._process_index)
         seed_generators(seed, run.device)
         for hook in hooks.on_before_training_step:
@@ -142,14 +144,16 @@ class AutomaticSteps:
         weight = _weigh(run, window, micro_batch, batch, output)
         for hook in hooks.on_before_backward:
             hook(loss=loss)
-        factor = run.weighting.loss_factor(window, weight)
-        if run.guard.judges_before_step(window.samples_before) and not (isinstance(factor, float) and factor == 0.0):
+        factor = 1.0 if window.is_one_batch else run.weighting.loss_factor(window, weight)
+        if window.is_judged and not (isinstance(factor, float) and factor == 0.0):
             factor = run.guard.mark_gradients(loss, factor)
         self._backward(loss, factor)
         for hook in hooks.on_after_backward:
             hook(loss=loss)
+        state = run.state
+        place = Place(state.global_step + 1, state.epoch, micro_batch.index, window.samples_before)
         run.running_averages.add(detached, weight, output.others)
-        run.guard.add(detached, weight, Place.of(run.state, micro_batch.index, window.samples_before))
+        run.guard.add(detached, weight, place)
         for hook in hooks.on_after_training_step:
             hook(batch=batch, outputs=outputs)
 
@@ -202,7 +206,7 @@ def _weigh(run: Run, window: AccumulationWindow, micro_batch: MicroBatch, batch:
         do = 'return {"loss": loss, "weight": weight} from every training_step, or from none'
         got = f'"weight" in {seen} but not in {other}'
         raise ModuleContractError(explain("training_step", got, "weights for all batches or for none", do))
-    if not has_weight and run.weighting.uses_plan(window):
+    if not (has_weight or window.is_one_batch) and run.weighting.uses_plan(window):
         require_planned(micro_batch, samples)
     window.add(weight, samples)
     return weight

@@ -8,6 +8,7 @@ compare what they found; that costs communication only where something has chang
 from __future__ import annotations
 
 import time
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ _WHERE = "freezing or unfreezing parameters"
 _PATIENCE_S = 5.0  # then it is asked whether the others are still alive
 _POLL_S = 0.01
 _SHOWN = 3
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class TrainedParameters:
@@ -93,7 +95,8 @@ class TrainedParameters:
                 `self.model` is another model now.
             ProcessFailedError: A process does not answer.
         """
-        self._require_same_model()
+        if self._module.model is not self._model:
+            self._require_same_model()
         flags = self._look()
         has_changed = flags != self._flags
         if self._agreement is not None:
@@ -114,8 +117,6 @@ class TrainedParameters:
     def _require_same_model(self) -> None:
         """Refuse another `self.model`: the run would go on with the optimizer, and save the weights, of the first."""
         model = self._module.model
-        if model is self._model:
-            return
         if num_processes() == 1 and {*model.parameters()} == {*self._unwrapped_model.parameters()}:
             return  # the same in a wrapper, such as torch.compile's
         got = f"another model ({type(model).__name__}) since the run began"
@@ -152,7 +153,7 @@ class TrainedParameters:
         self._saved = dict(state["changed"])
 
     def _look(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters]
+        return list(map(_REQUIRES_GRAD, self._parameters))
 
     def _warn_if_not_in_optimizer(self) -> None:
         if self._steps_by_itself:  # it may have optimizers of its own

@@ -34,6 +34,7 @@ class AccumulationWindow:
         is_one_batch: Whether it is a single batch of a single process: its mean loss is the window's.
         samples_before: Samples of all processes seen before it.
         is_skipped: Whether it is not trained on.
+        is_judged: Whether its losses and gradients are looked at before the optimizer steps.
         ran_out_of_memory: Whether this process could not finish one of its batches.
         micro_batches_done: Micro-batches finished.
         own_weight: Weights of this process's batches so far.
@@ -47,6 +48,7 @@ class AccumulationWindow:
     is_one_batch: bool = False
     samples_before: int = 0
     is_skipped: bool = False
+    is_judged: bool = False
     ran_out_of_memory: bool = False
     micro_batches_done: int = 0
     own_weight: Weight = 0.0

@@ -47,13 +47,13 @@ class Checkpoints:
         self._collector = StateCollector(model, [optimizer])
         self._checkpointer: Checkpointer | None = options.checkpointer
         self._is_failing = False
-        self._is_prepared = False
+        self.is_prepared = False
         self._saved: tuple[dict[str, Any], int] | None = None
         self.began_elsewhere = False
         self._newest: Path | None = None
         self._latest: Path | None = None
         self._previous: Path | None = None
-        self._requests: list[Path | None] = []
+        self.requests: list[Path | None] = []  # that no step has served yet
         is_on = options.every is not None and options.checkpointer is None
         self._group = new_cpu_group() if is_on else None
         self._store = CheckpointStore(self.folder, max_checkpoints=options.max_checkpoints, group=self._group)
@@ -119,25 +119,19 @@ class Checkpoints:
 
     def request(self, folder: Path | None) -> None:
         """Ask for a checkpoint after the current step."""
-        self._requests.append(folder)
+        self.requests.append(folder)
 
-    def is_due(self, run: Run, *, epoch_ended: bool, evaluated: bool) -> bool:
-        """Return whether a checkpoint is due after this optimizer step, or was asked for."""
-        is_due = run.cadence.is_checkpoint_due(
-            run.state, run.updates_per_epoch(run.state.epoch), epoch_ended=epoch_ended, evaluated=evaluated
-        )
-        return is_due or bool(self._requests)
-
-    def save_if_due(self, run: Run, *, epoch_ended: bool = False, evaluated: bool = False) -> None:
+    def save_requested(self, run: Run, *, is_due: bool) -> None:
         """Save after an optimizer step, when everything else that follows it is done.
 
         Processes: collective.
+
+        Args:
+            run: The run.
+            is_due: Whether a checkpoint is due, beside those that were asked for.
         """
-        is_due = run.cadence.is_checkpoint_due(
-            run.state, run.updates_per_epoch(run.state.epoch), epoch_ended=epoch_ended, evaluated=evaluated
-        )
         if run.has_unfinished_update:
-            if is_due or self._requests:
+            if is_due or self.requests:
                 warn_once(_UNFINISHED, about="unfinished update")
             return
         self._prepare_once(run)
@@ -147,18 +141,18 @@ class Checkpoints:
 
     def _serve_requests(self, run: Run) -> bool:
         """Write the checkpoints that were asked for, and return whether one of them is in the run's own folder."""
-        requests, self._requests = self._requests, []
+        requests, self.requests = self.requests, []
         for folder in dict.fromkeys(requests):
             self.save(run, folder)
         return None in requests
 
     def _prepare_once(self, run: Run) -> None:
         """Find at the first update, not at the first checkpoint, what no checkpoint can hold or give back."""
-        if not self._is_prepared and run.settings.failures.preflight and self.are_written:
+        if not self.is_prepared and run.settings.failures.preflight and self.are_written:
             run_on_every_process(lambda: try_optimizer(run.model, run.stepper.optimizer))
-        if self._writer is not None and not self._is_prepared:
+        if self._writer is not None and not self.is_prepared:
             self._writer.prepare(collect_others(run))
-        self._is_prepared = True
+        self.is_prepared = True
 
     def save_last(self, run: Run) -> None:
         """Save the end of the run, unless the last checkpoint holds it.

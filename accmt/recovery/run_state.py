@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from accmt.callbacks import Callback
-from accmt.callbacks.dispatch import find_hooks
 from accmt.checkpoint.engine import load_state
 from accmt.config.changes import Change, changed_arguments
 from accmt.data import UnshardedLoader
@@ -88,16 +86,11 @@ class LocalState:
         del self._parts["running_averages"]
         self._callbacks = _named(run.callbacks)
 
-    @cached_property
-    def may_change_in_step_hooks(self) -> bool:
-        """Whether the user defines `on_update_end`; accmt's own, the progress bar's, change nothing of this state."""
-        return any("on_update_end" in find_hooks(user) for user in (*self._run.callbacks, self._run.module))
-
     def collect(self) -> dict[str, Any]:
         """Return a copy of that state; the running averages are a copy of their object, whose values are not read."""
         run, state = self._run, self._run.state
         parts: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
-        parts["module"] = copy_structure(parts["module"])
+        parts["module"] = parts["module"] and copy_structure(parts["module"])
         parts["running_averages"] = run.running_averages.copy()
         return {
             "place": (state.epoch, state.train_step),
@@ -107,7 +100,7 @@ class LocalState:
             "data": self._find_position(),
             "schedule": None if run.scheduler is None else run.scheduler.state_dict(),
             "parts": parts,
-            "callbacks": {name: copy_structure(one.state_dict()) for name, one in self._callbacks.items()},
+            "callbacks": self._callbacks and {n: copy_structure(c.state_dict()) for n, c in self._callbacks.items()},
             "trainer": copy_structure(run.module.trainer.get_state()),
         }
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from accmt.callbacks.dispatch import find_hooks
 from accmt.recovery.run_state import LocalState
 from accmt.run import Run
 
@@ -31,6 +32,7 @@ class StepSnapshot:
             training continues.
         made_step: Whether the last accumulation window ended in an optimizer step, rather than in a skipped one.
         is_mid_step: Whether an optimizer step is half done: the weights are then neither the snapshot's nor the next's.
+        may_change_in_step_hooks: Whether the hooks after a step may change what the snapshot holds.
         state: What `LocalState.collect` returned; None before the first capture.
     """
 
@@ -39,6 +41,7 @@ class StepSnapshot:
         self.made_step = True
         self.is_mid_step = False
         self.state: dict[str, Any] | None = None
+        self.may_change_in_step_hooks = False
         self._is_kept = is_kept
         self._local_state: LocalState | None = None
         self._buffers = _Buffers(model)
@@ -55,12 +58,12 @@ class StepSnapshot:
             return
         if self._local_state is None:
             self._local_state = LocalState(run)
+            # accmt's own hooks, such as the progress bar's, change nothing that a checkpoint holds.
+            users = (*run.callbacks, run.module)
+            self.may_change_in_step_hooks = any("on_update_end" in find_hooks(user) for user in users)
         self.state = self._local_state.collect()
-        self._buffers.copy()
-
-    def may_change_in_step_hooks(self) -> bool:
-        """Return whether the hooks after a step may change what the snapshot holds."""
-        return self._local_state is not None and self._local_state.may_change_in_step_hooks
+        if self._buffers.places:
+            self._buffers.copy()
 
     @property
     def can_be_saved(self) -> bool:
@@ -86,17 +89,17 @@ class _Buffers:
     """Copies of the buffers that a checkpoint holds, refreshed only where training has changed them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = [
+        self.places = [
             (module, name)
             for module in model.modules()
             for name in module._buffers
             if name not in module._non_persistent_buffers_set
         ]
-        self._copies: list[torch.Tensor | None] = [None] * len(self._places)
-        self._versions: list[tuple[int, int] | None] = [None] * len(self._places)
+        self._copies: list[torch.Tensor | None] = [None] * len(self.places)
+        self._versions: list[tuple[int, int] | None] = [None] * len(self.places)
 
     def copy(self) -> None:
-        for index, (module, name) in enumerate(self._places):
+        for index, (module, name) in enumerate(self.places):
             buffer = module._buffers.get(name)
             version = None if buffer is None or isinstance(module, _NormBase) else _version_of(buffer)
             if buffer is None or (version is not None and version == self._versions[index]):
@@ -110,7 +113,7 @@ class _Buffers:
 
     def restore(self) -> None:
         with torch.no_grad():
-            for (module, name), copied in zip(self._places, self._copies, strict=True):
+            for (module, name), copied in zip(self.places, self._copies, strict=True):
                 buffer = module._buffers.get(name)
                 if buffer is not None and copied is not None:
                     buffer.copy_(copied)

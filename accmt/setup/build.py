@@ -135,7 +135,7 @@ def _make_parts(
         "module": module,
         "state": trainer.state,
         **vars(prepared),
-        "actions": Actions(trainer.do_backward, trainer.do_opt_step, trainer.do_zero_grad),
+        "actions": Actions.of(trainer, prepared.stepper),
         "weighting": Weighting(accelerator.device),
         "running_averages": RunningAverages(accelerator.device, module.logs.of_training),
         "checkpoints": Checkpoints(settings, prepared.model, prepared.stepper.optimizer),
