@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -68,8 +68,19 @@ class UserRandomness:
                 generator.set_state(state)
 
 
+class TensorSampler(Sampler[int]):
+    """A sampler that draws an epoch's indices as one tensor: a list of millions would cost seconds."""
+
+    def draw(self) -> torch.Tensor:
+        """Draw the indices of an epoch from torch's generator."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.draw().tolist())
+
+
 class UserSampler(Generic[T]):
-    """What a user's sampler, or batch sampler, draws for an epoch: once, and kept until another epoch is asked for."""
+    """What a user's sampler draws for an epoch: once, before any is read, so that no training in between changes it."""
 
     def __init__(self, sampler: Iterable[Any], seed: int, read: Callable[[Iterable[Any]], T]) -> None:
         self._sampler = sampler
@@ -83,61 +94,6 @@ class UserSampler(Generic[T]):
             with self._randomness.of_epoch(epoch), seeded_generators(derive_seed(self._seed, "order", epoch)):
                 self._drawn = epoch, self._read(self._sampler)
         return self._drawn[1]
-
-
-class TensorSampler(Sampler[int]):
-    """A sampler that draws an epoch's indices as one tensor: a list of millions would cost seconds."""
-
-    def draw(self) -> torch.Tensor:
-        """Draw the indices of an epoch from torch's generator."""
-        raise NotImplementedError
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.draw().tolist())
-
-
-def _read_indices(sampler: Iterable[int]) -> torch.Tensor:
-    return sampler.draw() if isinstance(sampler, TensorSampler) else torch.tensor(list(sampler), dtype=torch.long)
-
-
-class Batches:
-    """The batches of an epoch: the indices of all batches in one tensor, where each begins, and where the last ends."""
-
-    def __init__(self, indices: torch.Tensor, starts: torch.Tensor) -> None:
-        self.indices = indices
-        self._starts = starts.tolist()
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    def __getitem__(self, part: slice) -> list[list[int]]:
-        edges = self._starts[part.start : part.stop + 1]
-        return [self.indices[first:last].tolist() for first, last in pairwise(edges)]
-
-    @property
-    def sizes(self) -> list[int]:
-        return [last - first for first, last in pairwise(self._starts)]
-
-    @property
-    def digest(self) -> str:
-        return _digest(self.indices, torch.tensor(self._starts))
-
-
-def _read_batches(batch_sampler: Iterable[Iterable[int]]) -> Batches:
-    if type(batch_sampler) is BatchSampler:  # torch's own: cut here, faster than a list for each batch
-        indices, size = _read_indices(batch_sampler.sampler), batch_sampler.batch_size
-        end = len(indices) - len(indices) % size if batch_sampler.drop_last else len(indices)
-        return Batches(indices, torch.tensor([*range(0, end, size), end]))
-    batches = [list(batch) for batch in batch_sampler]
-    starts = torch.tensor([0, *map(len, batches)]).cumsum(0)
-    return Batches(torch.tensor(list(chain(*batches)), dtype=torch.long), starts)
-
-
-def _digest(*tensors: torch.Tensor) -> str:
-    digest = xxhash.xxh3_64()
-    for tensor in tensors:
-        digest.update(tensor.contiguous().numpy().data)
-    return digest.hexdigest()
 
 
 class Order:
@@ -165,6 +121,9 @@ class Order:
     def size(self, epoch: int) -> int:
         return self.length if self._drawn is None else len(self._drawn.at(epoch))
 
+    def num_samples(self, epoch: int | None, positions: range) -> int | None:
+        return len(positions)
+
     def at(self, epoch: int) -> torch.Tensor:
         """Return the order of `epoch` as a tensor of indices `[samples]`."""
         if self._drawn is not None:
@@ -175,10 +134,65 @@ class Order:
         return torch.randperm(self.length, generator=generator)
 
 
+class Batches:
+    """The batches of an epoch: the indices of all batches in one tensor, where each begins, and where the last ends."""
+
+    def __init__(self, indices: torch.Tensor, starts: torch.Tensor) -> None:
+        self.starts: list[int] = starts.tolist()
+        self.digest = _digest(indices, starts)
+        self._indices = indices.numpy()
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, part: slice) -> Any:
+        return self._indices[self.starts[part.start] : self.starts[part.stop]]
+
+
+class UserBatches(UserSampler[Batches]):
+    """The global order of a user's batches, as `Order` is that of samples."""
+
+    def __init__(self, batch_sampler: Iterable[Any], seed: int) -> None:
+        super().__init__(batch_sampler, seed, _read_batches)
+
+    def digest(self, epoch: int) -> str:
+        return self.at(epoch).digest
+
+    def size(self, epoch: int) -> int:
+        return len(self.at(epoch))
+
+    def num_samples(self, epoch: int | None, positions: range) -> int | None:
+        if epoch is None:  # before the first epoch has begun, which draws the batches
+            return None
+        starts = self.at(epoch).starts
+        return starts[positions.stop] - starts[positions.start]
+
+
+def _read_indices(sampler: Iterable[int]) -> torch.Tensor:
+    return sampler.draw() if isinstance(sampler, TensorSampler) else torch.tensor(list(sampler), dtype=torch.long)
+
+
+def _read_batches(batch_sampler: Iterable[Iterable[int]]) -> Batches:
+    if type(batch_sampler) is BatchSampler:  # torch's own: cut here, faster than a list for each batch
+        indices, size = _read_indices(batch_sampler.sampler), batch_sampler.batch_size
+        end = len(indices) - len(indices) % size if batch_sampler.drop_last else len(indices)
+        return Batches(indices, torch.tensor([*range(0, end, size), end]))
+    batches = [list(batch) for batch in batch_sampler]
+    starts = torch.tensor([0, *map(len, batches)]).cumsum(0)
+    return Batches(torch.tensor(list(chain(*batches)), dtype=torch.long), starts)
+
+
+def _digest(*tensors: torch.Tensor) -> str:
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.hexdigest()
+
+
 class GlobalBatchSampler(Sampler[list[int]]):
     """Yields this process's indices of each micro-batch of an epoch, with the seed under which they are fetched."""
 
-    def __init__(self, order: Order | UserSampler[Batches], *, seed: int, purpose: str) -> None:
+    def __init__(self, order: Order | UserBatches, *, seed: int, purpose: str) -> None:
         self._order = order
         self._seed = seed
         self._purpose = purpose
@@ -191,45 +205,16 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[BatchIndices]:
         epoch, plan, drawn = self._epoch, self._plan, self._order.at(self._epoch)
-        order = (
-            drawn.numpy() if isinstance(drawn, torch.Tensor) else drawn
-        )  # slices of an array cost a fraction of a tensor's
+        order = drawn.numpy() if isinstance(drawn, torch.Tensor) else drawn  # a tensor's slices cost many times more
         for _, part in plan.cut(self._micro_batches):
             if part:
                 seed = derive_seed(self._seed, self._purpose, epoch, part.start)
-                yield BatchIndices(self._indices(order[part.start : part.stop]), seed)
+                yield BatchIndices(order[part.start : part.stop].tolist(), seed)
 
     def __len__(self) -> int:
-        return len(self._micro_batches) - (
-            bool(self._micro_batches) and not self._plan.local_indices(self._micro_batches[-1])
-        )
+        last = self._micro_batches[-1:]  # of which this process may have none
+        return len(self._micro_batches) - sum(not self._plan.local_indices(index) for index in last)
 
     def samples(self, part: range) -> list[int]:
         """Return the indices at some positions of the current epoch's order."""
-        drawn = self._order.at(self._epoch)
-        return self._indices(drawn[part.start : part.stop]) if part else []
-
-    def _indices(self, part: Any) -> list[int]:
-        indices: list[int] = part.tolist()
-        return indices
-
-
-class UserBatchShard(GlobalBatchSampler):
-    """Yields this process's batches of a user's batch sampler: its plan counts batches, one for each micro-batch.
-
-    An epoch's batches are drawn at once, before any is read, so that nothing that trains in between can change them.
-    """
-
-    def __init__(self, batches: Iterable[Any], *, seed: int, purpose: str) -> None:
-        self._drawn = UserSampler(batches, seed, _read_batches)
-        super().__init__(self._drawn, seed=seed, purpose=purpose)
-
-    def sizes(self, epoch: int) -> list[int]:
-        return self._drawn.at(epoch).sizes
-
-    def digest(self, epoch: int) -> str:
-        return self._drawn.at(epoch).digest
-
-    def _indices(self, part: list[list[int]]) -> list[int]:
-        (batch,) = part
-        return batch
+        return self._order.at(self._epoch)[part.start : part.stop].tolist() if part else []

@@ -14,7 +14,7 @@ from accmt.data.collate import keeps_number
 from accmt.data.fetching import CollateFetched, SeededDataset
 from accmt.data.options import LoaderOptions, length_of, require_batch, require_not_empty, require_same_everywhere
 from accmt.data.position import EPOCH_START, plan_epoch, read_start, require_same_number, require_same_order
-from accmt.data.samplers import GlobalBatchSampler, Order, UserBatchShard, call_set_epoch, is_user_class
+from accmt.data.samplers import GlobalBatchSampler, Order, UserBatches, call_set_epoch, is_user_class
 from accmt.data.sharding import Plan
 from accmt.data.temperature import check_labels
 from accmt.data.workers import WorkerStart, end_workers, note_dead_worker, start_reading
@@ -27,7 +27,7 @@ class _PlannedLoader:
     Args:
         dataset: What is fetched from.
         options: Sizes, shard and limit.
-        sampler: Yields the indices of the planned batches.
+        order: The order of the samples, or batches, of each epoch.
         torch_options: Further arguments of the DataLoader.
         size: Samples, or batches, of the first epoch.
         multiple: At the end, those beyond a multiple of this are dropped; 1 drops none.
@@ -41,7 +41,7 @@ class _PlannedLoader:
         self,
         dataset: Any,
         options: LoaderOptions,
-        sampler: GlobalBatchSampler,
+        order: Order | UserBatches,
         torch_options: Mapping[str, Any],
         *,
         size: int,
@@ -51,7 +51,8 @@ class _PlannedLoader:
         self.shard = options.shard
         self._dataset = dataset
         self._options = options
-        self._sampler = sampler
+        self._order = order
+        self._sampler = GlobalBatchSampler(order, seed=options.seed, purpose=options.purpose)
         self._multiple = multiple
         self._start = EPOCH_START
         self._epoch: int | None = None
@@ -60,7 +61,7 @@ class _PlannedLoader:
         self._seeded = SeededDataset(dataset, skips_bad=options.skips_bad)
         self._knows_samples = keeps_number(torch_options["collate_fn"])
         collate = CollateFetched(torch_options["collate_fn"], options.skips_bad)
-        torch_options = {**torch_options, "batch_sampler": sampler, "collate_fn": collate}
+        torch_options = {**torch_options, "batch_sampler": self._sampler, "collate_fn": collate}
         self.dataloader: DataLoader[Any] = DataLoader(self._seeded, **torch_options)
 
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
@@ -78,16 +79,17 @@ class _PlannedLoader:
 
     def _read_micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
         plan = self._begin(epoch, first)
-        require_same_everywhere(self._options, self._describe(), self._digest(epoch))
+        require_same_everywhere(self._options, self._describe(), self._order.digest(epoch))
         batches = self._reading = self._read()
         last, num_processes = plan.num_micro_batches - 1, plan.shard.count
+        count = self._order.num_samples
         for index, (everywhere, own) in enumerate(plan.cut(range(first, last + 1)), first):
             batch = self._next(batches, epoch, index) if own else None
             if own and batch is None:
                 require_batch(batch, self._options)
             is_partial = len(everywhere) < num_processes
-            num_samples = self._count(everywhere) if self._knows_samples else None
-            yield MicroBatch(index, batch, num_samples, self._count(own), index == last, is_partial)
+            num_samples = count(epoch, everywhere) if self._knows_samples else None
+            yield MicroBatch(index, batch, num_samples, count(epoch, own), index == last, is_partial)
 
     def _next(self, batches: Iterator[Any], epoch: int, index: int) -> Any:
         try:
@@ -108,7 +110,8 @@ class _PlannedLoader:
     def samples_in(self, first: int, last: int) -> int | None:
         if self._options.skips_bad or not self._knows_samples:
             return None
-        return self._count(range(self._plan.samples_before(first), self._plan.samples_before(last)))
+        positions = range(self._plan.samples_before(first), self._plan.samples_before(last))
+        return self._order.num_samples(self._epoch, positions)
 
     def set_epoch_again(self) -> None:
         if self._epoch is not None:
@@ -124,12 +127,12 @@ class _PlannedLoader:
         if num_micro_batches == 0:  # what the epoch will have may not have been drawn yet
             position = {"kind": self._kind, self._unit: 0, "of": None}
             if self._has_user_order and self._epoch == epoch - 1:
-                position["before"] = {"of": self._size, "order": self._digest(epoch - 1)}
+                position["before"] = {"of": self._size, "order": self._order.digest(epoch - 1)}
             return position
         if epoch != self._epoch:
             self._begin(epoch, num_micro_batches)
         consumed = self._plan.samples_before(num_micro_batches)
-        return {"kind": self._kind, self._unit: consumed, "of": self._size, "order": self._digest(epoch)}
+        return {"kind": self._kind, self._unit: consumed, "of": self._size, "order": self._order.digest(epoch)}
 
     def resume_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
         self._start = read_start(
@@ -140,14 +143,14 @@ class _PlannedLoader:
         self._begin(epoch, first_micro_batch)
         require_same_number(self._start, self._size, self._unit, self._options)
         if self._start.position:
-            require_same_order(self._start, self._digest(epoch), self._options)
+            require_same_order(self._start, self._order.digest(epoch), self._options)
 
     def _compare_before(self, epoch: int, position: Mapping[str, Any]) -> None:
         """Warn where the user's sampler does not draw the epoch before as it did: then later ones differ, too."""
         before = position.get("before")
         if before is None or not self._has_user_order or position["kind"] != self._kind:
             return
-        if self._draw(epoch - 1) == before["of"] and self._digest(epoch - 1) != before["order"]:
+        if self._draw(epoch - 1) == before["of"] and self._order.digest(epoch - 1) != before["order"]:
             warn(
                 f"the sampler of the {self._options.kind} data draws epoch {epoch} in another order than before the "
                 "interruption, so later epochs are not those of an uninterrupted run either: it is another sampler, or "
@@ -167,20 +170,11 @@ class _PlannedLoader:
         self._sampler.start_at(epoch, plan, range(first, plan.num_micro_batches))
         return plan
 
+    def _describe(self) -> str:
+        return f"{self._size} {self._unit}"
+
     def _draw(self, epoch: int) -> int:
         """Draw the samples, or batches, of an epoch, and return how many there are."""
-        raise NotImplementedError
-
-    def _describe(self) -> str:
-        """Return what an epoch has, in words."""
-        raise NotImplementedError
-
-    def _digest(self, epoch: int) -> str:
-        """Return a digest of what an epoch has, and in which order."""
-        raise NotImplementedError
-
-    def _count(self, part: range) -> int | None:
-        """Return the number of samples of a part of the plan."""
         raise NotImplementedError
 
 
@@ -194,6 +188,7 @@ class SizedLoader(_PlannedLoader):
 
     _kind = "dataset with a length"
     _unit = "samples"
+    _order: Order
 
     def __init__(self, dataset: Any, options: LoaderOptions) -> None:
         require_not_empty(len(dataset), options, "a dataset of length 0")
@@ -203,14 +198,14 @@ class SizedLoader(_PlannedLoader):
         check_labels(sampler, dataset)
         options = options.without_second_sharding(sampler)
         self._has_user_order = sampler is not None and is_user_class(sampler)
-        self._order = Order(len(dataset), options.seed, shuffle=options.shuffle, sampler=sampler)
+        order = Order(len(dataset), options.seed, shuffle=options.shuffle, sampler=sampler)
         global_batch_size = options.batch_size * options.shard.count * options.micro_batches_per_batch
         super().__init__(
             dataset,
             options,
-            GlobalBatchSampler(self._order, seed=options.seed, purpose=options.purpose),
+            order,
             options.torch_options(dataset),
-            size=self._order.size(0),
+            size=order.size(0),
             multiple=global_batch_size if options.drop_last else 1,
         )
 
@@ -223,12 +218,6 @@ class SizedLoader(_PlannedLoader):
 
     def _describe(self) -> str:
         return f"{self._size} samples in batches of {self._options.batch_size}"
-
-    def _digest(self, epoch: int) -> str:
-        return self._order.digest(epoch)
-
-    def _count(self, part: range) -> int:
-        return len(part)
 
 
 class BatchLoader(_PlannedLoader):
@@ -245,29 +234,18 @@ class BatchLoader(_PlannedLoader):
     def __init__(self, user_loader: DataLoader[Any], options: LoaderOptions) -> None:
         check_labels(user_loader.sampler, user_loader.dataset)
         batch_sampler: Any = user_loader.batch_sampler
-        self._sizes: list[int] | None = None
-        self._batches = UserBatchShard(batch_sampler, seed=options.seed, purpose=options.purpose)
+        order = UserBatches(batch_sampler, options.seed)
         options = replace(options, batch_size=1, micro_batches_per_batch=1)  # the plan counts batches as they are
         self._has_user_order = is_user_class(batch_sampler)
         # The length of a user's own class may be an estimate; what is drawn here is kept for the first epoch.
-        num_batches = len(self._batches.sizes(0)) if self._has_user_order else length_of(batch_sampler) or 0
+        num_batches = order.size(0) if self._has_user_order else length_of(batch_sampler) or 0
         require_not_empty(num_batches, options, "a DataLoader without a batch")
-        super().__init__(user_loader.dataset, options, self._batches, _torch_options_of(user_loader), size=num_batches)
+        super().__init__(user_loader.dataset, options, order, _torch_options_of(user_loader), size=num_batches)
 
     def _draw(self, epoch: int) -> int:
-        self._sizes = sizes = self._batches.sizes(epoch)
-        require_not_empty(len(sizes), self._options, "a DataLoader without a batch")
-        return len(sizes)
-
-    def _describe(self) -> str:
-        return f"{self._size} batches"
-
-    def _digest(self, epoch: int) -> str:
-        return self._batches.digest(epoch)
-
-    def _count(self, part: range) -> int | None:
-        # None before an epoch has begun, which draws the batches.
-        return None if self._sizes is None else sum(self._sizes[part.start : part.stop])
+        num_batches = self._order.size(epoch)
+        require_not_empty(num_batches, self._options, "a DataLoader without a batch")
+        return num_batches
 
 
 def _torch_options_of(user_loader: DataLoader[Any]) -> dict[str, Any]:

@@ -388,7 +388,7 @@ def test_a_trainer_with_a_constructor_of_its_own_can_be_checked():
 
 
 def test_a_million_samples_of_a_loader_of_ones_own_are_drawn_once_an_epoch_and_compared_as_one_block():
-    from accmt.data.samplers import UserBatchShard
+    from accmt.data.samplers import UserBatches
 
     class Counted(torch.utils.data.BatchSampler):
         drawn = 0
@@ -397,9 +397,9 @@ def test_a_million_samples_of_a_loader_of_ones_own_are_drawn_once_an_epoch_and_c
             Counted.drawn += 1
             return super().__iter__()
 
-    shard = UserBatchShard(Counted(RandomSampler(range(1_000_000)), 8, drop_last=False), seed=1, purpose="train")
-    assert sum(shard.sizes(0)) == 1_000_000
-    assert shard.digest(0) == shard.digest(0)
+    batches = UserBatches(Counted(RandomSampler(range(1_000_000)), 8, drop_last=False), 1)
+    assert batches.num_samples(0, range(batches.size(0))) == 1_000_000
+    assert batches.digest(0) == batches.digest(0)
     assert Counted.drawn == 1
 
 

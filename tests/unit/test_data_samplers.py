@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from accmt.data import Shard, set_seed
-from accmt.data.samplers import GlobalBatchSampler, Order, UserBatchShard
+from accmt.data.samplers import GlobalBatchSampler, Order, UserBatches
 from accmt.data.sharding import Plan
 
 
@@ -192,13 +192,15 @@ def test_a_global_batch_sampler_starts_and_ends_where_it_is_told():
 @pytest.mark.feature("N13", "T03", "L01")
 def test_batch_i_goes_to_process_i_mod_processes():
     batches = [[0, 1], [2], [3, 4, 5], [6, 7], [8]]
-    shards = [UserBatchShard(batches, seed=1, purpose="train") for _ in range(2)]
+    shards = [GlobalBatchSampler(UserBatches(batches, 1), seed=1, purpose="train") for _ in range(2)]
     plans = [Plan(5, 1, Shard(index, 2)) for index in range(2)]
     for shard, plan in zip(shards, plans, strict=True):
         shard.start_at(0, plan, range(3))
     assert [list(shard) for shard in shards] == [[[0, 1], [3, 4, 5], [8]], [[2], [6, 7]]]
     assert [len(shard) for shard in shards] == [3, 2]
-    assert shards[0].sizes(0) == shards[1].sizes(0) == [2, 1, 3, 2, 1]
+    order = UserBatches(batches, 1)
+    assert [order.num_samples(0, range(i, i + 1)) for i in range(order.size(0))] == [2, 1, 3, 2, 1]
+    assert order.num_samples(None, range(2)) is None  # before an epoch has begun
     for shard, plan in zip(shards, plans, strict=True):
         shard.start_at(0, plan, range(1, 2))
     assert [list(shard) for shard in shards] == [[[3, 4, 5]], [[6, 7]]]
@@ -217,27 +219,27 @@ def test_batches_that_are_drawn_as_they_come_are_the_same_on_every_process():
             return 6
 
     def read(index, interference):
-        shard = UserBatchShard(Balanced(), seed=1, purpose="train")
+        shard = GlobalBatchSampler(UserBatches(Balanced(), 1), seed=1, purpose="train")
         shard.start_at(0, Plan(6, 1, Shard(index, 2)), range(3))
         batches = []
         for batch in shard:
             batches.append([int(i) for i in batch])
             np.random.seed(interference)  # what the training of a process does in between
-        return batches, shard.sizes(0)
+        return batches, UserBatches(Balanced(), 1).num_samples(0, range(6))
 
-    whole = UserBatchShard(Balanced(), seed=1, purpose="train")
+    whole = GlobalBatchSampler(UserBatches(Balanced(), 1), seed=1, purpose="train")
     whole.start_at(0, Plan(6, 1, Shard()), range(6))
     whole = [[int(i) for i in batch] for batch in whole]
-    (first, sizes), (second, _) = read(0, 1), read(1, 2)
+    (first, num_samples), (second, _) = read(0, 1), read(1, 2)
     assert [first[0], second[0], first[1], second[1], first[2], second[2]] == whole
-    assert sizes == [3] * 6
+    assert num_samples == 6 * 3
 
 
 @pytest.mark.feature("T03")
 def test_the_generator_inside_a_batch_sampler_is_a_function_of_the_epoch():
     def draw(epochs):
         inner = RandomSampler(range(10), generator=torch.Generator().manual_seed(4))
-        shard = UserBatchShard(BatchSampler(inner, 5, drop_last=False), seed=1, purpose="train")
+        shard = GlobalBatchSampler(UserBatches(BatchSampler(inner, 5, drop_last=False), 1), seed=1, purpose="train")
         drawn = {}
         for epoch in epochs:
             shard.start_at(epoch, Plan(2, 1, Shard()), range(2))
@@ -250,7 +252,7 @@ def test_the_generator_inside_a_batch_sampler_is_a_function_of_the_epoch():
 
 def test_a_batch_sampler_is_told_the_epoch_and_so_is_the_sampler_in_it():
     inner = Told([0, 1, 2, 3])
-    shard = UserBatchShard(BatchSampler(inner, 2, drop_last=False), seed=1, purpose="train")
+    shard = GlobalBatchSampler(UserBatches(BatchSampler(inner, 2, drop_last=False), 1), seed=1, purpose="train")
     shard.start_at(4, Plan(2, 1, Shard()), range(2))
     assert list(shard) == [[0, 1], [2, 3]]
     assert inner.epochs == [4]
@@ -261,7 +263,7 @@ def test_each_of_a_users_batches_has_a_seed_of_its_own_and_the_same_on_any_numbe
     def seeds(count):
         found = {}
         for index in range(count):
-            shard = UserBatchShard([[i] for i in range(6)], seed=1, purpose="train")
+            shard = GlobalBatchSampler(UserBatches([[i] for i in range(6)], 1), seed=1, purpose="train")
             plan = Plan(6, 1, Shard(index, count))
             for epoch in (0, 1):
                 shard.start_at(epoch, plan, range(plan.num_micro_batches))
