@@ -118,11 +118,7 @@ def require_numbers(collected: CollectedState) -> None:
 
 
 def write_state(collected: CollectedState, folder: Path) -> list[Path]:
-    """Write this process's files; no process waits for another.
-
-    Returns:
-        The files of this process. They are not made durable here.
-    """
+    """Write this process's files, and return them, not yet durable; no process waits for another."""
     written = [write_pieces(collected.pieces, folder)]
     if is_main_process():
         path = folder / STATE_FILE
@@ -140,9 +136,8 @@ def read_others(folder: Path) -> dict[str, Any]:
 def read_model(folder: Path) -> tuple[dict[str, Tensor], int]:
     """Read the model's part of what any number of processes saved, without the model.
 
-    Returns:
-        Whole weights and buffers on the CPU by plain name, tied ones as one tensor; and how many frozen weights were
-        left out.
+    That is whole weights and buffers on the CPU by plain name, tied ones as one tensor, and the number of frozen
+    weights that were left out.
     """
     saved = _read_rest(folder)
     reader = HuggingFaceStorageReader(str(folder))

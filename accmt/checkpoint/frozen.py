@@ -24,10 +24,7 @@ _CHUNK = 2**22
 
 
 class FrozenWeights:
-    """The weights that a model's checkpoints leave out.
-
-    Processes: collective where the model is sharded.
-    """
+    """The weights that a model's checkpoints leave out. Processes: collective where the model is sharded."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -138,7 +135,7 @@ def require_same_frozen(model: nn.Module, saved: Mapping[str, str]) -> None:
     if others:
         message = explain(
             "the frozen weights of the model",
-            f"{len(others)} of {len(saved)} are not those that were trained around: {', '.join(others[:_SHOWN])}",
+            f"{len(others)} of {len(saved)} are not those of the run that saved: {', '.join(others[:_SHOWN])}",
             "the same model under the adapter as in the run that saved: a checkpoint holds only the adapter",
             "load the same base model, and seed what it draws (such as a new head), or start a run with `resume=False`",
         )

@@ -46,9 +46,7 @@ class Inspection:
 def inspect(path: Path) -> list[Inspection]:
     """Verify every file of a checkpoint, or of all checkpoints in a folder.
 
-    Returns:
-        What was found, in the order in which a resume would not look at them: the newest last. Those without a readable
-        manifest count as newest.
+    The newest is the last; those without a readable manifest count as newest.
     """
     if (path / MANIFEST_NAME).is_file() or (path.is_dir() and STEP.fullmatch(path.name)):
         return [_inspect_one(path)]

@@ -123,7 +123,7 @@ def read_manifest(folder: Path) -> Manifest | Damage:
     except ValueError:
         return Damage(f"{MANIFEST_NAME} is not JSON")
     if not isinstance(content, dict) or content.pop(_OWN_DIGEST, None) != _digest(content):
-        return Damage(f"{MANIFEST_NAME} is not what was written")
+        return Damage(f"{MANIFEST_NAME} has changed since it was written")
     if content.get("version") != MANIFEST_VERSION:
         versions = content.get("versions")
         writer = versions.get("accmt", "?") if isinstance(versions, dict) else "?"
@@ -134,7 +134,7 @@ def read_manifest(folder: Path) -> Manifest | Damage:
     try:
         return Manifest.of_content(content)
     except (KeyError, TypeError, AttributeError) as error:
-        return Damage(f"{MANIFEST_NAME} has other entries than format {MANIFEST_VERSION}: {error}")
+        return Damage(f"{MANIFEST_NAME} does not have the entries of format {MANIFEST_VERSION}: {error}")
 
 
 def examine(folder: Path) -> Checkpoint | Damage:
@@ -159,7 +159,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
     Raises:
         NoCheckpointError: There is no checkpoint.
-        CheckpointCorruptError: A file is missing, or is not what was written.
+        CheckpointCorruptError: A file is missing, or has changed since it was written.
         CheckpointError: It is of a version that this accmt does not know, or cannot be read now.
     """
     if not (folder / MANIFEST_NAME).exists() and not (folder.is_dir() and STEP.fullmatch(folder.name)):

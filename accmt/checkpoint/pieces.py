@@ -59,10 +59,7 @@ class PiecePlanner:
     def pieces_of(self, tensors: Mapping[str, Tensor]) -> Pieces:
         """Return this process's pieces; they are the tensors themselves or their local parts, not copies.
 
-        Processes: collective; every process passes the same names, for the same whole tensors.
-
-        Args:
-            tensors: Tensors that are the same on every process, or sharded (DTensor), by name.
+        Processes: collective; every process passes the same names. A tensor is the same on all, or sharded (DTensor).
         """
         if num_processes() == 1:
             return Pieces.whole({name: local_part(tensor) for name, tensor in tensors.items()})
@@ -93,11 +90,7 @@ def file_names(num_files: int) -> list[str]:
 
 
 def write_pieces(pieces: Pieces, folder: Path) -> Path:
-    """Write this process's file of tensors, also where it has none. Needs no other process.
-
-    Returns:
-        The file. It is not made durable here.
-    """
+    """Write this process's file of tensors, also where it has none, and return it, not yet durable."""
     path = folder / file_names(num_processes())[process_index()]
     sharding = {name: {"saved_offsets": list(offsets)} for name, offsets in pieces.offsets.items()}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}

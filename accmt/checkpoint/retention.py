@@ -14,7 +14,7 @@ from accmt.files import find_free_name, fsync_folder
 from accmt.messages import warn
 
 PIN_NAME = "PINNED"
-"""A file of this name in a checkpoint keeps it for ever."""
+"""A file of this name in a checkpoint keeps it forever."""
 
 
 def list_published(folder: Path) -> list[Path]:
@@ -59,10 +59,7 @@ def delete(path: Path, *, step: int) -> None:
 
 
 def dispose(replaced: Path, *, step: int) -> None:
-    """Delete a checkpoint that was replaced, or give it a visible name where it must not be deleted.
-
-    A failure is a warning.
-    """
+    """Delete a checkpoint that was replaced, or give it a visible name where it must stay; a failure is a warning."""
     if is_deletable(replaced):
         delete(replaced, step=step)
         return
@@ -100,7 +97,7 @@ def remove(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
     except OSError as error:
-        warn(f"what is left of an unfinished checkpoint could not be removed: {error}")
+        warn(f"the rest of an unfinished checkpoint could not be removed: {error}")
 
 
 def make_durable(folder: Path) -> None:

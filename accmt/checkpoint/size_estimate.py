@@ -45,10 +45,8 @@ def _state_per_parameter(optimizer: torch.optim.Optimizer) -> int:
 def find_shortage(bytes_needed: int, folder: Path) -> str | None:
     """Say what to change when the checkpoints of a run will not fit; None when they will.
 
-    What the folder's checkpoints occupy now counts as room: they are replaced by those of the run.
-
-    Args:
-        bytes_needed: Size of a checkpoint times those kept and one more, which is written before the oldest goes.
+    What the folder's checkpoints occupy now counts as room: they are replaced by those of the run. `bytes_needed` is
+    for those kept and one more, which is written before the oldest goes.
     """
     occupied = sum(_size_of(path) for path in list_published(folder))
     room = free_space(folder) + occupied

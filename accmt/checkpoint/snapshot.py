@@ -22,14 +22,10 @@ class HostSnapshot:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor], helper: Executor | None = None) -> dict[str, Tensor]:
-        """Copy tensors as they are now; when this returns, the sources may change.
+        """Copy tensors as they are now; when this returns, the sources may change. The copies live until the next one.
 
-        Args:
-            helper: Copies half of those on the CPU where torch computes with one thread, as a launcher sets it: one
-                core alone does not use the memory's speed.
-
-        Returns:
-            Contiguous host tensors with the same names, shapes, dtypes and bits. They live until the next `take`.
+        Where torch computes with one thread, as a launcher sets it, `helper` copies half of those on the CPU: one core
+        alone does not use the memory's speed.
         """
         self._fit(tensors)
         pairs = [(self._buffers[name], tensor.detach()) for name, tensor in tensors.items()]

@@ -96,10 +96,8 @@ class Staging:
         """Let `write` put files, and folders of them, into a folder of this process; make them durable, measure them.
 
         An error is kept rather than raised: `CheckpointStore.publish` raises it on every process, so that none waits
-        for the others. May be called more than once; after an error nothing more is written.
-
-        Args:
-            write: Called with an empty folder. No two processes may write a file of the same name.
+        for the others. May be called more than once; after an error nothing more is written. No two processes may
+        write a file of the same name.
         """
         if self.error is not None:
             return
@@ -131,9 +129,8 @@ class CheckpointStore:
     A save is `begin`, `Staging.write` and `publish`; the writing can be done by another thread. One checkpoint is
     written at a time: `begin` gives up one that was neither published nor discarded.
 
-    Args:
-        group: Where the processes agree; one of its own (`new_cpu_group`) where another thread publishes. None: the
-            default group.
+    The processes agree in `group`, the default one or, where another thread publishes, one of its own
+    (`new_cpu_group`).
     """
 
     def __init__(
@@ -171,10 +168,7 @@ class CheckpointStore:
             self._claim = None
 
     def begin(self, step: int) -> Staging:
-        """Make the temporary folder of a checkpoint.
-
-        Processes: collective.
-        """
+        """Make the temporary folder of a checkpoint. Processes: collective."""
 
         def make() -> Path:
             self._in_progress = None
@@ -202,10 +196,7 @@ class CheckpointStore:
         return self._run_on_main(lambda: self._publish(staging, whole.files, info), step=staging.step)
 
     def discard(self, staging: Staging) -> None:
-        """Remove the temporary folder of a checkpoint that will not be published.
-
-        Processes: collective.
-        """
+        """Remove the temporary folder of a checkpoint that will not be published. Processes: collective."""
         self._run_on_main(lambda: self._discard(staging.folder))
 
     def newest(self) -> Checkpoint | None:
@@ -213,9 +204,7 @@ class CheckpointStore:
 
         A damaged one is named in a warning and set aside as `damaged-step-...`, and the one before it is used.
 
-        Raises:
-            CheckpointError: A checkpoint is of a version that this accmt does not know, or one that a kill left without
-                its name cannot be renamed.
+        It is an error where one is of a version that this accmt does not know: it may be the newest.
 
         Processes: collective; the main process decides.
         """
@@ -226,7 +215,7 @@ class CheckpointStore:
 
         Raises:
             NoCheckpointError: There is no checkpoint.
-            CheckpointCorruptError: A file is missing, or is not what was written.
+            CheckpointCorruptError: A file is missing, or has changed since it was written.
             CheckpointError: It is of a version that this accmt does not know.
 
         Processes: collective; the main process decides.

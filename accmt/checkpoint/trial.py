@@ -70,10 +70,6 @@ def try_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Check that an optimizer's state comes back with its bits and types, once it has one.
 
     Of parameters whose states are alike one is tried, the smallest, on another object of the optimizer's class.
-
-    Raises:
-        CheckpointError: An entry comes back changed, the optimizer does not load its own state, or holds another
-            optimizer whose state is not in its own.
     """
     state = optimizer_state(model, optimizer)
     _require_nothing_left_out(optimizer, state)

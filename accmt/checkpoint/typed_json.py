@@ -58,12 +58,7 @@ class WrappedTensor:
 
 
 def encode(value: Any, where: str = "state") -> str:
-    """Write a value as typed JSON.
-
-    Args:
-        value: None, booleans, ints, floats, strings, tensor references, and lists, tuples, dicts and Counters of them
-            (an `OrderedDict` comes back as a dict).
-    """
+    """Write a value as typed JSON; `where` is what it is, for messages. An `OrderedDict` comes back as a dict."""
     return json.dumps(_to_json(value, where), allow_nan=False)
 
 

@@ -63,20 +63,14 @@ class CheckpointWriter:
     def save(self, step: int, others: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         """Save the state of the run as it is now; when this returns, training may change all of it.
 
-        Processes: collective, after an optimizer step.
-
-        Raises:
-            CheckpointError: The state holds something that cannot be stored; the message names it.
+        What cannot be stored is an error that names it. Processes: collective, after an optimizer step.
         """
         self.wait()
         collected = self._collector.collect(others)
         self._report_failure(lambda: self._start(step, collected, copy.deepcopy(dict(info))))
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is durable, or has failed.
-
-        Processes: collective.
-        """
+        """Wait until the last checkpoint is durable, or has failed. Processes: collective."""
         if self._in_flight is None:
             return
         futures.wait([self._in_flight])  # where Ctrl-C ends the waiting, it is still in flight

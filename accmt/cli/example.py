@@ -1,4 +1,4 @@
-"""Print a training script and its hyper-parameters, to begin with; or write them into a folder.
+"""Print a training script and its hyper-parameters, to start with; or write them into a folder.
 
 The script learns to read handwritten digits, in seconds, and needs scikit-learn for them. No file is overwritten.
 """

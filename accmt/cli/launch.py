@@ -20,12 +20,12 @@ _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-N", dest="num_processes", type=int, metavar="NUMBER", help="processes; default: one a GPU")
+    parser.add_argument("-N", dest="num_processes", type=int, metavar="NUMBER", help="processes; default: one per GPU")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--gpus", type=_read_gpus, metavar="0,1", help="the GPUs to use, by their numbers; default: all")
     where.add_argument("--cpu", action="store_true", help="use no GPU; default number of processes: one")
     parser.add_argument("--strat", choices=STRATEGIES, help="default: single for one process, ddp for several")
-    parser.add_argument("--dry-run", action="store_true", help="print the command, and do nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
     parser.add_argument("script", help="the script to run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
@@ -67,7 +67,7 @@ def _count_processes(options: argparse.Namespace) -> int:
         raise ArgumentError(explain("accmt launch --strat single", f"-N {number}", "one process", "--strat ddp"))
     if num_gpus and number > num_gpus:
         do = f"-N {num_gpus}, or --cpu"
-        raise ArgumentError(explain("accmt launch -N", f"{number} for {num_gpus} GPUs", "a GPU for each process", do))
+        raise ArgumentError(explain("accmt launch -N", f"{number} for {num_gpus} GPUs", "one GPU per process", do))
     return int(number)
 
 

@@ -12,12 +12,12 @@ from accmt.version import __version__
 
 COMMANDS = {
     "check": "verify checkpoints and say what is in them",
-    "example": "print or write a script to begin with",
+    "example": "print or write a script to start with",
     "get": "write the weights in a checkpoint as a model folder",
     "launch": "start a training script on one process or several",
     "report": "write one HTML page about a run or several",
     "strats": "list what `accmt launch --strat` takes",
-    "sync": "deliver to the trackers of a run what they have not got",
+    "sync": "deliver the missing rows to the trackers of a run",
 }
 """What each command does. Its module `accmt.cli.<command>` has `add_arguments(parser)` and `run(options) -> int`."""
 
@@ -37,14 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return WRONG_USE
     except OSError as error:
-        expected, do = "files and folders that can be read and written", "look at the path and its permissions"
+        expected, do = "files and folders that can be read and written", "check the path and its permissions"
         print(explain(f"accmt {options.called}", str(error), expected, do), file=sys.stderr)
         return WRONG_USE
     return exit_code
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="accmt", description="Train on Accelerate, and look after what it leaves.")
+    parser = argparse.ArgumentParser(
+        prog="accmt", description="Train on Accelerate, and inspect what runs have written."
+    )
     parser.add_argument("--version", action="version", version=f"accmt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, purpose in COMMANDS.items():

@@ -1,4 +1,4 @@
-"""Deliver to the trackers of a run what they have not got, and end the run there with its true status.
+"""Deliver the missing rows to the trackers of a run, and end the run there with its true status.
 
 For a run that is over: its server was down, it was set to stay offline, or it was killed (then it is closed as KILLED).
 Exit code: 0 every tracker has everything, 1 something is left, 2 there is no run, or it is still running.

@@ -38,9 +38,6 @@ def follow_umask(path: Path) -> None:
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file under a temporary name beside `path`, make it durable and rename it to `path`.
 
-    Args:
-        write: Called with the temporary path; writes the whole content there.
-
     Raises:
         OSError: The disk is full or the folder cannot be written; `path` is as it was.
     """
@@ -60,10 +57,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def require_writable_folder(folder: Path, argument: str) -> None:
-    """Check, without leaving anything behind, that `folder` exists or could be made, and that files can be put there.
+    """Check that `folder` exists or could be made, and that files can be put there; nothing is left behind.
 
-    Args:
-        argument: The Trainer argument that names it, for the message.
+    `argument` is the Trainer argument that names it, for the message.
     """
     parent = folder.absolute()
     while not parent.exists() and parent != parent.parent:

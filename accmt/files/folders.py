@@ -16,12 +16,8 @@ _UNITS = ("B", "KB", "MB", "GB", "TB")
 def staging_folder(folder: Path, purpose: str) -> Iterator[Path]:
     """Give an empty folder inside `folder`, on the same disk, so that moving a file out of it is one rename.
 
-    What a killed process left in it is removed first; it is removed again at the end, also after an error.
-
-    Args:
-        purpose: Part of the name `.tmp-<purpose>`; one writer at a time may use it.
-
-    Processes: main only.
+    What a killed process left in it is removed first; it is removed again at the end, also after an error. One writer
+    at a time may use a purpose. Processes: main only.
     """
     staged = folder / f".tmp-{purpose}"
     if staged.exists():
@@ -55,8 +51,7 @@ def place_inside(folder: Path) -> Path:
 def find_surplus(folder: Path, keep: int | None, age: Callable[[Path], int | None]) -> list[Path]:
     """Return the places of earlier runs beyond the newest `keep`, the oldest first.
 
-    Args:
-        age: Returns when a place was filled, in any unit; None where nothing in it is accmt's.
+    `age` returns when a place was filled, in any unit; None where nothing in it is accmt's.
     """
     if keep is None:
         return []

@@ -36,14 +36,10 @@ class FolderLock:
 
     @classmethod
     def take(cls, folder: Path) -> FolderLock | None:
-        """Lock a folder.
-
-        Returns:
-            The lock; None on a file system without locks.
+        """Lock a folder; None on a file system without locks.
 
         Raises:
             FolderTakenError: Another process holds it.
-            OSError: The folder cannot be written.
         """
         path = folder.absolute() / LOCK_NAME  # the program may go elsewhere before the end
         own = _find_own(path)

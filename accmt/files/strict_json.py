@@ -16,11 +16,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
-    """Write `value` as strict JSON, non-finite floats as strings.
-
-    Raises:
-        TypeError: A value that JSON cannot hold.
-    """
+    """Write `value` as strict JSON, non-finite floats as strings."""
     return json.dumps(_encode(value), allow_nan=False, indent=indent, ensure_ascii=False)
 
 
@@ -30,11 +26,7 @@ def loads(text: str) -> Any:
 
 
 def read_json_lines(path: Path) -> Iterator[Any]:
-    """Yield the values of a file of JSON lines; a last line that a crash cut short is skipped.
-
-    Raises:
-        json.JSONDecodeError: A line before the last is not JSON.
-    """
+    """Yield the values of a file of JSON lines; a last line that a crash cut short is skipped."""
     # In bytes: a crash can cut the last line inside a character, which no text reader would skip.
     with path.open("rb") as file:
         for line in file:

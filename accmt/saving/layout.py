@@ -52,9 +52,7 @@ def find_entry(folder: Path) -> Path | None:
 def files_of(entry: Path) -> list[str]:
     """Return the names of the files that hold the weights of `entry`, sorted.
 
-    Raises:
-        ValueError: `entry` is an index that cannot be read as JSON.
-        KeyError: `entry` is JSON, but not an index.
+    A damaged index is a ValueError (no JSON) or a KeyError (no index).
     """
     if entry.name == ADAPTER_CONFIG:
         return [next((name for name in ADAPTER_NAMES if (entry.parent / name).is_file()), ADAPTER_NAMES[0])]

@@ -64,11 +64,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def require_files(folder: Path) -> list[str]:
-    """Return the names of the files that hold the weights in `folder`, and check that all of them are there.
-
-    Raises:
-        WeightsError: The folder holds no weights, a file is missing, or their index is damaged.
-    """
+    """Return the names of the files that hold the weights in `folder`, and check that all of them are there."""
     entry = find_entry(folder)
     if entry is None:
         do = "pass the folder of a saved model (the Trainer's model_path, or one of its subfolders)"
@@ -92,7 +88,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     except (SafetensorError, RuntimeError, UnpicklingError, EOFError) as error:
         raise _damaged(path, error) from error
     if not (isinstance(weights, dict) and all(isinstance(value, Tensor) for value in weights.values())):
-        raise _damaged(path, TypeError("it holds other things than tensors by name"))
+        raise _damaged(path, TypeError("it holds something other than tensors by name"))
     return weights
 
 

@@ -34,9 +34,6 @@ def write_model_card(folder: Path, *, head: Mapping[str, Any], sections: Mapping
         head: What the hub reads, as YAML at the top, such as `library_name` and `base_model`.
         sections: By heading: a table of names and values, or a command. Empty ones are left out.
 
-    Returns:
-        Whether it was written: not over a file without the line by which ours are known.
-
     Processes: main only.
     """
     parts = [f"---\n{yaml.safe_dump(dict(head), sort_keys=False)}---", CARD_MARK, f"# {_name(folder)}"]

@@ -93,10 +93,7 @@ def keep_previous(folder: Path, run_id: str) -> Path | None:
     The folder is not changed, so that a loader finds a model in it at every moment. Weights are linked, which takes no
     room as long as both are the same, and nobody writes into their files; what people do write into is copied. Nothing
     that was kept before is touched: then it is `.previous-2`. Where nothing can be put beside the folder, `previous` in
-    it is the place.
-
-    Returns:
-        Where the model is now, too; None where there is none, or the run's own.
+    it is the place. None stands for no model, or the run's own.
 
     Processes: main only.
     """

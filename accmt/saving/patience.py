@@ -63,11 +63,7 @@ class Patience:
         return any(quantity.key != TRAIN_LOSS for rule in self._rules for quantity in rule.quantities)
 
     def consider(self, values: Mapping[str, float]) -> None:
-        """Take note of an evaluation; the one before training is not to be considered.
-
-        Raises:
-            ModuleContractError: A value that is watched is not among the results; nothing was noted.
-        """
+        """Take note of an evaluation, unless a watched value is missing; not for the one before training."""
         self.require(values)
         for name, rules in self._watched.items():
             is_better = [rule.update(self.best, values) for rule in rules]
@@ -104,7 +100,7 @@ def _check(patience: Any, allowed: list[int], groups: list[list[Rule]]) -> None:
             _PATIENCE.reject(repr(patience), "whole numbers from 1", "patience=3, for example")
     if not rules or not all(rule.quantities for rule in rules):
         do = 'patience={"valid_loss": 3}, for example'
-        _PATIENCE.reject(repr(patience), "a value to watch; model_saving alone gives none", do)
+        _PATIENCE.reject(repr(patience), "a value to watch; model_saving alone provides none", do)
     if len({rule.name for rule in rules}) != len(rules):
         _PATIENCE.reject(repr(patience), "each value once", "drop one of the two spellings")
 

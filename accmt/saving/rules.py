@@ -18,7 +18,7 @@ ALWAYS = "always"
 VALID_LOSS = "best_valid_loss"
 TRAIN_LOSS = "best_train_loss"
 _PREFIX = "best_"
-_FOREIGN_PREFIX = re.compile(r"(eval|val|valid|validation)_")
+_OTHER_TRAINERS_PREFIX = re.compile(r"(eval|val|valid|validation)_")
 """What other trainers put before the name of a metric."""
 METRIC_NAMES = ("accuracy", "auroc", "f1", "mae", "mse", "perplexity", "precision", "r2", "recall", "rmse")
 """The metrics that a Trainer makes of their names."""
@@ -112,10 +112,8 @@ class Rule:
 class Quantities:
     """All that can decide in a run, by which the names of rules are read.
 
-    Args:
-        directions: For each metric's main entry, whether a new value is better than an old one.
-        sets: The names of the validation sets; an empty name is that of a set without one. None where they are not
-            known yet: then every name passes.
+    `directions` says for each metric's main entry whether a new value is better than an old one. `sets` are the names
+    of the validation sets, empty for a set without one; None where they are not known yet: then every name passes.
     """
 
     def __init__(self, directions: Mapping[str, IsBetter], sets: Sequence[str] | None = None) -> None:
@@ -128,9 +126,8 @@ class Quantities:
     def read_rule(self, name: Any, argument: Argument) -> Rule:
         """Return the rule of a name; the prefix "best_" may be missing.
 
-        Args:
-            name: "best_accuracy" (of several sets: their mean), "best_accuracy@en" or "best_accuracy__en" for one
-                set, "best_accuracy@en/f1@de" if both must be better, "always".
+        "best_accuracy" is the mean of several sets, "best_accuracy@en" or "best_accuracy__en" is of one;
+        "best_accuracy@en/f1@de": both must be better.
         """
         if name == ALWAYS:
             return Rule(ALWAYS)
@@ -146,11 +143,7 @@ class Quantities:
         return rule
 
     def read_rules(self, names: Any, argument: Argument) -> list[Rule]:
-        """Return the rules of one name, of a list of names or of None; a name begins with "best_" or is "always".
-
-        Raises:
-            ArgumentError: No such rule, one that stands there twice, or an empty list.
-        """
+        """Return the rules of one name, of a list of names or of None; a name begins with "best_" or is "always"."""
         listed = list(names) if isinstance(names, list | tuple) else [] if names is None else [names]
         for name in listed:
             if not isinstance(name, str) or not (name == ALWAYS or name.startswith(_PREFIX)):
@@ -216,7 +209,7 @@ class Quantities:
         return f"{alike}@{sets[0]}" if sets else alike
 
     def _strip(self, name: str) -> str:
-        return name if name in self._directions else _FOREIGN_PREFIX.sub("", name, count=1)
+        return name if name in self._directions else _OTHER_TRAINERS_PREFIX.sub("", name, count=1)
 
 
 def _find_alike(part: str, names: Iterable[str]) -> str | None:
@@ -238,7 +231,7 @@ def name_by_rules(results: Mapping[str, float], *, loss_name: str, train_loss: f
 
     Args:
         results: Losses and metrics by name; with several validation sets `<name>__<set>`.
-        train_loss: Mean training loss since the last evaluation; None, for no update since then, counts as NaN.
+        train_loss: Mean training loss since the last evaluation; None, for no step since then, counts as NaN.
     """
     values = {TRAIN_LOSS: math.nan if train_loss is None else train_loss}
     for name, value in results.items():

@@ -104,17 +104,9 @@ class Selection:
         return model_path if len(self._savings) == 1 else model_path / name.replace("/", "+")
 
     def consider(self, values: Mapping[str, float]) -> list[str]:
-        """Take note of an evaluation.
+        """Take note of an evaluation, and return the names of the rules by which the weights should be saved.
 
-        Args:
-            values: Its results under names of rules, as `name_by_rules` gives them: "best_valid_loss",
-                "best_train_loss", "best_<metric>", each validation set's with `__<set>` behind.
-
-        Returns:
-            The names of the rules by which the weights should be saved, in their order.
-
-        Raises:
-            ModuleContractError: A value that decides is not among the results; nothing was noted.
+        `values` are its results as `name_by_rules` gives them. Where one that decides is missing, nothing is noted.
         """
         self.require(values)
         new_best = [saving for saving in self._savings if saving.rule.update(self.best, values)]
@@ -150,8 +142,7 @@ class Selection:
     def forget(self, holds_its_model: Callable[[str], bool]) -> list[str]:
         """Forget the best values of models that are not where they were saved, so that the next one is the best.
 
-        Returns:
-            For each rule that started over, its name and what it had.
+        What is returned names these rules, and what each had.
         """
         gone = [
             saving.rule
@@ -174,7 +165,7 @@ class Selection:
         for label in lower.keys() & upper.keys():
             if lower[label] >= upper[label]:
                 got = f"{label} above {lower[label]} and below {upper[label]}"
-                argument.reject(got, "bounds with room between them", "exchange the two, or leave one out")
+                argument.reject(got, "a lower bound below the upper one", "swap them, or leave one out")
         self._savings += [_Saving(rule, lower, upper) for rule in rules]
 
     def _read_limit(self, limit: Limit, rules: list[Rule], argument: Argument) -> dict[str, float]:

@@ -52,10 +52,7 @@ def find_tied(state_dict: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def give_own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors on the CPU, contiguous, none of them part of a larger memory or of another's.
-
-    Only those that need it are copied.
-    """
+    """Return the tensors on the CPU, contiguous, each with memory of its own; only those that need it are copied."""
     owners: set[int] = set()
     separate: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -122,11 +119,7 @@ def _count(tensors: Mapping[str, Tensor]) -> int:
 
 
 def require_dense_tensors(state_dict: Mapping[str, object]) -> None:
-    """Reject, by name, every value that a weight file cannot hold.
-
-    Raises:
-        WeightsError: A value is no tensor, is sparse, or has no memory (device "meta").
-    """
+    """Reject, by name, every value that a weight file cannot hold: no tensor, a sparse one, or one without memory."""
     faults = [f"{name}: {_kind(value)}" for name, value in state_dict.items() if not _is_dense(value)]
     if faults or not state_dict:
         message = explain(

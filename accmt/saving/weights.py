@@ -195,8 +195,7 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
 def publish(staged: Path, folder: Path, entry: str) -> None:
     """Move the files of a complete save from `staged` into `folder`, and remove what another loader would start from.
 
-    Args:
-        entry: The file that a loader starts from; it is moved last, so that one rename changes what is read.
+    The file that a loader starts from, `entry`, is moved last, so that one rename changes what is read.
     """
     files = list_files(staged)
     for name in files:
@@ -226,13 +225,9 @@ def list_files(folder: Path) -> list[str]:
 
 
 def remove_leftovers(folder: Path, before: Collection[str], written: Collection[str]) -> None:
-    """Delete what the save before wrote and this one did not, such as the `config.json` of another kind of model.
-
-    Args:
-        before: Files of the save before, relative to the folder; what leads out of it is skipped.
-    """
+    """Delete what the save before wrote and this one did not, such as the `config.json` of another kind of model."""
     for name in set(before) - set(written):
-        path = PurePath(name)
+        path = PurePath(name)  # of a file that anybody may have written: it must not lead out of the folder
         if not path.is_absolute() and ".." not in path.parts:
             (folder / path).unlink(missing_ok=True)
 

@@ -133,7 +133,7 @@ class Delivery:
         if self.is_complete:
             return
         left = count_rows_left(self._history.path, account)
-        got = f"{left} rows left, and a run that is not ended" if account.status is None else f"{left} rows left"
+        got = f"{left} rows left, and the run is not ended there" if account.status is None else f"{left} rows left"
         folder = self._history.path.parent
         is_users_own = isinstance(self.spec, UserTracker)
         do = f"nothing: {self._history.path} has them" if is_users_own else f"accmt sync {folder}"

@@ -110,7 +110,7 @@ class MediaLog:
         source = Path(path)
         _check("log_artifact", step)
         if not source.is_file():
-            got, do = ("a folder", "log_artifacts(folder)") if source.is_dir() else ("no such file", "look at the path")
+            got, do = ("a folder", "log_artifacts(folder)") if source.is_dir() else ("no such file", "check the path")
             raise ArgumentError(explain(f"log_artifact({str(path)!r})", got, "a file", do))
         self._add("artifact", source.name, step, lambda target: shutil.copy2(source, target / source.name))
 
@@ -120,11 +120,11 @@ class MediaLog:
         _check("log_artifacts", step)
         where = f"log_artifacts({str(folder)!r})"
         if not source.is_dir():
-            got, do = ("a file", "log_artifact(path)") if source.is_file() else ("no such folder", "look at the path")
+            got, do = ("a file", "log_artifact(path)") if source.is_file() else ("no such folder", "check the path")
             raise ArgumentError(explain(where, got, "a folder", do))
         if self._run_folder.resolve().is_relative_to(source.resolve()):
-            got = "a folder that the run folder lies in, which would be copied into itself"
-            raise ArgumentError(explain(where, got, "a folder of its own", "name the files' own folder"))
+            got = "a folder that contains the run folder, which would be copied into itself"
+            raise ArgumentError(explain(where, got, "a folder of its own", "pass the folder of the files alone"))
         name = source.resolve().name
         self._add("artifact", name, step, lambda target: shutil.copytree(source, target / name))
 
@@ -132,7 +132,7 @@ class MediaLog:
         try:
             folder = self._write(name, step, write)
         except OSError as error:
-            expected = "room and rights for what is logged; training continues without it"
+            expected = "free space and write permission for what is logged; training continues without it"
             do = f"make room in {self._run_folder}"
             warn_once(explain(f"logging {name!r} at step {step}", str(error), expected, do), about="media not written")
             return
@@ -166,12 +166,12 @@ def _check_table(name: str, columns: Sequence[str], data: Iterable[Iterable[Any]
     titles = [columns] if isinstance(columns, str) else list(columns)
     if not titles or len(set(titles)) < len(titles) or not all(isinstance(title, str) for title in titles):
         got, do = f"columns={columns!r:.200}", 'columns=["text", "label"]'
-        raise ArgumentError(explain(where, got, "names of columns, each once", do))
+        raise ArgumentError(explain(where, got, "unique column names", do))
     rows = [[_to_cell(cell) for cell in row] for row in data]
     for number, row in enumerate(rows):
         if len(row) != len(titles):
             got = f"{len(row)} cells in row {number}, for {len(titles)} columns"
-            raise ArgumentError(explain(where, got, "a cell for each column", "data=[[text, label], ...]"))
+            raise ArgumentError(explain(where, got, "one cell per column", "data=[[text, label], ...]"))
     return {"columns": titles, "data": rows}
 
 

@@ -47,7 +47,7 @@ class Outage:
         """Forget the failures, and say so where they had been worth a warning."""
         if self.num_failures >= _TRIES_BEFORE_WARNING:
             seconds = time.monotonic() - self._began
-            say(f"the tracker {self._tracker} takes rows again after {seconds:.1f} s; it gets those that waited")
+            say(f"the tracker {self._tracker} accepts rows again after {seconds:.1f} s, and gets those that waited")
         self.num_failures = 0
         self.error = None
 
@@ -57,7 +57,7 @@ class Outage:
         self.error = error
 
     def _warn(self) -> None:
-        expected = f"a tracker that takes rows; training continues, and they wait in {self._where_rows_wait}"
+        expected = f"a tracker that accepts rows; training continues, and they wait in {self._where_rows_wait}"
         do = "nothing: they are delivered as soon as it does"
         warn(explain(f"the tracker {self._tracker}", name_error(self.error), expected, do))
 

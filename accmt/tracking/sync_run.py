@@ -71,7 +71,7 @@ def _sync(key: str, folder: Path, history: History, ledger: Ledger, status: str,
     if left_before == 0 and account.status == status:
         return Synced(key, 0, 0)
     if key not in TRACKERS:
-        return Synced(key, 0, left_before, "a tracker of the user's own, which only a run can start")
+        return Synced(key, 0, left_before, "your own tracker, which only a run can start")
     delivery = _build_delivery(key, folder, history, ledger)
     delivery.begin(min(_START_S, timeout_s))
     wait_for_the_end([delivery], status, timeout_s if delivery.start_error is None else 0.0)

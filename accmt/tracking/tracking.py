@@ -310,9 +310,9 @@ def _warn_of_rows_left_behind(history: Path, before: Ledger) -> None:
     for key, account in before.accounts.items():
         left = count_rows_left(history, account)
         if left:
-            got = f"{left} rows of an earlier run in {history.parent} that it never got, and will not get any more"
+            got = f"{left} rows of an earlier run in {history.parent} that it never got, and will never get"
             do = "resume a run, or `accmt sync` it, before another of the same run_name"
-            warn(explain(f"the tracker {key}", got, "a folder for each run", do))
+            warn(explain(f"the tracker {key}", got, "one folder per run", do))
 
 
 def _came_to_its_end(history: Path) -> bool:

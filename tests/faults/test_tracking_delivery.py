@@ -104,7 +104,7 @@ def test_rows_logged_while_a_tracker_is_down_reach_it_in_order(tmp_path, caplog,
     if error is ConnectionError:
         assert tracker.steps == list(range(1, 301))
     assert len(warnings_of(caplog)) == 1
-    assert len([message for message in caplog.messages if "takes rows again" in message]) == 1
+    assert len([message for message in caplog.messages if "accepts rows again" in message]) == 1
 
 
 def test_a_row_refused_for_its_content_is_skipped_and_said(tmp_path, caplog):
@@ -285,7 +285,7 @@ def test_a_real_server_that_comes_late_is_killed_and_started_again_gets_every_ro
     assert points["never"] == points["run"][:20]
     assert {run.info.run_name: run.info.status for run in runs} == {"run": "FINISHED", "never": "FAILED"}
     assert [run.data.params for run in runs] == [{"lr": "0.1"}] * 2
-    assert len([message for message in caplog.messages if "takes rows again" in message]) == 2
+    assert len([message for message in caplog.messages if "accepts rows again" in message]) == 2
     assert (synced.num_delivered, synced.num_left, synced.problem) == (20, 0, None)
     assert (again.num_delivered, again.num_left, again.problem) == (0, 0, None)
 

@@ -182,7 +182,7 @@ def test_another_model_under_the_adapter_is_refused_by_name(tmp_path):
 
 
 def test_a_weight_that_is_not_there_counts_as_another():
-    with pytest.raises(CheckpointError, match="1 of 1 are not those that were trained around: gone"):
+    with pytest.raises(CheckpointError, match="1 of 1 are not those of the run that saved: gone"):
         require_same_frozen(build(), {"gone": "0" * 16})
 
 

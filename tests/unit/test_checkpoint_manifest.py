@@ -103,9 +103,9 @@ def test_every_damage_to_a_file_is_named(folder, name, damage):
         (empty, "is not JSON"),
         (cut_in_half, "is not JSON"),
         (replace_by_folder, "cannot be read"),
-        (lambda path: path.write_text("[]"), "is not what was written"),
-        (lambda path: path.write_text("{}"), "is not what was written"),
-        (lambda path: path.write_text(path.read_text().replace("3840", "3841")), "is not what was written"),
+        (lambda path: path.write_text("[]"), "has changed since it was written"),
+        (lambda path: path.write_text("{}"), "has changed since it was written"),
+        (lambda path: path.write_text(path.read_text().replace("3840", "3841")), "has changed since it was written"),
         (lambda path: path.write_bytes(b"\xff" + path.read_bytes()), "is not JSON"),
     ],
 )
@@ -142,7 +142,7 @@ def test_a_manifest_of_a_future_version_says_which_accmt_reads_it(folder):
 @pytest.mark.parametrize("more", [{"unknown": 1}, {"files": []}, {"files": {"a": {"size": 1}}}])
 def test_a_manifest_of_this_version_with_other_entries_is_damaged(folder, more):
     write_version(folder, 1, **more)
-    with pytest.raises(CheckpointCorruptError, match="other entries than format 1"):
+    with pytest.raises(CheckpointCorruptError, match="the entries of format 1"):
         read_checkpoint(folder)
 
 

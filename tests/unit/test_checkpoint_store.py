@@ -287,7 +287,7 @@ def test_a_leftover_that_cannot_be_removed_is_a_warning(tmp_path, caplog, monkey
 
     monkeypatch.setattr("shutil.rmtree", fail)
     clean(CheckpointStore(tmp_path))
-    assert "what is left of an unfinished checkpoint could not be removed" in warnings_in(caplog)[0]
+    assert "the rest of an unfinished checkpoint could not be removed" in warnings_in(caplog)[0]
 
 
 @pytest.mark.parametrize(

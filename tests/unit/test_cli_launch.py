@@ -171,6 +171,4 @@ def test_a_folder_that_cannot_be_written_is_told_without_a_traceback(tmp_path, c
     (tmp_path / "file").write_text("")
     assert main(["example", str(tmp_path / "file" / "new")]) == 2
     told = capsys.readouterr().err
-    assert re.match(
-        r"accmt example\n  got: .*Not a directory.*file/new.*\n  expected: .*\n  do: look at the path", told
-    )
+    assert re.match(r"accmt example\n  got: .*Not a directory.*file/new.*\n  expected: .*\n  do: check the path", told)

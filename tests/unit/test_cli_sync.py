@@ -115,7 +115,7 @@ def test_a_users_own_tracker_is_told(store, capsys):
     tracking.finish("FINISHED", flush_s=0.2)
     exit_code, printed = sync(capsys, tracking.run_folder)
     assert exit_code == 1
-    expected = "faulty: 0 rows delivered, 3 left (a tracker of the user's own, which only a run can start)\n"
+    expected = "faulty: 0 rows delivered, 3 left (your own tracker, which only a run can start)\n"
     assert printed.out == expected
 
 

@@ -70,7 +70,7 @@ def test_an_outage_is_told_once_and_its_end_once(caplog):
     warning, end = caplog.messages
     assert "ConnectionError: refused" in warning
     assert "they wait in history.jsonl" in warning
-    assert "the tracker mlflow takes rows again" in end
+    assert "the tracker mlflow accepts rows again" in end
 
 
 def test_a_failure_or_two_are_not_worth_a_word(caplog):
