@@ -44,9 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="accmt", description="Train on Accelerate, and inspect what runs have written."
-    )
+    parser = argparse.ArgumentParser(prog="accmt", description="Train on Accelerate, and inspect what runs wrote.")
     parser.add_argument("--version", action="version", version=f"accmt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, purpose in COMMANDS.items():

@@ -80,9 +80,7 @@ def read_run(folder: Path) -> RunRecord:
         raise ArgumentError(explain(str(folder), got, "the folder of a run", do))
     rows = read_history(folder)
     if not rows:
-        raise ArgumentError(
-            explain(str(folder), f"an empty {HISTORY_FILE}", "a run that has started", "wait until it starts")
-        )
+        raise ArgumentError(explain(str(folder), f"an empty {HISTORY_FILE}", "a run that has started", "wait for it"))
     start = rows[0]["time"]
     logged = [row for row in rows if "values" in row]
     config: dict[str, Any] = next((row["config"] for row in reversed(rows) if "config" in row), {})

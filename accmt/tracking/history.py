@@ -131,9 +131,7 @@ class History:
         if self._is_full:
             return
         self._is_full = True
-        expected = (
-            f"free space for the rows of the log; training continues, and {MAX_UNWRITTEN:,} rows are kept in memory"
-        )
+        expected = f"free space for the log; training continues, and {MAX_UNWRITTEN:,} rows are kept in memory"
         warn(explain(str(self.path), str(error), expected, f"make room in {self.path.parent}"))
 
     def _open_descriptor(self) -> int:

@@ -141,7 +141,7 @@ def test_every_damaged_file_is_named(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("act", "told"), [(delete, "is missing"), (empty, "is not JSON"), (lambda path: flip(path, 40), "is not")]
+    ("act", "told"), [(delete, "is missing"), (empty, "is not JSON"), (lambda path: flip(path, 40), "has changed")]
 )
 def test_a_damaged_manifest_is_named(act, told, folder, capsys):
     act(folder / "step-00000003" / "manifest.json")

@@ -121,7 +121,7 @@ def test_bin_file_runs_no_code(tmp_path):
 
 def test_bin_file_with_other_things_than_weights_is_refused(tmp_path):
     torch.save({"model": build().state_dict(), "epoch": 3}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(WeightsError, match="other things than tensors"):
+    with pytest.raises(WeightsError, match="something other than tensors"):
         load_weights(build(), tmp_path)
 
 

@@ -301,7 +301,7 @@ def test_a_number_holds_for_every_value_of_a_combined_rule():
         ("best_accuracy", {"below": "0.5"}, r"model_saving_below=.*'0.5' \(str\).*a number"),
         ("best_accuracy", {"above": NAN}, r"model_saving_above=.*nan \(float\)"),
         ("best_accuracy", {"above": True}, r"True \(bool\)"),
-        ("best_accuracy", {"above": 0.5, "below": 0.5}, "accuracy above 0.5 and below 0.5.*room between"),
+        ("best_accuracy", {"above": 0.5, "below": 0.5}, "accuracy above 0.5 and below 0.5.*lower bound below"),
         ("best_accuracy", {"above": {"acuracy": 0.5}}, "model_saving_above=.*did you mean 'best_accuracy'"),
         ("best_accuracy", {"above": {"wer": 0.5}}, "'wer'.*a value that decides: accuracy"),
         ("best_accuracy", {"above": {}}, "leave it out"),

@@ -385,7 +385,7 @@ def test_without_room_on_the_disk_there_is_one_warning_and_training_goes_on(tmp_
         (lambda log: log.log_table("t", ["a", "b"], [[1, 2], [1]], 1), "1 cells in row 1, for 2 columns"),
         (lambda log: log.log_table("t", ["a", "a"], [[1, 2]], 1), "unique column names"),
         (lambda log: log.log_table("t", "ab", [[1, 2]], 1), "2 cells in row 0, for 1 columns"),
-        (lambda log: log.log_table("t", [], [], 1), "names of columns"),
+        (lambda log: log.log_table("t", [], [], 1), "unique column names"),
         (lambda log: log.log_artifact("missing.txt", 1), r"log_artifact\('missing.txt'\)\s+got: no such file"),
         (lambda log: log.log_artifact(".", 1), r"got: a folder[\s\S]*do: log_artifacts\(folder\)"),
         (lambda log: log.log_artifacts("missing", 1), "no such folder"),
