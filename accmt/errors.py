@@ -101,7 +101,7 @@ class ProcessFailedError(AccmtError, RuntimeError):
 
 
 class TrackerError(AccmtError, RuntimeError):
-    """A tracker does not start: a wrong server, or a refused argument."""
+    """A tracker does not start: a wrong server, or an invalid argument."""
 
 
 class WeightsError(AccmtError, RuntimeError):

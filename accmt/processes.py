@@ -77,7 +77,7 @@ def sum_over_processes(values: Sequence[float], device: torch.device) -> list[fl
 def new_cpu_group() -> dist.ProcessGroup | None:
     """Return a new group of all processes, for collectives on host memory in another thread; None with one process.
 
-    Two threads of a process must not share a group: their collectives would be matched in the order of their arrival,
+    Two threads of a process must not use one group: their collectives would be matched in the order of their arrival,
     which differs between processes.
 
     Processes: collective.

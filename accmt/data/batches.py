@@ -74,7 +74,7 @@ def find_batch_size(batch: Any, collated: int | None = None) -> int | None:
         _warn_if_doubtful(batch, collated)
         return collated
     if len(sizes) > 1 or _may_be_other_than_samples(batch, collated):
-        raise _cannot_tell(batch, collated)
+        raise _unknown_size(batch, collated)
     return sizes.pop()
 
 
@@ -175,7 +175,7 @@ def _may_be_other_than_samples(batch: Any, collated: int | None) -> bool:
     return is_one_row or are_images
 
 
-def _cannot_tell(batch: Any, collated: int | None) -> DataError:
+def _unknown_size(batch: Any, collated: int | None) -> DataError:
     shapes = [list(array.shape) for array in _arrays_in(batch)]
     shown = ", ".join(map(str, shapes[:_MAX_SHAPES])) + (", ..." if len(shapes) > _MAX_SHAPES else "")
     made = "" if collated is None else f", made from {collated} samples"

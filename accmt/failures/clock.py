@@ -1,4 +1,4 @@
-"""How long a run has taken, interruptions left out."""
+"""How long a run has taken, not counting interruptions."""
 
 from __future__ import annotations
 

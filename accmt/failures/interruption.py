@@ -3,10 +3,10 @@
 A run passes points at which it can be left: the ends of optimizer steps. Whoever wants it to end (a signal, a time
 limit, the user's code) only leaves a request; the loop looks for it at each point, which costs no communication.
 
-Several processes agree through a thread of each (`Watch`) on the point at which all leave. A process that hears of the
+Several processes agree through a thread of each (`Watch`) on the point at which all leave. A process that learns of the
 request holds at its next point and reports how many points it had passed. Once all have reported, they leave at the
-point after the highest of those numbers: nobody can be beyond it, since whoever had not heard yet reported its number
-afterwards, and whoever holds before it continues up to it.
+point after the highest of those numbers: nobody can be beyond it, since a process that learned of it later reported
+its number afterwards, and one that holds earlier continues up to it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from accmt.failures.board import Board
 Ending: TypeAlias = Literal["interrupt", "preempt", "finish"]
 
 ANSWER_S = 5.0
-"""How long processes wait for one another's answer; one that does not give it counts as gone."""
+"""How long processes wait for one another's answer; one that does not answer counts as dead."""
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ class LoneCalls:
         self._made += 1
         self._post(_CALL, {"number": self._made, "name": name})
 
-    def hear(self) -> None:
-        """Read what the others have noted."""
+    def read(self) -> None:
+        """Read what the others have announced."""
         notes = self._board.read(_CALL)
         self._newest = max(((note["number"], index, note["name"]) for index, note in notes.items()), default=None)
 
@@ -63,7 +63,7 @@ class LoneCalls:
         return self._newest is not None and self._newest[0] > self._made
 
     def _post(self, topic: str, note: Any) -> None:
-        with contextlib.suppress(RuntimeError, OSError):  # the process that held the store is gone
+        with contextlib.suppress(RuntimeError, OSError):  # the process with the store has exited
             self._board.post(topic, note)
 
 

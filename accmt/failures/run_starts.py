@@ -32,36 +32,36 @@ class Start:
 
     Attributes:
         process: Identifies the process that started.
-        update: Optimizer steps done when it started.
+        step: Optimizer steps done when it started.
         failed_after: Optimizer steps done when it failed; None if no end was recorded.
         error: What it failed with.
     """
 
     process: str
-    update: int
+    step: int
     failed_after: int | None = None
     error: str | None = None
 
 
-def note_start(folder: Path, update: int) -> list[Start]:
+def note_start(folder: Path, step: int) -> list[Start]:
     """Record that a run starts, and return the failed starts before it, oldest first.
 
     Args:
         folder: The folder of the run's checkpoints.
-        update: Optimizer steps that are done.
+        step: Optimizer steps that are done.
     """
-    own = Start(_name_process(), update)
+    own = Start(_name_process(), step)
     before = [start for start in _read(folder) if not _is_running(start, own.process)]
     _write(folder, [*before, own])
     return before
 
 
-def note_failure(folder: Path, update: int, error: str) -> None:
+def note_failure(folder: Path, step: int, error: str) -> None:
     """Record that the run of this process failed."""
     process = _name_process()
     starts = _read(folder)
     if starts and _is_running(starts[-1], process):
-        _write(folder, [*starts[:-1], replace(starts[-1], failed_after=update, error=error)])
+        _write(folder, [*starts[:-1], replace(starts[-1], failed_after=step, error=error)])
 
 
 def forget_starts(folder: Path) -> None:
@@ -69,31 +69,31 @@ def forget_starts(folder: Path) -> None:
     (folder / FILE_NAME).unlink(missing_ok=True)
 
 
-def describe_repetition(before: Sequence[Start], update: int, folder: Path) -> str | None:
+def describe_crash_loop(before: Sequence[Start], step: int, folder: Path) -> str | None:
     """Return the warning about a crash loop; None if there is none.
 
     Args:
         before: The starts that failed, as `note_start` returns them.
-        update: Optimizer steps that are done now.
+        step: Optimizer steps that are done now.
         folder: The folder of the run's checkpoints.
     """
     if not before:
         return None
     # A start that was killed counts as far as the checkpoint from which the next one resumed.
-    reached = [*(start.update for start in before[1:]), update]
+    reached = [*(start.step for start in before[1:]), step]
     ends = [_End(start, following) for start, following in zip(before, reached, strict=True)]
     alike = list(takewhile(lambda end: end.is_like(ends[-1]), reversed(ends)))
     if len(alike) < ENOUGH:
         return None
     known = next((end.start for end in alike if end.start.failed_after is not None), None)
     if known is None:
-        where = f"somewhere after step {update}, before the next checkpoint; they were killed without an error message"
+        where = f"somewhere after step {step}, before the next checkpoint; they were killed without an error message"
         do = f"look at the system's log for what killed them; {_FOR_MEMORY}; set a shorter checkpoint_every"
     else:
         where = f"after step {known.failed_after}, the last time with {known.error}"
         do = f"look at the batch after it; {_FOR_SAMPLES}, {_FOR_LOSSES}, {_FOR_MEMORY}"
     got = f"a crash loop: its last {len(alike)} starts all ended {where}"
-    return explain(f"the run that resumes at step {update} ({folder})", got, "a start that gets further", do)
+    return explain(f"the run that resumes at step {step} ({folder})", got, "a start that gets further", do)
 
 
 class _End(NamedTuple):

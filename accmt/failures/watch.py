@@ -1,8 +1,8 @@
 """A thread that listens to signals and to the other processes while the main thread waits in a collective.
 
-Python runs the handler of a signal only when its main thread is back from C, which it is not while it waits for another
-process. The system's own handler writes the signal's number to a socket instead (`signal.set_wakeup_fd`), and this
-thread reads it.
+Python runs a signal's handler only when its main thread returns from C, which it does not while it waits for another
+process. The system's own handler writes the signal's number to a socket (`signal.set_wakeup_fd`), which this thread
+reads.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from accmt.settings.handlers import Handler
 
 _POLL_S = 0.1
 _BEAT_S = 0.5
-_COME_OUT_S = 6.0  # a main thread that waits for a process that failed longer than this will not come out
-_BUSY_S = 60.0  # one that computes comes to the end of its step by itself, and takes its checkpoint there
-_COMPUTING = 0.2  # of the time of one processor: a backward that uses more does not wait for others
+_STUCK_S = 6.0  # a main thread that waits for a failed process longer than this will never return
+_BUSY_S = 60.0  # one that computes reaches the end of its step, and takes its checkpoint there
+_COMPUTING = 0.2  # of the time of one processor: a backward that uses more is not waiting for others
 _LEAVE_S = 8.0
 _COLLECTIVES = ("torch/distributed/", "accmt/processes.py")
 _WRAPPER = "torch/nn/parallel/distributed.py"
@@ -47,7 +47,7 @@ class Watch:
         board: Where processes leave notes.
         interruption: Receives the signals.
         hang_timeout_s: Seconds without progress after which the run ends; None is off.
-        progress: Returns something that changes as long as the run goes on.
+        progress: Returns something that changes as long as the run makes progress.
 
     Attributes:
         board: Where processes leave notes.
@@ -108,7 +108,7 @@ class Watch:
         self._post_failure(text, is_consequence=is_consequence(error), kind=None if kind is None else kind.name)
 
     def all_failed_alike(self, within_s: float) -> bool:
-        """Return whether every process has failed at the same point, each by itself: then they can still act together.
+        """Return whether all processes failed at one point, for reasons of their own: then they can still act together.
 
         Args:
             within_s: How long to wait for the others.
@@ -126,7 +126,7 @@ class Watch:
         """Return the reports of failures by process, the first one first."""
         try:
             notes = self.board.read("failed")
-        except (RuntimeError, OSError):  # the process that held the store is gone
+        except (RuntimeError, OSError):  # the process with the store has exited
             return {}
         return dict(sorted(notes.items(), key=lambda item: (item[1]["is_consequence"], item[1]["ticket"])))
 
@@ -141,7 +141,7 @@ class Watch:
 
     @staticmethod
     def exit_soon() -> None:
-        """End this process soon, also where its exit waits for one that is gone."""
+        """End this process soon, also where its exit waits for one that has died."""
         stderr = sys.__stderr__
         if stderr is not None:
             faulthandler.dump_traceback_later(_LEAVE_S, exit=True, file=stderr)
@@ -152,7 +152,7 @@ class Watch:
                 self._hear(number)
             try:
                 self._look()
-            except (RuntimeError, OSError):  # the process that held the store is gone: collectives will tell
+            except (RuntimeError, OSError):  # the process with the store has exited: collectives will fail
                 return
 
     def _received_signals(self) -> bytes:
@@ -178,7 +178,7 @@ class Watch:
             for answer in self._answers:
                 answer()
             self._look_for_failures(now)
-            self.calls.hear()
+            self.calls.read()
         self._end_if_stuck(now)
         self._end_if_called_alone(now)
         self._end_if_hung(now)
@@ -194,7 +194,7 @@ class Watch:
             self._waits_since = None
         elif self._waits_since is None:
             self._waits_since = now
-        waits_long = self._waits_since is not None and now - self._waits_since >= _COME_OUT_S
+        waits_long = self._waits_since is not None and now - self._waits_since >= _STUCK_S
         if not waits_long and now - self._failure_seen_at < _BUSY_S:
             return
         index, note = next(iter(self.failures().items()))
@@ -213,11 +213,12 @@ class Watch:
             self._end(str(error))
 
     def _waits(self, now: float) -> bool:
-        """Return whether the main thread waits for other processes; in a backward only the use of processors tells."""
+        """Return whether the main thread waits for other processes; in a backward, only the processor time shows it."""
         (at, used), self._cpu_used = self._cpu_used, (now, time.process_time())
         stack = traceback.format_stack(sys._current_frames().get(self._main_thread))[-4:]
         if _WRAPPER in stack[-1] or any(path in line for line in stack for path in _COLLECTIVES):
-            return True  # the wrapper's frame stands above a forward that computes, too, so there only the last counts
+            # The wrapper's frame is also above a forward that computes, so for it only the last frame counts.
+            return True
         is_in_backward = any(_BACKWARD in line for line in stack)
         return is_in_backward and self._cpu_used[1] - used < _COMPUTING * (now - at)
 
@@ -245,12 +246,12 @@ class Watch:
             ticket = self.board.draw_ticket()
             note = {"ticket": ticket, "text": text, "is_consequence": is_consequence, "kind": kind}
             self.board.post("failed", {**note, "progress": repr(self._progress())})
-        except (RuntimeError, OSError):  # the process that held the store is gone
+        except (RuntimeError, OSError):  # the process with the store has exited
             return
 
     @staticmethod
     def _end(why: str) -> None:
-        # No exception reaches a main thread that waits in a collective, and no exit does either.
+        # Neither an exception nor an exit reaches a main thread that waits in a collective.
         os.write(2, f"[accmt] {why}\n".encode())
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -277,7 +278,7 @@ def kind_of(error: BaseException) -> Handler | None:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether an error says that another process is gone, rather than what went wrong here."""
+    """Return whether an error says that another process has died, rather than what went wrong here."""
     text = str(error).lower()
     signs = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket")
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(s in text for s in signs))

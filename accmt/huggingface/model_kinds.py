@@ -30,14 +30,14 @@ def is_peft_model(model: object) -> TypeGuard[PeftModel]:
     return modeling is not None and isinstance(model, modeling.PeftModel)
 
 
-def advise_wrapping(given: object) -> str | None:
+def advise_wrapping(value: object) -> str | None:
     """Return how to make a module from a model or the configuration of one; None for anything else."""
     configurations = sys.modules.get("transformers.configuration_utils")
-    if configurations is not None and isinstance(given, configurations.PreTrainedConfig):
+    if configurations is not None and isinstance(value, configurations.PreTrainedConfig):
         return f"model = AutoModelForSequenceClassification.from_config(config), say, and {_WRAP_TRANSFORMERS}"
-    if is_transformers_model(given) or is_peft_model(given):
-        return f"{_WRAP_TRANSFORMERS}; or give its path"
-    return f"{_WRAP}; or a class of your own" if isinstance(given, nn.Module) else None
+    if is_transformers_model(value) or is_peft_model(value):
+        return f"{_WRAP_TRANSFORMERS}; or pass its path"
+    return f"{_WRAP}; or your own class" if isinstance(value, nn.Module) else None
 
 
 def reject_injected_adapters(model: object) -> None:

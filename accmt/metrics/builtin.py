@@ -1,4 +1,4 @@
-"""The metrics that people use most; all but the accuracy are computed by torchmetrics."""
+"""The most common metrics; all but the accuracy are computed by torchmetrics."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -180,7 +180,7 @@ class _States:
             except torch.OutOfMemoryError:
                 raise
             except _FAULTS as error:
-                self._refuse(f"{_describe_inputs(arguments, named)}: {error}", error)
+                raise self._wrong_inputs(f"{_describe_inputs(arguments, named)}: {error}") from error
             kept.move_new()
 
     def compute(self, chunk_bytes: int | None = CHUNK_BYTES) -> dict[str, float]:
@@ -197,19 +197,19 @@ class _States:
                 _move(member, torch.device("cpu"))
             _load_states(member, gathered[index] if gathered else [])
         if not any(member.update_called for member in self._members):
-            self._refuse("no sample: every reference is ignored", None)
+            raise self._wrong_inputs("no sample: every reference is ignored")
         try:
             with torch.inference_mode():  # as validation steps: their tensors may be changed in no other mode
                 return self._metric.read()
         except MetricError:
             raise
         except _FAULTS as error:
-            self._refuse(f"compute: {error}", error)
+            raise self._wrong_inputs(f"compute: {error}") from error
 
-    def _refuse(self, got: str, cause: Exception | None) -> NoReturn:
+    def _wrong_inputs(self, got: str) -> MetricError:
         expected = "what update of " + ", ".join(type(member).__name__ for member in self._members) + " takes"
         do = "check what validation_step returns under this name"
-        raise metric_error(self._metric.name, got, expected, do) from cause
+        return metric_error(self._metric.name, got, expected, do)
 
 
 def _to_snake_case(name: str) -> str:
@@ -290,7 +290,7 @@ def _move(metric: torchmetrics.Metric, device: torch.device) -> None:
 
 
 def _has_network(metric: torchmetrics.Metric) -> bool:
-    """Return whether a metric has weights: some metrics of images and texts judge by a model."""
+    """Return whether a metric has weights: some metrics of images and text use a model."""
     return next(metric.parameters(), None) is not None
 
 

@@ -6,7 +6,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from accmt.errors import Preempted
-from accmt.failures.run_starts import describe_repetition, forget_starts, note_failure, note_start
+from accmt.failures.run_starts import describe_crash_loop, forget_starts, note_failure, note_start
 from accmt.messages import warn
 from accmt.processes import is_main_process
 
@@ -24,7 +24,7 @@ def warn_of_crash_loop(run: Run) -> None:
     try:
         if run.settings.checkpoints.resume is False:
             forget_starts(folder)
-        message = describe_repetition(note_start(folder, update), update, folder)
+        message = describe_crash_loop(note_start(folder, update), update, folder)
     except OSError as error:
         warn(f"this start is not noted in {folder}: {error}")
         return

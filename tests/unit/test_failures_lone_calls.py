@@ -14,16 +14,16 @@ def make_calls(count: int) -> list[LoneCalls]:
     return [LoneCalls(Board(store, index, count)) for index in range(count)]
 
 
-def hear(calls: list[LoneCalls]) -> None:
+def read(calls: list[LoneCalls]) -> None:
     for one in calls:
-        one.hear()
+        one.read()
 
 
 @pytest.mark.parametrize("caller", [0, 1])
 def test_a_process_that_waits_while_another_calls_finds_out(caller: int) -> None:
     calls = make_calls(2)
     calls[caller].note("trainer.save_model")
-    hear(calls)
+    read(calls)
     other = calls[1 - caller]
     assert [other.find(now, waits=True) for now in range(6)] == [None] * 6
     said = str(other.find(6.0, waits=True))
@@ -36,10 +36,10 @@ def test_calls_of_all_are_no_fault_and_a_later_one_is() -> None:
     calls = make_calls(2)
     for one in calls:
         one.note("trainer.validate")
-    hear(calls)
+    read(calls)
     assert not any(one.are_open() or one.find(now, waits=True) for one in calls for now in (0.0, 100.0))
     calls[0].note("trainer.save_checkpoint")
-    hear(calls)
+    read(calls)
     assert calls[1].find(200.0, waits=True) is None
     assert "trainer.save_checkpoint" in str(calls[1].find(206.0, waits=True))
 
@@ -47,7 +47,7 @@ def test_calls_of_all_are_no_fault_and_a_later_one_is() -> None:
 def test_a_process_that_computes_may_still_come() -> None:
     calls = make_calls(2)
     calls[0].note("trainer.save_model")
-    hear(calls)
+    read(calls)
     for now in range(0, 100, 5):
         assert calls[1].find(now, waits=now % 10 == 0) is None
 
@@ -55,7 +55,7 @@ def test_a_process_that_computes_may_still_come() -> None:
 def test_a_process_that_waits_for_a_slow_third_one_may_still_come() -> None:
     calls = make_calls(3)
     calls[0].note("trainer.save_model")
-    hear(calls)
+    read(calls)
     assert [calls[1].find(now, waits=True) for now in range(100)] == [None] * 100
     assert calls[2].find(100.0, waits=True) is None
     assert calls[2].find(106.0, waits=True) is not None

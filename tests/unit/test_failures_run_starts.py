@@ -3,7 +3,7 @@ import json
 import pytest
 
 from accmt.failures import run_starts as starts
-from accmt.failures.run_starts import Start, describe_repetition, forget_starts, note_failure, note_start
+from accmt.failures.run_starts import Start, describe_crash_loop, forget_starts, note_failure, note_start
 
 
 @pytest.fixture
@@ -13,12 +13,12 @@ def as_process(monkeypatch):
 
 
 def ended(*ends):
-    """Return starts, each given as (update, failed_after)."""
-    return [Start(str(i), update, failed, failed and f"ValueError: {i}") for i, (update, failed) in enumerate(ends)]
+    """Return starts, each given as (step, failed_after)."""
+    return [Start(str(i), step, failed, failed and f"ValueError: {i}") for i, (step, failed) in enumerate(ends)]
 
 
-def describe(tmp_path, update, *ends):
-    return describe_repetition(ended(*ends), update, tmp_path)
+def describe(tmp_path, step, *ends):
+    return describe_crash_loop(ended(*ends), step, tmp_path)
 
 
 def test_each_start_is_noted_with_its_end(tmp_path, as_process):
@@ -79,7 +79,7 @@ def test_the_file_stays_small(tmp_path, as_process):
 
 
 @pytest.mark.parametrize(
-    ("update", "ends"),
+    ("step", "ends"),
     [
         (6, [(0, 7), (6, 7), (6, 7)]),
         (7, [(0, 7), (7, 7), (7, 7)]),
@@ -87,9 +87,9 @@ def test_the_file_stays_small(tmp_path, as_process):
         (6, [(0, 7), (6, None), (6, 7)]),
     ],
 )
-def test_three_failures_at_one_update_are_told(tmp_path, update, ends):
-    where, got, expected, do = describe(tmp_path, update, *ends).splitlines()
-    assert where == f"the run that resumes at step {update} ({tmp_path})"
+def test_three_failures_at_one_update_are_told(tmp_path, step, ends):
+    where, got, expected, do = describe(tmp_path, step, *ends).splitlines()
+    assert where == f"the run that resumes at step {step} ({tmp_path})"
     ended = f"all ended after step 7, the last time with ValueError: {len(ends) - 1}"
     assert got == f"  got: a crash loop: its last 3 starts {ended}"
     assert expected == "  expected: a start that gets further"
@@ -98,11 +98,11 @@ def test_three_failures_at_one_update_are_told(tmp_path, update, ends):
 
 
 @pytest.mark.parametrize(
-    ("update", "ends"), [(6, [(0, None), (6, None), (6, None)]), (0, [(0, None), (0, None), (0, None)])]
+    ("step", "ends"), [(6, [(0, None), (6, None), (6, None)]), (0, [(0, None), (0, None), (0, None)])]
 )
-def test_three_kills_before_the_same_checkpoint_are_told(tmp_path, update, ends):
-    text = describe(tmp_path, update, *ends)
-    assert f"its last 3 starts all ended somewhere after step {update}, before the next checkpoint" in text
+def test_three_kills_before_the_same_checkpoint_are_told(tmp_path, step, ends):
+    text = describe(tmp_path, step, *ends)
+    assert f"its last 3 starts all ended somewhere after step {step}, before the next checkpoint" in text
     assert "killed without an error message" in text
     assert "checkpoint_every" in text
 
@@ -112,7 +112,7 @@ def test_further_failures_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("update", "ends"),
+    ("step", "ends"),
     [
         (0, []),
         (6, [(6, 7), (6, 7)]),
@@ -123,5 +123,5 @@ def test_further_failures_are_counted(tmp_path):
         (9, [(6, 9), (6, None), (6, 10)]),
     ],
 )
-def test_fewer_failures_or_others_are_not(tmp_path, update, ends):
-    assert describe(tmp_path, update, *ends) is None
+def test_fewer_failures_or_others_are_not(tmp_path, step, ends):
+    assert describe(tmp_path, step, *ends) is None
