@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from accmt.callbacks.hooks import ALIASES, HOOKS, refuse_unknown_hook
+from accmt.callbacks.hooks import ALIASES, HOOKS, reject_unknown_hook
 from accmt.errors import ModuleContractError, explain
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class LambdaCallback(Callback):
         self.order = order
         for name, function in functions.items():
             if name not in HOOKS and name not in ALIASES:
-                refuse_unknown_hook(self, name)
+                reject_unknown_hook(self, name)
             if not callable(function):
                 got, do = f"{function!r} ({type(function).__name__})", f"{name}=lambda: ..."
                 raise ModuleContractError(explain(f"LambdaCallback({name}=...)", got, "a function", do))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from accmt.callbacks.base import Callback, MainProcessCallback
-from accmt.callbacks.hooks import ALIASES, HOOK_PREFIXES, HOOKS, refuse_unknown_hook
+from accmt.callbacks.hooks import HOOK_PREFIXES, HOOKS, names_of_hooks, reject_unknown_hook
 from accmt.errors import ModuleContractError, explain
 
 Hook = Callable[..., Any]
@@ -84,8 +84,7 @@ class Hooks:
 
 
 def _order_of(callback: object) -> float:
-    # A module may have an `order` that means something else; `ord` is trainer_tools' name.
-    return getattr(callback, "ord", callback.order) if isinstance(callback, Callback) else 0
+    return callback.order if isinstance(callback, Callback) else 0  # that of a module may mean something else
 
 
 def find_hooks(callback: object) -> dict[str, list[Hook]]:
@@ -95,15 +94,16 @@ def find_hooks(callback: object) -> dict[str, list[Hook]]:
         ModuleContractError: A method looks like a hook and is none, or wants a keyword that its hook does not give.
     """
     hooks: dict[str, list[Hook]] = {}
+    names = names_of_hooks(callback)
     for attribute in dir(callback):
         if not attribute.startswith(HOOK_PREFIXES) or isinstance(getattr(type(callback), attribute, None), property):
             continue
-        name = ALIASES.get(attribute, attribute)
+        name = names.get(attribute, attribute)
         method = getattr(callback, attribute)
         if name in HOOKS and callable(method) and not isinstance(method, nn.Module):
             hooks.setdefault(name, []).append(_with_wanted_keywords(callback, attribute, method, HOOKS[name]))
         elif name not in HOOKS and inspect.isroutine(method):  # not a layer or a value of that name
-            refuse_unknown_hook(callback, attribute)
+            reject_unknown_hook(callback, attribute)
     return hooks
 
 

@@ -1,11 +1,11 @@
-"""The table of hooks: every moment at which a callback or a module can act, and the names other trainers give it."""
+"""The table of hooks: every moment at which a callback or a module can act."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import NoReturn
 
-from accmt.compat.method_hints import find_foreign_method
 from accmt.errors import ModuleContractError, explain
 
 HOOKS: dict[str, tuple[str, ...]] = {
@@ -41,61 +41,37 @@ HOOKS: dict[str, tuple[str, ...]] = {
 }
 """Each hook with the keywords it is called with; a method takes those it names."""
 
-ALIASES: dict[str, str] = {
-    "before_fit": "on_fit_start",
-    "begin_fit": "on_fit_start",
-    "on_train_start": "on_fit_start",
-    "on_train_begin": "on_fit_start",
-    "after_fit": "on_fit_end",
-    "on_train_end": "on_fit_end",
-    "on_end_train": "on_fit_end",
-    "before_epoch": "on_epoch_start",
-    "begin_epoch": "on_epoch_start",
-    "on_begin_train_epoch": "on_epoch_start",
-    "on_train_epoch_start": "on_epoch_start",
-    "on_epoch_begin": "on_epoch_start",
-    "after_epoch": "on_epoch_end",
-    "on_end_train_epoch": "on_epoch_end",
-    "on_train_epoch_end": "on_epoch_end",
-    "before_step": "on_before_training_step",
-    "on_train_batch_start": "on_before_training_step",
-    "after_step": "on_after_training_step",
-    "on_train_batch_end": "on_after_training_step",
-    "after_backward": "on_after_backward",
-    "on_end_backward": "on_after_backward",
-    "on_pre_optimizer_step": "on_before_optimizer_step",
-    "on_optimizer_step": "on_after_optimizer_step",
-    "on_step_end": "on_update_end",
-    "on_end_train_step": "on_update_end",
-    "before_valid": "on_evaluation_start",
-    "before_eval": "on_evaluation_start",
-    "on_validation_epoch_start": "on_evaluation_start",
-    "after_eval": "on_evaluation_end",
-    "on_validation_epoch_end": "on_evaluation_end",
-    "on_evaluate": "on_evaluation_end",
-    "on_validation_batch_start": "on_before_validation_step",
-    "on_validation_batch_end": "on_after_validation_step",
-    "on_prediction_step": "on_after_validation_step",
-    "on_end_val_epoch": "on_validation_end",
-    "after_cancel": "on_keyboard_interrupt",
-}
-"""Names of PyMarlin, trainer_tools, Lightning and transformers for the same moments."""
+ALIASES: dict[str, str] = {"before_eval": "on_evaluation_start", "after_eval": "on_evaluation_end"}
+"""The original accmt's names. Those of other trainers work where `accmt.compat.OtherHookNames` is a base."""
 
 HOOK_PREFIXES = ("on_", "before_", "after_", "begin_")
 """A public method of a callback that begins like this is meant as a hook, so it has to be one."""
 
 
-def refuse_unknown_hook(callback: object, attribute: str) -> NoReturn:
-    """Refuse something that was meant as a hook and is none.
+def names_of_hooks(owner: object) -> Mapping[str, str]:
+    """Return what else the hooks of an object may be called, with our names."""
+    return {**ALIASES, **getattr(owner, "other_hook_names", {})}
+
+
+def reject_unknown_hook(callback: object, attribute: str) -> NoReturn:
+    """Reject something that was meant as a hook and is none.
 
     Raises:
         ModuleContractError: Always; the message names the nearest hook, or what to write for another trainer's.
     """
-    nearest = get_close_matches(attribute, [*HOOKS, *ALIASES], n=1, cutoff=0.0)[0]
+    from accmt.compat.method_hints import find_foreign_method
+    from accmt.compat.other_names import HOOK_NAMES
+
+    nearest = get_close_matches(attribute, [*HOOKS, *ALIASES, *HOOK_NAMES], n=1, cutoff=0.0)[0]
+    nearest = HOOK_NAMES.get(nearest, nearest)
     got = "a method that begins like a hook but is none"
     do = f"did you mean {nearest}? Any other name that does not begin with {', '.join(HOOK_PREFIXES)} is free"
     foreign = find_foreign_method(attribute)
     if foreign is not None:
         got, do = f"a hook of {foreign[0]}, which does not exist here", foreign[1]
+    if attribute in HOOK_NAMES:
+        keywords = ", ".join(("self", *HOOKS[HOOK_NAMES[attribute]]))
+        got = "a name that other trainers have for a hook"
+        do = f"def {HOOK_NAMES[attribute]}({keywords}); or derive from accmt.compat.OtherHookNames too: it takes theirs"
     where, expected = f"{type(callback).__name__}.{attribute}", "one of: " + ", ".join(HOOKS)
     raise ModuleContractError(explain(where, got, expected, do))

@@ -26,6 +26,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "max_epochs": "epochs: 3",
         "num_nodes": "accelerate launch --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 train.py",
         "num_processes": "accmt launch -N 2 train.py",
+        "precision": 'Trainer(mixed_precision="bf16")',
         "plugins": 'Trainer(accelerator={"kwargs_handlers": [handler]})',
         "replace_sampler_ddp": "Trainer(shard_dataloaders=False)",
         "strategy": "accmt launch --strat ddp train.py",
@@ -144,6 +145,7 @@ JOINED: Mapping[str, tuple[str, str]] = {
 """What is an argument of its own elsewhere, and an entry of one here."""
 
 REPLACED: Mapping[str, Callable[[Any], str]] = {
+    "hooks": lambda value: "callbacks=[...]",
     "clip_grad_type": lambda value: f"clip_grad={{{value!r}: 0.5}}",
     "compile_kwargs": lambda value: f"compile={value!r}",
     "enable_checkpointing": lambda value: "checkpoint_every=" + ('"epoch"' if value else "None"),

@@ -166,6 +166,16 @@ def _advise_resume(value: Any) -> str | None:
     return f"Trainer(resume={value!r})" if value is True or isinstance(value, str) else None
 
 
+def _advise_precision(value: Any) -> str | None:
+    from accmt.settings.hardware import PRECISIONS
+
+    name = str(value).removeprefix("torch.")
+    if name in ("no", "fp16", "bf16"):
+        return f'Trainer(mixed_precision="{name}")'
+    do = PRECISIONS.get(name)
+    return f"Trainer({do})" if do and do.startswith("mixed_precision=") else do
+
+
 def _advise_warmup(value: Any) -> str | None:
     name = "warmup_ratio" if isinstance(value, float) and value < 1 else "num_warmup_steps"
     return _number(f"scheduler: {{{{type: LinearWithWarmup, {name}: {{0}}}}}}", "there is no warm-up by itself")(value)
@@ -297,6 +307,7 @@ _BY_NAME: Mapping[str, Advice] = {
     ),
     "per_device_eval_batch_size": _number("batch_size: [16, {0}]", "batch_size is both"),
     "per_device_train_batch_size": _number("batch_size: {0}", "batch_size has no default"),
+    "precision": _advise_precision,
     "plugins": lambda value: None if value else "leave it out: there is nothing in it",
     "push_to_hub": _flag(_UPLOAD, _NOTHING_TO_UPLOAD),
     "replace_sampler_ddp": _SAMPLER,

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, ValidationError, field_validator
 
-from accmt.compat.argument_hints import advise_key
 from accmt.config.arguments import check_optimizer, check_scheduler
 from accmt.config.document import Document
 from accmt.config.faults import Fault, KeyPath, describe, suggest
@@ -141,6 +140,8 @@ def _fault(path: KeyPath, kind: str, document: Document) -> Fault:
     key = str(path[0])
     if kind == "extra_forbidden":
         names = list(Schema.model_fields)
+        from accmt.compat.argument_hints import advise_key
+
         do = advise_key(key, document.values[key]) or suggest(key, [*names, "optimizer"], f"remove `{key}`")
         return Fault(path, f"{key} = {describe(document.values[key])}", f"one of {', '.join(names)}", do)
     info = Schema.model_fields[key]

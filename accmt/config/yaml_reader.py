@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from accmt.compat.argument_hints import advise_key
 from accmt.config.document import Document
 from accmt.config.faults import Fault, KeyPath, describe
 from accmt.config.numbers import number_in, read_numbers
@@ -116,6 +115,8 @@ def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[Fault]
 
 
 def _beside_hps(key: str, value: Any, lines: dict[KeyPath, int]) -> Fault:
+    from accmt.compat.argument_hints import advise_key
+
     do = advise_key(key, value) or f"indent `{key}` below `hps:`, or remove it"
     return Fault((key,), "a key beside `hps`", "`hps` alone at the outermost level", do, lines.get((key,)))
 

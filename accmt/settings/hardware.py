@@ -8,7 +8,7 @@ from typing import Any
 from accmt.errors import ArgumentError, explain
 from accmt.settings.checks import require_choice, require_keywords, require_mapping
 
-_PRECISIONS: Mapping[str, str] = {
+PRECISIONS: Mapping[str, str] = {
     "16": 'mixed_precision="fp16"',
     "16-mixed": 'mixed_precision="fp16"',
     "16-true": "model.half() before fit: mixed_precision keeps the weights in 32 bits",
@@ -40,7 +40,7 @@ def require_precision(value: Any) -> None:
         ArgumentError: No such precision; the message says what the one of another trainer is here.
     """
     choices = (None, "no", "fp16", "bf16")
-    do = _PRECISIONS.get(str(value).removeprefix("torch."))
+    do = PRECISIONS.get(str(value).removeprefix("torch."))
     if value in choices or do is None:
         require_choice("mixed_precision", value, choices)
         return

@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
 from accmt.callbacks import find_hooks
-from accmt.compat.method_hints import find_unused_foreign_methods
 from accmt.errors import ModuleContractError, explain
 from accmt.huggingface import advise_wrapping
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
@@ -147,6 +146,8 @@ def _check_spelling(module: AcceleratorModule) -> None:
 
 def _reject_foreign_methods(module: AcceleratorModule) -> None:
     """Reject what only another trainer would call: nothing here calls it, and it would be ignored silently."""
+    from accmt.compat.method_hints import find_unused_foreign_methods
+
     kinds = {kind: vars(kind) for kind in type(module).__mro__ if kind.__module__.split(".")[0] not in _LIBRARIES}
     for name, owner, do in find_unused_foreign_methods(kinds):
         where, got = f"{type(module).__name__}.{name}", f"a method of {owner}, which nothing calls here"

@@ -16,10 +16,8 @@ from accmt.settings.command_line import list_flags
 ALIASES = {
     "model_saving_aboce": "model_saving_above",
     "callback": "callbacks",
-    "hooks": "callbacks",
-    "precision": "mixed_precision",
 }
-"""Other spellings of arguments, from the original's documentation and from other trainers."""
+"""Other spellings that the original accmt had."""
 
 MISSPELT = ("model_saving_aboce",)
 

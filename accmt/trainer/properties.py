@@ -69,8 +69,6 @@ class TrainerProperties(TrainerProtocol):
         """Whether this is the main process."""
         return is_main_process()
 
-    is_global_zero = is_main
-
     @property
     def is_distributed(self) -> bool:
         """Whether several processes train together."""
@@ -253,8 +251,6 @@ class TrainerProperties(TrainerProtocol):
             raise CallbackNotFoundError(explain(where, "no callback of that class", expected, do))
         return found
 
-    get_hook = get_callback
-
     def describe_callbacks(self) -> str:
         """Return who acts at each hook, in that order, as a Markdown table; it is said, too, unless `verbose=False`.
 
@@ -268,8 +264,6 @@ class TrainerProperties(TrainerProtocol):
         with speaking(verbose=self.settings.running.verbose):
             say(f"callbacks by hook\n{table}")
         return table
-
-    describe_hooks = describe_callbacks
 
     def _own_callbacks(self) -> list[Callback]:
         return build_callbacks(self.settings.running.callbacks) if self._run is None else list(self._run.callbacks)

@@ -235,8 +235,6 @@ class Trainer(TrainerProperties):
         finally:
             detach_run(self._run)
 
-    train = fit
-
     def do_backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a scaled loss to those of the accumulation window; a subclass may replace it."""
         self.run.stepper.backward(loss)

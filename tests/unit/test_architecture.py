@@ -106,6 +106,18 @@ def load():
     assert may_import("loop", "data")
 
 
+OUTSIDE_THE_CORE = {"compat", "tuning"}
+
+
+def early_extras(path: Path) -> set[str]:
+    extras = imported_rooms(ast.Module(early_imports(parse(path)), [])) & OUTSIDE_THE_CORE
+    return set() if room_of(path) in OUTSIDE_THE_CORE else extras
+
+
+def test_what_is_not_core_is_imported_only_where_it_is_asked_for() -> None:
+    assert offenders(early_extras) == {}
+
+
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)
 

@@ -21,9 +21,9 @@ def test_a_callback_of_functions_calls_them_with_the_keywords_that_they_name():
 
 
 @pytest.mark.feature("T09")
-def test_a_callback_of_functions_takes_names_of_other_trainers_and_builtins():
+def test_a_callback_of_functions_takes_builtins():
     values = []
-    hooks = Hooks([LambdaCallback(after_epoch=values.clear, on_log=lambda values, step: None)])
+    hooks = Hooks([LambdaCallback(on_epoch_end=values.clear, on_log=lambda values, step: None)])
     values.append(1)
     hooks.on_epoch_end[0]()
     assert values == []

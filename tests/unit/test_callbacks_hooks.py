@@ -1,7 +1,9 @@
 import pytest
 
 from accmt.callbacks import ALIASES, HOOKS, Callback, Hooks
-from accmt.callbacks.hooks import HOOK_PREFIXES, refuse_unknown_hook
+from accmt.callbacks.hooks import HOOK_PREFIXES, reject_unknown_hook
+from accmt.compat import OtherHookNames
+from accmt.compat.other_names import HOOK_NAMES
 from accmt.errors import ModuleContractError
 
 OF_OTHERS = {
@@ -41,20 +43,23 @@ def test_every_hook_of_the_table_is_an_attribute_of_the_dispatch():
 
 
 def test_names_of_hooks_begin_as_a_misspelt_one_is_recognized_by():
-    assert all(name.startswith(HOOK_PREFIXES) for name in (*HOOKS, *ALIASES))
+    assert all(name.startswith(HOOK_PREFIXES) for name in (*HOOKS, *ALIASES, *HOOK_NAMES))
 
 
 @pytest.mark.feature("T09")
 def test_every_alias_is_another_name_of_a_hook():
-    assert set(ALIASES.values()) <= set(HOOKS)
-    assert not set(ALIASES) & set(HOOKS)
+    assert {*ALIASES.values(), *HOOK_NAMES.values()} <= set(HOOKS)
+    assert len({*ALIASES, *HOOK_NAMES, *HOOKS}) == len(ALIASES) + len(HOOK_NAMES) + len(HOOKS)
 
 
 @pytest.mark.feature("T09")
 @pytest.mark.parametrize(("alias", "hook"), [pair for pairs in OF_OTHERS.values() for pair in pairs])
-def test_a_name_of_another_trainer_reaches_our_hook(alias, hook):
+def test_a_name_of_another_trainer_reaches_our_hook_where_it_is_asked_for(alias, hook):
     called = []
-    watcher = type("Watcher", (Callback,), {alias: lambda self: called.append(alias)})()
+    methods = {alias: lambda self: called.append(alias)}
+    with pytest.raises(ModuleContractError, match=f"do: def {hook}(.|\n)*accmt.compat.OtherHookNames"):
+        Hooks([type("Watcher", (Callback,), methods)()])
+    watcher = type("Watcher", (OtherHookNames, Callback), methods)()
     for name, keywords in HOOKS.items():
         for method in getattr(Hooks([watcher]), name):
             method(**dict.fromkeys(keywords))
@@ -64,4 +69,4 @@ def test_a_name_of_another_trainer_reaches_our_hook(alias, hook):
 
 def test_a_name_that_is_no_hook_is_refused_with_the_nearest():
     with pytest.raises(ModuleContractError, match="Callback.on_epoch_ends(.|\n)*did you mean on_epoch_end\\?"):
-        refuse_unknown_hook(Callback(), "on_epoch_ends")
+        reject_unknown_hook(Callback(), "on_epoch_ends")

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, LambdaCallback, Trainer
-from accmt.callbacks import ALIASES, HOOKS, find_hooks
+from accmt.callbacks import HOOKS, find_hooks
+from accmt.compat import OtherHookNames
 from accmt.compat.method_hints import FOREIGN_METHODS, ONLY_WITH, find_foreign_method
+from accmt.compat.other_names import HOOK_NAMES
 from accmt.errors import ModuleContractError
 from accmt.setup.module_checks import check_module
 from tests.toys import HPS, Linear, make_points, make_trainer
@@ -48,7 +50,7 @@ def test_what_is_advised_begins_with_python_or_says_where_the_same_goes(name):
 
 def test_nothing_that_works_here_is_refused():
     refused = {name for _, name in METHODS} - set(ONLY_WITH)
-    assert refused & {*HOOKS, *ALIASES, *dir(AcceleratorModule)} == set()
+    assert refused & {*HOOKS, *HOOK_NAMES, *dir(AcceleratorModule)} == set()
 
 
 def test_fit_refuses_before_it_trains():
@@ -205,7 +207,7 @@ def on_evaluate(self, args, state, control, **kwargs):
 )
 def test_parameters_that_others_give_to_hooks_are_named_with_where_they_are(hook, do):
     with pytest.raises(ModuleContractError, match=f"do: .*{do}"):
-        find_hooks(type("Ported", (Callback,), {hook.__name__: hook})())
+        find_hooks(type("Ported", (OtherHookNames, Callback), {hook.__name__: hook})())
 
 
 def test_the_trainer_is_not_the_place_of_these_methods():

@@ -15,11 +15,11 @@ from accelerate.commands.launch import launch_command_parser
 
 import accmt
 from accmt import AcceleratorModule, Trainer, TrainingState
-from accmt.callbacks import ALIASES as HOOK_ALIASES
 from accmt.callbacks import HOOKS
 from accmt.cli.main import COMMANDS
 from accmt.compat.argument_hints import FOREIGN, JOINED, REPLACED
 from accmt.compat.method_hints import FOREIGN_METHODS
+from accmt.compat.other_names import HOOK_NAMES as HOOK_ALIASES
 from accmt.config.hyperparameters import FIELDS
 from accmt.trainer.arguments import ALIASES as ARGUMENTS
 from tests.e2e.markdown import ROOT, read_table
@@ -30,6 +30,7 @@ ROOTS = {"trainer": Trainer, "module": AcceleratorModule, "state": TrainingState
 OTHER_WORDS = {"hps_config", "model_path", "batch_idx", "warmup_ratio", "num_warmup_steps", "with", "fit", "backward"}
 OTHER_WORDS |= {
     "ord",
+    "order",
     "test",
     "self.model",
     "__init__",

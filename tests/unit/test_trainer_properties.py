@@ -12,7 +12,8 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import DistributedDataParallelKwargs
 from torch.utils.data import SequentialSampler, SubsetRandomSampler
 
-from accmt import Callback, LambdaCallback, OutputCollector
+from accmt import EMA, Callback, LambdaCallback, OutputCollector, Trainer
+from accmt.compat import OtherHookNames, OtherTrainerNames
 from tests.toys import Linear, Numbers, Scripted, logged, make_points, make_trainer
 
 
@@ -86,14 +87,6 @@ def test_should_stop_waits_for_every_minimum_that_is_given(minimum, updates):
     trainer = make_trainer({"epochs": 10}, callbacks=Stop(), **minimum)
     assert trainer.fit(Linear(), make_points()).global_step == updates
     assert trainer.state.finished
-
-
-@pytest.mark.feature("P03")
-def test_train_is_another_name_of_fit():
-    one, other = Linear(), Linear()
-    make_trainer().fit(one, make_points(), make_points(2))
-    assert make_trainer().train(other, make_points(), val_dataset=make_points(2)).finished
-    assert torch.equal(one.model.weight, other.model.weight)
 
 
 @pytest.mark.feature("L46", "P33", "L63")
@@ -184,8 +177,8 @@ def test_hooks_get_the_batch_the_loss_and_what_the_step_returned():
 def test_a_function_that_names_the_trainer_gets_it():
     seen = []
     callback = LambdaCallback(
-        after_step=lambda trainer: seen.append(trainer.global_step),
-        after_epoch=lambda trainer: seen.append(trainer),
+        on_after_training_step=lambda trainer: seen.append(trainer.global_step),
+        on_epoch_end=lambda trainer: seen.append(trainer),
         on_log=lambda trainer, step: seen.append((trainer.current_epoch, step)),
     )
     trainer = make_trainer(callbacks=callback, log_every=4)
@@ -195,7 +188,7 @@ def test_a_function_that_names_the_trainer_gets_it():
 
 @pytest.mark.feature("P39")
 def test_callbacks_of_a_pymarlin_module_are_called_and_can_gather_what_its_steps_made():
-    class OfPyMarlin(Linear):
+    class OfPyMarlin(OtherHookNames, Linear):
         def on_begin_train_epoch(self):
             self.calls = []
             self.collector = OutputCollector()
@@ -223,3 +216,18 @@ def test_callbacks_of_a_pymarlin_module_are_called_and_can_gather_what_its_steps
     make_trainer({"batch_size": 4}).fit(module, make_points(7), make_points(3))
     updates = ["backward", 1, "backward", 2]
     assert module.calls == [*updates, ("", ["val_loss"]), 7, "end"]
+
+
+@pytest.mark.feature("L90", "P03")
+def test_names_of_other_trainers_work_where_they_are_asked_for():
+    class Ported(OtherTrainerNames, Trainer):
+        pass
+
+    hps = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
+    callback = EMA(0.9)
+    trainer = Ported(hps, "out/model", callbacks=callback, model_saving=None, verbose=False)
+    assert trainer.is_global_zero
+    assert trainer.get_hook(EMA) is callback
+    assert trainer.describe_hooks() == trainer.describe_callbacks()
+    assert trainer.train(Linear(), make_points()).epoch == 1
+    assert not hasattr(Trainer, "is_global_zero")

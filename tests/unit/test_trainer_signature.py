@@ -144,27 +144,38 @@ def test_keywords_of_real_trackers_are_not_taken_for_misspelt_arguments(name):
 @pytest.mark.feature("A56")
 @pytest.mark.parametrize("alias", ALIASES)
 def test_an_alias_and_its_argument_together_are_refused(alias):
-    values = {"callbacks": Callback(), "mixed_precision": "bf16", "model_saving_above": 0.5}
+    values = {"callbacks": Callback(), "model_saving_above": 0.5}
     name = ALIASES[alias]
     with pytest.raises(TypeError, match=f"drop {alias}"):
         Trainer(HPS, "out", **{name: values[name], alias: values[name]})
 
 
 @pytest.mark.feature("N17", "T06")
-@pytest.mark.parametrize("alias", ["callback", "hooks", "callbacks"])
-def test_callbacks_have_three_names(alias):
+@pytest.mark.parametrize("alias", ["callback", "callbacks"])
+def test_callbacks_have_the_name_of_the_original_too(alias):
     callback = Callback()
     assert Trainer(HPS, "out", **{alias: callback}).settings.running.callbacks is callback
+
+
+@pytest.mark.feature("T06", "L48")
+@pytest.mark.parametrize(
+    ("name", "value", "do"),
+    [
+        ("hooks", Callback(), r"Trainer\(callbacks=\[...\]\)"),
+        ("precision", "bf16-mixed", 'Trainer\\(mixed_precision="bf16"\\)'),
+        ("precision", 16, 'Trainer\\(mixed_precision="fp16"\\)'),
+        ("precision", "64-true", r"model.double\(\) before fit"),
+    ],
+)
+def test_names_of_other_trainers_are_refused_with_the_line_to_write(name, value, do):
+    with pytest.raises(UnknownArgumentError, match=do):
+        Trainer(HPS, "out", **{name: value})
 
 
 @pytest.mark.feature("N17")
 def test_two_names_of_callbacks_at_once_are_refused():
     with pytest.raises(TypeError, match="both"):
-        Trainer(HPS, "out", callback=Callback(), hooks=Callback())
-
-
-def test_precision_is_another_name_of_mixed_precision():
-    assert Trainer(HPS, "out", precision="bf16").settings.running.mixed_precision == "bf16"
+        Trainer(HPS, "out", callback=Callback(), callbacks=Callback())
 
 
 @pytest.mark.feature("A32")
