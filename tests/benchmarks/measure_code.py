@@ -1,4 +1,4 @@
-"""Measures the source: lines and files by room, large files and functions, circles of imports, the cost of the import.
+"""Measures the source: lines and files by room, large files and functions, circles of imports.
 
     python tests/benchmarks/measure_code.py
 
@@ -8,10 +8,6 @@ Imports for type checkers count too, for a reader follows them.
 from __future__ import annotations
 
 import ast
-import statistics
-import subprocess
-import sys
-import time
 from collections import Counter, defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -20,7 +16,6 @@ ROOT = Path(__file__).parents[2]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
 LARGE_FILE, LONG_FUNCTION = 500, 40
-IMPORTS = 5
 
 
 def read_modules() -> dict[str, ast.Module]:
@@ -75,16 +70,6 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
-def time_import(code: str) -> float:
-    """Return the median of the seconds that a new interpreter takes for some code."""
-    seconds = []
-    for _ in range(IMPORTS):
-        start = time.perf_counter()
-        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
 def main() -> None:
     """Print the figures."""
     modules = read_modules()
@@ -105,11 +90,6 @@ def main() -> None:
     print(f"functions over {LONG_FUNCTION} lines: {sum(body_lines(node) > LONG_FUNCTION for node in functions)}")
     print(f"files that share their name: {sum(count for count in names.values() if count > 1)}")
     print(f"circles of imports: {[len(circle) for circle in circles]}")
-    torch, accmt = (
-        time_import("import torch"),
-        time_import("import torch; from accmt import AcceleratorModule, Trainer"),
-    )
-    print(f"import: torch {torch:.2f} s, with Trainer and AcceleratorModule {accmt:.2f} s")
 
 
 if __name__ == "__main__":
