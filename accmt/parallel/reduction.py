@@ -21,7 +21,7 @@ _BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's
 class TransparentWrapper(DistributedDataParallel):
     """The wrapper of a model, with the attributes and parts of the model itself: `self.model.config`, `self.model[0]`.
 
-    A step that computes its loss through these alone is refused: only a call of the wrapper is averaged.
+    A step that computes its loss through these alone is rejected: only a call of the wrapper is averaged.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -50,9 +50,6 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Average gradients over processes, as DistributedDataParallel does; a process without one counts as zero.
 
     Processes: collective; every process gives the same parameters. A parameter without a gradient anywhere keeps none.
-
-    Args:
-        parameters: The parameters that are trained.
     """
     if num_processes() == 1 or not parameters:
         return
@@ -75,8 +72,8 @@ def _buckets_of(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor
     bucket: list[torch.Tensor] = []
     size = 0
     for gradient in gradients:
-        alike = not bucket or (gradient.dtype, gradient.device) == (bucket[0].dtype, bucket[0].device)
-        if bucket and (not alike or size + gradient.nbytes > _BUCKET_BYTES):
+        fits = not bucket or (gradient.dtype, gradient.device) == (bucket[0].dtype, bucket[0].device)
+        if bucket and (not fits or size + gradient.nbytes > _BUCKET_BYTES):
             yield bucket
             bucket, size = [], 0
         bucket.append(gradient)
@@ -124,18 +121,13 @@ def _gather_ragged(rows: torch.Tensor) -> torch.Tensor:
 
 
 def settle_buckets(model: nn.Module, *, set_to_none: bool) -> None:
-    """Let DistributedDataParallel form its buckets of gradients for good, before the first update.
+    """Let DistributedDataParallel form its buckets of gradients before the first step, permanently.
 
-    It forms them anew after its first backward. Where more than two processes add up, the order in which they do
-    depends on a gradient's place in its bucket: the first update of a run that continues would round otherwise than the
-    same update of one that was not interrupted.
+    It forms them again after its first backward. Where more than two processes add up, the order in which they do
+    depends on a gradient's place in its bucket: the first step of a resumed run would round otherwise than the
+    same step of one that was not interrupted.
 
     Processes: collective.
-
-    Args:
-        model: The model.
-        set_to_none: Whether gradients are dropped after each step. Where they stay, and are views of their buckets,
-            they have to be there from the first step on: the mean is rounded otherwise for one that is new.
 
     Source: `Reducer::should_rebuild_buckets` in torch/csrc/distributed/c10d/reducer.cpp, which says when it does, and
         `Reducer::mark_variable_ready_dense`, which divides, or multiplies by the reciprocal.
@@ -207,12 +199,9 @@ def _broadcast(tensors: Iterable[torch.Tensor]) -> None:
 def require_equal_weights(model: nn.Module) -> None:
     """Check that training begins with the same weights on all processes.
 
-    DistributedDataParallel sees to that unless it is told not to (`init_sync=False`) or to skip a parameter.
+    DistributedDataParallel sees to that unless it is asked not to (`init_sync=False`) or to skip a parameter.
 
     Processes: collective.
-
-    Raises:
-        ModuleContractError: They differ; the message names the first parameter or buffer that does.
     """
     if num_processes() == 1:
         return

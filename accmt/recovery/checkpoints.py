@@ -132,7 +132,7 @@ class Checkpoints:
         """
         if run.has_unfinished_update:
             if is_due or self.requests:
-                warn_once(_UNFINISHED, about="unfinished update")
+                warn_once(_UNFINISHED, about="unfinished step")
             return
         self._prepare_once(run)
         has_saved = self._serve_requests(run)
@@ -147,7 +147,7 @@ class Checkpoints:
         return None in requests
 
     def _prepare_once(self, run: Run) -> None:
-        """Find at the first update, not at the first checkpoint, what no checkpoint can hold or give back."""
+        """Find at the first step, not at the first checkpoint, what no checkpoint can hold or give back."""
         if not self.is_prepared and run.settings.failures.preflight and self.are_written:
             run_on_every_process(lambda: try_optimizer(run.model, run.stepper.optimizer))
         if self._writer is not None and not self.is_prepared:
@@ -160,7 +160,7 @@ class Checkpoints:
         Processes: collective.
         """
         if run.has_unfinished_update:
-            warn_once(_UNFINISHED, about="unfinished update")
+            warn_once(_UNFINISHED, about="unfinished step")
             return
         self._serve_requests(run)
         if self._settings.checkpoints.every is not None and self._saved != (

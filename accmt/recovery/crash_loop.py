@@ -20,11 +20,11 @@ def warn_of_crash_loop(run: Run) -> None:
     """Note that the run starts, and warn if it has failed here too often; one that does not resume never has."""
     if not _is_noted(run):
         return
-    folder, update = run.checkpoints.folder, run.state.global_step
+    folder, step = run.checkpoints.folder, run.state.global_step
     try:
         if run.settings.checkpoints.resume is False:
             forget_starts(folder)
-        message = describe_crash_loop(note_start(folder, update), update, folder)
+        message = describe_crash_loop(note_start(folder, step), step, folder)
     except OSError as error:
         warn(f"this start is not noted in {folder}: {error}")
         return

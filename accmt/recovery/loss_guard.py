@@ -2,7 +2,7 @@
 
 Losses stay on the device until something else waits for it: a row of the log, an evaluation, a checkpoint. So a
 checkpoint never holds what a loss that is not finite has made of the weights, and seeing one costs no waiting. Only
-`"on_nonfinite": "skip"` has to know before the optimizer steps, and waits once per update.
+`"on_nonfinite": "skip"` has to know before the optimizer steps, and waits once per step.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Place(NamedTuple):
     """Where a batch was in training.
 
     Attributes:
-        update: The update that its window was to make, from 1.
+        step: The step that its window was to make, from 1.
         epoch: The epoch, from 0.
         micro_batch: The micro-batch in it, from 0.
         samples_before: Samples of all processes seen before its window.
     """
 
-    update: int
+    step: int
     epoch: int
     micro_batch: int
     samples_before: int
@@ -72,7 +72,7 @@ class Finding:
 
     def __str__(self) -> str:
         place = self.place
-        where = f"step {place.update} (epoch {place.epoch + 1}, batch {place.micro_batch}) on process {self.process}"
+        where = f"step {place.step} (epoch {place.epoch + 1}, batch {place.micro_batch}) on process {self.process}"
         if self.samples is None:
             return f"{self.what} at {where}"
         named = ", ".join(map(str, self.samples[:_MAX_NAMED])) + (", ..." if len(self.samples) > _MAX_NAMED else "")
@@ -124,22 +124,22 @@ class LossGuard:
         return self.reaction == "skip" or samples_before < self._careful_until
 
     def mark_gradients(self, loss: torch.Tensor, factor: Weight) -> Weight:
-        """Return the factor of a loss; for a wrong one it is NaN, so that gradients tell all processes of it."""
+        """Return the factor of a loss; for a wrong one it is NaN, so that gradients show it to all processes."""
         highest = min(self._highest(), torch.finfo(loss.dtype).max)
         return torch.where(loss.detach() <= highest, factor, math.nan)
 
     def forgive(self, samples_before: int) -> None:
-        """Skip the losses of a window that a gradient scaler made no update of: it is there for overflows."""
+        """Skip the losses of a window that a gradient scaler made no step of: it is there for overflows."""
         self._harmless.add(samples_before)
 
-    def allows_step(self, gradients: list[torch.Tensor], update: int, samples_before: int) -> bool:
+    def allows_step(self, gradients: list[torch.Tensor], step: int, samples_before: int) -> bool:
         """Return whether to step with these gradients, which are reduced over processes.
 
         Waits for the device.
         """
         is_finite = bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients)))
         if not is_finite:
-            self.skipped[samples_before] = update
+            self.skipped[samples_before] = step
         return is_finite
 
     def find(self) -> list[tuple[Place, float, str]]:
@@ -215,9 +215,9 @@ def _warn_of_skipped(found: list[Finding], skipped: dict[int, int]) -> None:
     for finding in found:
         warn(f"{finding}: the step is skipped")
     named = {finding.place.samples_before for finding in found}
-    for samples_before, update in skipped.items():
+    for samples_before, step in skipped.items():
         if samples_before not in named:
-            warn(f"the gradients of step {update} are not finite, though its losses are: it is skipped")
+            warn(f"the gradients of step {step} are not finite, though its losses are: it is skipped")
 
 
 def _react(run: Run, found: list[Finding]) -> None:

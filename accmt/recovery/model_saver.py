@@ -298,10 +298,10 @@ def _describe_training(run: Run) -> dict[str, Any]:
     state, settings = run.state, run.settings
     accumulation = settings.optimization.accumulation_at(state.epoch)
     return {
-        "updates": state.global_step,
+        "steps": state.global_step,
         "epochs finished": state.epoch,
         "training samples seen": state.samples_seen,
-        "samples of an update": settings.hps.train_batch_size * accumulation * state.num_processes,
+        "samples of a step": settings.hps.train_batch_size * accumulation * state.num_processes,
         "processes": state.num_processes,
         "mixed precision": str(run.accelerator.mixed_precision),
         "seed": run.seed,

@@ -43,7 +43,7 @@ class Recovery:
         skipped_windows: Windows that are not trained on, each by the samples seen before it.
         careful_until: Windows that begin before so many samples are judged before the optimizer steps.
         rollbacks: How often in a row the run went back to the same checkpoint.
-        rolled_back_to: The update of that checkpoint.
+        rolled_back_to: The step of that checkpoint.
         checkpoint: The checkpoint that the next run continues from; None where no other run is due.
         is_temporary: Whether that checkpoint is there for the next run only.
     """
@@ -129,7 +129,7 @@ def restart_with_smaller_batches(run: Run) -> NoReturn:
 def roll_back(run: Run, window: int, why: str, *, is_skipped: bool) -> NoReturn:
     """End the run, to continue from its newest checkpoint and skip a step.
 
-    A loss that is not finite may come of the update before it, whose gradients were not. So the windows up to this one
+    A loss that is not finite may come from the step before it, whose gradients were not. So the windows up to this one
     are trained on again, each judged before the optimizer steps.
 
     Processes: collective; the same window on all.
@@ -140,8 +140,8 @@ def roll_back(run: Run, window: int, why: str, *, is_skipped: bool) -> NoReturn:
     recovery.rolled_back_to = step
     if recovery.rollbacks > MAX_ROLLBACKS:
         got = f"{why}, after {MAX_ROLLBACKS} rollbacks to step {step}"
-        do = "look at the data and at the learning rate: passing over single updates does not help"
-        raise NonFiniteError(explain("the training loss", got, "finite losses after passing over a few updates", do))
+        do = "look at the data and at the learning rate: skipping single steps does not help"
+        raise NonFiniteError(explain("the training loss", got, "finite losses after skipping a few steps", do))
     recovery.skipped_windows |= {window} if is_skipped else set()
     recovery.careful_until = window + 1
     warn(f"{why}: back to the checkpoint of step {step}, from where the faulty step is skipped")

@@ -1,4 +1,4 @@
-"""Builds a Run: checks the module, starts the Accelerator, makes loaders, optimizer, schedule and hooks."""
+"""Builds a Run: checks the module, starts the Accelerator, makes loaders, optimizer, scheduler and hooks."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _place(
     state, micro_batches_per_epoch = trainer.state, loader.num_micro_batches
     if resumed is not None:
         loader.resume_from(state.epoch, state.train_step, resumed.others["data"])
-    done = Counters() if isinstance(module, ExtendedAcceleratorModule) else state  # its updates follow no plan
+    done = Counters() if isinstance(module, ExtendedAcceleratorModule) else state  # its steps follow no plan
     length = measure_run(trainer.settings, cadence, loader, micro_batches_per_epoch, done)
     reloads = trainer.settings.data.reload_epochs > 0
     return length.keep(resumed.others.get("plan")) if resumed is not None and reloads else length
@@ -189,7 +189,7 @@ def _check_plateau(scheduler: Any, val_loaders: dict[str, Loader]) -> None:
     if isinstance(scheduler, ReduceLROnPlateau) and not val_loaders:
         got = "ReduceLROnPlateau, which steps by the validation loss, and no validation data"
         raise ArgumentError(
-            explain("scheduler", got, "validation data", "pass them to fit, or choose another schedule")
+            explain("scheduler", got, "validation data", "pass them to fit, or choose another scheduler")
         )
 
 

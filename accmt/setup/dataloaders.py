@@ -137,4 +137,4 @@ def _check_fraction(cadence: Cadence, loader: Loader) -> None:
     if isinstance(every, float) and loader.num_micro_batches is None:
         got = f"{every}, a fraction of an epoch whose length is unknown"
         do = "evaluate_every_n_steps=100, say"
-        raise ArgumentError(explain("Trainer(evaluate_every_n_steps=...)", got, "a whole number of updates", do))
+        raise ArgumentError(explain("Trainer(evaluate_every_n_steps=...)", got, "a whole number of steps", do))

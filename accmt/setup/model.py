@@ -1,4 +1,4 @@
-"""Makes the model ready to be trained: device, compilation, optimizer, schedule, wrapper; or to be evaluated only."""
+"""Makes the model ready to be trained: device, compilation, optimizer, scheduler, wrapper; or to be evaluated only."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the model, its optimizer and its schedule became.
+    """What the model, its optimizer and its scheduler became.
 
     Attributes:
         model: The model that reduces gradients over processes.
         unwrapped_model: The user's model itself.
         stepper: Backward, clipping and optimizer.
-        scheduler: The schedule, or None.
+        scheduler: The scheduler, or None.
     """
 
     model: nn.Module
@@ -57,7 +57,7 @@ class Prepared:
 def prepare(
     module: AcceleratorModule, accelerator: Accelerator, settings: Settings, cadence: Cadence, length: RunLength
 ) -> Prepared:
-    """Build optimizer and schedule, and wrap the model for the launch.
+    """Build optimizer and scheduler, and wrap the model for the launch.
 
     Processes: collective.
     """

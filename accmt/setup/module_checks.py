@@ -116,7 +116,7 @@ def _describe_returned(own: Any) -> str:
 
 
 def _defines_step(module: AcceleratorModule) -> bool:
-    # In an ExtendedAcceleratorModule `step` is something else: it advances optimizer and schedule.
+    # In an ExtendedAcceleratorModule `step` is something else: it advances optimizer and scheduler.
     return defines(module, "step") and not isinstance(module, ExtendedAcceleratorModule)
 
 

@@ -1,4 +1,4 @@
-"""What all processes have to be started with alike: each plans its part from these, without asking the others."""
+"""What has to be the same on all processes: each plans its part from it, without asking the others."""
 
 from __future__ import annotations
 

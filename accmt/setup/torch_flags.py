@@ -22,7 +22,7 @@ _running: list[tuple[Any, Any]] = []
 
 @contextmanager
 def running(trainer: Any, module: Any) -> Iterator[None]:
-    """Note for the length of a run that Trainer and module are in one, and refuse a second run of either within it."""
+    """Note that Trainer and module are in a run, and reject a second run of either within it."""
     model = getattr(module, "unwrapped_model", module) if hasattr(module, "model") else module
     for other_trainer, other_model in _running:
         if trainer is other_trainer or model is other_model:

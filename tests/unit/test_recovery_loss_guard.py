@@ -275,7 +275,7 @@ def test_losses_are_compared_with_the_hundred_before_them() -> None:
     guard.add(torch.tensor(1.19), 1, Place(200, 0, 200, 200))
     guard.add(torch.tensor(1.35), 1, Place(201, 0, 201, 201))
     ((place, _, what),) = guard.find()
-    assert place.update == 201
+    assert place.step == 201
     assert what.startswith("loss 1.35, a spike above 1.2")
 
 
