@@ -20,7 +20,7 @@ from accmt.loop.train_step import AutomaticSteps
 from accmt.messages import say, warn
 from accmt.module import ExtendedAcceleratorModule
 from accmt.processes import run_on_every_process, run_on_main_process
-from accmt.recovery.crash_loop import note_end, warn_of_crash_loop
+from accmt.recovery.crash_loop import record_end, warn_of_crash_loop
 from accmt.recovery.restart import Restart
 from accmt.recovery.resume_hint import printing_resume_hint
 from accmt.recovery.shutdown import handle_failure, watching
@@ -165,10 +165,10 @@ def _recording_outcome(run: Run) -> Iterator[None]:
     except BaseException as error:
         note_dead_worker(error)
         _set_failed_status(run, error)
-        note_end(run, error)
+        record_end(run, error)
         raise
     else:
-        note_end(run, None)
+        record_end(run, None)
 
 
 @contextmanager

@@ -2,14 +2,14 @@ import json
 
 import pytest
 
-from accmt.failures import run_starts as starts
-from accmt.failures.run_starts import Start, describe_crash_loop, forget_starts, note_failure, note_start
+from accmt.recovery import crash_loop
+from accmt.recovery.crash_loop import Start, describe_crash_loop, forget_starts, record_failure, record_start
 
 
 @pytest.fixture
 def as_process(monkeypatch):
     """Let the functions believe that they run in another process."""
-    return lambda name: monkeypatch.setattr(starts, "_name_process", lambda: name)
+    return lambda name: monkeypatch.setattr(crash_loop, "_name_process", lambda: name)
 
 
 def ended(*ends):
@@ -23,33 +23,33 @@ def describe(tmp_path, step, *ends):
 
 def test_each_start_is_noted_with_its_end(tmp_path, as_process):
     as_process("first")
-    assert note_start(tmp_path, 0) == []
-    note_failure(tmp_path, 7, "ValueError: x")
+    assert record_start(tmp_path, 0) == []
+    record_failure(tmp_path, 7, "ValueError: x")
     as_process("second")
-    assert note_start(tmp_path, 6) == [Start("first", 0, 7, "ValueError: x")]
+    assert record_start(tmp_path, 6) == [Start("first", 0, 7, "ValueError: x")]
     as_process("third")
-    assert note_start(tmp_path, 6) == [Start("first", 0, 7, "ValueError: x"), Start("second", 6)]
+    assert record_start(tmp_path, 6) == [Start("first", 0, 7, "ValueError: x"), Start("second", 6)]
 
 
 def test_a_run_that_starts_again_in_its_process_has_not_failed(tmp_path, as_process):
     as_process("first")
-    note_start(tmp_path, 0)
-    assert note_start(tmp_path, 6) == []
-    note_failure(tmp_path, 7, "ValueError: x")
-    assert note_start(tmp_path, 6) == [Start("first", 6, 7, "ValueError: x")]
+    record_start(tmp_path, 0)
+    assert record_start(tmp_path, 6) == []
+    record_failure(tmp_path, 7, "ValueError: x")
+    assert record_start(tmp_path, 6) == [Start("first", 6, 7, "ValueError: x")]
 
 
 def test_a_process_that_noted_no_start_notes_no_failure(tmp_path, as_process):
     as_process("first")
-    note_start(tmp_path, 0)
+    record_start(tmp_path, 0)
     as_process("second")
-    note_failure(tmp_path, 7, "ValueError: x")
+    record_failure(tmp_path, 7, "ValueError: x")
     as_process("third")
-    assert note_start(tmp_path, 0) == [Start("first", 0)]
+    assert record_start(tmp_path, 0) == [Start("first", 0)]
 
 
 def test_a_process_is_named_by_more_than_its_number(tmp_path):
-    note_start(tmp_path, 0)
+    record_start(tmp_path, 0)
     (entry,) = json.loads((tmp_path / "starts.json").read_text())["starts"]
     number, created = entry["process"].split("-")
     assert int(number) > 0
@@ -58,23 +58,23 @@ def test_a_process_is_named_by_more_than_its_number(tmp_path):
 
 def test_what_is_forgotten_is_gone(tmp_path, as_process):
     as_process("first")
-    note_start(tmp_path, 0)
+    record_start(tmp_path, 0)
     forget_starts(tmp_path)
     forget_starts(tmp_path)
     as_process("second")
-    assert note_start(tmp_path, 0) == []
+    assert record_start(tmp_path, 0) == []
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"starts": [{"x": 1}]}', '{"starts": 3}'])
 def test_a_damaged_file_is_begun_anew(tmp_path, text):
     (tmp_path / "starts.json").write_text(text)
-    assert note_start(tmp_path, 0) == []
+    assert record_start(tmp_path, 0) == []
 
 
 def test_the_file_stays_small(tmp_path, as_process):
     for number in range(50):
         as_process(str(number))
-        note_start(tmp_path, number)
+        record_start(tmp_path, number)
     assert len(json.loads((tmp_path / "starts.json").read_text())["starts"]) == 20
 
 
