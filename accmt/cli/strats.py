@@ -11,11 +11,10 @@ STRATEGIES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    del parser
+    """Add none."""
 
 
 def run(options: argparse.Namespace) -> int:
-    del options
     width = max(map(len, STRATEGIES))
     print("\n".join(f"{name:<{width}}  {purpose}" for name, purpose in STRATEGIES.items()))
     print("\nFSDP, DeepSpeed, Megatron-LM and XLA are not supported yet: a run launched with them ends with an error.")

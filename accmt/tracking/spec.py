@@ -74,28 +74,19 @@ class TrackerSpec:
 
     def server(self, place: RunPlace) -> str | None:
         """Return the URL of the store that the tracker uses; None for one in the folder of logs."""
-        del place
         return None
 
     def is_remote(self, place: RunPlace, kwargs: Mapping[str, Any]) -> bool:
         """Return whether the tracker, started with `kwargs`, reaches its store over the network."""
-        del place, kwargs
         return False
 
     def missing_key(self, kwargs: Mapping[str, Any]) -> str | None:
         """Return how to provide the key that the tracker needs to reach its service; None where nothing is missing."""
-        del kwargs
         return None
 
     def upload_command(self, place: RunPlace) -> str:
         """Return the command that uploads to the service what a run without a key left in files."""
-        del place
         return ""
-
-    def settles_in_s(self, tracker: GeneralTracker) -> float:
-        """Return the seconds after which a kill no longer takes a row from the tracker; infinite until its end."""
-        del tracker
-        return 0.0
 
     def deliver(self, tracker: GeneralTracker, rows: Sequence[Row]) -> Iterator[int]:
         """Log rows in their order; yields how many more of them the tracker has."""
@@ -115,7 +106,6 @@ class TrackerSpec:
 
     def is_refusal(self, error: BaseException) -> bool:
         """Return whether an error of the tracker means that it will never take a row, because of its content."""
-        del error
         return False
 
     def attach(self, tracker: GeneralTracker) -> None:
@@ -138,7 +128,6 @@ class TrackerSpec:
 
     def dashboard_command(self, place: RunPlace) -> list[str]:
         """Return the command that shows the runs in a browser; empty where there is nothing to start."""
-        del place
         return []
 
 
@@ -156,12 +145,13 @@ class TrackerRun(_Base):  # type: ignore[misc]
 
     Attributes:
         base: Accelerate's class, as `module:name`.
+        settles_in_s: After how long a kill no longer takes a row from the tracker; infinite until its end.
     """
 
     base: ClassVar[str]
+    settles_in_s: float = 0.0
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        del args, kwargs
         run: Self = object.__new__(_with_base(cls))  # type: ignore[arg-type]
         return run
 
@@ -189,7 +179,6 @@ class ServiceSpec(TrackerSpec):
         return self.is_offline_wanted(kwargs) or not self.has_key(kwargs)
 
     def is_remote(self, place: RunPlace, kwargs: Mapping[str, Any]) -> bool:
-        del place
         return not self.is_offline(kwargs)
 
     def missing_key(self, kwargs: Mapping[str, Any]) -> str | None:
@@ -247,11 +236,9 @@ class UserTracker(TrackerSpec):
             tracker.log_artifact(str(media.path))
 
     def finish(self, tracker: GeneralTracker, status: str) -> None:
-        del status
         tracker.finish()
 
     def run_id(self, tracker: GeneralTracker) -> str | None:
-        del tracker
         return None
 
 

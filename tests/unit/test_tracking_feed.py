@@ -11,15 +11,6 @@ from accmt.tracking.spec import UserTracker
 from tests.faults.tracking import Faulty
 
 
-class Buffering(UserTracker):
-    def __init__(self, tracker, settles_in_s):
-        super().__init__(tracker)
-        self.seconds = settles_in_s
-
-    def settles_in_s(self, tracker):
-        return self.seconds
-
-
 @pytest.fixture
 def history(tmp_path):
     history = History(tmp_path)
@@ -31,8 +22,9 @@ def history(tmp_path):
 
 def deliver(history, settles_in_s):
     account, tracker = Account(), Faulty()
+    tracker.settles_in_s = settles_in_s
     replay = Replay(history.path, account, Rewinding.KEEPS)
-    feed = Feed(Buffering(tracker, settles_in_s), tracker, history, account, replay)
+    feed = Feed(UserTracker(tracker), tracker, history, account, replay)
     while feed.fetch():
         list(feed.hand_over(2))
     feed.close()

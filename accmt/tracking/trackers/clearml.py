@@ -36,26 +36,20 @@ class ClearML(ServiceSpec):
         return ClearMLRun(start, is_offline=self.is_offline(start.kwargs))
 
     def is_offline_wanted(self, kwargs: Mapping[str, Any]) -> bool:
-        del kwargs
         return os.environ.get("CLEARML_OFFLINE_MODE", "").lower() in ("1", "true", "yes", "on")
 
     def has_key(self, kwargs: Mapping[str, Any]) -> bool:
-        del kwargs
         keys = import_module("clearml.backend_api.session.defs")
         in_file = import_module("clearml.config").config_obj.get("api.credentials.access_key", None)
         return bool(keys.ENV_ACCESS_KEY.get() or keys.ENV_AUTH_TOKEN.get() or in_file)
 
     def upload_command(self, place: RunPlace) -> str:
-        del place
         return "clearml-task --import-offline-session <the zip that the end of the run names>"
-
-    def settles_in_s(self, tracker: TrackerRun) -> float:
-        del tracker
-        return 10.0  # ClearML's thread sends every five seconds
 
 
 class ClearMLRun(TrackerRun):
     base = "accelerate.tracking:ClearMLTracker"
+    settles_in_s = 10.0  # ClearML's thread sends every five seconds
 
     def __init__(self, start: RunStart, *, is_offline: bool) -> None:
         unpatched = {"auto_connect_frameworks": False, "auto_connect_arg_parser": False}

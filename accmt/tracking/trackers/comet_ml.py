@@ -40,9 +40,6 @@ class CometML(ServiceSpec):
     def upload_command(self, place: RunPlace) -> str:
         return f"comet upload {place.run_folder}/comet/*.zip"
 
-    def settles_in_s(self, tracker: TrackerRun) -> float:
-        return math.inf if tracker.is_offline else 0.0  # with a service each batch of rows is flushed
-
 
 class CometMLRun(TrackerRun):
     base = "accelerate.tracking:CometMLTracker"
@@ -67,6 +64,7 @@ class CometMLRun(TrackerRun):
         }
         super().__init__(start.place.track_name, **options)
         self.is_offline = is_offline
+        self.settles_in_s = math.inf if is_offline else 0.0  # with a service each batch of rows is flushed
         self._tags = start.resume.tags
 
     @property

@@ -67,7 +67,6 @@ class DVCLiveRun(TrackerRun):
             self.live.log_image(f"{name}/{media.step}.png", image)
 
     def finish(self, status: str = "FINISHED") -> None:
-        del status
         super().finish()
 
 

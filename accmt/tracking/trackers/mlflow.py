@@ -63,7 +63,6 @@ class MLFlow(TrackerSpec):
         return None if uri == _local_uri(place) else uri
 
     def is_remote(self, place: RunPlace, kwargs: Mapping[str, Any]) -> bool:
-        del kwargs
         return not self.tracking_uri(place).startswith(("sqlite:", "file:", "/", "."))
 
     def is_outage(self, error: BaseException | None) -> bool:

@@ -40,19 +40,15 @@ class SwanLab(ServiceSpec):
         return mode in ("offline", "local", "disabled")
 
     def has_key(self, kwargs: Mapping[str, Any]) -> bool:
-        del kwargs
         return bool(import_module("swanlab").Settings().api_key)
 
     def upload_command(self, place: RunPlace) -> str:
         return f"swanlab sync {place.run_folder}/swanlab/run-*"
 
-    def settles_in_s(self, tracker: TrackerRun) -> float:
-        del tracker
-        return math.inf
-
 
 class SwanLabRun(TrackerRun):
     base = "accelerate.tracking:SwanLabTracker"
+    settles_in_s = math.inf
 
     def __init__(self, start: RunStart, *, is_offline: bool) -> None:
         place = start.place

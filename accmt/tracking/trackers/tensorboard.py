@@ -65,5 +65,4 @@ class TensorBoardRun(TrackerRun):
         self.writer.flush()
 
     def finish(self, status: str = "FINISHED") -> None:
-        del status
         super().finish()

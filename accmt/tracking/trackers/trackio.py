@@ -30,13 +30,8 @@ class Trackio(TrackerSpec):
         return TrackioRun(start)
 
     def is_remote(self, place: RunPlace, kwargs: Mapping[str, Any]) -> bool:
-        del place
         elsewhere = ("space_id", "server_url")
         return any(kwargs.get(name) or os.environ.get(f"TRACKIO_{name.upper()}") for name in elsewhere)
-
-    def settles_in_s(self, tracker: TrackerRun) -> float:
-        del tracker
-        return 2.0  # Trackio's thread writes every half second
 
     def dashboard_command(self, place: RunPlace) -> list[str]:
         return ["trackio", "show", "--project", place.track_name]
@@ -44,6 +39,7 @@ class Trackio(TrackerSpec):
 
 class TrackioRun(TrackerRun):
     base = "accelerate.tracking:TrackioTracker"
+    settles_in_s = 2.0  # Trackio's thread writes every half second
 
     def __init__(self, start: RunStart) -> None:
         # `embed` prints advice on the dashboard.
@@ -81,5 +77,4 @@ class TrackioRun(TrackerRun):
         self.run.log_artifact(media.path, name=clean_file_name(media.name), type="file")
 
     def finish(self, status: str = "FINISHED") -> None:
-        del status
         super().finish()

@@ -40,15 +40,10 @@ class WandB(ServiceSpec):
         return (kwargs.get("mode") or os.environ.get("WANDB_MODE")) in ("offline", "disabled", "dryrun")
 
     def has_key(self, kwargs: Mapping[str, Any]) -> bool:
-        del kwargs
         return bool(import_module("wandb").login(prompt=False, verify=False))
 
     def upload_command(self, place: RunPlace) -> str:
         return f"wandb sync {place.run_folder}/wandb/offline-run-*"
-
-    def settles_in_s(self, tracker: TrackerRun) -> float:
-        del tracker
-        return 2.0  # WandBRun has wandb's process write its file every second
 
     def is_outage(self, error: BaseException | None) -> bool:
         return isinstance(error, import_module("wandb").errors.CommError) or super().is_outage(error)
@@ -61,6 +56,7 @@ class WandBRun(TrackerRun):
     """
 
     base = "accelerate.tracking:WandBTracker"
+    settles_in_s = 2.0  # WandBRun has wandb's process write its file every second
 
     def __init__(self, start: RunStart, *, is_offline: bool) -> None:
         # Else a kill takes 15 seconds, and the process's exit waits 90 for a server that is not there.
