@@ -1,4 +1,4 @@
-"""Hyper-parameters: reading them with line numbers, checking them, and the names of optimizers and schedules."""
+"""Hyper-parameters: reading them with line numbers, checking them, and the names of optimizers and schedulers."""
 
 from accmt.config.hyperparameters import HyperParameters
 

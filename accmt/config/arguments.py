@@ -1,4 +1,4 @@
-"""Arguments of optimizers and schedules, held against the signature of what will be called with them."""
+"""Arguments of optimizers and schedulers, held against the signature of what will be called with them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from accmt.config.numbers import whole
 from accmt.config.optimizer_names import name_of
 
 COMPUTED = frozenset({"last_epoch", "num_training_steps", "total_steps", "epochs", "steps_per_epoch"})
-"""Arguments of schedules that only the run knows: accmt fills them in, and nobody else may."""
+"""Arguments of schedulers that only the run knows: accmt fills them in, and nobody else may."""
 
 FILLED_IF_MISSING = frozenset({"num_warmup_steps", "T_max"})
-"""Arguments of schedules that accmt fills in where the user did not."""
+"""Arguments of schedulers that accmt fills in where the user did not."""
 
 _SYNONYMS = {"learning_rate": "lr"}
 
 
 def parameters_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters of an optimizer class or schedule, without the first: the weights, or the optimizer."""
+    """Return the parameters of an optimizer class or scheduler, without the first: the weights, or the optimizer."""
     try:
         signature = inspect.signature(factory, eval_str=True)
     except NameError:  # an annotation that exists for type checkers only
@@ -30,35 +30,35 @@ def parameters_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return dict(list(signature.parameters.items())[1:])
 
 
-def optimizer_arguments(optimizer_class: type[torch.optim.Optimizer], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments to call an optimizer with, given those that the user wrote.
+def optimizer_arguments(optimizer_class: type[torch.optim.Optimizer], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments to call an optimizer with, from those that the user wrote.
 
-    transformers' Adafactor finds its own learning rate unless told otherwise, and refuses one beside it; whoever
+    transformers' Adafactor finds its own learning rate by default, and rejects one beside it; whoever
     writes `lr` means that one.
     """
-    if name_of(optimizer_class) == "Adafactor" and given.get("lr") is not None:
-        return {"relative_step": False, **given}
-    return dict(given)
+    if name_of(optimizer_class) == "Adafactor" and values.get("lr") is not None:
+        return {"relative_step": False, **values}
+    return dict(values)
 
 
 def check_optimizer(
-    optimizer_class: type[torch.optim.Optimizer], given: Mapping[str, Any]
+    optimizer_class: type[torch.optim.Optimizer], values: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[Fault]]:
     """Return the arguments as the optimizer takes them, and all that is wrong with them."""
     call = _Call("optim", optimizer_class)
-    arguments, faults = call.check(given)
+    arguments, faults = call.check(values)
     if not faults and optimizer_class.__module__.startswith(("torch.", "transformers.")):
         faults = list(_trial(call, optimizer_class, arguments))
     return arguments, faults
 
 
-def check_scheduler(factory: Callable[..., Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
-    """Return the arguments as the schedule takes them, warm-up as the user wrote it, and all that is wrong."""
+def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
+    """Return the arguments as the scheduler takes them, warm-up as the user wrote it, and all that is wrong."""
     call = _Call("scheduler", factory)
-    warmup = {name: whole(given[name]) for name in ("warmup_ratio", "num_warmup_steps") if name in given}
+    warmup = {name: whole(values[name]) for name in ("warmup_ratio", "num_warmup_steps") if name in values}
     if "num_warmup_steps" not in call.parameters or not warmup:
-        return call.check(given)
-    rest = {name: value for name, value in given.items() if name not in warmup}
+        return call.check(values)
+    rest = {name: value for name, value in values.items() if name not in warmup}
     arguments, faults = call.check(rest)
     return {**warmup, **arguments}, [*_warmup_faults(warmup), *faults]
 
@@ -77,11 +77,11 @@ class _Call:
         extra = {"warmup_ratio"} if "num_warmup_steps" in parameters else set()
         self.names = sorted((set(self.parameters) | extra) - COMPUTED)
 
-    def check(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
-        """Return `given` in the types of the signature, and a fault for each argument that is wrong or missing."""
-        arguments = {name: self._convert(name, value) for name, value in given.items()}
+    def check(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
+        """Return `values` in the types of the signature, and a fault for each argument that is wrong or missing."""
+        arguments = {name: self._convert(name, value) for name, value in values.items()}
         faults = [self._fault(name, value) for name, value in arguments.items()]
-        return arguments, [*filter(None, faults), *self._missing(given)]
+        return arguments, [*filter(None, faults), *self._missing(values)]
 
     def _convert(self, name: str, value: Any) -> Any:
         annotation = _annotation(self.parameters.get(name))
@@ -110,9 +110,9 @@ class _Call:
         takes = ", ".join(self.names) or "nothing"
         return Fault((self.key, name), f"{name} = {describe(value)}", f"an argument of {self.name}: {takes}", do)
 
-    def _missing(self, given: Iterable[str]) -> Iterable[Fault]:
+    def _missing(self, values: Iterable[str]) -> Iterable[Fault]:
         for name, parameter in self.parameters.items():
-            is_filled = name in COMPUTED or name in FILLED_IF_MISSING or name in given
+            is_filled = name in COMPUTED or name in FILLED_IF_MISSING or name in values
             if parameter.default is parameter.empty and not is_filled:
                 yield Fault((self.key, name), "nothing", f"{self.name} needs {name}", f"add `{name}:` to {self.key}")
 
@@ -149,15 +149,15 @@ def _warmup_faults(warmup: Mapping[str, Any]) -> Iterable[Fault]:
     ((name, value),) = warmup.items()
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if name == "warmup_ratio" and not (is_number and 0 <= value <= 1):
-        do = "write `warmup_ratio: 0.1`, or `num_warmup_steps:` for a number of updates"
-        yield Fault(("scheduler", name), describe(value), "a number from 0 to 1, the part of all updates", do)
+        do = "write `warmup_ratio: 0.1`, or `num_warmup_steps:` for a number of steps"
+        yield Fault(("scheduler", name), describe(value), "a number from 0 to 1, the part of all steps", do)
     if name == "num_warmup_steps" and not (is_number and value >= 0 and (isinstance(value, int) or value < 1)):
         do = "write `num_warmup_steps: 100`, or `warmup_ratio: 0.1`"
-        yield Fault(("scheduler", name), describe(value), "a whole number of updates from 0", do)
+        yield Fault(("scheduler", name), describe(value), "a whole number of steps from 0", do)
 
 
 def _trial(call: _Call, optimizer_class: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> Iterable[Fault]:
-    """Build the optimizer over one number, so that a value which it refuses is known now; find whose value it is."""
+    """Build the optimizer over one number, so that a value that it rejects is known now; find whose value it is."""
     refusal = _refusal(optimizer_class, arguments)
     if refusal is None:
         return

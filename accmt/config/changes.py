@@ -13,9 +13,9 @@ from accmt.config.hyperparameters import HyperParameters
 from accmt.config.optimizer_names import find_optimizer, find_scheduler
 from accmt.errors import HyperParameterError, explain
 
-Rule = Literal["apply", "keep", "refuse"]
+Rule = Literal["apply", "keep", "reject"]
 
-_SAID: dict[Rule, str] = {"apply": "applied", "keep": "not applied: the checkpoint's stays", "refuse": "refused"}
+_SAID: dict[Rule, str] = {"apply": "applied", "keep": "not applied: the checkpoint's stays", "reject": "rejected"}
 _FINDERS: dict[str, Callable[[Any], Any]] = {"optim": find_optimizer, "scheduler": find_scheduler}
 
 
@@ -27,7 +27,7 @@ class Change:
         key: Its dotted key, `optim.lr`.
         old: The value in the checkpoint; where it was left out, the default.
         new: The value now, likewise.
-        rule: "apply" the new value, "keep" the old one, or "refuse" to continue.
+        rule: "apply" the new value, "keep" the old one, or "reject" to continue.
     """
 
     key: str
@@ -44,8 +44,8 @@ class KeyRule:
     """What becomes of a changed key, and why.
 
     Attributes:
-        pattern: The keys it is for, `*` standing for any text; of several rules the first one counts.
-        rule: "apply" or "refuse".
+        pattern: The keys it is for, `*` standing for any string; of several rules the first one counts.
+        rule: "apply" or "reject".
         why: The reason, as the documentation gives it.
     """
 
@@ -55,20 +55,20 @@ class KeyRule:
 
 
 RULES = (
-    KeyRule("epochs", "apply", "The run ends elsewhere, and the schedule is stretched to the new end."),
+    KeyRule("epochs", "apply", "The run ends elsewhere, and the scheduler is stretched to the new end."),
     KeyRule("max_steps", "apply", "As `epochs`."),
     KeyRule(
         "batch_size",
         "apply",
-        "The position counts samples, so each is still seen once an epoch; the number of updates changes, and the "
-        "schedule is stretched to the new end.",
+        "The position counts samples, so each is still seen once an epoch; the number of steps changes, and the "
+        "scheduler is stretched to the new end.",
     ),
-    KeyRule("max_micro_batch_size", "apply", "Batches are split otherwise; updates stay what they are."),
-    KeyRule("step_scheduler_per_epoch", "refuse", "The schedule has counted in the other unit so far."),
-    KeyRule("optim.type", "refuse", "The optimizer's state belongs to the other class."),
+    KeyRule("max_micro_batch_size", "apply", "Batches are split differently; steps stay the same."),
+    KeyRule("step_scheduler_per_epoch", "reject", "The scheduler has counted in the other unit so far."),
+    KeyRule("optim.type", "reject", "The optimizer's state belongs to the other class."),
     KeyRule("optim.lr", "apply", "From here on the rate is the one of a run that had the new value from its start."),
-    KeyRule("optim.*", "apply", "Holds from the next update on; the optimizer's state stays."),
-    KeyRule("scheduler.*", "refuse", "A position in the old schedule means nothing in the new one."),
+    KeyRule("optim.*", "apply", "Holds from the next step on; the optimizer's state stays."),
+    KeyRule("scheduler.*", "reject", "A position in the old scheduler means nothing in the new one."),
     KeyRule("*", "apply", "It is no part of what a checkpoint holds."),
 )
 """The first rule whose pattern fits a key decides about it."""
@@ -82,7 +82,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, resets_optimizer:
     Args:
         old: `HyperParameters.to_dict()` of the checkpoint, with or without the outer `hps`.
         new: The same of this run.
-        resets_optimizer: Whether optimizer and schedule start anew, so that nothing has to be refused.
+        resets_optimizer: Whether optimizer and scheduler start again, so that nothing has to be rejected.
     """
     sides = [{**_standard(), **side.get("hps", side)} for side in (old, new)]
     same_kind = {name for name in _FINDERS if _kind(sides[0], name) == _kind(sides[1], name) is not None}
@@ -111,16 +111,17 @@ def require_allowed(changes: Iterable[Change], where: str) -> None:
         where: What was changed, for the message: the source of the hyper-parameters.
 
     Raises:
-        HyperParameterError: A change is refused; the message lists every one.
+        HyperParameterError: A change is rejected; the message lists every one.
     """
-    refused = [f"{change.key}: {_show(change.old)} -> {_show(change.new)}" for change in changes if _is_refused(change)]
-    if refused:
-        expected = "the checkpoint's values, which the state of optimizer and schedule belongs to"
+    wrong = [change for change in changes if _is_rejected(change)]
+    rejected = [f"{change.key}: {_show(change.old)} -> {_show(change.new)}" for change in wrong]
+    if rejected:
+        expected = "the checkpoint's values, which the state of optimizer and scheduler belongs to"
         do = (
-            "put the old values back, start optimizer and schedule anew with `reset_optimizer_on_resume=True`, "
+            "put the old values back, start optimizer and scheduler again with `reset_optimizer_on_resume=True`, "
             "or begin a new run with `resume=False`"
         )
-        raise HyperParameterError(explain(where, f"changed since the checkpoint: {', '.join(refused)}", expected, do))
+        raise HyperParameterError(explain(where, f"changed since the checkpoint: {', '.join(rejected)}", expected, do))
 
 
 def rules_table() -> str:
@@ -136,16 +137,16 @@ def _name(pattern: str) -> str:
 
 
 def _verdict(rule: Rule) -> str:
-    return "refuse, unless `reset_optimizer_on_resume=True`" if rule == "refuse" else rule
+    return "reject, unless `reset_optimizer_on_resume=True`" if rule == "reject" else rule
 
 
 def _rule_of(key: str, *, resets_optimizer: bool) -> Rule:
     rule = next(item.rule for item in RULES if fnmatchcase(key, item.pattern))
-    return "apply" if rule == "refuse" and resets_optimizer else rule
+    return "apply" if rule == "reject" and resets_optimizer else rule
 
 
-def _is_refused(change: Change) -> bool:
-    return change.rule == "refuse"
+def _is_rejected(change: Change) -> bool:
+    return change.rule == "reject"
 
 
 def _standard() -> dict[str, Any]:
@@ -168,16 +169,16 @@ def _flat(side: Mapping[str, Any], with_defaults: set[str]) -> dict[str, Any]:
     return flat
 
 
-def _with_defaults(component: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _with_defaults(component: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in the defaults of a class that this run uses too: one that only a checkpoint names is not imported."""
-    factory = _FINDERS[component](given["type"])
+    factory = _FINDERS[component](values["type"])
     if isinstance(factory, Fault):  # a class that was passed as an object, and has no import path
-        return dict(given)
+        return dict(values)
     parameters = parameters_of(factory)
     defaults = {name: _listed(item.default) for name, item in parameters.items() if item.default is not item.empty}
     if "num_warmup_steps" in parameters:
         defaults |= {"num_warmup_steps": 0, "warmup_ratio": 0}
-    return {**given, **defaults, **(optimizer_arguments(factory, given) if component == "optim" else given)}
+    return {**values, **defaults, **(optimizer_arguments(factory, values) if component == "optim" else values)}
 
 
 def _is_same(key: str, old: Any, new: Any) -> bool:

@@ -30,7 +30,7 @@ class Document:
         """Return the place of a key for messages: `hps/digits.yaml:7 optim.lr`."""
         return self._place(path, self._line(path))
 
-    def refuse(self, faults: Iterable[Fault]) -> HyperParameterError:
+    def reject(self, faults: Iterable[Fault]) -> HyperParameterError:
         """Return the one error that reports all `faults`, in the order of their lines."""
         placed = sorted(((fault.line or self._line(fault.path), fault) for fault in faults), key=lambda pair: pair[0])
         messages = [

@@ -28,21 +28,21 @@ FIELDS = (
 
 
 class HyperParameters:
-    """Epochs, batch sizes, optimizer and schedule of a run.
+    """Epochs, batch sizes, optimizer and scheduler of a run.
 
-    Numbers may be given as text ("1e-3"). Everything is checked here, arguments of the optimizer and of the schedule
+    Numbers may be strings ("1e-3"). Everything is checked here, arguments of the optimizer and of the scheduler
     against their signatures included, and all faults are reported in one error.
 
     Args:
-        epochs: Passes over the train data; -1 for as many as `max_steps` needs. None: 1, or -1 if `max_steps` is given.
+        epochs: Passes over the train data; -1 for as many as `max_steps` needs. None: 1, or -1 with `max_steps`.
         batch_size: Samples of a batch on one process: one number, or up to three for train, validation and test (one
             that is left out equals the one before it).
         optim: Name, import path or class of the optimizer. None: "SGD".
         optim_kwargs: Its arguments; those left out keep the defaults of its class.
-        scheduler: Name, import path or class of the learning rate schedule. None: the rate stays as it is.
+        scheduler: Name, import path or class of the learning rate scheduler. None: the rate stays as it is.
         scheduler_kwargs: Its arguments, `warmup_ratio` or `num_warmup_steps` among them where it warms up.
         max_steps: Updates after which the run ends, if `epochs` do not end it before. None or -1: no limit.
-        step_scheduler_per_epoch: Step the schedule at the end of each epoch instead of at each update; all its counts
+        step_scheduler_per_epoch: Step the scheduler at the end of each epoch instead of at each step; all its counts
             are then in epochs.
         max_micro_batch_size: Largest number of train samples that go through the model at once; larger batches are
             split evenly and accumulated. None: batches are not split.
@@ -91,11 +91,11 @@ class HyperParameters:
             "step_scheduler_per_epoch": step_scheduler_per_epoch,
             "max_micro_batch_size": max_micro_batch_size,
         }
-        given = {key: read_numbers(value) for key, value in values.items() if value is not None}
+        values = {key: read_numbers(value) for key, value in values.items() if value is not None}
         faults = _kwargs_faults(
             optim_kwargs=optim_kwargs, optimizer_kwargs=optimizer_kwargs, scheduler_kwargs=scheduler_kwargs
         )
-        self._take(Document("HyperParameters", given, faults=tuple(faults)))
+        self._take(Document("HyperParameters", values, faults=tuple(faults)))
 
     @classmethod
     def from_config(cls, source: str | os.PathLike[str] | Mapping[str, Any] | HyperParameters) -> HyperParameters:
@@ -125,10 +125,10 @@ class HyperParameters:
         schema, optim, scheduler = checked.schema, checked.optim, checked.scheduler
         self.epochs: int = schema.epochs
         self.batch_size: int | tuple[int, ...] = schema.batch_size
-        self.optim: str | type[torch.optim.Optimizer] = optim.given
+        self.optim: str | type[torch.optim.Optimizer] = optim.user_value
         self.optim_kwargs = optim.arguments
         self.optimizer_class: type[torch.optim.Optimizer] = optim.factory
-        self.scheduler: str | Callable[..., Any] | None = scheduler.given
+        self.scheduler: str | Callable[..., Any] | None = scheduler.user_value
         self.scheduler_kwargs = scheduler.arguments
         self.scheduler_class: Callable[..., Any] | None = scheduler.factory
         self.max_steps: int | None = None if schema.max_steps == -1 else schema.max_steps
@@ -190,7 +190,7 @@ class HyperParameters:
         }
 
     def get_config(self) -> dict[str, int | float | bool | str]:
-        """Return one flat level for trackers: `optim.lr` for nested keys, text for lists, nothing for None."""
+        """Return one flat level for trackers: `optim.lr` for nested keys, strings for lists, nothing for None."""
         return dict(_flat(self.to_dict()["hps"], ""))
 
     def __getitem__(self, key: str) -> Any:
@@ -217,12 +217,12 @@ def _component(kind: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     return {**(kwargs or {}), "type": kind}
 
 
-def _kwargs_faults(**given: Mapping[str, Any] | None) -> Iterable[Fault]:
-    for argument, kwargs in given.items():
+def _kwargs_faults(**values: Mapping[str, Any] | None) -> Iterable[Fault]:
+    for argument, kwargs in values.items():
         if "type" in (kwargs or {}):
             kind = argument.removesuffix("_kwargs")
             yield Fault((argument, "type"), "a type", "arguments alone", f"pass it as `{kind}=`")
-    if given["optim_kwargs"] is not None and given["optimizer_kwargs"] is not None:
+    if values["optim_kwargs"] is not None and values["optimizer_kwargs"] is not None:
         got = "`optim_kwargs` and its other name `optimizer_kwargs`"
         yield Fault(("optimizer_kwargs",), got, "one of the two", "leave out `optimizer_kwargs`")
 

@@ -1,4 +1,4 @@
-"""Numbers as a person means them: YAML 1.1 takes `1e-3` for text, and quotes make text of any number."""
+"""Numbers as a person means them: YAML 1.1 takes `1e-3` for a string, and quotes make a string of any number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the name of an optimizer or schedule to what builds it, and back."""
+"""From the name of an optimizer or scheduler to what builds it, and back."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from accmt.config.faults import Fault, KeyPath, describe, suggest
 SchedulerFactory = Callable[..., lr_scheduler.LRScheduler]
 
 _TRANSFORMERS = "transformers.optimization"
-_NEEDS_OBJECTS = "takes functions or other schedules, which a file cannot hold"
+_NEEDS_OBJECTS = "takes functions or other schedulers, which a file cannot hold"
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Where short names of one kind of thing are looked up; `foreign` are those of `TrainingArguments`."""
+    """Where short names of one kind of thing are looked up; `others_names` are those of `TrainingArguments`."""
 
     path: KeyPath
     base: type
     torch_module: ModuleType
     from_transformers: Mapping[str, str]
-    refused: Mapping[str, str]
+    rejected: Mapping[str, str]
     instead: str
-    foreign: Mapping[str, str]
+    others_names: Mapping[str, str]
 
     def names(self) -> list[str]:
         of_torch = {
@@ -39,7 +39,7 @@ class _Kind:
             if isinstance(item, type) and issubclass(item, self.base) and item is not self.base
             if not name.startswith("_")
         }
-        return sorted((of_torch | set(self.from_transformers)) - set(self.refused))
+        return sorted((of_torch | set(self.from_transformers)) - set(self.rejected))
 
     def by_name(self, name: str) -> Any:
         if name in self.from_transformers:
@@ -52,9 +52,9 @@ _OPTIMIZERS = _Kind(
     base=Optimizer,
     torch_module=torch.optim,
     from_transformers={"Adafactor": "Adafactor"},
-    refused={"LBFGS": "evaluates the loss several times in one step (it needs a closure)"},
+    rejected={"LBFGS": "evaluates the loss several times in one step (it needs a closure)"},
     instead="use AdamW or SGD",
-    foreign={"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "adamw_hf": "AdamW"},
+    others_names={"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "adamw_hf": "AdamW"},
 )
 _SCHEDULERS = _Kind(
     path=("scheduler", "type"),
@@ -69,9 +69,9 @@ _SCHEDULERS = _Kind(
         "LinearWithWarmup": "get_linear_schedule_with_warmup",
         "PolynomialDecayWithWarmup": "get_polynomial_decay_schedule_with_warmup",
     },
-    refused=dict.fromkeys(["LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"], _NEEDS_OBJECTS),
+    rejected=dict.fromkeys(["LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"], _NEEDS_OBJECTS),
     instead="return it from get_scheduler in your module",
-    foreign={
+    others_names={
         "constant": "Constant",
         "constant_with_warmup": "ConstantWithWarmup",
         "cosine": "CosineWithWarmup",
@@ -92,36 +92,36 @@ def optimizer_names() -> list[str]:
 
 
 def scheduler_names() -> list[str]:
-    """Return the short names of all schedules."""
+    """Return the short names of all schedulers."""
     return _SCHEDULERS.names()
 
 
 def schedulers_of_transformers() -> Mapping[str, str]:
-    """Return the values of transformers' `lr_scheduler_type`, each with the name of the schedule here."""
-    return _SCHEDULERS.foreign
+    """Return the values of transformers' `lr_scheduler_type`, each with the name of the scheduler here."""
+    return _SCHEDULERS.others_names
 
 
-def find_optimizer(given: Any) -> type[Optimizer] | Fault:
+def find_optimizer(value: Any) -> type[Optimizer] | Fault:
     """Return the optimizer class for a short name, a dotted import path or a class, or what is wrong with it."""
-    found = _find(given, _OPTIMIZERS)
+    found = _find(value, _OPTIMIZERS)
     if isinstance(found, Fault) or (isinstance(found, type) and issubclass(found, Optimizer)):
         return found
-    return Fault(_OPTIMIZERS.path, describe(given), "a subclass of torch.optim.Optimizer", "name such a class")
+    return Fault(_OPTIMIZERS.path, describe(value), "a subclass of torch.optim.Optimizer", "name such a class")
 
 
-def find_scheduler(given: Any) -> SchedulerFactory | Fault:
-    """Return the class or function that builds a schedule, for a name, a path or itself, or what is wrong with it."""
-    found = _find(given, _SCHEDULERS)
+def find_scheduler(value: Any) -> SchedulerFactory | Fault:
+    """Return the class or function that builds a scheduler, for a name, a path or itself, or what is wrong with it."""
+    found = _find(value, _SCHEDULERS)
     is_class = isinstance(found, type) and issubclass(found, lr_scheduler.LRScheduler)
     if isinstance(found, Fault) or is_class or inspect.isfunction(found):
         factory: SchedulerFactory | Fault = found
         return factory
     expected = "a torch.optim.lr_scheduler.LRScheduler, or a function of an optimizer that returns one"
-    return Fault(_SCHEDULERS.path, describe(given), expected, _SCHEDULERS.instead)
+    return Fault(_SCHEDULERS.path, describe(value), expected, _SCHEDULERS.instead)
 
 
 def name_of(factory: Callable[..., Any]) -> str:
-    """Return the short name of an optimizer class or schedule, or its import path where it has none."""
+    """Return the short name of an optimizer class or scheduler, or its import path where it has none."""
     module, name = factory.__module__, factory.__name__
     for kind in (_OPTIMIZERS, _SCHEDULERS):
         for short, attribute in kind.from_transformers.items():
@@ -132,34 +132,34 @@ def name_of(factory: Callable[..., Any]) -> str:
     return f"{module}.{factory.__qualname__}"
 
 
-def _find(given: Any, kind: _Kind) -> Any:
-    """Return the object behind `given`; anything callable passes as it is."""
-    found = _import(given, kind) if isinstance(given, str) else given
+def _find(value: Any, kind: _Kind) -> Any:
+    """Return the object behind `value`; anything callable passes as it is."""
+    found = _import(value, kind) if isinstance(value, str) else value
     if not callable(found) and not isinstance(found, Fault):
         return Fault(
-            kind.path, describe(given), "a name, an import path or a class", f"write `type: {kind.names()[0]}`"
+            kind.path, describe(value), "a name, an import path or a class", f"write `type: {kind.names()[0]}`"
         )
-    for name, reason in kind.refused.items():
+    for name, reason in kind.rejected.items():
         if found is kind.by_name(name):
             return Fault(kind.path, f"{name}, which {reason}", f"one of {', '.join(kind.names())}", kind.instead)
     return found
 
 
-def _import(given: str, kind: _Kind) -> Any:
+def _import(value: str, kind: _Kind) -> Any:
     names = kind.names()
-    if given in names or given in kind.refused:
-        return kind.by_name(given)
-    module_name, _, attribute = given.rpartition(".")
+    if value in names or value in kind.rejected:
+        return kind.by_name(value)
+    module_name, _, attribute = value.rpartition(".")
     if not module_name:
         expected = f"one of {', '.join(names)}, or an import path"
-        foreign = kind.foreign.get(given)
-        do = f"write `{foreign}`" if foreign else suggest(given, names, "choose one of these names")
-        return Fault(kind.path, describe(given), expected, do)
+        others_names = kind.others_names.get(value)
+        do = f"write `{others_names}`" if others_names else suggest(value, names, "choose one of these names")
+        return Fault(kind.path, describe(value), expected, do)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        return Fault(kind.path, f"{given!r}: {error}", "the import path of a class", "correct the path, or install it")
+        return Fault(kind.path, f"{value!r}: {error}", "the import path of a class", "correct the path, or install it")
     if not hasattr(module, attribute):
         do = suggest(attribute, vars(module), "correct the path")
-        return Fault(kind.path, f"{given!r}: {module_name} has no {attribute}", "the import path of a class", do)
+        return Fault(kind.path, f"{value!r}: {module_name} has no {attribute}", "the import path of a class", do)
     return getattr(module, attribute)

@@ -17,7 +17,7 @@ from accmt.config.optimizer_names import find_optimizer, find_scheduler
 
 
 class ComponentSchema(BaseModel):
-    """An optimizer or a schedule: its `type`, and arguments, which `check` holds against its signature."""
+    """An optimizer or a scheduler: its `type`, and arguments, which `check` holds against its signature."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -41,12 +41,12 @@ class Schema(BaseModel):
     optim: ComponentSchema = Field(description="an optimizer", examples=["optim: {type: AdamW, lr: 1e-4}"])
     scheduler: ComponentSchema | None = Field(
         default=None,
-        description="a schedule",
+        description="a scheduler",
         examples=["scheduler: {type: LinearWithWarmup, warmup_ratio: 0.1}"],
     )
     max_steps: PositiveInt | Literal[-1] = Field(
         default=-1,
-        description="a whole number of updates from 1, or -1 for no limit",
+        description="a whole number of steps from 1, or -1 for no limit",
         examples=["max_steps: 1000"],
     )
     step_scheduler_per_epoch: bool = Field(
@@ -73,9 +73,9 @@ class Schema(BaseModel):
 
 @dataclass(frozen=True)
 class Component:
-    """An optimizer or schedule as it was named, what builds it, and its arguments in the types of its signature."""
+    """An optimizer or scheduler as it was named, what builds it, and its arguments in the types of its signature."""
 
-    given: Any = None
+    user_value: Any = None
     factory: Any = None
     arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -102,7 +102,7 @@ def check(document: Document) -> Checked:
     scheduler, scheduler_faults = _check_component(document.values.get("scheduler"), find_scheduler, check_scheduler)
     faults += [*document.faults, *schema_faults, *_endless(document), *optim_faults, *scheduler_faults]
     if faults or schema is None:
-        raise document.refuse(faults)
+        raise document.reject(faults)
     return Checked(document, schema, optim, scheduler)
 
 
@@ -160,21 +160,21 @@ def _endless(document: Document) -> Iterable[Fault]:
 
 
 def _check_component(
-    given: Any,
+    value: Any,
     find: Callable[[Any], Any],
     check_arguments: Callable[[Any, dict[str, Any]], tuple[dict[str, Any], list[Fault]]],
 ) -> tuple[Component, list[Fault]]:
     """Return what was named, and its faults; what is not even a name is the schema's to report."""
-    given = _as_mapping(given)
-    kind = given.get("type") if isinstance(given, dict) else None
+    value = _as_mapping(value)
+    kind = value.get("type") if isinstance(value, dict) else None
     if not (isinstance(kind, str) or callable(kind)):
         return Component(), []
     factory = find(kind)
     if isinstance(factory, Fault):
         return Component(), [factory]
-    arguments, faults = check_arguments(factory, {str(name): given[name] for name in given if name != "type"})
+    arguments, faults = check_arguments(factory, {str(name): value[name] for name in value if name != "type"})
     return Component(kind, factory, arguments), faults
 
 
-def _as_mapping(given: Any) -> Any:
-    return {"type": given} if isinstance(given, str) or callable(given) else given
+def _as_mapping(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) or callable(value) else value

@@ -110,9 +110,9 @@ def test_a_value_that_the_optimizer_refuses_is_traced_to_its_key(name, given, ke
         ("LinearWithWarmup", {"warmup_ratio": 1.1}, "warmup_ratio", "1.1 (float)", "a number from 0 to 1"),
         ("LinearWithWarmup", {"warmup_ratio": -0.1}, "warmup_ratio", "-0.1 (float)", "a number from 0 to 1"),
         ("LinearWithWarmup", {"warmup_ratio": True}, "warmup_ratio", "True (bool)", "a number from 0 to 1"),
-        ("LinearWithWarmup", {"num_warmup_steps": -1}, "num_warmup_steps", "-1 (int)", "a whole number of updates"),
-        ("LinearWithWarmup", {"num_warmup_steps": 2.5}, "num_warmup_steps", "2.5 (float)", "a whole number of updates"),
-        ("LinearWithWarmup", {"num_warmup_steps": "x"}, "num_warmup_steps", "'x' (str)", "a whole number of updates"),
+        ("LinearWithWarmup", {"num_warmup_steps": -1}, "num_warmup_steps", "-1 (int)", "a whole number of steps"),
+        ("LinearWithWarmup", {"num_warmup_steps": 2.5}, "num_warmup_steps", "2.5 (float)", "a whole number of steps"),
+        ("LinearWithWarmup", {"num_warmup_steps": "x"}, "num_warmup_steps", "'x' (str)", "a whole number of steps"),
         (
             "LinearWithWarmup",
             {"warmup_ratio": 0.1, "num_warmup_steps": 5},

@@ -58,14 +58,14 @@ def test_a_change_says_key_old_value_new_value_and_what_becomes_of_it():
         ),
         ({"batch_size": [16, 32]}, {"batch_size": 16}, "batch_size: [16, 32] -> 16 (applied)"),
         ({}, {"max_micro_batch_size": 4}, "max_micro_batch_size: not set -> 4 (applied)"),
-        ({}, {"step_scheduler_per_epoch": True}, "step_scheduler_per_epoch: False -> True (refused)"),
-        ({}, {"optim": "SGD"}, "optim.type: AdamW -> SGD (refused)"),
+        ({}, {"step_scheduler_per_epoch": True}, "step_scheduler_per_epoch: False -> True (rejected)"),
+        ({}, {"optim": "SGD"}, "optim.type: AdamW -> SGD (rejected)"),
         ({}, {"optim": adam(weight_decay=0)}, "optim.weight_decay: 0.01 -> 0 (applied)"),
         ({}, {"optim": adam(betas=[0.9, 0.98])}, "optim.betas: [0.9, 0.999] -> [0.9, 0.98] (applied)"),
         ({}, {"optim": adam(fused=False)}, "optim.fused: not set -> False (applied)"),
-        ({}, {"scheduler": "Constant"}, "scheduler.type: not set -> Constant (refused)"),
-        ({"scheduler": "Constant"}, {}, "scheduler.type: Constant -> not set (refused)"),
-        ({"scheduler": WARM}, {"scheduler": "LinearWithWarmup"}, "scheduler.warmup_ratio: 0.1 -> 0 (refused)"),
+        ({}, {"scheduler": "Constant"}, "scheduler.type: not set -> Constant (rejected)"),
+        ({"scheduler": "Constant"}, {}, "scheduler.type: Constant -> not set (rejected)"),
+        ({"scheduler": WARM}, {"scheduler": "LinearWithWarmup"}, "scheduler.warmup_ratio: 0.1 -> 0 (rejected)"),
     ],
 )
 def test_each_key_has_its_rule(old, new, line):
@@ -110,7 +110,7 @@ def test_classes_compare_by_what_they_are_called():
     by_class = HyperParameters(3, 16, torch.optim.AdamW, {"lr": 1e-3}, Halving)
     assert compare(by_class.to_dict(), of(scheduler=f"{__name__}.Halving")) == []
     by_class = HyperParameters(3, 16, "AdamW", scheduler=Halving, scheduler_kwargs={"gamma": 0.9}).to_dict()
-    assert said(by_class, of(scheduler=Halving)) == ["scheduler.gamma: 0.9 -> 0.5 (refused)"]
+    assert said(by_class, of(scheduler=Halving)) == ["scheduler.gamma: 0.9 -> 0.5 (rejected)"]
 
 
 def test_a_class_without_an_import_path_is_compared_without_its_defaults():
@@ -119,7 +119,7 @@ def test_a_class_without_an_import_path_is_compared_without_its_defaults():
 
     assert compare(of(scheduler=Local), of(scheduler=Local)) == []
     changes = said(of(scheduler=Local), of(scheduler={"type": Local, "gamma": 0.5}))
-    assert changes == ["scheduler.gamma: not set -> 0.5 (refused)"]
+    assert changes == ["scheduler.gamma: not set -> 0.5 (rejected)"]
 
 
 def test_a_class_that_only_the_checkpoint_names_is_not_imported(tmp_path, monkeypatch):
@@ -127,12 +127,12 @@ def test_a_class_that_only_the_checkpoint_names_is_not_imported(tmp_path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     old = of()
     old["hps"]["optim"] = {"type": "runs_when_imported.Optimizer"}
-    assert said(old, of()) == ["optim.type: runs_when_imported.Optimizer -> AdamW (refused)"]
+    assert said(old, of()) == ["optim.type: runs_when_imported.Optimizer -> AdamW (rejected)"]
 
 
 def test_a_reset_of_the_optimizer_allows_everything():
     old, new = of(), of(optim={"type": "SGD", "momentum": 0.9}, scheduler=WARM, step_scheduler_per_epoch=True)
-    assert {change.rule for change in compare(old, new)} == {"apply", "refuse"}
+    assert {change.rule for change in compare(old, new)} == {"apply", "reject"}
     changes = compare(old, new, resets_optimizer=True)
     assert [change.key for change in changes] == [
         "step_scheduler_per_epoch",
@@ -145,15 +145,15 @@ def test_a_reset_of_the_optimizer_allows_everything():
     require_allowed(changes, "hps/news.yaml")
 
 
-def test_all_refused_changes_are_reported_at_once_with_what_to_do():
+def test_all_rejected_changes_are_reported_at_once_with_what_to_do():
     changes = compare(of(scheduler=WARM), of(epochs=5, optim="SGD", scheduler={**WARM, "warmup_ratio": 0.2}))
     with pytest.raises(HyperParameterError) as caught:
         require_allowed(changes, "hps/news.yaml")
     assert str(caught.value) == (
         "hps/news.yaml\n"
         "  got: changed since the checkpoint: optim.type: AdamW -> SGD, scheduler.warmup_ratio: 0.1 -> 0.2\n"
-        "  expected: the checkpoint's values, which the state of optimizer and schedule belongs to\n"
-        "  do: put the old values back, start optimizer and schedule anew with `reset_optimizer_on_resume=True`, "
+        "  expected: the checkpoint's values, which the state of optimizer and scheduler belongs to\n"
+        "  do: put the old values back, start optimizer and scheduler again with `reset_optimizer_on_resume=True`, "
         "or begin a new run with `resume=False`"
     )
 
@@ -174,6 +174,6 @@ def test_the_table_has_a_row_for_each_rule_and_the_rules_name_every_key():
     table = rules_table()
     assert all(item.why in table for item in RULES)
     assert len(table.splitlines()) == len(RULES) + 2
-    assert re.search(r"^\| `optim.type` \| refuse, unless `reset_optimizer_on_resume=True` \| ", table, re.MULTILINE)
+    assert re.search(r"^\| `optim.type` \| reject, unless `reset_optimizer_on_resume=True` \| ", table, re.MULTILINE)
     for field in Schema.model_fields:  # a new key needs a rule of its own
         assert any(fnmatchcase(f"{field}.x", item.pattern) or field == item.pattern for item in RULES[:-1]), field

@@ -34,7 +34,7 @@ def test_the_example_of_the_page_is_the_shipped_file_and_the_python_form():
 @pytest.mark.feature("D16", "D17")
 def test_the_page_lists_every_name():
     assert names_under("Optimizers") == set(optimizer_names())
-    assert names_under("Schedules") == set(scheduler_names())
+    assert names_under("Schedulers") == set(scheduler_names())
 
 
 def test_the_error_on_the_page_is_the_real_one(tmp_path, monkeypatch):

@@ -32,13 +32,13 @@ def test_a_source_without_lines_names_itself_and_the_key():
 
 
 def test_one_fault_is_one_message_of_four_parts():
-    error = DOCUMENT.refuse([fault("epochs")])
+    error = DOCUMENT.reject([fault("epochs")])
     assert isinstance(error, HyperParameterError)
     assert str(error) == "hps/x.yaml:2 epochs\n  got: g\n  expected: e\n  do: d"
 
 
 def test_several_faults_are_counted_and_follow_their_lines():
-    message = str(DOCUMENT.refuse([fault("optim", "lr"), fault("optim", "lr", line=9), fault("epochs"), fault("x")]))
+    message = str(DOCUMENT.reject([fault("optim", "lr"), fault("optim", "lr", line=9), fault("epochs"), fault("x")]))
     headings = [line for line in message.splitlines() if line and not line.startswith("  ")]
     assert headings == [
         "4 faults in hps/x.yaml",

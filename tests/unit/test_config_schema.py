@@ -23,8 +23,12 @@ def test_what_an_error_tells_to_write_is_accepted(name):
 
 def test_checked_parts_keep_what_was_written_beside_what_it_stands_for():
     checked = check(Document("x", {**RIGHT, "scheduler": "Constant"}))
-    assert (checked.optim.given, checked.optim.factory.__name__, checked.optim.arguments) == ("SGD", "SGD", {"lr": 0.1})
-    assert (checked.scheduler.given, checked.scheduler.factory.__name__) == ("Constant", "get_constant_schedule")
+    assert (checked.optim.user_value, checked.optim.factory.__name__, checked.optim.arguments) == (
+        "SGD",
+        "SGD",
+        {"lr": 0.1},
+    )
+    assert (checked.scheduler.user_value, checked.scheduler.factory.__name__) == ("Constant", "get_constant_schedule")
 
 
 def test_faults_of_the_schema_hide_none_of_the_arguments_and_none_is_said_twice():
