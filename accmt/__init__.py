@@ -16,24 +16,60 @@ if TYPE_CHECKING:
     from accmt.callbacks import LambdaCallback as LambdaCallback
     from accmt.callbacks import MainProcessCallback as MainProcessCallback
     from accmt.config import HyperParameters as HyperParameters
-    from accmt.data import RangeCurriculum as RangeCurriculum
-    from accmt.data import RatioCurriculum as RatioCurriculum
-    from accmt.data import StepsCurriculum as StepsCurriculum
+    from accmt.curricula import RangeCurriculum as RangeCurriculum
+    from accmt.curricula import RatioCurriculum as RatioCurriculum
+    from accmt.curricula import StepsCurriculum as StepsCurriculum
     from accmt.data import TemperatureSampler as TemperatureSampler
     from accmt.data import set_seed as set_seed
     from accmt.decorators import on_last_process as on_last_process
     from accmt.decorators import on_local_main_process as on_local_main_process
     from accmt.decorators import on_main_process as on_main_process
+    from accmt.errors import AccmtError as AccmtError
+    from accmt.errors import ArgumentError as ArgumentError
+    from accmt.errors import CallbackNotFoundError as CallbackNotFoundError
+    from accmt.errors import CheckpointCorruptError as CheckpointCorruptError
+    from accmt.errors import CheckpointError as CheckpointError
+    from accmt.errors import DataError as DataError
+    from accmt.errors import HyperParameterError as HyperParameterError
+    from accmt.errors import HyperParameterFileError as HyperParameterFileError
+    from accmt.errors import HyperParameterTypeError as HyperParameterTypeError
+    from accmt.errors import MetricError as MetricError
+    from accmt.errors import MissingPackageError as MissingPackageError
+    from accmt.errors import ModuleContractError as ModuleContractError
+    from accmt.errors import NoCheckpointError as NoCheckpointError
+    from accmt.errors import NonFiniteError as NonFiniteError
+    from accmt.errors import Preempted as Preempted
+    from accmt.errors import ProcessFailedError as ProcessFailedError
+    from accmt.errors import SavingError as SavingError
+    from accmt.errors import SeveralFaultsError as SeveralFaultsError
+    from accmt.errors import TrackerError as TrackerError
+    from accmt.errors import UnknownArgumentError as UnknownArgumentError
+    from accmt.errors import WeightsError as WeightsError
+    from accmt.metrics import AUROC as AUROC
+    from accmt.metrics import F1 as F1
+    from accmt.metrics import MAE as MAE
+    from accmt.metrics import MSE as MSE
+    from accmt.metrics import R2 as R2
+    from accmt.metrics import RMSE as RMSE
     from accmt.metrics import Accuracy as Accuracy
     from accmt.metrics import Metric as Metric
     from accmt.metrics import OutputCollector as OutputCollector
+    from accmt.metrics import Perplexity as Perplexity
+    from accmt.metrics import Precision as Precision
+    from accmt.metrics import Recall as Recall
     from accmt.metrics import gather_on_cpu as gather_on_cpu
     from accmt.module import AcceleratorModule as AcceleratorModule
     from accmt.module import ExtendedAcceleratorModule as ExtendedAcceleratorModule
     from accmt.precision import allow_tf32 as allow_tf32
+    from accmt.settings.data import Limits as Limits
+    from accmt.settings.evaluation import MetricOptions as MetricOptions
     from accmt.settings.handlers import Handler as Handler
     from accmt.settings.monitor import Monitor as Monitor
+    from accmt.settings.optimization import Clipping as Clipping
+    from accmt.settings.running import Failures as Failures
+    from accmt.settings.running import TorchFlags as TorchFlags
     from accmt.settings.saving import Checkpointer as Checkpointer
+    from accmt.settings.tracking import Delivery as Delivery
     from accmt.state import TrainingState as TrainingState
     from accmt.tracking import Aim as Aim
     from accmt.tracking import ClearML as ClearML
@@ -48,34 +84,70 @@ if TYPE_CHECKING:
     from accmt.trainer import Trainer as Trainer
 
 _HOMES = {
+    "AUROC": "accmt.metrics",
     "AcceleratorModule": "accmt.module",
+    "AccmtError": "accmt.errors",
     "Accuracy": "accmt.metrics",
     "Aim": "accmt.tracking",
+    "ArgumentError": "accmt.errors",
     "Callback": "accmt.callbacks",
+    "CallbackNotFoundError": "accmt.errors",
+    "CheckpointCorruptError": "accmt.errors",
+    "CheckpointError": "accmt.errors",
     "Checkpointer": "accmt.settings.saving",
     "ClearML": "accmt.tracking",
+    "Clipping": "accmt.settings.optimization",
     "CometML": "accmt.tracking",
     "DVCLive": "accmt.tracking",
+    "DataError": "accmt.errors",
+    "Delivery": "accmt.settings.tracking",
     "EMA": "accmt.callbacks",
     "ExtendedAcceleratorModule": "accmt.module",
+    "F1": "accmt.metrics",
+    "Failures": "accmt.settings.running",
     "Handler": "accmt.settings.handlers",
+    "HyperParameterError": "accmt.errors",
+    "HyperParameterFileError": "accmt.errors",
+    "HyperParameterTypeError": "accmt.errors",
     "HyperParameters": "accmt.config",
     "LambdaCallback": "accmt.callbacks",
+    "Limits": "accmt.settings.data",
+    "MAE": "accmt.metrics",
     "MLFlow": "accmt.tracking",
+    "MSE": "accmt.metrics",
     "MainProcessCallback": "accmt.callbacks",
     "Metric": "accmt.metrics",
+    "MetricError": "accmt.errors",
+    "MetricOptions": "accmt.settings.evaluation",
+    "MissingPackageError": "accmt.errors",
+    "ModuleContractError": "accmt.errors",
     "Monitor": "accmt.settings.monitor",
+    "NoCheckpointError": "accmt.errors",
+    "NonFiniteError": "accmt.errors",
     "OutputCollector": "accmt.metrics",
-    "RangeCurriculum": "accmt.data",
-    "RatioCurriculum": "accmt.data",
-    "StepsCurriculum": "accmt.data",
+    "Perplexity": "accmt.metrics",
+    "Precision": "accmt.metrics",
+    "Preempted": "accmt.errors",
+    "ProcessFailedError": "accmt.errors",
+    "R2": "accmt.metrics",
+    "RMSE": "accmt.metrics",
+    "RangeCurriculum": "accmt.curricula",
+    "RatioCurriculum": "accmt.curricula",
+    "Recall": "accmt.metrics",
+    "SavingError": "accmt.errors",
+    "SeveralFaultsError": "accmt.errors",
+    "StepsCurriculum": "accmt.curricula",
     "SwanLab": "accmt.tracking",
     "TemperatureSampler": "accmt.data",
     "TensorBoard": "accmt.tracking",
+    "TorchFlags": "accmt.settings.running",
+    "TrackerError": "accmt.errors",
     "Trackio": "accmt.tracking",
     "Trainer": "accmt.trainer",
     "TrainingState": "accmt.state",
+    "UnknownArgumentError": "accmt.errors",
     "WandB": "accmt.tracking",
+    "WeightsError": "accmt.errors",
     "allow_tf32": "accmt.precision",
     "gather_on_cpu": "accmt.metrics",
     "on_last_process": "accmt.decorators",

@@ -16,6 +16,12 @@ SECONDS_BETWEEN_DRAWINGS = 0.1
 SHARE_OF_LAST_RATE = 0.3
 
 
+def is_notebook() -> bool:
+    """Return whether this process serves a notebook; IPython is asked only where it is loaded already."""
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(get_shell()).__mro__)
+
+
 class ProgressBar(MainProcessCallback):
     """Shows updates, time left, loss, lr, samples per second and the newest evaluation.
 

@@ -2,7 +2,6 @@
 
 from accmt.data.batches import MicroBatch, find_batch_size
 from accmt.data.collate import DataCollatorForLongestSequence, build_collate
-from accmt.data.curriculum import Curriculum, RangeCurriculum, RatioCurriculum, StepsCurriculum
 from accmt.data.fetching import BadSample
 from accmt.data.loaders import build_loader
 from accmt.data.options import Loader, LoaderOptions
@@ -14,15 +13,11 @@ from accmt.data.workers import note_dead_worker
 
 __all__ = [
     "BadSample",
-    "Curriculum",
     "DataCollatorForLongestSequence",
     "Loader",
     "LoaderOptions",
-    "RangeCurriculum",
-    "RatioCurriculum",
     "MicroBatch",
     "Shard",
-    "StepsCurriculum",
     "TemperatureSampler",
     "UnshardedLoader",
     "build_collate",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from accmt.callbacks import Callback
 from accmt.callbacks.ending import EndSummary
 from accmt.callbacks.evaluation_report import EvaluationReport
 from accmt.callbacks.monitor import build_monitor
-from accmt.callbacks.notebook import NotebookView, is_notebook
 from accmt.callbacks.profiler import build_profiler
-from accmt.callbacks.progress import ProgressBar
+from accmt.callbacks.progress import ProgressBar, is_notebook
 from accmt.callbacks.summary import ModelSummary
 from accmt.loop.row_logger import RowLogger
 from accmt.processes import is_main_process
@@ -16,13 +17,16 @@ from accmt.recovery.model_saver import ModelSaver
 from accmt.settings import Settings
 from accmt.tracking import Tracking
 
+if TYPE_CHECKING:
+    from accmt.notebook import NotebookView
+
 
 def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelSaver) -> list[Callback]:
     """Return accmt's own callbacks, in the order in which those of equal `order` act."""
     running, logging = settings.running, settings.tracking
     loss_name = logging.train_loss_metric_name
     enable_bar = running.verbose if running.enable_progress_bar is None else running.enable_progress_bar
-    view = NotebookView(loss_name, logging.val_loss_metric_name) if enable_bar and is_notebook() else None
+    view = _build_curve(loss_name, logging.val_loss_metric_name) if enable_bar and is_notebook() else None
     bar = ProgressBar(
         enable=None if running.enable_progress_bar is None and enable_bar else enable_bar,
         loss_name=loss_name,
@@ -46,3 +50,9 @@ def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelS
         *last,
         *profiled_last,
     ]
+
+
+def _build_curve(*loss_names: str) -> NotebookView:
+    from accmt.notebook import NotebookView
+
+    return NotebookView(*loss_names)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from accmt.data import Curriculum, Loader, LoaderOptions, Shard, UnshardedLoader, build_collate, build_loader
+from accmt.data import Loader, LoaderOptions, Shard, UnshardedLoader, build_collate, build_loader
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.messages import warn
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
@@ -236,6 +236,8 @@ def _reject_sampler_beside_loader(data: Any, settings: DataSettings) -> None:
 
 def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, num_shards: int) -> Any:
     """Return what orders the training samples, or None."""
+    from accmt.curricula import Curriculum
+
     if not isinstance(data, Curriculum):
         if isinstance(data, DataLoader) and isinstance(data.dataset, Curriculum):
             _reject("a DataLoader around it", "fit(module, curriculum)")

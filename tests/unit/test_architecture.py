@@ -14,7 +14,7 @@ LAYERS = [
     {"errors", "files", "processes", "decorators", "state", "messages", "version", "precision"},
     {"config", "settings", "compat", "protocols"},
     {"data", "optimization", "checkpoint", "saving", "metrics", "tracking", "failures", "callbacks"},
-    {"module", "module_log", "module_kinds", "huggingface", "parallel"},
+    {"curricula", "notebook", "module", "module_log", "module_kinds", "huggingface", "parallel"},
     {"run", "recovery", "loop", "setup"},
     {"tuning"},
     {"trainer"},
@@ -106,7 +106,7 @@ def load():
     assert may_import("loop", "data")
 
 
-OUTSIDE_THE_CORE = {"compat", "tuning"}
+OUTSIDE_THE_CORE = {"compat", "tuning", "notebook", "curricula", "report"}
 
 
 def early_extras(path: Path) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib import import_module
@@ -20,12 +19,6 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 240, 60, 24, 24
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 
 Point: TypeAlias = tuple[float, float]
-
-
-def is_notebook() -> bool:
-    """Return whether this process serves a notebook; IPython is asked only where it is loaded already."""
-    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
-    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(get_shell()).__mro__)
 
 
 class Curve:
