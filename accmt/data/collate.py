@@ -7,9 +7,10 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
-from torch.utils.data import default_collate
+import torch
+from torch.utils.data import default_collate, get_worker_info
 
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, DataError, explain
 
 Collate = Callable[[Any], Any]
 
@@ -82,3 +83,31 @@ def build_collate(value: Any, argument: str) -> Collate | None:
         expected = "a function of a list of samples, or a list of such functions"
         raise ArgumentError(explain(f"Trainer({argument}=...)", repr(value), expected, f"{argument}=my_function"))
     return functions[0] if len(functions) == 1 else CollateChain(functions)
+
+
+def collate_or_explain(samples: list[Any]) -> Any:
+    """Stack samples as torch does, and say what to do where they have unequal lengths."""
+    try:
+        stacked = stack_tuples(samples)
+        return default_collate(samples) if stacked is None else stacked
+    except RuntimeError as error:
+        if "equal size" not in str(error):
+            raise
+        expected = "samples of equal shapes, or a collate function that pads them"
+        do = "Trainer(collate_fn=DataCollatorWithPadding(tokenizer)) for text, or your own function"
+        raise DataError(explain("making a batch", str(error), expected, do)) from error
+
+
+def stack_tuples(samples: list[Any]) -> list[torch.Tensor] | None:
+    """Do what `default_collate` does with tuples of plain tensors, without looking into each sample in turn.
+
+    Returns:
+        The stacked tensors; None where the samples are others, or where a worker stacks them in shared memory.
+    """
+    if set(map(type, samples)) != {tuple} or len(set(map(len, samples))) != 1 or get_worker_info() is not None:
+        return None
+    columns = list(zip(*samples, strict=True))
+    for column in columns:
+        if set(map(type, column)) != {torch.Tensor} or column[0].layout is not torch.strided or column[0].is_nested:
+            return None
+    return [torch.stack(column) for column in columns]

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import TensorDataset
 
+from accmt.data.collate import collate_or_explain, stack_tuples
 from accmt.data.seeding import BatchIndices, seed_generators
 from accmt.errors import AccmtError, explain, is_out_of_memory
 
@@ -48,6 +50,7 @@ class Fetched:
     samples: list[Any]
     indices: Sequence[int]
     bad: tuple[BadSample, ...] = ()
+    seed: int | None = None  # under which it is still to be collated; None where it was set before reading
 
 
 class SeededDataset(torch.utils.data.Dataset[Any]):
@@ -62,12 +65,17 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         self.dataset = dataset
         self._skips_bad = skips_bad
         self._fetch_many = getattr(dataset, "__getitems__", None)
+        self._only_holds = type(dataset) in (list, tuple, TensorDataset)  # reading a sample runs no code of the user
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
     def __getitems__(self, indices: BatchIndices) -> Fetched:
         """Fetch one batch; torch's loader calls this where it exists."""
+        if self._only_holds:  # nothing can draw before the samples are collated, which then sees to the seed
+            fetched = self._fetch_each(indices, self.dataset.__getitem__)
+            fetched.seed = indices.seed
+            return fetched
         seed_generators(indices.seed)
         if self._fetch_many is None:
             return self._fetch_each(indices, self.dataset.__getitem__)
@@ -127,6 +135,10 @@ class CollateFetched:
 
     def _collate(self, fetched: Fetched) -> Any:
         try:
+            if fetched.seed is not None:
+                if self.collate is collate_or_explain and (stacked := stack_tuples(fetched.samples)) is not None:
+                    return stacked
+                seed_generators(fetched.seed)
             return self.collate(fetched.samples)
         except Exception as error:
             if not _is_out_of_memory(error):

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
-from torch.utils.data.dataloader import default_collate
 
 from accmt.data.batches import MicroBatch
+from accmt.data.collate import collate_or_explain
 from accmt.data.seeding import derive_seed
 from accmt.data.sharding import Shard
 from accmt.data.workers import WorkerStart
@@ -134,7 +134,7 @@ class LoaderOptions:
         """Return the arguments of the DataLoader, except those about the order and size of batches."""
         persists = self.num_workers > 0 and self.persistent_workers
         return {
-            "collate_fn": self.collate or _collate_or_explain,
+            "collate_fn": self.collate or collate_or_explain,
             "num_workers": self.num_workers,
             "pin_memory": self.pin_memory,
             "worker_init_fn": WorkerStart(),
@@ -152,18 +152,6 @@ class LoaderOptions:
             return self
         seed = derive_seed(self.seed, "process", sharding.rank)
         return replace(self, shard=Shard(), seed=seed, agree_on=None)
-
-
-def _collate_or_explain(samples: list[Any]) -> Any:
-    """Stack samples as torch does, and say what to do where they have unequal lengths."""
-    try:
-        return default_collate(samples)
-    except RuntimeError as error:
-        if "equal size" not in str(error):
-            raise
-        expected = "samples of equal shapes, or a collate function that pads them"
-        do = "Trainer(collate_fn=DataCollatorWithPadding(tokenizer)) for text, or your own function"
-        raise DataError(explain("making a batch", str(error), expected, do)) from error
 
 
 def require_batch(batch: Any, options: LoaderOptions) -> None:

@@ -9,7 +9,7 @@ from transformers import DataCollatorWithFlattening, DefaultDataCollator, defaul
 
 from accmt import AcceleratorModule
 from accmt.data import DataCollatorForLongestSequence, build_collate
-from accmt.data.collate import keeps_number
+from accmt.data.collate import keeps_number, stack_tuples
 from accmt.data.options import LoaderOptions
 from accmt.errors import ArgumentError
 from tests.toys import make_trainer
@@ -152,3 +152,12 @@ def test_it_is_known_which_collate_functions_keep_the_number_of_samples():
     others = [double, lambda samples: samples, Own(), partial(double), DataCollatorWithFlattening(), list]
     assert not any(map(keeps_number, others))
     assert not keeps_number(build_collate([double, default_collate], "collate_fn"))
+
+
+def test_plain_tuples_are_stacked_as_torch_does_and_everything_else_is_left_to_it():
+    plain = [(torch.randn(3), torch.tensor(index)) for index in range(5)]
+    for own, of_torch in zip(stack_tuples(plain), default_collate(plain), strict=True):
+        assert torch.equal(own, of_torch)
+    unequal = [(torch.ones(1),), (torch.ones(1), torch.ones(1))]
+    for samples in ([], [(1, 2)], [torch.ones(2)], [[torch.ones(2)]], unequal, [(torch.ones(2).to_sparse(),)]):
+        assert stack_tuples(samples) is None

@@ -267,3 +267,13 @@ def test_what_is_left_of_a_batch_can_be_pinned(bad):
     batch, found = pin_memory(Kept({"name": "without a tensor, which would need a device"}, bad))
     assert batch == {"name": "without a tensor, which would need a device"}
     assert tuple(found) == bad
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_what_collate_draws_for_samples_that_are_only_held_is_seeded(kind):
+    def collate(samples):
+        return torch.rand(1)
+
+    held = SeededDataset(kind(range(4)))
+    drawn = [CollateFetched(collate)(held.__getitems__(BatchIndices([0, 1], seed))) for seed in (3, 4, 3)]
+    assert drawn[0] == drawn[2] != drawn[1]
