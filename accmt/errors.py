@@ -1,28 +1,7 @@
-"""Every error that accmt raises on purpose.
+"""Every error that accmt raises on purpose; `docs/errors.md` lists them.
 
-Each is also the built-in that a reader would expect, so `except ValueError` works as well as `except AccmtError`::
-
-    AccmtError
-    ├── HyperParameterError (ValueError)      a fault in the YAML, JSON, dict or object of hyper-parameters
-    │   ├── HyperParameterFileError (FileNotFoundError)  the file of hyper-parameters is not there
-    │   └── HyperParameterTypeError (TypeError)          `hps_config` is neither a path, a dict nor `HyperParameters`
-    ├── ArgumentError (ValueError)            a Trainer argument with an invalid value
-    │   └── UnknownArgumentError (TypeError)  a Trainer argument that does not exist
-    ├── SeveralFaultsError (HyperParameterError, ArgumentError)  both kinds of faults, in one report
-    ├── CallbackNotFoundError (KeyError)      the callback that was asked for does not exist
-    ├── ModuleContractError (TypeError)       a user's module, callback or step violates the contract
-    ├── MetricError (ValueError)              a metric's name, direction or result is wrong
-    ├── DataError (ValueError)                data that cannot be trained on: empty, unsized where a length is needed
-    ├── SavingError (OSError)                 a model folder that cannot be written
-    ├── CheckpointError (RuntimeError)        a checkpoint that cannot be written, read, or loaded into this run
-    │   ├── NoCheckpointError (FileNotFoundError)        there is no checkpoint to resume from
-    │   └── CheckpointCorruptError                       a checkpoint whose files are missing or changed
-    ├── NonFiniteError (FloatingPointError)   a training loss that is not finite, or far above those before
-    ├── ProcessFailedError (RuntimeError)     another process of the run failed, exited, or does not answer
-    ├── TrackerError (RuntimeError)           a tracker that does not start
-    └── WeightsError (RuntimeError)           saved weights that do not fit, or lack something
-    MissingPackageError (ImportError)         an optional package is not installed
-    Preempted (SystemExit)                    a run was left because of SIGTERM or SIGUSR1; no `Exception`
+Each is also the built-in that a reader would expect, so `except ValueError` works as well as `except AccmtError`.
+Only `Preempted` is no `AccmtError`, for it is no `Exception`.
 
 Every message has four parts, which `explain` joins: where, what was got, what was expected, what to do.
 """
