@@ -27,7 +27,7 @@ def split_tensors(state: Any) -> tuple[dict[str, Tensor], Any]:
     """Take every tensor out of a state.
 
     A tensor's name is the path to it, joined by dots. Tensors that share their memory (tied weights) are taken once.
-    One of a sub-class that is made of other tensors (a quantized one, say) is taken apart into those.
+    One of a sub-class that is made of other tensors (such as a quantized one) is taken apart into those.
 
     Returns:
         The tensors by name, and the state with a `TensorReference` or a `WrappedTensor` in the place of each.

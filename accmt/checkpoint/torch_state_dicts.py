@@ -78,13 +78,9 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
     state = optimizer.state_dict()
     unknown = [key for key in state["state"] if key not in range(len(names))]
     if unknown:
-        message = explain(
-            f"the state of {type(optimizer).__name__}",
-            f"entries that belong to no parameter: {', '.join(map(repr, unknown))}",
-            "state by parameter, as torch.optim keeps it",
-            "keep them in the module's `state_dict`",
-        )
-        raise CheckpointError(message)
+        got = f"entries that belong to no parameter: {', '.join(map(repr, unknown))}"
+        expected, do = "state by parameter, as torch.optim keeps it", "keep them in the module's `state_dict`"
+        raise CheckpointError(explain(f"the state of {type(optimizer).__name__}", got, expected, do))
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
     entries = {names[index]: entry for index, entry in state["state"].items()}
     added = {key: entry for key, entry in state.items() if key not in ("state", "param_groups")}
@@ -154,7 +150,7 @@ def _wrapped_paths(model: nn.Module) -> set[str]:
     paths = set()
     for path, module in model.named_modules(remove_duplicate=False):
         inner = "module" if isinstance(module, DistributedDataParallel) else "_orig_mod"  # the latter: torch.compile
-        if inner in module._modules and (inner == "_orig_mod" or isinstance(module, DistributedDataParallel)):
+        if inner in module._modules:
             paths.add(f"{path}.{inner}".removeprefix("."))
     return paths
 
@@ -183,14 +179,9 @@ def _require_same_groups(optimizer: Optimizer, got: list[list[str]], saved: list
 
 
 def _other_groups(optimizer: Optimizer, got: str) -> CheckpointError:
-    return CheckpointError(
-        explain(
-            type(optimizer).__name__,
-            got,
-            "the optimizer that was saved, with its parameter groups",
-            "build it as in the run that saved, or start with a new one: `reset_optimizer_on_resume=True`",
-        )
-    )
+    expected = "the optimizer that was saved, with its parameter groups"
+    do = "build it as in the run that saved, or start with a new one: `reset_optimizer_on_resume=True`"
+    return CheckpointError(explain(type(optimizer).__name__, got, expected, do))
 
 
 def _restore_dtypes(optimizer: Optimizer, names: list[str], saved: State) -> None:

@@ -22,10 +22,10 @@ class FolderTakenError(Exception):
 class FolderLock:
     """Holds a lock on a folder; the system gives it up when this process ends, however it ends.
 
-    An flock of the open file, so that nothing else in this process that opens and closes the same file (to copy the
-    folder, say) gives it up, as it would a POSIX record lock. Linux makes one of the other over NFS. Forked processes,
-    such as loader workers, let go of it at once: the lock ends with this process, not with the last of them. This
-    process itself can take it again.
+    An flock of the open file: it does not end when something else in this process opens and closes the same file (such
+    as to copy the folder), as a POSIX record lock does. Linux makes one of the other over NFS. Forked processes, like
+    loader workers, let go of it at once: the lock ends with this process, not with the last of them. This process
+    itself can take it again.
     """
 
     def __init__(self, file: int, path: Path) -> None:
