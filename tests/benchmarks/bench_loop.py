@@ -2,6 +2,8 @@
 
     make bench
 
+The last contest is one of two processes, beside a loop by hand with torch's DistributedDataParallel.
+
 All train the same small network (64-256-10, batch 32, AdamW, one thread) on the same samples in memory, so that the
 loop is measured, not the mathematics. Each round builds every contestant anew, lets it run one epoch to warm up and
 times a second one; the rounds alternate the order. The ratio is that of the medians. accmt takes fused AdamW by itself;
@@ -12,20 +14,26 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
+import os
+import socket
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from hf_trainer import time_trainer
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.tensorboard import SummaryWriter
 
 from accmt import AcceleratorModule, Callback, TensorBoard, Trainer
@@ -37,6 +45,10 @@ LR = 1e-3
 
 Sample = tuple[Tensor, Tensor]
 Epoch = Callable[[], None]
+Times = dict[str, list[float]]
+
+TWO_PROCESSES = "loop only, two processes"
+DDP_BY_HAND = "hand-written DDP"
 
 
 @dataclass(frozen=True)
@@ -171,14 +183,16 @@ class EpochTimer(Callback):
 
 
 @contextmanager
-def build_trainer(timer: EpochTimer, *, fused: bool | None = None, **arguments: object) -> Iterator[Trainer]:
-    """Build a Trainer of two epochs that leaves nothing behind."""
+def build_trainer(
+    timer: EpochTimer, *, fused: bool | None = None, shared: Path | None = None, **arguments: object
+) -> Iterator[Trainer]:
+    """Build a Trainer of two epochs that leaves nothing behind; several processes share a folder."""
     optim = {"type": "AdamW", "lr": LR} | ({} if fused is None else {"fused": fused})
     with tempfile.TemporaryDirectory() as folder:
         yield Trainer(
             hps_config={"epochs": 2, "batch_size": BATCH_SIZE, "optim": optim},
-            model_path=Path(folder) / "model",
-            logging_dir=Path(folder) / "logs",
+            model_path=(shared or Path(folder)) / "model",
+            logging_dir=(shared or Path(folder)) / "logs",
             model_saving=None,
             checkpoint_every=None,
             accelerator={"cpu": True},
@@ -188,10 +202,10 @@ def build_trainer(timer: EpochTimer, *, fused: bool | None = None, **arguments: 
         )
 
 
-def run_accmt(train: list[Sample], *, fused: bool | None = None) -> float:
+def run_accmt(train: list[Sample], *, fused: bool | None = None, folder: Path | None = None) -> float:
     """Time accmt with all that can be off, off."""
     timer = EpochTimer()
-    with build_trainer(timer, fused=fused, log_every=-1) as trainer:
+    with build_trainer(timer, fused=fused, shared=folder, log_every=-1) as trainer:
         trainer.fit(Classifier(), train)
     return timer.seconds
 
@@ -229,9 +243,9 @@ def build_contests(num_steps: int) -> list[Contest]:
     ]
 
 
-def measure(contest: Contest, num_steps: int, num_rounds: int) -> dict[str, list[float]]:
+def measure(contest: Contest, num_steps: int, num_rounds: int) -> Times:
     """Run all rounds and return the microseconds per step of each contestant, round by round."""
-    times: dict[str, list[float]] = {name: [] for name in contest.contestants}
+    times: Times = {name: [] for name in contest.contestants}
     names = list(contest.contestants)
     for number in range(num_rounds):
         for name in names if number % 2 == 0 else reversed(names):
@@ -239,24 +253,76 @@ def measure(contest: Contest, num_steps: int, num_rounds: int) -> dict[str, list
     return times
 
 
-def print_table(contest: Contest, times: dict[str, list[float]]) -> None:
-    """Print medians, minima and the ratio of the medians to the reference."""
-    reference = statistics.median(times[contest.reference])
-    print(f"\n| {contest.title} | median us | minimum us | x {contest.reference} |\n|---|---|---|---|")
-    for name, values in times.items():
-        median = statistics.median(values)
-        print(f"| {name} | {median:.0f} | {min(values):.0f} | {median / reference:.2f} |", flush=True)
+def run_ddp(train: list[Sample], *, fused: bool | None = None) -> float:
+    """Time the loop of torch's documentation of DistributedDataParallel."""
+    model = DistributedDataParallel(build_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=fused)
+    sampler: DistributedSampler[Sample] = DistributedSampler(train)
+    loader = DataLoader(train, BATCH_SIZE, sampler=sampler)
+
+    def epoch() -> None:
+        for inputs, labels in loader:
+            loss = functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return time_second(epoch)
+
+
+def race_in_process(rank: int, num_steps: int, num_rounds: int, folder: str, port: int) -> None:
+    """Be one of two processes that race; the main one writes the times down."""
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+    os.environ.update(group | {"LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"})
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    train = make_samples(num_steps * BATCH_SIZE * 2)
+    contestants = {
+        DDP_BY_HAND: lambda: run_ddp(train),
+        f"{DDP_BY_HAND}, fused": lambda: run_ddp(train, fused=True),
+        "accmt": lambda: run_accmt(train, folder=Path(folder)),
+    }
+    times = measure(Contest(TWO_PROCESSES, DDP_BY_HAND, contestants), num_steps, num_rounds)
+    if rank == 0:
+        (Path(folder) / "times.json").write_text(json.dumps(times), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_two_processes(num_steps: int, num_rounds: int) -> Times:
+    """Run the race of two processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(race_in_process, (num_steps, num_rounds, folder, port), nprocs=2)
+        times: Times = json.loads((Path(folder) / "times.json").read_text(encoding="utf-8"))
+        return times
+
+
+def print_table(results: list[tuple[str, str, Times]]) -> None:
+    """Print medians, minima and the ratio of the medians to the reference of each contest."""
+    print("| contest | contestant | median us | minimum us | ratio | to |\n|---|---|---|---|---|---|")
+    for title, reference, times in results:
+        base = statistics.median(times[reference])
+        for name, values in times.items():
+            median = statistics.median(values)
+            print(f"| {title} | {name} | {median:.0f} | {min(values):.0f} | {median / base:.2f} | {reference} |")
 
 
 def main() -> None:
-    """Run both contests on one thread."""
+    """Run all contests on one thread a process."""
     parser = argparse.ArgumentParser(description="Time the training loop beside its peers.")
     parser.add_argument("--steps", type=int, default=500, help="steps of an epoch")
     parser.add_argument("--rounds", type=int, default=9, help="rounds, each with every contestant")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    results = []
     for contest in build_contests(options.steps):
-        print_table(contest, measure(contest, options.steps, options.rounds))
+        results.append((contest.title, contest.reference, measure(contest, options.steps, options.rounds)))
+    results.append((TWO_PROCESSES, DDP_BY_HAND, measure_two_processes(options.steps, options.rounds)))
+    print_table(results)
 
 
 if __name__ == "__main__":
