@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from accmt.curricula import StepsCurriculum as StepsCurriculum
     from accmt.data import TemperatureSampler as TemperatureSampler
     from accmt.data import set_seed as set_seed
-    from accmt.decorators import on_last_process as on_last_process
-    from accmt.decorators import on_local_main_process as on_local_main_process
-    from accmt.decorators import on_main_process as on_main_process
     from accmt.errors import AccmtError as AccmtError
     from accmt.errors import ArgumentError as ArgumentError
     from accmt.errors import CallbackNotFoundError as CallbackNotFoundError
@@ -61,6 +58,9 @@ if TYPE_CHECKING:
     from accmt.module import AcceleratorModule as AcceleratorModule
     from accmt.module import ExtendedAcceleratorModule as ExtendedAcceleratorModule
     from accmt.precision import allow_tf32 as allow_tf32
+    from accmt.processes import on_last_process as on_last_process
+    from accmt.processes import on_local_main_process as on_local_main_process
+    from accmt.processes import on_main_process as on_main_process
     from accmt.settings.data import Limits as Limits
     from accmt.settings.evaluation import MetricOptions as MetricOptions
     from accmt.settings.handlers import Handler as Handler
@@ -150,9 +150,9 @@ _HOMES = {
     "WeightsError": "accmt.errors",
     "allow_tf32": "accmt.precision",
     "gather_on_cpu": "accmt.metrics",
-    "on_last_process": "accmt.decorators",
-    "on_local_main_process": "accmt.decorators",
-    "on_main_process": "accmt.decorators",
+    "on_last_process": "accmt.processes",
+    "on_local_main_process": "accmt.processes",
+    "on_main_process": "accmt.processes",
     "read_history": "accmt.tracking",
     "set_seed": "accmt.data",
 }

@@ -1,16 +1,22 @@
-"""Ranks, and communication between processes; without a process group, the answers of a single process."""
+"""Ranks, communication between processes, and functions that run on one of them.
+
+Without a process group all answers are those of a single process.
+"""
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from functools import wraps
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -33,12 +39,16 @@ def num_processes() -> int:
     """Return how many processes train together (1 without a process group)."""
     if _is_alone:
         return 1
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if _has_group() else 1
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def process_index() -> int:
     """Return this process's rank over all machines, counted from 0."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else _index_after_leaving
+    return dist.get_rank() if _has_group() else _index_after_leaving
 
 
 def is_main_process() -> bool:
@@ -60,10 +70,6 @@ def sum_over_processes(values: Sequence[float], device: torch.device) -> list[fl
     """Add up each value over all processes, in double precision where the device has it.
 
     Processes: collective; every process passes the same number of values.
-
-    Args:
-        values: This process's numbers.
-        device: Where the backend can reduce: the accelerator's device.
     """
     if num_processes() == 1:
         return [float(value) for value in values]
@@ -178,3 +184,44 @@ class _Result(Generic[T]):
         if self.error is not None:
             raise self.error
         return self.value  # type: ignore[return-value]
+
+
+def on_main_process(function: Callable[P, T]) -> Callable[P, T | None]:
+    """Run a function on the main process only; on the others it does nothing and returns None.
+
+    It must not communicate with other processes: they would not answer.
+
+    Example:
+        >>> @on_main_process
+        ... def name():
+        ...     return "main"
+        >>> name()
+        'main'
+    """
+    return _run_where(function, lambda: _launched_rank() == 0)
+
+
+def on_local_main_process(function: Callable[P, T]) -> Callable[P, T | None]:
+    """Run a function on the first process of each machine only; otherwise as `on_main_process`."""
+    return _run_where(function, lambda: int(os.environ.get("LOCAL_RANK", 0)) == 0)
+
+
+def on_last_process(function: Callable[P, T]) -> Callable[P, T | None]:
+    """Run a function on the last process only; otherwise as `on_main_process`."""
+    return _run_where(function, lambda: _launched_rank() == _num_launched() - 1)
+
+
+def _run_where(function: Callable[P, T], is_here: Callable[[], bool]) -> Callable[P, T | None]:
+    @wraps(function)
+    def act(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        return function(*args, **kwargs) if is_here() else None
+
+    return act
+
+
+def _launched_rank() -> int:
+    return dist.get_rank() if _has_group() else int(os.environ.get("RANK", 0))
+
+
+def _num_launched() -> int:
+    return dist.get_world_size() if _has_group() else int(os.environ.get("WORLD_SIZE", 1))

@@ -24,12 +24,6 @@ def without_bad_samples(
     """Unpack the batches of micro-batches, which are `Kept`, and set what the micro-batches say of their samples.
 
     Processes: collective in each micro-batch with `options.agree_on`.
-
-    Args:
-        micro_batches: Micro-batches whose batches are `Kept`.
-        options: Shard, and where to agree.
-        is_whole_epoch: Whether an epoch begins with these micro-batches.
-        knows_samples: Whether a batch is known to hold all the samples that were read for it.
     """
     unread, has_any = 0, not is_whole_epoch
     for micro_batch in micro_batches:

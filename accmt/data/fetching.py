@@ -54,12 +54,7 @@ class Fetched:
 
 
 class SeededDataset(torch.utils.data.Dataset[Any]):
-    """A map-style dataset whose every batch is fetched under the seed that its indices carry.
-
-    Args:
-        dataset: Anything with `__getitem__`, and `__getitems__` where it fetches whole batches.
-        skips_bad: Whether samples that cannot be read are skipped, rather than ending the run.
-    """
+    """A map-style dataset whose every batch is fetched under the seed that its indices carry."""
 
     def __init__(self, dataset: Any, *, skips_bad: bool = False) -> None:
         self.dataset = dataset

@@ -14,13 +14,9 @@ from accmt.errors import DataError, explain
 
 
 def build_loader(data: Any, options: LoaderOptions) -> Loader:
-    """Build the loader that fits: a sized dataset is ordered and sharded by us, a DataLoader keeps its batches.
+    """Build the loader for a dataset or iterable, which we order and shard, or a DataLoader, which keeps its batches.
 
     Processes: collective.
-
-    Args:
-        data: A dataset (anything with `__len__` and `__getitem__`), an iterable, or a DataLoader.
-        options: Sizes, order and shard.
     """
     if isinstance(data, DataLoader):
         return _wrap_user_loader(data, options)

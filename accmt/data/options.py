@@ -169,11 +169,6 @@ def require_same_everywhere(options: LoaderOptions, has: str, order: str) -> Non
     That was so when the run began; a dataset may have grown since, and a sampler may draw another order.
 
     Processes: collective.
-
-    Args:
-        options: For the message.
-        has: The number of this process's samples or batches, in words.
-        order: A digest of their order.
     """
     if options.shard.count == 1:
         return

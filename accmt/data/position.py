@@ -38,16 +38,7 @@ EPOCH_START = EpochStart()
 def read_start(
     epoch: int, first_micro_batch: int, position: Mapping[str, Any], *, kind: str, unit: str, options: LoaderOptions
 ) -> EpochStart:
-    """Read where an epoch resumes.
-
-    Args:
-        epoch: The epoch.
-        first_micro_batch: The number of its micro-batches that were trained on; with 0 any position will do.
-        position: What a loader's `position` returned.
-        kind: The kind of position that these data have.
-        unit: What it counts: "samples" or "batches".
-        options: For the message.
-    """
+    """Read where an epoch resumes; after 0 micro-batches any position will do."""
     if first_micro_batch == 0:
         return EPOCH_START
     if position.get("kind") != kind:

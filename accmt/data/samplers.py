@@ -32,15 +32,12 @@ def is_user_class(sampler: Any) -> bool:
 
 
 class UserRandomness:
-    """Makes a user's samplers draw the same on every process: a function of (seed, epoch).
+    """Makes whatever of the user's may draw (samplers, datasets) draw the same on every process, by (seed, epoch).
 
     `set_epoch` is called where it exists. A generator of their own keeps the user's seed, that of the main process, and
     is left as it was found; samplers without one draw from the global generators.
 
     Processes: construction is collective where there is a generator.
-
-    Args:
-        parts: Sampler, batch sampler, DataLoader, dataset: whatever may draw; None is skipped.
     """
 
     def __init__(self, *parts: Any) -> None:

@@ -179,12 +179,7 @@ class _PlannedLoader:
 
 
 class SizedLoader(_PlannedLoader):
-    """Micro-batches of a dataset with a length, ordered and sharded by (seed, epoch, position).
-
-    Args:
-        dataset: Anything with `__len__` and `__getitem__`.
-        options: Sizes, order and shard.
-    """
+    """Micro-batches of a dataset with a length, ordered and sharded by (seed, epoch, position)."""
 
     _kind = "dataset with a length"
     _unit = "samples"
@@ -221,12 +216,7 @@ class SizedLoader(_PlannedLoader):
 
 
 class BatchLoader(_PlannedLoader):
-    """Micro-batches of a user's DataLoader that can be cut by index: its batch i goes to process i mod processes.
-
-    Args:
-        user_loader: The user's DataLoader; its dataset, batches, collate function and workers are used.
-        options: Shard, seed and limit.
-    """
+    """Micro-batches of a user's DataLoader that can be cut by index: its batch i goes to process i mod processes."""
 
     _kind = "DataLoader with a length"
     _unit = "batches"

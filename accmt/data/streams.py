@@ -30,10 +30,6 @@ class StreamLoader(SequentialLoader):
     So the order is defined, all processes end together, and each sample is trained on once. With more than one worker
     that is up to the dataset: as torch asks, each worker's copy of it has to yield its own part (`get_worker_info`).
     What is not a torch IterableDataset cannot know of workers, and gets at most one.
-
-    Args:
-        data: The iterable; `set_epoch` is called where it exists, and `state_dict` where the epoch may be resumed.
-        options: Sizes and shard.
     """
 
     _kind = "stream"
@@ -122,18 +118,12 @@ class _Rest(IterableDataset[Any]):
 
     Skipped samples are read under the seeds of their first time, so that a stream that draws from the global generators
     has the same order again. In a worker, the generators advance by themselves.
-
-    Attributes:
-        data: The iterable.
-        skipped: The positions of the earlier reads, by launch.
-        num_left: How many samples follow at most; None for all.
-        seed_at: Returns the seed of the read that begins at a position.
     """
 
     data: Any
-    skipped: list[range] = field(default_factory=list)
-    num_left: int | None = None
-    seed_at: Callable[[int], int] | None = None
+    skipped: list[range] = field(default_factory=list)  # the positions of the earlier reads, by launch
+    num_left: int | None = None  # how many samples follow at most
+    seed_at: Callable[[int], int] | None = None  # the seed of the read that begins at a position
 
     def __iter__(self) -> Iterator[Any]:
         return self._skip(iter(self.data)) if self.skipped else islice(self.data, self.num_left)
@@ -168,10 +158,7 @@ class _CollateShard:
 class UserDataLoader(SequentialLoader):
     """Micro-batches of a user's DataLoader that can only be read through: batch i goes to process i mod processes.
 
-    Args:
-        user_loader: The user's DataLoader: over a stream, without automatic batches, with batches without a length, or
-            of a class with an `__iter__` of its own.
-        options: Shard, seed and limit.
+    It reads a stream, makes no batches or batches without a length, or is of a class with an `__iter__` of its own.
     """
 
     _kind = "DataLoader that is read through"

@@ -30,10 +30,6 @@ class UnshardedLoader:
     They agree one batch ahead which of them has another; one at its end has no batch in the others' micro-batches.
 
     Processes: collective.
-
-    Args:
-        own: This process's loader.
-        device: Where processes can add up.
     """
 
     def __init__(self, own: Loader, device: torch.device) -> None:

@@ -98,10 +98,6 @@ def note_dead_worker(error: BaseException, batches: Any = None) -> None:
     torch raises an error of its own wherever the main thread is at that moment; while it receives data from the worker,
     it may be the system's error about the connection instead.
 
-    Args:
-        error: The error.
-        batches: The iterator over the DataLoader.
-
     Source: `_error_if_any_worker_fails` in torch/csrc/DataLoader.cpp.
     """
     workers = {worker.sentinel: worker for worker in getattr(batches, "_workers", ())}

@@ -14,13 +14,7 @@ _runs = itertools.count()
 
 
 class Board:
-    """Notes of all processes of one run, by topic, in the store with which they found one another.
-
-    Args:
-        store: A connection that nobody else uses.
-        index: This process.
-        count: All processes.
-    """
+    """Notes of all processes of one run, by topic, in the store through which they found one another."""
 
     def __init__(self, store: Store, index: int, count: int) -> None:
         self.index = index

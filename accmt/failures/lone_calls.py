@@ -36,12 +36,7 @@ class LoneCalls:
         self._newest = max(((note["number"], index, note["name"]) for index, note in notes.items()), default=None)
 
     def find(self, now: float, *, waits: bool) -> ArgumentError | None:
-        """Return the error about a call that only some processes make, if there is one.
-
-        Args:
-            now: The time in seconds.
-            waits: Whether the main thread of this process waits for others.
-        """
+        """Return the error about a call that only some processes make, if there is one."""
         if not waits or not self.are_open():
             self._waits_since = None
             return None

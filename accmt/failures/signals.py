@@ -26,10 +26,6 @@ def listening(interruption: Interruption, exit_code: int) -> Iterator[None]:
     """Handle Ctrl-C, SIGTERM and SIGUSR1 during a run; handlers that were there before are called at its end.
 
     Signals that are ignored, as in a background job, stay ignored. Outside the main thread nothing is handled.
-
-    Args:
-        interruption: Receives the requests.
-        exit_code: That of `Preempted`, where the run is left at once.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

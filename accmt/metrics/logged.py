@@ -72,12 +72,7 @@ class LoggedValues:
             self._waiting.append((name, scalar))
 
     def end_batch(self, weight: Weight, returned: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Give the values of a batch its weight.
-
-        Args:
-            weight: Its samples, or the weight that the step returned.
-            returned: Further values that its step returned: detached scalars by name.
-        """
+        """Give the values of a batch its weight."""
         self._weight = weight
         waiting, self._waiting = self._waiting or (), None
         for name, value in waiting:

@@ -27,12 +27,7 @@ class _Mean(NamedTuple):
 
 
 class RunningAverages:
-    """The means of training values since the last log row, and of the loss since the last evaluation and of the epoch.
-
-    Args:
-        device: Where processes can add up.
-        logged: What is logged beside the loss; None is nothing but what `add` gets.
-    """
+    """Means of training values since the last log row, and of the loss since the last evaluation and of the epoch."""
 
     def __init__(self, device: torch.device, logged: LoggedValues | None = None) -> None:
         self._device = device

@@ -27,12 +27,7 @@ class WeightedSum:
         self._partial: torch.Tensor | None = None
 
     def add(self, value: torch.Tensor, weight: Weight) -> None:
-        """Add one value.
-
-        Args:
-            value: A detached tensor of one element.
-            weight: Its weight, such as the number of samples; a tensor is not waited for.
-        """
+        """Add one value."""
         self._values.append(value)
         self._weights.append(weight)
         if len(self._values) >= COMPACT_AT:
