@@ -44,7 +44,7 @@ class AcceleratorModule(LogsValues):
         teacher: A second `nn.Module` that is never trained.
         processor: Tokenizer or other processor that is saved beside a transformers model.
         optimizer: During a run: the optimizer.
-        scheduler: During a run: the schedule, or None.
+        scheduler: During a run: the scheduler, or None.
         state: During a run: the counters, `TrainingState`.
         trainer: During a run: the Trainer.
         accelerator: During a run: the `accelerate.Accelerator`.
@@ -134,11 +134,11 @@ class AcceleratorModule(LogsValues):
         return None
 
     def get_scheduler(self, optimizer: torch.optim.Optimizer, steps_per_epoch: int, epochs: int) -> Any:
-        """Return a schedule of your own, which is stepped once per update; None takes the hyper-parameters'.
+        """Return a scheduler of your own, which is stepped once per optimizer step; None takes the hyper-parameters'.
 
         Args:
             optimizer: The optimizer.
-            steps_per_epoch: Updates of an epoch in this run.
+            steps_per_epoch: Optimizer steps of an epoch in this run.
             epochs: Epochs of this run.
         """
         return None
@@ -168,7 +168,7 @@ class AcceleratorModule(LogsValues):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to survive a crash besides model, optimizer and schedule: JSON values and tensors.
+        """Return what has to survive a crash besides model, optimizer and scheduler: JSON values and tensors.
 
         A checkpoint holds that of the main process.
         """
@@ -191,11 +191,11 @@ class AcceleratorModule(LogsValues):
         return self.state.state_dict()
 
     def freeze(self, *parts: nn.Module) -> None:
-        """Stop training parts of the model: their parameters get no gradients and no updates.
+        """Stop training parts of the model: their parameters get no gradients and stay as they are.
 
         Before `fit`, or between two optimizer steps of it, on every process.
 
-        Dropout and the running statistics of batch norm go on; `part.eval()` in `training_step` stops them.
+        Dropout and the running statistics of batch norm continue; `part.eval()` in `training_step` stops them.
 
         Args:
             *parts: Modules of the model; none means all of it.
@@ -281,7 +281,7 @@ class AcceleratorModule(LogsValues):
         return {name: value for name, value in self.__dict__.items() if name not in _OF_RUN}
 
     def forget_run(self) -> None:
-        """Let go of what the last run has lent the module: its Trainer, optimizer, schedule and the like."""
+        """Forget what belongs to the last run: its Trainer, optimizer, scheduler and the like."""
         for name in _OF_RUN:
             self.__dict__.pop(name, None)
 
@@ -313,7 +313,7 @@ class ManualSteps(Protocol):
 class ExtendedAcceleratorModule(AcceleratorModule):
     """A module whose `training_step` runs the optimization itself: any number of backwards and steps for a batch.
 
-    `step` is no logic shared by training and validation here: it advances optimizer and schedule.
+    `step` is no logic shared by training and validation here: it advances optimizer and scheduler.
 
     Example:
         >>> class Manual(ExtendedAcceleratorModule):
@@ -345,11 +345,11 @@ class ExtendedAcceleratorModule(AcceleratorModule):
         return self.manual_steps.step_optimizer()
 
     def step_scheduler(self) -> None:
-        """Advance the schedule by one step, if there is one."""
+        """Advance the scheduler by one step, if there is one."""
         self.manual_steps.step_scheduler()
 
     def step(self, batch: Any = None) -> None:
-        """Let the optimizer step and, if it did, advance the schedule."""
+        """Let the optimizer step and, if it did, advance the scheduler."""
         if self.step_optimizer():
             self.step_scheduler()
 

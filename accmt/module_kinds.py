@@ -24,7 +24,7 @@ class FunctionModule(AcceleratorModule):
         model: The model.
         train_step: Returns what `training_step` does.
         eval_step: Returns what `validation_step` does; None takes `train_step` there, too.
-        optim: An optimizer of the model's parameters, with which every run begins as it was given; None takes the
+        optim: An optimizer of the model's parameters, with which every run begins in its first state; None takes the
             hyper-parameters'.
     """
 
@@ -39,7 +39,7 @@ class FunctionModule(AcceleratorModule):
         self._train_step = train_step
         self._eval_step = train_step if eval_step is None else eval_step
         self._optim = optim
-        self._optim_as_given = None if optim is None else deepcopy(optim.state_dict())
+        self._first_optim_state = None if optim is None else deepcopy(optim.state_dict())
 
     def training_step(self, batch: Any) -> Any:
         """Return what the function for training makes of the batch."""
@@ -50,9 +50,9 @@ class FunctionModule(AcceleratorModule):
         return self._eval_step(batch, self.trainer)
 
     def get_optimizer(self) -> torch.optim.Optimizer | None:
-        """Return the optimizer that was given, without what earlier runs and `tune` have left in it."""
-        if self._optim is not None and self._optim_as_given is not None:
-            self._optim.load_state_dict(self._optim_as_given)
+        """Return the user's optimizer, without what earlier runs and `tune` have left in it."""
+        if self._optim is not None and self._first_optim_state is not None:
+            self._optim.load_state_dict(self._first_optim_state)
         return self._optim
 
 
@@ -103,7 +103,7 @@ def _count_targets(model: Any, labels: Any) -> torch.Tensor | None:
     if not is_tokens or getattr(model.config, "problem_type", None) == "multi_label_classification":
         return None
     # A causal model predicts each token from those before it: the first one is no target. None means causal, too:
-    # transformers takes that loss where the name of a class (such as GPT2LMHeadModel) tells none.
+    # transformers takes that loss where the name of a class (such as GPT2LMHeadModel) says none.
     is_causal = getattr(model, "loss_type", None) in (None, "ForCausalLM") and not model.config.is_encoder_decoder
     count: torch.Tensor = ((labels[:, 1:] if is_causal else labels) != -100).sum()
     return count

@@ -93,12 +93,12 @@ class LogsValues:
         Args:
             name: Its name; or values by name, and no `value`.
             value: A number, or a tensor of one element; it stays as it is.
-            step: The step of the row, where `instant`; None is the number of updates.
+            step: The step of the row, where `instant`; None is the number of optimizer steps.
             reduction: "mean", or "sum" for the sum over batches and processes, whatever they weigh.
             instant: Whether this process makes a row of its own of the value, now. That waits for the device.
             prog_bar: Whether the progress bar shows it.
             logger: Whether trackers and `history.jsonl` get it.
-            **others: None; those of Lightning's `log` are told what to write here.
+            **others: None; for those of Lightning's `log` the error says what to write here.
 
         Raises:
             ModuleContractError: The value is not one number, the name is taken, or nothing is running.
@@ -126,7 +126,7 @@ class LogsValues:
         Args:
             images: By name: a tensor, an array, an image of Pillow, or a list of such images, which may differ in
                 size. Bytes (uint8), or floats from 0 to 1; what is outside is cut off, with a warning.
-            step: The update that they belong to; None is the number of updates.
+            step: The optimizer step that they belong to; None is the number of optimizer steps.
 
         Raises:
             ArgumentError: A shape, a type or a name is wrong.
@@ -147,7 +147,7 @@ class LogsValues:
         Args:
             name: Its name.
             columns: The names of the columns.
-            data: The rows: texts, numbers, bools or None; other values are logged as text.
+            data: The rows: strings, numbers, bools or None; other values are logged as text.
             step: As in `log_images`.
 
         Raises:

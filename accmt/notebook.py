@@ -22,7 +22,7 @@ Point: TypeAlias = tuple[float, float]
 
 
 class Curve:
-    """Values over updates, of which neighbours are averaged once there are more than can be seen."""
+    """Values over steps, of which neighbours are averaged once there are more than can be seen."""
 
     def __init__(self) -> None:
         self.newest = math.nan
@@ -72,26 +72,22 @@ class NotebookView(MainProcessCallback):
         self._next_drawing = math.inf
 
     def on_fit_start(self) -> None:
-        """Open the output."""
         self._curves.clear()
         self._output = import_module("IPython.display").display(self._picture(), raw=True, display_id=True)
         self._next_drawing = 0.0
 
     def on_log(self, values: Mapping[str, float], step: int) -> None:
-        """Take the training loss out of a row of logged values."""
         if self._loss_name in values:
             self._add(self._loss_name, step, values[self._loss_name])
         self._draw_if_due()
 
     def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
-        """Take the losses out of the results."""
         for name, value in metrics.items():
             if name.split("__")[0] == self._val_loss_name:
                 self._add(name, self.state.global_step, value)
         self._draw_if_due()
 
     def on_fit_end(self) -> None:
-        """Draw the last state and leave it in the notebook."""
         self._draw()
         self._output, self._next_drawing = None, math.inf
 
@@ -118,7 +114,7 @@ class NotebookView(MainProcessCallback):
 
 
 def draw(curves: Mapping[str, Curve]) -> str:
-    """Return curves over the updates as SVG; the value at a point is seen where the mouse is over it."""
+    """Return curves over the steps as SVG; the value at a point is seen where the mouse is over it."""
     drawn = {name: curve.points for name, curve in curves.items() if curve.points}
     if not drawn:
         return ""
@@ -133,7 +129,7 @@ def draw(curves: Mapping[str, Curve]) -> str:
     marks = [
         _write(_LEFT - 6, place((first, highest))[1] + 4, f"{highest:.4g}", anchor="end"),
         _write(_LEFT - 6, place((first, lowest))[1] + 4, f"{lowest:.4g}", anchor="end"),
-        _write(_LEFT, _HEIGHT - 6, f"update {first:.0f}"),
+        _write(_LEFT, _HEIGHT - 6, f"step {first:.0f}"),
         _write(_WIDTH - 10, _HEIGHT - 6, f"{last:.0f}", anchor="end"),
     ]
     for number, (name, points) in enumerate(drawn.items()):
@@ -148,7 +144,7 @@ def _draw_curve(name: str, points: Sequence[Point], place: Callable[[Point], Poi
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     name = escape(name)
     dots = [
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2"><title>{name} {value:.4g} at update {step:.0f}</title></circle>'
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2"><title>{name} {value:.4g} at step {step:.0f}</title></circle>'
         for (x, y), (step, value) in zip(places, points, strict=True)
     ]
     curve = f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>'

@@ -40,7 +40,7 @@ class Tuning:
     Attributes:
         batch_size: Training samples of a batch on one process that fit; None if that was not asked for.
         lr: The learning rate at which the loss falls fastest; None if that was not asked for, or nothing fell.
-        curve: (learning rate, training loss) of each update of the search for it.
+        curve: (learning rate, training loss) of each step of the search for it.
     """
 
     batch_size: int | None = None
@@ -127,7 +127,7 @@ def find_batch_size(fits: Callable[[int], bool], start: int, limit: int, search:
 
 
 def _fits_in_memory(trainer: TrainerProtocol, module: AcceleratorModule, data: Any, size: int) -> bool:
-    """Train a few updates with batches of a size, and return whether they fitted.
+    """Train a few steps with batches of a size, and return whether they fitted.
 
     Processes: collective; it has to fit on all.
     """
@@ -143,20 +143,20 @@ def _fits_in_memory(trainer: TrainerProtocol, module: AcceleratorModule, data: A
 
 
 def sweep_rates(
-    trainer: TrainerProtocol, module: AcceleratorModule, data: Any, lowest: float, highest: float, updates: int
+    trainer: TrainerProtocol, module: AcceleratorModule, data: Any, lowest: float, highest: float, steps: int
 ) -> list[tuple[float, float]]:
-    """Train with a learning rate that rises exponentially from update to update, until the loss diverges.
+    """Train with a learning rate that rises exponentially from step to step, until the loss diverges.
 
     Processes: collective.
 
     Returns:
-        (learning rate, training loss over all processes) of each update.
+        (learning rate, training loss over all processes) of each step.
 
     Source:
         L. N. Smith, Cyclical Learning Rates for Training Neural Networks, https://arxiv.org/abs/1506.01186
     """
-    sweep = _Sweep(lowest, highest, updates)
-    hps = _changed_hps(trainer.settings, max_steps=updates, scheduler=None, scheduler_class=None, scheduler_kwargs={})
+    sweep = _Sweep(lowest, highest, steps)
+    hps = _changed_hps(trainer.settings, max_steps=steps, scheduler=None, scheduler_class=None, scheduler_kwargs={})
     tracking = replace(trainer.settings.tracking, log_every=1)
     _try(trainer, module, data, callbacks=sweep, hps=hps, tracking=tracking)
     return sweep.curve
@@ -183,11 +183,11 @@ def suggest_rate(curve: Sequence[tuple[float, float]]) -> float | None:
 
 
 class _Sweep(Callback):
-    """Raises the learning rate before each update, and writes down the losses."""
+    """Raises the learning rate before each step, and records the losses."""
 
-    def __init__(self, lowest: float, highest: float, updates: int) -> None:
+    def __init__(self, lowest: float, highest: float, steps: int) -> None:
         self.curve: list[tuple[float, float]] = []
-        self._rates = np.geomspace(lowest, highest, updates).tolist()
+        self._rates = np.geomspace(lowest, highest, steps).tolist()
         self._mean = self._lowest = math.inf
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:

@@ -15,14 +15,14 @@ from accmt.errors import ArgumentError, explain
 class EMA(Callback):
     """Keeps an exponential moving average of the weights; evaluations, and the models saved by them, use it.
 
-    After each update `average = decay * average + (1 - decay) * weight`, for every weight that is trained, or was: that
-    of a layer which is unfrozen during the run begins as the weight is then. Training goes on with the weights
+    After each step `average = decay * average + (1 - decay) * weight`, for every weight that is trained, or was: that
+    of a layer which is unfrozen during the run begins as the weight is then. Training continues with the weights
     themselves. The average is in the checkpoints. Every process keeps the whole of it.
 
     Args:
-        decay: How much of the average stays, above 0 and below 1: it looks back about 1 / (1 - decay) updates.
-        warmup: Whether the decay rises to `decay`: after n updates it is at most (1 + n) / (10 + n). Without that the
-            average of a run shorter than some times 1 / (1 - decay) updates is mostly the weights it began with.
+        decay: How much of the average stays, above 0 and below 1: it looks back about 1 / (1 - decay) steps.
+        warmup: Whether the decay rises to `decay`: after n steps it is at most (1 + n) / (10 + n). Without that the
+            average of a run shorter than some times 1 / (1 - decay) steps is mostly the weights it began with.
 
     Raises:
         ArgumentError: No such decay, or `warmup` is no boolean.
@@ -54,14 +54,12 @@ class EMA(Callback):
         return bool(self._trained)
 
     def on_fit_start(self) -> None:
-        """Begin with the weights as they are, unless the run continues with an average."""
         self._trained = {}
         self.average = self.average if self.state.global_step else {}
         self.num_averaged = self.num_averaged if self.average else 0
         self.average = {name: _like(self.average.get(name), weight) for name, weight in self._weights().items()}
 
     def on_update_end(self) -> None:
-        """Move the average towards the weights."""
         weights = self._weights()
         for name in weights.keys() - self.average.keys():  # unfrozen since
             self.average[name] = weights[name].clone()
@@ -69,21 +67,18 @@ class EMA(Callback):
         torch._foreach_lerp_([self.average[name] for name in weights], list(weights.values()), 1 - self._decay_now())
 
     def on_evaluation_start(self) -> None:
-        """Let the evaluation see the average."""
         weights = self._weights()
         self._trained = {name: weight.clone() for name, weight in weights.items()}
         _copy(self.average, weights)
 
     def on_evaluation_end(self) -> None:
-        """Give training its weights back."""
         self._give_back()
 
     def on_fit_end(self) -> None:
-        """Give training its weights back where an evaluation was broken off."""
-        self._give_back()
+        self._give_back()  # where an evaluation was interrupted
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average, and how many updates are in it."""
+        """Return the average, and how many steps are in it."""
         return {"average": dict(self.average), "num_averaged": self.num_averaged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ class Callback:
                 print(self.state.global_step, outputs)
 
     Attributes:
-        order: Callbacks run in ascending order, equal ones in the order they were given.
+        order: Callbacks run in ascending order, equal ones in the order of the list.
         trainer: The Trainer, set before the first hook.
         module: The user's module.
         state: The counters of the run.
@@ -59,7 +59,7 @@ class LambdaCallback(Callback):
         **functions: Hook names with functions, each called with the keywords that it names, and `trainer` if it does.
 
     Raises:
-        ModuleContractError: A name is no hook, or what it is given is no function.
+        ModuleContractError: A name is no hook, or its value is no function.
 
     Example:
         >>> callback = LambdaCallback(on_log=lambda values, trainer: print(trainer.global_step, values))

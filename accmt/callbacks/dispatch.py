@@ -35,7 +35,7 @@ class Hooks:
     `callbacks` are those that act here, in their order.
 
     Args:
-        callbacks: The callbacks, and the user's module, in the order they were given.
+        callbacks: The callbacks, and the user's module, in their order.
         is_main_process: Whether `MainProcessCallback`s act here.
 
     Raises:
@@ -121,18 +121,18 @@ def describe_hooks(callbacks: Sequence[object]) -> str:
     return "\n".join(["| hook | callback | order |", "|---|---|---|", *rows])
 
 
-def _with_wanted_keywords(callback: object, attribute: str, method: Hook, given: tuple[str, ...]) -> Hook:
+def _with_wanted_keywords(callback: object, attribute: str, method: Hook, keywords: tuple[str, ...]) -> Hook:
     parameters = inspect.signature(method).parameters.values()
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     required = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    unfilled = required - (named & set(given))
+    unfilled = required - (named & set(keywords))
     if unfilled:
         instead = [f"{name} is {_INSTEAD[name]}" for name in sorted(unfilled & set(_INSTEAD))]
-        do = "; ".join([f"def {attribute}({', '.join(('self', *given))})", *instead])
-        where, expected = f"{type(callback).__name__}.{attribute}", "any of: " + (", ".join(given) or "no parameter")
+        do = "; ".join([f"def {attribute}({', '.join(('self', *keywords))})", *instead])
+        where, expected = f"{type(callback).__name__}.{attribute}", "any of: " + (", ".join(keywords) or "no parameter")
         raise ModuleContractError(explain(where, f"parameters {sorted(unfilled)}", expected, do))
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters) or named >= set(given)
-    return method if takes_all else _taking(method, tuple(name for name in given if name in named))
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters) or named >= set(keywords)
+    return method if takes_all else _taking(method, tuple(name for name in keywords if name in named))
 
 
 def _taking(method: Hook, wanted: tuple[str, ...]) -> Hook:
@@ -140,10 +140,10 @@ def _taking(method: Hook, wanted: tuple[str, ...]) -> Hook:
 
 
 def build_callbacks(value: Any) -> list[Any]:
-    """Return a list of callbacks of what the user gave: None, one, or several.
+    """Return a list of callbacks of `callbacks`: None, one, or several.
 
     Raises:
-        ModuleContractError: A class was given instead of an object.
+        ModuleContractError: There is a class instead of an object.
     """
     callbacks = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     for callback in callbacks:

@@ -28,22 +28,20 @@ class EndSummary(MainProcessCallback):
         self._samples_before = 0
 
     def on_fit_start(self) -> None:
-        """Begin to count."""
         self._begin_s, self._samples_before = monotonic(), self.state.samples_seen
 
     def on_fit_end(self) -> None:
-        """Say the summary."""
         rows = list(self._rows())[: MAX_LINES - 1]
         width = max(len(name) for name, _ in rows)
-        say("\n".join(["the run in short", *(f"  {name:<{width}}  {value}" for name, value in rows)]))
+        say("\n".join(["run summary", *(f"  {name:<{width}}  {value}" for name, value in rows)]))
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         state, seconds = self.state, monotonic() - self._begin_s
         samples = state.samples_seen - self._samples_before
-        # The status of a run that fails is told by its error; a run without one is at its end here.
+        # The status of a run that fails is in its error; a run without one is at its end here.
         skipped = f", {state.skipped_updates:,} skipped" if state.skipped_updates else ""
         yield "status", state.status
-        yield "done", f"{state.global_step:,} updates{skipped}, {state.epoch:,} epochs, {state.samples_seen:,} samples"
+        yield "done", f"{state.global_step:,} steps{skipped}, {state.epoch:,} epochs, {state.samples_seen:,} samples"
         yield "time", f"{_write_time(seconds)}, {samples / max(seconds, 1e-9):,.1f} samples/s, all included"
         loss = self.trainer.run.running_averages.epoch_loss
         if loss is not None:

@@ -1,4 +1,4 @@
-"""One line about each evaluation, so that a log without a progress bar tells how the run goes."""
+"""One line about each evaluation, so that a log without a progress bar shows how the run goes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ class EvaluationReport(MainProcessCallback):
         self._loss_name = loss_name
 
     def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
-        """Say one line."""
         total = self.trainer.estimated_stepping_batches
         of_total = f" of {total:.0f}" if math.isfinite(total) else ""
         loss = self.trainer.run.running_averages.epoch_loss
         known = {} if loss is None else {self._loss_name: loss}
         values = ", ".join(f"{name} {value:.4g}" for name, value in {**known, **metrics}.items())
-        say(f"update {self.state.global_step}{of_total}, epoch {self.state.epoch + 1}: {values}")
+        say(f"step {self.state.global_step}{of_total}, epoch {self.state.epoch + 1}: {values}")

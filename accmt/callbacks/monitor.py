@@ -17,10 +17,9 @@ from accmt.settings.monitor import Monitor
 
 
 class LearningRate(MainProcessCallback):
-    """Measures the learning rate, of each group of parameters, that the next update takes."""
+    """Measures the learning rate, of each group of parameters, that the next step takes."""
 
     def measure(self) -> dict[str, float]:
-        """Return the values of a row."""
         rates = [float(group["lr"]) for group in self.module.optimizer.param_groups]
         if len(rates) == 1:
             return {"learning_rate": rates[0]}
@@ -28,7 +27,7 @@ class LearningRate(MainProcessCallback):
 
 
 class GradientNorm(Callback):
-    """Measures the norm of the gradient before clipping, of those updates only that end a row.
+    """Measures the norm of the gradient before clipping, of those steps only that end a row.
 
     Args:
         order: Of the norm; infinite is the largest element.
@@ -41,11 +40,9 @@ class GradientNorm(Callback):
         self._norm: torch.Tensor | None = None
 
     def on_fit_start(self) -> None:
-        """Be called before gradients are clipped."""
         self.trainer.run.stepper.before_clipping = self._take
 
     def measure(self) -> dict[str, float]:
-        """Return the values of a row; waits for the device."""
         norm, self._norm = self._norm, None
         return {} if norm is None else {"grad_norm": float(norm)}
 
@@ -59,10 +56,9 @@ class GradientNorm(Callback):
 
 
 class Epochs(MainProcessCallback):
-    """Measures how many epochs are done, with the fraction of the one in work."""
+    """Measures how many epochs are done, with the fraction of the current one."""
 
     def measure(self) -> dict[str, float]:
-        """Return the values of a row."""
         num_micro_batches = self.trainer.run.train_loader.num_micro_batches
         return {"epoch": self.state.epoch + (self.state.train_step / num_micro_batches if num_micro_batches else 0.0)}
 
@@ -81,17 +77,15 @@ class Throughput(MainProcessCallback):
         self._before_s = 0.0
 
     def on_fit_start(self) -> None:
-        """Begin at the counts that the run goes on from."""
         self._before, self._before_s = self._counts(), self._stopwatch.training_s
 
     def on_before_training_step(self, batch: Any) -> None:
-        """Count the tokens of a batch, padding included; those of other processes are taken to be as many."""
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if isinstance(tokens, torch.Tensor):
+            # Padding included; other processes are taken to have as many, which saves asking them.
             self._tokens += tokens.numel() * self.state.num_processes
 
     def measure(self) -> dict[str, float]:
-        """Return the values of a row."""
         counts, now_s = self._counts(), self._stopwatch.training_s
         before, passed_s = self._before, now_s - self._before_s
         self._before, self._before_s = counts, now_s
@@ -115,7 +109,6 @@ class TimeSplit(MainProcessCallback):
         self._before = dict(stopwatch.seconds)
 
     def measure(self) -> dict[str, float]:
-        """Return the values of a row."""
         now, before = dict(self._stopwatch.seconds), self._before
         self._before = now
         return {f"seconds_{purpose}": seconds - before[purpose] for purpose, seconds in now.items()}
@@ -125,7 +118,6 @@ class CheckpointRows(MainProcessCallback):
     """Makes a row of each checkpoint, so that it is seen where it was taken."""
 
     def on_save_checkpoint(self) -> None:
-        """Make a row."""
         step = self.state.global_step
         for hook in self.trainer.run.hooks.on_log:
             hook(values={"checkpoint": float(step)}, step=step)
@@ -136,7 +128,7 @@ class Measurements(Callback):
 
     Args:
         measures: What is measured; each has a method `measure`.
-        loss_name: The training loss, which tells those rows from others.
+        loss_name: The training loss, which only those rows have.
     """
 
     order = -math.inf
@@ -147,15 +139,12 @@ class Measurements(Callback):
         self._is_evaluating = False
 
     def on_evaluation_start(self) -> None:
-        """Leave the rows of an evaluation alone."""
         self._is_evaluating = True
 
     def on_evaluation_end(self) -> None:
-        """Take the rows that follow for training values."""
         self._is_evaluating = False
 
     def on_log(self, values: dict[str, float]) -> None:
-        """Add to a row."""
         if self._loss_name in values and not self._is_evaluating:
             for measure in self._measures:
                 values.update(measure.measure())

@@ -29,7 +29,7 @@ Source: the data sheets on https://www.nvidia.com/en-us/data-center/
 
 
 class ModelOperations(MainProcessCallback):
-    """Counts the operations of the first update's batches, and takes those of others to be as many a sample.
+    """Counts the operations of the first step's batches, and takes those of others to be as many a sample.
 
     Args:
         stopwatch: Tells the time in which the run trained.
@@ -51,7 +51,6 @@ class ModelOperations(MainProcessCallback):
         self._before_s = 0.0
 
     def on_fit_start(self) -> None:
-        """Look the device's peak up."""
         self._first_samples = self._before = self.state.samples_seen
         device = self.module.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -63,7 +62,6 @@ class ModelOperations(MainProcessCallback):
             warn("monitor: mfu is not measured, for the operations of a compiled model cannot be counted")
 
     def on_before_training_step(self) -> None:
-        """Begin to count, at the first batch."""
         if self._peak and self._per_sample is None and self._counter is None:
             from torch.utils.flop_counter import FlopCounterMode
 
@@ -71,18 +69,15 @@ class ModelOperations(MainProcessCallback):
             self._counter.__enter__()
 
     def on_update_end(self) -> None:
-        """End the count, at the first update."""
         samples = self.state.samples_seen - self._first_samples
         counter = self._stop()
         if counter is not None and samples:
             self._per_sample = counter.get_total_flops() * self.state.num_processes / samples
 
     def on_fit_end(self) -> None:
-        """End the count where the first update failed."""
-        self._stop()
+        self._stop()  # where the first step failed
 
     def measure(self) -> dict[str, float]:
-        """Return the values of a row."""
         now, now_s = self.state.samples_seen, self._stopwatch.training_s
         samples, passed_s = now - self._before, now_s - self._before_s
         self._before, self._before_s = now, now_s

@@ -102,7 +102,7 @@ class PhaseTimes(Stopwatch):
         self._wait: Callable[[], Any] | None = None
 
     def lap(self, purpose: str) -> float:
-        """Give the time since the last lap a phase, when the device is done with what it was given."""
+        """Give the time since the last lap a phase, when the device is done with its work."""
         if self._wait is None:
             self._wait = torch.get_device_module(self.trainer.device).synchronize
         self._wait()

@@ -26,7 +26,7 @@ FOLDER = "profile"
 """Where in the run folder profiles are."""
 
 SCHEDULE = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
-"""The updates that are traced, unless told otherwise: three, after the first two."""
+"""The optimizer steps that are traced unless the profiler says otherwise: three, after the first two."""
 
 _FUNCTIONS_SAID = 10
 _FUNCTIONS_KEPT = 100
@@ -44,13 +44,11 @@ class Profiler(Callback):
     _first_step: int | None = None
 
     def on_fit_start(self) -> None:
-        """Begin."""
         self.begin()
         self._first_step = self.state.global_step
 
     def on_fit_end(self) -> None:
-        """Tell and keep what was found; a run that failed before it began has nothing to tell."""
-        if self._first_step is not None:
+        if self._first_step is not None:  # a run that failed before has nothing to show
             self.end()
 
     def begin(self) -> None:
@@ -58,14 +56,14 @@ class Profiler(Callback):
         raise NotImplementedError
 
     def end(self) -> None:
-        """End, tell and write."""
+        """End, print and write."""
         raise NotImplementedError
 
     def keep(self, name: str, write: Callable[[Path], object], folder: Path | None = None) -> None:
         """Write a file, and say where it is.
 
         Args:
-            name: Its name; a run that goes on from a checkpoint adds from which update on.
+            name: Its name; a run that resumes adds from which step on.
             write: Called with the path.
             folder: Another folder than that in the run folder.
         """
@@ -133,18 +131,18 @@ class FunctionProfiler(Profiler):
 
 
 class TraceProfiler(Profiler):
-    """Traces operations of some updates by torch.profiler, as its schedule says.
+    """Traces operations of some steps by torch.profiler, as its schedule says.
 
     Args:
-        told: An `accelerate.utils.ProfileKwargs`; a `torch.profiler.profile`; or "pytorch", which is the
-            `ProfileKwargs` of the run's Accelerator, or else three updates.
+        profiler: An `accelerate.utils.ProfileKwargs`; a `torch.profiler.profile`; or "pytorch", which is the
+            `ProfileKwargs` of the run's Accelerator, or else three steps.
 
     Source:
         https://docs.pytorch.org/docs/stable/profiler.html
     """
 
-    def __init__(self, told: Any) -> None:
-        self._told = told
+    def __init__(self, profiler: Any) -> None:
+        self._profiler_argument = profiler
         self._num_traces = 0
         self._is_stepping = False
 
@@ -156,7 +154,6 @@ class TraceProfiler(Profiler):
         self._profile.start()
 
     def on_update_end(self) -> None:
-        """Go on in the schedule."""
         self._is_stepping = True
         self._profile.step()
         self._is_stepping = False
@@ -168,17 +165,17 @@ class TraceProfiler(Profiler):
         self._profile.on_trace_ready = self._handler
         if self._num_traces == 0 and not self._is_stepping:
             do = "train longer, or give a ProfileKwargs with another schedule_option"
-            warn(f"nothing was traced: the run ended before the schedule's active updates; {do}")
+            warn(f"nothing was traced: the run ended before the schedule's active steps; {do}")
 
     def _build(self) -> tuple[torch.profiler.profile, Path | None]:
         from accelerate.utils import ProfileKwargs
         from torch.profiler import profile
 
-        if isinstance(self._told, profile):
-            return self._told, None
+        if isinstance(self._profiler_argument, profile):
+            return self._profiler_argument, None
         kwargs = self.trainer.run.accelerator.profile_handler or ProfileKwargs(schedule_option=SCHEDULE)
-        if isinstance(self._told, ProfileKwargs):
-            kwargs = self._told
+        if isinstance(self._profiler_argument, ProfileKwargs):
+            kwargs = self._profiler_argument
         folder = kwargs.output_trace_dir
         return kwargs.build(), None if folder is None else self.trainer.settings.home / folder
 
@@ -191,22 +188,22 @@ class TraceProfiler(Profiler):
             self.keep(name, lambda path: profile.export_chrome_trace(str(path)), self._folder)
 
 
-def build_profiler(told: Any, *, is_main_process: bool) -> tuple[list[Callback], list[Callback]]:
+def build_profiler(profiler: Any, *, is_main_process: bool) -> tuple[list[Callback], list[Callback]]:
     """Return the callbacks that profile a run; none where nothing is asked for.
 
     Args:
-        told: As `Trainer(profiler=...)`.
+        profiler: As `Trainer(profiler=...)`.
         is_main_process: Elsewhere phases are not measured.
 
     Returns:
         Those to stand before, and those to stand after all others.
     """
-    if told is None or (told == "simple" and not is_main_process):
+    if profiler is None or (profiler == "simple" and not is_main_process):
         return [], []
-    if told == "simple":
+    if profiler == "simple":
         times = PhaseTimes()
         return [times, _EndOfCallbacks(times)], [StopwatchOfCallbacks(times), PhaseProfiler(times)]
-    return [], [FunctionProfiler() if told == "advanced" else TraceProfiler(told)]
+    return [], [FunctionProfiler() if profiler == "advanced" else TraceProfiler(profiler)]
 
 
 class _EndOfCallbacks(Callback):
@@ -218,7 +215,6 @@ class _EndOfCallbacks(Callback):
         self._times = times
 
     def on_evaluation_end(self) -> None:
-        """End the callbacks."""
         self._times.lap("callbacks")
 
 

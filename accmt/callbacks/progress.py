@@ -1,4 +1,4 @@
-"""A progress bar that costs a look at the clock per update, and draws at most ten times a second."""
+"""A progress bar that costs a look at the clock per step, and draws at most ten times a second."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_notebook() -> bool:
 
 
 class ProgressBar(MainProcessCallback):
-    """Shows updates, time left, loss, lr, samples per second and the newest evaluation.
+    """Shows steps, time left, loss, lr, samples per second and the newest evaluation.
 
     Args:
         enable: True draws always, False never; None draws where the stream is a terminal.
@@ -51,7 +51,6 @@ class ProgressBar(MainProcessCallback):
         self._shown.update(values)
 
     def on_fit_start(self) -> None:
-        """Open the bar at the update that the run goes on from."""
         stream = self._stream or sys.stderr
         if not _is_drawn(stream, self._enable):
             return
@@ -62,33 +61,27 @@ class ProgressBar(MainProcessCallback):
         self._restart_clock()
 
     def on_epoch_start(self) -> None:
-        """Name the epoch."""
         self._describe(f"epoch {self.state.epoch + 1}")
 
     def on_update_end(self) -> None:
-        """Draw, if the last drawing is long enough ago."""
         if perf_counter() >= self._next_drawing:
             self._draw()
 
     def on_log(self, values: Mapping[str, float]) -> None:
-        """Take the loss out of a row of logged values."""
         loss = values.get(self._loss_name)
         if loss is not None:
             self._shown["loss"] = loss
 
     def on_evaluation_start(self) -> None:
-        """Say at once that an evaluation runs, for it may take long."""
         self._describe("evaluating")
         self._draw()
 
     def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
-        """Show the results; the time that the evaluation took does not count as training."""
         self.show(metrics)
         self._describe(f"epoch {self.state.epoch + 1}")
         self._restart_clock()
 
     def on_fit_end(self) -> None:
-        """Draw the last state and leave it on the screen."""
         self._draw()
         bar, self._bar, self._next_drawing = self._bar, None, math.inf
         if bar is not None:
@@ -156,7 +149,7 @@ def _is_drawn(stream: TextIO, enable: bool | None) -> bool:  # noqa: FBT001 - No
 
 def _open_bar(stream: TextIO, total: int | None, initial: int) -> Any:
     return _bar_class()(
-        total=total, initial=initial, file=stream, unit=" updates", dynamic_ncols=True, mininterval=0, miniters=0
+        total=total, initial=initial, file=stream, unit=" steps", dynamic_ncols=True, mininterval=0, miniters=0
     )
 
 

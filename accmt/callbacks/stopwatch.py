@@ -1,4 +1,4 @@
-"""Where the time of a run goes, told by its hooks: no clock is needed in the loop itself."""
+"""Time per phase of a run, measured at its hooks: no clock is needed in the loop itself."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PURPOSES = ("data", "compute", "evaluation", "saving", "other")
 
 
 class Moment(NamedTuple):
-    """What a hook tells of the time around it.
+    """What a hook says about the time around it.
 
     Attributes:
-        before: What the time before it was spent on, where nothing else is known to be in work.
-        after: What is in work after it; None where the next hook tells.
+        before: What the time before it was spent on, where nothing else is known to run.
+        after: What runs after it; None where the next hook says so.
         callbacks: What the callbacks at this hook take time for.
-        is_certain: Whether `before` holds whatever was in work.
-        interrupts: Whether what was in work goes on after it.
+        is_certain: Whether `before` holds whatever ran.
+        interrupts: Whether what ran continues after it.
     """
 
     before: str
@@ -44,13 +44,13 @@ MOMENTS: dict[str, Moment] = {
     "on_save_checkpoint": Moment("saving", is_certain=True, interrupts=True),
     "on_epoch_end": Moment("other"),
 }
-"""A checkpoint is written while training goes on; "saving" is what taking it costs."""
+"""A checkpoint is written while training continues; "saving" is what taking it costs."""
 
 
 class Stopwatch(MainProcessCallback):
     """Adds up seconds by purpose: what lies between two hooks belongs to one.
 
-    A `StopwatchOfCallbacks` beside it tells what the callbacks between the two take. Where the device works on while
+    A `StopwatchOfCallbacks` beside it measures what the callbacks between the two take. Where the device works on while
     the host goes ahead, it is waited for where a row is read.
 
     Args:

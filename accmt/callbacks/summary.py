@@ -21,7 +21,6 @@ class ModelSummary(MainProcessCallback):
         self.max_depth = max_depth
 
     def on_fit_start(self) -> None:
-        """Say the table."""
         say(summarize(self.module.unwrapped_model, self.max_depth))
 
 

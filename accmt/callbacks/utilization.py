@@ -31,7 +31,6 @@ class Use(MainProcessCallback):
         raise NotImplementedError
 
     def measure(self) -> dict[str, float]:
-        """Return the values of a row."""
         if monotonic() >= self._next_look:
             self._seen = self.look()
             self._next_look = monotonic() + SECONDS_BETWEEN_LOOKS
@@ -42,11 +41,10 @@ class CpuUse(Use):
     """Measures the use of processor and memory."""
 
     def on_fit_start(self) -> None:
-        """Look for the first time: the use of the processor is that since the last look."""
         import psutil
 
         self._process = psutil.Process()
-        psutil.cpu_percent()
+        psutil.cpu_percent()  # what it returns is the use since the last call: this one only begins to measure
         sleep(SECONDS_OF_FIRST_LOOK)
         self.measure()
 
@@ -70,7 +68,6 @@ class GpuUse(Use):
         self._gpus: list[Any] = []
 
     def on_fit_start(self) -> None:
-        """Find the GPUs."""
         if not torch.cuda.is_available():
             warn("monitor: gpu_utilization measures nothing, for there is no GPU; leave it out")
             return

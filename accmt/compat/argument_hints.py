@@ -161,7 +161,7 @@ def find_foreign(name: str, value: Any = EXAMPLE) -> tuple[str, str] | None:
 
     Args:
         name: The name.
-        value: What was given for it, which is then in the line to write.
+        value: Its value, which is then in the line to write.
     """
     for owner, names in FOREIGN.items():
         if name in names:

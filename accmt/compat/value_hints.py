@@ -1,4 +1,4 @@
-"""What to write here for a value that was given to another trainer's argument."""
+"""What to write here for a value of another trainer's argument."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def _advise_trackers(value: Any) -> str | None:
         return "Trainer(log_with=accmt.TensorBoard)"
     if not listed or value in (None, False, "none"):
         return "leave it out: without log_with there is no tracker"
-    texts = [(item if isinstance(item, str) else type(item).__name__).lower() for item in listed]
-    found = [f"accmt.{name}" for text in texts for word, name in _TRACKERS.items() if word in text]
+    names = [(item if isinstance(item, str) else type(item).__name__).lower() for item in listed]
+    found = [f"accmt.{name}" for text in names for word, name in _TRACKERS.items() if word in text]
     if not found:
-        return "leave it out: every run writes history.jsonl" if any("csv" in text for text in texts) else None
+        return "leave it out: every run writes history.jsonl" if any("csv" in text for text in names) else None
     return f"Trainer(log_with={found[0] if len(found) == 1 else '[' + ', '.join(found) + ']'})"
 
 
@@ -162,7 +162,7 @@ def _advise_best(value: Any) -> str | None:
 
 def _advise_resume(value: Any) -> str | None:
     if value in (None, False):
-        return "leave it out: a run begins anew unless resume says otherwise"
+        return "leave it out: a run starts from the beginning unless resume says otherwise"
     return f"Trainer(resume={value!r})" if value is True or isinstance(value, str) else None
 
 

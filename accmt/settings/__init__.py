@@ -1,4 +1,4 @@
-"""What the Trainer was told, grouped by the part that reads it. Each argument is documented once: in its class."""
+"""The Trainer's arguments, grouped by the part that reads it. Each argument is documented once: in its class."""
 
 from accmt.settings.data import DataSettings
 from accmt.settings.evaluation import EvaluationSettings

@@ -1,4 +1,4 @@
-"""Faults in what a Trainer is given, collected so that all are told at once."""
+"""Faults in the Trainer's arguments, collected so that all are reported at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from accmt.errors import ArgumentError, HyperParameterError, SeveralFaultsError
 
 
 class Faults:
-    """The errors of checks that go on after one."""
+    """The errors of checks that continue after one."""
 
     def __init__(self) -> None:
         self._errors: list[ArgumentError | HyperParameterError] = []
@@ -22,7 +22,7 @@ class Faults:
         except (ArgumentError, HyperParameterError) as error:
             self._errors.append(error)
 
-    def refuse(self) -> None:
+    def raise_any(self) -> None:
         """Raise what was collected, if anything.
 
         Raises:

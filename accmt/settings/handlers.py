@@ -1,4 +1,4 @@
-"""Which errors make a run take a safe checkpoint before they go on."""
+"""Which errors make a run take a safe checkpoint before they are raised."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from accmt.settings.checks import raise_wrong_value
 
 
 class Handler(Enum):
-    """A kind of error that a run takes a safe checkpoint at, before the error goes on.
+    """A kind of error that a run takes a safe checkpoint at, before the error is raised.
 
     Attributes:
         KEYBOARD: Ctrl-C, and the signals of pre-emption.
@@ -33,8 +33,8 @@ def read_handlers(value: Any) -> frozenset[Handler]:
     Raises:
         ArgumentError: Something else.
     """
-    given = [] if value is None else value if isinstance(value, list | tuple | set | frozenset) else [value]
-    handlers = {_read_one(one) for one in given}
+    values = [] if value is None else value if isinstance(value, list | tuple | set | frozenset) else [value]
+    handlers = {_read_one(one) for one in values}
     if Handler.ALL in handlers:
         handlers = set(Handler)
     return frozenset(handlers - {Handler.ALL})

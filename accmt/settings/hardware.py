@@ -1,4 +1,4 @@
-"""Checks what the Trainer was told about device and precision."""
+"""Checks the Trainer's arguments about device and precision."""
 
 from __future__ import annotations
 

@@ -53,5 +53,5 @@ def _find_mistake(name: str, value: Any, names: Iterable[str], *, has_tracker: b
     do = "drop it, or give a tracker: log_with=MLFlow"
     if nearest:
         do = f"did you mean {nearest[0]}{', one of the hyper-parameters' if nearest[0] in FIELDS else ''}?"
-    expected += "" if has_tracker else "; no tracker is given to take others"
+    expected += "" if has_tracker else "; there is no tracker to take others"
     return explain(where, "an argument that does not exist", expected, do)

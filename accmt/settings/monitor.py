@@ -22,9 +22,9 @@ class Monitor:
         validation_loss: The validation losses.
         additional_metrics: What else evaluations result in.
         learning_rate: `learning_rate`; with several groups of parameters `learning_rate_0`, `learning_rate_1` ...
-        grad_norm: `grad_norm`, the norm of the gradient of the row's last update, over all parameters, before clipping.
+        grad_norm: `grad_norm`, the norm of the gradient of the row's last step, over all parameters, before clipping.
             True is the 2-norm; a number, or "inf", is another order.
-        epoch: `epoch`, the epochs that are done, with the fraction of the one in work.
+        epoch: `epoch`, the epochs that are done, with the fraction of the current one.
         throughput: `samples_per_s` and `batches_per_s` of all processes since the last row, evaluations and saving left
             out; and `tokens_per_s`, where batches have `input_ids`.
         time_split: `seconds_data`, `seconds_compute`, `seconds_evaluation`, `seconds_saving` and `seconds_other` since
@@ -36,10 +36,10 @@ class Monitor:
             `GPU_0_utilization`, in percent, where the package nvidia-ml-py is installed.
         mfu: `mfu`, the share of the device's peak that the model's own operations make up, from 0 to 1. The peak is
             known of common GPUs; a number gives it, in operations a second.
-        checkpoint: `checkpoint`, a row with the number of updates, whenever a checkpoint was taken.
+        checkpoint: `checkpoint`, a row with the number of optimizer steps, whenever a checkpoint was taken.
 
     Raises:
-        ArgumentError: A value that cannot be.
+        ArgumentError: An invalid value.
     """
 
     train_loss: bool = True
@@ -59,12 +59,12 @@ class Monitor:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type == "bool" and not isinstance(value, bool):
-                _refuse(field.name, value, "True or False")
+                _reject(field.name, value, "True or False")
         if not isinstance(self.grad_norm, bool) and _to_positive(self.grad_norm) is None:
-            _refuse("grad_norm", self.grad_norm, 'True or False, a number above 0, or "inf"')
+            _reject("grad_norm", self.grad_norm, 'True or False, a number above 0, or "inf"')
         peak = _to_positive(self.mfu)
         if not isinstance(self.mfu, bool) and (peak is None or math.isinf(peak)):
-            _refuse("mfu", self.mfu, "True or False, or operations a second such as 312e12")
+            _reject("mfu", self.mfu, "True or False, or operations a second such as 312e12")
 
     @property
     def norm_order(self) -> float | None:
@@ -97,11 +97,11 @@ class Monitor:
         if isinstance(config, list | tuple | set):
             config = dict.fromkeys(config, True)
         if not isinstance(config, Mapping):
-            _refuse_config(config)
+            _reject_config(config)
         names = [field.name for field in fields(cls)]
         for name in config:
             if name not in names:
-                _refuse_name(name, names)
+                _reject_name(name, names)
         return cls(**config)
 
 
@@ -113,12 +113,12 @@ def _to_positive(value: Any) -> float | None:
     return number if number > 0 else None
 
 
-def _refuse(name: str, value: Any, expected: str) -> NoReturn:
+def _reject(name: str, value: Any, expected: str) -> NoReturn:
     got = f"{value!r} ({type(value).__name__})"
     raise ArgumentError(explain(f"Monitor({name}=...)", got, expected, f"Monitor({name}=True)"))
 
 
-def _refuse_name(name: Any, names: list[str]) -> NoReturn:
+def _reject_name(name: Any, names: list[str]) -> NoReturn:
     nearest = get_close_matches(str(name), names, n=1, cutoff=0.0)[0]
     raise UnknownArgumentError(
         explain(
@@ -127,6 +127,6 @@ def _refuse_name(name: Any, names: list[str]) -> NoReturn:
     )
 
 
-def _refuse_config(config: Any) -> NoReturn:
+def _reject_config(config: Any) -> NoReturn:
     got, do = f"{config!r} ({type(config).__name__})", 'monitor=["learning_rate", "grad_norm"]'
     raise ArgumentError(explain("Trainer(monitor=...)", got, "a Monitor, a dict, a list of names, or a path", do))

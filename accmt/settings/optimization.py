@@ -27,7 +27,7 @@ class OptimizationSettings:
             cuts each of its entries instead. None or 0 is off.
         set_to_none: Whether gradients are dropped after a step instead of filled with zeros.
         auto_micro_batch: Whether running out of memory in a training step halves the micro-batch, doubles the
-            accumulation and trains on: the effective batch, the order of samples and the schedule stay. Several
+            accumulation and trains on: the effective batch, the order of samples and the scheduler stay. Several
             processes then reduce gradients after a window's last backward, not during it.
     """
 

@@ -53,7 +53,7 @@ class RunningSettings:
         fast_dev_run: Runs so many batches (True: 1) of each kind, with one evaluation at the end, and writes nothing,
             to try a script.
         profiler: Finds what takes the time of `fit`: "simple" by phase, "advanced" by function, "pytorch" by operation,
-            in a few updates; or an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile` that says more. What
+            in a few steps; or an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile` that says more. What
             is found is kept in the run folder.
         min_length: Before which training does not end early: "2 epochs", "100 steps", or a list of both.
         max_time: Longest time, after which training ends at an optimizer step: "DD:HH:MM:SS" or "1h30m", a timedelta,
@@ -168,8 +168,8 @@ class FailureSettings:
     """What happens when something goes wrong.
 
     Args:
-        handlers: Errors at which a safe checkpoint of the last optimizer step is taken before they go on: a `Handler`,
-            its name, or a list.
+        handlers: Errors at which a safe checkpoint of the last optimizer step is taken before they are raised: a
+            `Handler`, its name, or a list.
         failures: A dict. "on_nonfinite": what happens after a training loss that is not finite: "stop" (the default)
             ends the run with an error that names the batch, "skip" leaves the optimizer step out before it is made (and
             waits for the device once per step), "rollback" goes back to the newest checkpoint and skips that step; None

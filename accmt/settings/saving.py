@@ -102,17 +102,17 @@ class CheckpointSettings:
 
     Args:
         checkpoint: Folder of the checkpoints; None is `<parent of model_path>/checkpoint-<its name>`.
-        resume: False starts anew (checkpoints of an earlier run are moved to `<folder>.previous`, and back if the run
-            ends before its first own one); True continues from the newest checkpoint; "auto" or None continues if there
-            is one; a path continues from that checkpoint, or from the newest one in that folder.
+        resume: False starts from the beginning (checkpoints of an earlier run are moved to `<folder>.previous`, and
+            back if the run ends before its first own one); True continues from the newest checkpoint; "auto" or None
+            continues if there is one; a path continues from that checkpoint, or from the newest one in that folder.
         checkpoint_every: How often: a number and a unit of "epoch", "step" or "eval", such as "2 epochs", "0.25
             epochs" or "500 steps"; None is never. The end of the run is saved too.
         max_checkpoints: How many are kept; None keeps the newest.
         max_previous_runs: How many earlier runs' models and checkpoints are kept (`<folder>.previous`, `.previous-2`
-            ...) when a run starts anew in their folders; 0 overwrites them, None keeps all.
+            ...) when a new run starts in their folders; 0 overwrites them, None keeps all.
         checkpointer: An object of yours that stores checkpoints instead: `accmt.Checkpointer`.
-        async_checkpointing: Whether files are written while training goes on.
-        reset_optimizer_on_resume: Whether optimizer and schedule start anew when training continues.
+        async_checkpointing: Whether files are written while training continues.
+        reset_optimizer_on_resume: Whether optimizer and scheduler start from the beginning when training resumes.
     """
 
     checkpoint: str | PathLike[str] | None = None

@@ -21,7 +21,7 @@ from accmt.settings.tracking import TrackingSettings
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a Trainer was told.
+    """The arguments of a Trainer, checked and grouped.
 
     Attributes:
         hps: The hyper-parameters.
@@ -29,7 +29,7 @@ class Settings:
         checkpoints: About checkpoints.
         evaluation: About validation.
         tracking: About logs and trackers.
-        optimization: About updates.
+        optimization: About optimizer steps.
         data: About batches.
         running: About the run as a whole.
         failures: About errors.
@@ -66,26 +66,26 @@ class Settings:
             arguments: Every argument of the Trainer by name, `hps_config` included.
 
         Raises:
-            ArgumentError: A value that cannot be.
+            ArgumentError: An invalid value.
             UnknownArgumentError: An argument that does not exist.
             HyperParameterError: A fault in the hyper-parameters.
             SeveralFaultsError: Faults in the hyper-parameters, and others.
         """
-        given = {name: fspath(value) if isinstance(value, PathLike) else value for name, value in arguments.items()}
+        values = {name: fspath(value) if isinstance(value, PathLike) else value for name, value in arguments.items()}
         faults, parts = Faults(), dict[str, Any]()
         with faults.collecting():
-            names = given.keys() - {"tracker_kwargs"}
-            check_keywords(given["tracker_kwargs"], names, has_tracker=bool(given["log_with"]))
+            names = values.keys() - {"tracker_kwargs"}
+            check_keywords(values["tracker_kwargs"], names, has_tracker=bool(values["log_with"]))
         for name, group in cls.GROUPS.items():
             with faults.collecting():
-                parts[name] = group(**{each.name: given[each.name] for each in fields(group) if each.name in given})
+                parts[name] = group(**{each.name: values[each.name] for each in fields(group) if each.name in values})
         with faults.collecting():
             parts["hps"] = HyperParameters.from_config(arguments["hps_config"])
-        faults.refuse()
+        faults.raise_any()
         return cls(**parts)
 
     def from_home(self, path: str | PathLike[str]) -> Path:
-        """Return a path as it was told while the program is where it was then, and from the root on elsewhere."""
+        """Return a path as written while the program is in that working folder, and an absolute one elsewhere."""
         return Path(path) if Path.cwd() == self.home else self.home / path
 
     @property
@@ -95,7 +95,7 @@ class Settings:
 
     @property
     def checkpoint_folder(self) -> Path:
-        """The folder of the checkpoints: as told, or `checkpoint-<name>` beside the model folder."""
+        """The folder of the checkpoints: as written, or `checkpoint-<name>` beside the model folder."""
         if self.checkpoints.checkpoint is not None:
             return self.from_home(self.checkpoints.checkpoint)
         model = self.model_folder

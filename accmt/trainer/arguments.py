@@ -88,7 +88,7 @@ def read_config(config: Config) -> Mapping[str, Any]:
 
 
 def _read_table(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the one argument with numbers as keys, which JSON has as text, if it is given so."""
+    """Return the one argument with numbers as keys, which JSON has as text, if it is such a table."""
     name = "grad_accumulation_steps"
     table = arguments.get(name)
     if not isinstance(table, Mapping):
@@ -97,7 +97,7 @@ def _read_table(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_no_clashes(parser: argparse.ArgumentParser, names: list[str]) -> None:
-    actions = parser._actions  # argparse tells of flags in no other way, and of a shared `dest` not at all
+    actions = parser._actions  # argparse has no other way to list flags, and none at all to find a shared `dest`
     taken = {
         name for action in actions for name in (action.dest, *(text.lstrip("-") for text in action.option_strings))
     }

@@ -41,7 +41,7 @@ def using_weights(
 
     Args:
         module: The module.
-        settings: What the Trainer was told: where models and checkpoints are.
+        settings: The Trainer's: where models and checkpoints are.
         ckpt_path: "best" for the model folder, "last" for the newest checkpoint (or `<model_path>/last`), or the path
             of a model folder or checkpoint; None leaves the weights as they are.
         function: The Trainer's method that asks, for messages.
@@ -100,7 +100,7 @@ def _find(settings: Settings, ckpt_path: CheckpointPath, function: Evaluation) -
         return folder
     if ckpt_path != "best":
         return _find_checkpoint(folder, where)
-    return _refuse(where, folder)
+    return _reject_path(where, folder)
 
 
 def _has_weights(folder: Path) -> bool:
@@ -111,23 +111,23 @@ def _find_checkpoint(path: Path, where: str) -> Path:
     try:
         return find_checkpoint(path).folder
     except NoCheckpointError:
-        return _refuse(where, path)
+        return _reject_path(where, path)
 
 
 def _find_last(settings: Settings, where: str) -> Path:
-    told, saved_last = settings.checkpoints, settings.model_folder / "last"
+    checkpoints, saved_last = settings.checkpoints, settings.model_folder / "last"
     newest: Path | None = None
-    if told.checkpointer is not None:
-        newest = told.checkpointer.load()
-    elif told.every is not None:
+    if checkpoints.checkpointer is not None:
+        newest = checkpoints.checkpointer.load()
+    elif checkpoints.every is not None:
         checkpoint = CheckpointStore(settings.checkpoint_folder).newest()
         newest = None if checkpoint is None else checkpoint.folder
     if newest is not None:
         return newest
-    return saved_last if run_on_main_process(partial(_has_weights, saved_last)) else _refuse(where, saved_last)
+    return saved_last if run_on_main_process(partial(_has_weights, saved_last)) else _reject_path(where, saved_last)
 
 
-def _refuse(where: str, folder: Path) -> NoReturn:
+def _reject_path(where: str, folder: Path) -> NoReturn:
     """Say that there are no weights, and where there are some.
 
     Raises:

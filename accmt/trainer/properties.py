@@ -40,7 +40,7 @@ class TrainerProperties(TrainerProtocol):
     """What can be read off a Trainer; what belongs to a run needs one that has begun.
 
     Attributes:
-        settings: What the Trainer was told.
+        settings: Its arguments, checked and grouped.
         state: The counters of the current or last run.
         chosen_checkpoint: Folder of the checkpoint that the next run continues from, where one was chosen.
         profile: What each phase of the last run with `profiler="simple"` took, on the main process; live while it runs.
@@ -53,7 +53,7 @@ class TrainerProperties(TrainerProtocol):
     _run: Run | None = None
     _dataloaders: Mapping[str, list[Any]] = MappingProxyType({})
     _evaluated: AcceleratorModule | None = None
-    _given: UserData | None = None
+    _user_data: UserData | None = None
 
     @property
     def hps(self) -> HyperParameters:
@@ -87,7 +87,7 @@ class TrainerProperties(TrainerProtocol):
 
     @property
     def model(self) -> nn.Module:
-        """The model in work, to be called in steps: in training it reduces gradients. After the run it is yours."""
+        """The current model, to be called in steps: in training it reduces gradients. After the run it is yours."""
         if self._evaluated is not None and self.state.fn not in (None, "fit"):
             return self._evaluated.model
         return self.run.module.model
@@ -99,17 +99,17 @@ class TrainerProperties(TrainerProtocol):
 
     @property
     def global_step(self) -> int:
-        """Updates finished."""
+        """Optimizer steps finished."""
         return self.state.global_step
 
     @property
     def current_epoch(self) -> int:
-        """Index of the epoch in work."""
+        """Index of the current epoch."""
         return self.state.epoch
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the batch in work is the last of its epoch."""
+        """Whether the current batch is the last of its epoch."""
         return self.state.is_last_training_batch
 
     @property
@@ -119,7 +119,7 @@ class TrainerProperties(TrainerProtocol):
 
     @property
     def should_stop(self) -> bool:
-        """Whether training ends early. Set it on any process, and all end together at an update soon after.
+        """Whether training ends early. Set it on any process, and all end together a few steps later.
 
         Raises:
             RuntimeError: It is set and there was no run yet.
@@ -163,14 +163,14 @@ class TrainerProperties(TrainerProtocol):
 
     @property
     def estimated_global_steps_per_epoch(self) -> int | None:
-        """Updates of the epoch in work; None if the data have no length."""
+        """Optimizer steps of the current epoch; None if the data have no length."""
         return self.run.updates_per_epoch(self.state.epoch)
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Updates of the whole run; infinite if nothing bounds it."""
-        updates = self.run.total_updates
-        return math.inf if updates is None else updates
+        """Optimizer steps of the whole run; infinite if nothing bounds it."""
+        steps = self.run.total_updates
+        return math.inf if steps is None else steps
 
     @property
     def checkpoint_path(self) -> Path:
@@ -199,7 +199,7 @@ class TrainerProperties(TrainerProtocol):
 
     @property
     def loggers(self) -> list[Any]:
-        """The trackers of the run in work, on the main process."""
+        """The trackers of the current run, on the main process."""
         return list(self.run.tracking.loggers)
 
     @property
@@ -210,7 +210,7 @@ class TrainerProperties(TrainerProtocol):
     tracker = logger
 
     def get_tracker(self, name: str, *, unwrap: bool = False) -> Any:
-        """Return a tracker of the run in work by name.
+        """Return a tracker of the current run by name.
 
         Args:
             name: "tensorboard", "mlflow", or the name of a tracker of yours.

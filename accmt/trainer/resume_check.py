@@ -75,7 +75,7 @@ def check_resume(
     train_dataset: Any,
     val_dataset: Any = None,
     *,
-    updates: int = 2,
+    steps: int = 2,
 ) -> int:
     """Train copies of a module with and without an interruption, and compare every batch, loss and tensor, bit by bit.
 
@@ -84,7 +84,7 @@ def check_resume(
         module: The module; copies of it are trained, it stays as it is.
         train_dataset: As for `fit`.
         val_dataset: As for `fit`.
-        updates: Updates before the interruption, and as many after it.
+        steps: Optimizer steps before the interruption, and as many after it.
 
     Returns:
         How many batches, losses and tensors were compared.
@@ -97,11 +97,11 @@ def check_resume(
     """
     with _scratch_folder() as folder, speaking(verbose=trainer.settings.running.verbose):
         data = (train_dataset, val_dataset)
-        whole = _run(trainer, folder, _copy(module, "the module"), data, updates)
-        resumed = _run(trainer, folder, _copy(module, "the module"), data, updates, resume=folder / "checkpoints")
+        whole = _run(trainer, folder, _copy(module, "the module"), data, steps)
+        resumed = _run(trainer, folder, _copy(module, "the module"), data, steps, resume=folder / "checkpoints")
         difference = _agree(whole.first_difference(resumed))
         if difference is not None:
-            again = _run(trainer, folder, _copy(module, "the module"), data, updates)
+            again = _run(trainer, folder, _copy(module, "the module"), data, steps)
             raise CheckpointError(_explain(difference, again.first_difference(whole), whole, resumed))
         say(f"resuming is exact: {len(resumed.entries)} batches, losses and tensors are the same bit for bit")
         return len(resumed.entries)
@@ -118,20 +118,20 @@ def _run(
     folder: Path,
     module: Any,
     data: tuple[Any, Any],
-    updates: int,
+    steps: int,
     resume: Path | None = None,
 ) -> _Trace:
-    """Train `2 * updates` updates, from the start or from the checkpoint in `resume`, with a checkpoint half-way."""
+    """Train `2 * steps` steps, from the start or from the checkpoint in `resume`, with a checkpoint half-way."""
     witness = _Witness()
     arguments = trainer.settings.to_arguments()
     for name in (*_LEFT_OUT, *trainer.settings.tracking.tracker_kwargs):
         arguments.pop(name, None)
     arguments |= {
-        "hps_config": {"hps": {**arguments["hps_config"]["hps"], "epochs": None, "max_steps": 2 * updates}},
+        "hps_config": {"hps": {**arguments["hps_config"]["hps"], "epochs": None, "max_steps": 2 * steps}},
         "model_path": folder / "model",
         "logging_dir": folder / "logs",
         "checkpoint": folder / ("resumed" if resume else "checkpoints"),
-        "checkpoint_every": f"{updates} steps",
+        "checkpoint_every": f"{steps} steps",
         "max_checkpoints": 2,
         "model_saving": None,
         "resume": False,
@@ -143,7 +143,7 @@ def _run(
     copied.settings = Settings.from_arguments(_with_defaults(arguments))
     copied.registered_savings = []
     if resume is not None:
-        copied.load_checkpoint(resume / step_name(updates))
+        copied.load_checkpoint(resume / step_name(steps))
     copied.fit(module, *data)
     return witness.trace
 

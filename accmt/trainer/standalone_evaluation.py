@@ -1,4 +1,4 @@
-"""Evaluates and predicts without training: no optimizer, schedule or tracker is built, and all is left as it was."""
+"""Evaluates and predicts without training: no optimizer, scheduler or tracker is built, and all is left as it was."""
 
 from __future__ import annotations
 
@@ -51,31 +51,31 @@ class Request:
         trainer: The Trainer.
         function: Its method.
         module: The module.
-        given: What the method was given, or what is remembered of `fit`.
+        user_data: The data of the method, or those of the last `fit`.
         ckpt_path: As in `using_weights`.
-        last_run: The Trainer's run of the same module, in work or done; None where there was none.
-        verbose: Whether people are told about it.
+        last_run: The Trainer's run of the same module, current or finished; None where there was none.
+        verbose: Whether results are printed.
     """
 
     trainer: TrainerProperties
     function: Evaluation
     module: AcceleratorModule
-    given: UserData
+    user_data: UserData
     ckpt_path: CheckpointPath | None
     last_run: Run | None
     verbose: bool
 
     @property
     def draws_progress(self) -> bool | None:
-        """Whether a bar is drawn; None where the terminal decides. While a run is in work its own bar is there."""
-        told = self.trainer.settings.running
-        if self.run_in_work is not None or not is_main_process():
+        """Whether a bar is drawn; None where the terminal decides. A run that trains has its own bar."""
+        running = self.trainer.settings.running
+        if self.current_run is not None or not is_main_process():
             return False
-        return told.enable_progress_bar if told.verbose and self.verbose else told.enable_progress_bar or False
+        return running.enable_progress_bar if running.verbose and self.verbose else running.enable_progress_bar or False
 
     @property
-    def run_in_work(self) -> Run | None:
-        """The run that trains the module at this moment."""
+    def current_run(self) -> Run | None:
+        """The run that trains the module now."""
         return self.last_run if self.last_run is not None and is_prepared(self.module) else None
 
 
@@ -94,7 +94,7 @@ def find_request(
     Raises:
         ArgumentError: There is neither a module nor a last `fit`, or there are both data and a datamodule.
     """
-    given, last = UserData(function, {function: dataset}, datamodule), trainer._run
+    user_data, last = UserData(function, {function: dataset}, datamodule), trainer._run
     if module is None and last is not None:
         module = last.module
     if module is None:
@@ -107,7 +107,7 @@ def find_request(
         trainer=trainer,
         function=function,
         module=module,
-        given=given if given.has_any or trainer._given is None else trainer._given,
+        user_data=user_data if user_data.has_any or trainer._user_data is None else trainer._user_data,
         ckpt_path=ckpt_path,
         last_run=last if last is not None and last.module is module else None,
         verbose=verbose,
@@ -148,8 +148,8 @@ def _evaluate(request: Request) -> dict[str, float]:
         call_hooks(run.hooks.on_evaluation_start)
         results = evaluate(run, request.function)
         call_hooks(run.hooks.on_evaluation_end, metrics=results)
-    if results and request.run_in_work is not None:
-        for hook in request.run_in_work.hooks.on_log:
+    if results and request.current_run is not None:
+        for hook in request.current_run.hooks.on_log:
             hook(values=reported(run, results), step=request.trainer.state.global_step)
     return results
 
@@ -171,7 +171,7 @@ def predict_alone(request: Request, *, keeps: bool) -> Any:
 def _open(request: Request) -> Iterator[EvaluationRun]:
     module, function, last, settings = request.module, request.function, request.last_run, request.trainer.settings
     check_untrained_module(module, function)
-    _refuse_stranger(request)
+    _reject_another_module(request)
     if function != "predict":
         check_validation(module, _STEPS[function])
     with (
@@ -189,22 +189,22 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
             yield run
         finally:
             end_workers(run.val_loaders.values())
-            if request.run_in_work is not None:
-                request.run_in_work.train_loader.set_epoch_again()
+            if request.current_run is not None:
+                request.current_run.train_loader.set_epoch_again()
 
 
-def _refuse_stranger(request: Request) -> None:
+def _reject_another_module(request: Request) -> None:
     """Refuse another module while one is trained: callbacks work for one at a time."""
     run = request.trainer._run
     if run is not None and run.module is not request.module and is_prepared(run.module):
-        expected = "the module that is trained, as long as fit is in work"
+        expected = "the module that is trained, as long as fit runs"
         do = f"leave `module` out, or make another Trainer for it: Trainer(...).{request.function}(module, ...)"
         raise ArgumentError(explain(f"{request.function}(module)", "another module", expected, do))
 
 
 @contextmanager
 def _working(state: TrainingState, function: Evaluation) -> Iterator[None]:
-    """Say what is going on, and leave what the state tells of training as it was."""
+    """Set what is going on in the state, and restore what it says of training afterwards."""
     now, counters = dict(vars(state.now)), state.state_dict()
     state.now.fn, state.now.status = function, "running"
     state.num_processes = num_processes()
@@ -219,7 +219,7 @@ def _working(state: TrainingState, function: Evaluation) -> Iterator[None]:
 @contextmanager
 def _lending_model(request: Request) -> Iterator[tuple[Accelerator, nn.Module]]:
     """Make the model ready, unless a run works with it, and give it back afterwards."""
-    in_work, module, settings = request.run_in_work, request.module, request.trainer.settings
+    in_work, module, settings = request.current_run, request.module, request.trainer.settings
     if in_work is not None:
         yield in_work.accelerator, in_work.model
         return
@@ -236,11 +236,11 @@ def _lending_model(request: Request) -> Iterator[tuple[Accelerator, nn.Module]]:
 @contextmanager
 def _taking_data(request: Request, accelerator: Accelerator) -> Iterator[dict[str, Any]]:
     """Find the sets, which a datamodule prepares before and clears up afterwards."""
-    given, function, trainer = request.given, request.function, request.trainer
-    with given.ending(function):
-        given.begin(function, trainer, accelerator)
-        told = trainer.settings.data
-        yield dict(find_same_data(lambda: find_data(request.module, given.load(function), function, told), told))
+    user_data, function, trainer = request.user_data, request.function, request.trainer
+    with user_data.ending(function):
+        user_data.begin(function, trainer, accelerator)
+        data = trainer.settings.data
+        yield dict(find_same_data(lambda: find_data(request.module, user_data.load(function), function, data), data))
 
 
 def _build(request: Request, sets: Mapping[str, Any], accelerator: Accelerator, model: nn.Module) -> EvaluationRun:
@@ -294,5 +294,5 @@ def _draw(request: Request, name: str, loader: Loader) -> Loader:
 def _choose_seed(request: Request) -> int:
     if request.last_run is not None:
         return request.last_run.seed
-    told = request.trainer.settings.running.seed
-    return broadcast_object(draw_seed() if told is None else told)
+    seed = request.trainer.settings.running.seed
+    return broadcast_object(draw_seed() if seed is None else seed)

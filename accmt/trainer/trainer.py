@@ -145,9 +145,9 @@ class Trainer(TrainerProperties):
         **kwargs: Any,
     ) -> None:
         # What only checks and runs need is imported by the functions that use it: `import accmt` is to be quick.
-        given = dict(locals())  # the one place that names every argument is the signature above
-        tracker_kwargs = given.pop("kwargs")
-        arguments = {name: value for name, value in given.items() if name not in ("self", "__class__")}
+        arguments = dict(locals())  # the one place that names every argument is the signature above
+        tracker_kwargs = arguments.pop("kwargs")
+        arguments = {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
         arguments = resolve_aliases(arguments, tracker_kwargs)
         from accmt.setup.inputs import check_metrics
         from accmt.tracking import find_specs
@@ -164,7 +164,7 @@ class Trainer(TrainerProperties):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied: settings and counters. What a run works with stays with this object."""
-        return {name: value for name, value in vars(self).items() if name not in ("_run", "_given")}
+        return {name: value for name, value in vars(self).items() if name not in ("_run", "_user_data")}
 
     def fit(
         self,
@@ -205,13 +205,13 @@ class Trainer(TrainerProperties):
         from accmt.setup.user_data import UserData
 
         trained, recovery = _as_module(module, kwargs), Recovery()
-        given = UserData("fit", {"train": train_dataset, "validate": val_dataset}, datamodule)
+        user_data = UserData("fit", {"train": train_dataset, "validate": val_dataset}, datamodule)
         try:
-            with running(self, trained), working(self.settings.running), given.ending("fit"):
-                self._given = given
-                self._fit_once(trained, given, recovery)
+            with running(self, trained), working(self.settings.running), user_data.ending("fit"):
+                self._user_data = user_data
+                self._fit_once(trained, user_data, recovery)
                 while recovery.checkpoint is not None:
-                    self._fit_once(trained, given, recovery)
+                    self._fit_once(trained, user_data, recovery)
         except KeyboardInterrupt as error:
             if self._run is not None and self._run.interruption.is_left_in_order:
                 # Between two steps the frames say nothing, and would scroll the hint on how to resume out of sight.
@@ -219,7 +219,7 @@ class Trainer(TrainerProperties):
             raise
         return self.state
 
-    def _fit_once(self, module: AcceleratorModule, given: UserData, recovery: Recovery) -> None:
+    def _fit_once(self, module: AcceleratorModule, user_data: UserData, recovery: Recovery) -> None:
         from accmt.loop.fit import fit
         from accmt.setup.build import build_run
         from accmt.setup.model import detach_run
@@ -228,7 +228,7 @@ class Trainer(TrainerProperties):
         self.state = TrainingState()
         self._run = None  # what an earlier run holds is free before the next is built
         with reporting_failed_setup():
-            self._run = build_run(self, module, given, recovery)
+            self._run = build_run(self, module, user_data, recovery)
         self.chosen_checkpoint = None
         try:
             fit(self._run)
@@ -565,7 +565,7 @@ class Trainer(TrainerProperties):
     def _forget_run(self) -> None:
         if self._run is not None and self._run.module.trainer is self:
             self._run.module.forget_run()
-        self._run = self._evaluated = self._given = None
+        self._run = self._evaluated = self._user_data = None
         self._dataloaders = {}
 
     @classmethod

@@ -131,7 +131,7 @@ def test_a_trial_says_its_profile_and_writes_nothing(kind, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "accmt"):
         fit(kind, fast_dev_run=4, verbose=True)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    expected = {"simple": "what the time went into", "advanced": "functions that took", "pytorch": "update 4"}[kind]
+    expected = {"simple": "what the time went into", "advanced": "functions that took", "pytorch": "step 4"}[kind]
     assert expected in caplog.text
 
 
@@ -189,7 +189,7 @@ def test_a_trace_is_of_three_updates_after_the_first_two():
 
 def test_a_run_too_short_for_its_trace_says_so(caplog):
     trainer = fit("pytorch", points=2)
-    assert "nothing was traced: the run ended before the schedule's active updates" in caplog.text
+    assert "nothing was traced: the run ended before the schedule's active steps" in caplog.text
     assert files(trainer) == []
 
 

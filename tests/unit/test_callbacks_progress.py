@@ -134,7 +134,7 @@ def test_a_run_without_a_known_end_counts_only():
     bar.on_fit_start()
     train(bar, 5)
     bar.on_fit_end()
-    assert "5 updates [" in stream.getvalue()
+    assert "5 steps [" in stream.getvalue()
 
 
 def test_evaluations_are_announced_and_their_results_stay():

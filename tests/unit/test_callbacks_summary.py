@@ -58,11 +58,11 @@ def test_the_end_of_a_run_says_the_essentials_in_ten_lines(caplog):
     trainer = make_trainer({"epochs": 2}, model_saving="best_valid_loss", verbose=True)
     trainer.fit(Linear(), make_points(8), make_points(4))
     said = caplog.messages[-1].splitlines()
-    assert said[0] == "the run in short"
+    assert said[0] == "run summary"
     assert len(said) <= 10
     names = [line.split()[0] for line in said[1:]]
     assert names == ["status", "done", "time", "train_loss", "evaluation", "best", "model", "report"]
-    assert "8 updates, 2 epochs, 16 samples" in said[2]
+    assert "8 steps, 2 epochs, 16 samples" in said[2]
     assert f"val_loss {trainer.state.metrics['val_loss']:.5g}" in said[5]
 
 

@@ -64,7 +64,7 @@ def pictures(outputs):
 
 def points_of(html, name):
     """Return the (update, value) pairs that the mouse finds on a curve."""
-    found = re.findall(rf"<title>{name} (\S+) at update (\d+)</title>", html)
+    found = re.findall(rf"<title>{name} (\S+) at step (\d+)</title>", html)
     return [(int(step), float(value)) for value, step in found]
 
 
@@ -271,7 +271,7 @@ def test_the_drawing_is_well_formed_and_inside_its_frame():
     (_, top), (_, bottom), (_, middle) = places[0]
     assert top < middle < bottom
     texts = [element.text for element in tree.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts[:4] == ["5", "1", "update 0", "2"]
+    assert texts[:4] == ["5", "1", "step 0", "2"]
     assert "<b>& 5" in texts
 
 

@@ -126,7 +126,7 @@ def test_where_nothing_was_saved_it_says_so(ended):
 
 def test_a_run_that_fails_at_its_first_batch_is_not_told_what_it_lost(ended):
     error, said = ended(0)
-    assert "the run in short" in said
+    assert "run summary" in said
     assert not hasattr(error, "__notes__")
 
 
@@ -158,4 +158,4 @@ def test_training_that_ends_early_says_it_too_and_a_run_at_its_end_does_not(capl
     stopped = ON_IT_GOES.format(f"{WITH_TRUE} and a longer max_time", 1)
     assert last_line(max_time={"microseconds": 1}) == stopped
     for settings in ({}, {"callbacks": [Stop()], "overfit_batches": 3}):
-        assert "the run in short" in last_line(**settings)
+        assert "run summary" in last_line(**settings)

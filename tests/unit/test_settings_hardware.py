@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 
 from accmt.errors import ArgumentError
-from accmt.settings.hardware import _PRECISIONS
+from accmt.settings.hardware import PRECISIONS
 from tests.toys import make_trainer
 
 
@@ -58,7 +58,7 @@ def test_precisions_of_others_are_told_what_they_are_here(name, value, do):
         make_trainer(**{name: value})
 
 
-@pytest.mark.parametrize("advice", sorted(set(_PRECISIONS.values())))
+@pytest.mark.parametrize("advice", sorted(set(PRECISIONS.values())))
 def test_what_is_advised_works(advice):
     if advice.startswith("mixed_precision="):
         assert make_trainer(mixed_precision=advice.split('"')[1]).settings

@@ -120,7 +120,7 @@ def test_a_misspelt_argument_is_refused_with_the_nearest_name(name, tracker):
 @pytest.mark.feature("A56")
 @pytest.mark.parametrize("log_with", [None, []])
 def test_other_keywords_need_a_tracker_that_takes_them(log_with):
-    with pytest.raises(TypeError, match="no tracker is given"):
+    with pytest.raises(TypeError, match="there is no tracker to take others"):
         Trainer(HPS, "out", log_with=log_with, tags=["a"])
 
 
