@@ -1,6 +1,6 @@
 """One file per tracker, named like the tracker: how it is installed, built, ended and shown.
 
-A new one is a file with a `TrackerSpec` and a `TrackerRun`, its name here, and its public name in `accmt/__init__.py`.
+A new one is a file with a `TrackerSpec` and a `TrackerRun`, and its name here, in `accmt.tracking` and in `accmt`.
 """
 
 from __future__ import annotations
