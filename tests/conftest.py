@@ -89,9 +89,16 @@ def _fresh_accelerate() -> Iterator[None]:
     GradientState._reset_state()
 
 
-@pytest.fixture(autouse=True)
-def _same_threads() -> None:
+@pytest.fixture(autouse=True, scope="module")
+def _same_threads_in_shared_fixtures() -> None:
     """Compute with one thread: other numbers of threads give other bits, and the machine is shared."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _same_threads(_same_threads_in_shared_fixtures: None) -> None:
+    """As the fixtures of a module; a test may have changed it."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 
