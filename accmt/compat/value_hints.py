@@ -28,6 +28,8 @@ def advise_value(name: str, value: Any) -> str | None:
     value = value.value if isinstance(value, Enum) else value
     if name in ("logger", "report_to"):
         return _advise_trackers(value)
+    if name == "precision":  # a torch.dtype, perhaps
+        return _advise_precision(value)
     return _BY_NAME[name](value) if name in _BY_NAME and isinstance(value, _PLAIN) else None
 
 
@@ -307,7 +309,6 @@ _BY_NAME: Mapping[str, Advice] = {
     ),
     "per_device_eval_batch_size": _number("batch_size: [16, {0}]", "batch_size is both"),
     "per_device_train_batch_size": _number("batch_size: {0}", "batch_size has no default"),
-    "precision": _advise_precision,
     "plugins": lambda value: None if value else "leave it out: there is nothing in it",
     "push_to_hub": _flag(_UPLOAD, _NOTHING_TO_UPLOAD),
     "replace_sampler_ddp": _SAMPLER,

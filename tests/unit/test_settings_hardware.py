@@ -52,10 +52,12 @@ def test_what_an_accelerator_may_be_is_taken():
         ("fp15", "mixed_precision='fp16'"),
     ],
 )
-@pytest.mark.parametrize("name", ["precision", "mixed_precision"])
-def test_precisions_of_others_are_told_what_they_are_here(name, value, do):
+def test_precisions_of_others_are_told_what_they_are_here(value, do):
     with pytest.raises(ArgumentError, match=rf"got: .*\n  expected: one of None, 'no', 'fp16', 'bf16'\n  do: {do}"):
-        make_trainer(**{name: value})
+        make_trainer(mixed_precision=value)
+    if value != "fp15":
+        with pytest.raises(ArgumentError, match=rf"got: an argument of Lightning's Trainer\n.*\n  do: .*{do}"):
+            make_trainer(precision=value)
 
 
 @pytest.mark.parametrize("advice", sorted(set(PRECISIONS.values())))
