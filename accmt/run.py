@@ -6,23 +6,26 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from accmt.callbacks import Callback, Hooks
 from accmt.data import Loader, MicroBatch, find_batch_size
+from accmt.data.bad_samples import BadSamples
 from accmt.errors import DataError, ModuleContractError, explain
-from accmt.loop.bad_sample_counts import BadSamples
-from accmt.loop.cadence import Cadence
+from accmt.loop.cadence import Cadence, RunLength
+from accmt.loop.trained_parameters import TrainedParameters
 from accmt.loop.weighting import Weighting
 from accmt.messages import say_once, warn_once
 from accmt.metrics import Metric, RunningAverages
+from accmt.metrics.weighted_sum import Weight
 from accmt.module import AcceleratorModule
 from accmt.optimization.stepper import Stepper
 from accmt.processes import num_processes
-from accmt.saving import may_stop
+from accmt.saving import Patience, Selection, may_stop
 from accmt.settings import Settings
 from accmt.state import TrainingState
 from accmt.tracking import Tracking
@@ -31,14 +34,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accmt.failures import Clock, Interruption, Watch
-    from accmt.loop.trained_parameters import TrainedParameters
-    from accmt.recovery.checkpoints import Checkpoints
-    from accmt.recovery.loss_guard import LossGuard
-    from accmt.recovery.model_saver import ModelSaver
-    from accmt.recovery.restart import Recovery
-    from accmt.recovery.step_snapshot import StepSnapshot
-    from accmt.setup.dataloaders import Loaders
-    from accmt.setup.run_length import RunLength
 
 _NOTHING = nullcontext()
 
@@ -215,6 +210,124 @@ class EvaluationRun:
         return samples
 
 
+class Place(NamedTuple):
+    """Where a batch was in training.
+
+    Attributes:
+        step: The optimizer step that its accumulation window was to make, from 1.
+        epoch: The epoch, from 0.
+        micro_batch: The micro-batch in it, from 0.
+        samples_before: Samples of all processes seen before its accumulation window.
+    """
+
+    step: int
+    epoch: int
+    micro_batch: int
+    samples_before: int
+
+
+# What the rooms above ask of the parts of a run that are made there: a run imports none of its users.
+
+
+class LoadersProtocol(Protocol):
+    """The parts of `accmt.setup.dataloaders.Loaders` that a run uses."""
+
+    train: Loader
+
+    def reload_if_due(self) -> None: ...
+
+
+class SaverProtocol(Protocol):
+    """The parts of `accmt.recovery.model_saver.ModelSaver` that a run uses."""
+
+    selection: Selection
+    patience: Patience | None
+    run_id: str
+
+    def claim(self, run: Run) -> None: ...
+    def release(self) -> None: ...
+    def check(self, metrics: Mapping[str, float]) -> None: ...
+    def forget_missing(self, model_path: Path, run_id: str) -> None: ...
+    def update_patience_left(self) -> None: ...
+    def save_last(self, run: Run) -> None: ...
+    def require_saved(self) -> None: ...
+    def warn_if_nothing_was_saved(self) -> None: ...
+
+
+class CheckpointsProtocol(Protocol):
+    """The parts of `accmt.recovery.checkpoints.Checkpoints` that a run uses."""
+
+    folder: Path
+    began_elsewhere: bool
+    requests: list[Path | None]
+    is_prepared: bool
+
+    @property
+    def are_written(self) -> bool: ...
+    @property
+    def has_saved(self) -> bool: ...
+    def begin(self, run: Run) -> None: ...
+    def continue_from(self, folder: Path) -> None: ...
+    def owns(self, folder: Path) -> bool: ...
+    def find_newest_known(self) -> Path | None: ...
+    def try_collecting(self, run: Run) -> None: ...
+    def request(self, folder: Path | None) -> None: ...
+    def save_requested(self, run: Run, *, is_due: bool) -> None: ...
+    def save_last(self, run: Run) -> None: ...
+    def save_snapshot(self, run: Run, *, is_alone: bool = False) -> None: ...
+    def save(self, run: Run, folder: Path | None = None) -> None: ...
+    def wait(self) -> None: ...
+    def newest(self) -> Path: ...
+    def close(self, *, has_result: bool) -> None: ...
+
+
+class SnapshotProtocol(Protocol):
+    """The parts of `accmt.recovery.step_snapshot.StepSnapshot` that a run uses."""
+
+    next_stage: int
+    made_step: bool
+    is_mid_step: bool
+    may_change_in_step_hooks: bool
+    state: dict[str, Any] | None
+
+    @property
+    def can_be_saved(self) -> bool: ...
+    def capture(self, run: Run, next_stage: int) -> None: ...
+    def restored(self, run: Run) -> AbstractContextManager[None]: ...
+
+
+class LossGuardProtocol(Protocol):
+    """The parts of `accmt.recovery.loss_guard.LossGuard` that a run uses."""
+
+    reaction: str | None
+    skipped: dict[int, int]
+
+    @property
+    def looks_at_every_row(self) -> bool: ...
+    def add(self, loss: torch.Tensor, weight: Weight, place: Place) -> None: ...
+    def judges_before_step(self, samples_before: int) -> bool: ...
+    def mark_gradients(self, loss: torch.Tensor, factor: Weight) -> Weight: ...
+    def forgive(self, samples_before: int) -> None: ...
+    def allows_step(self, gradients: list[torch.Tensor], step: int, samples_before: int) -> bool: ...
+    def find(self) -> list[tuple[Place, float, str]]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class RecoveryProtocol(Protocol):
+    """The parts of `accmt.recovery.restart.Recovery` that a run uses."""
+
+    max_micro_batch_size: int | None
+    skipped_windows: set[int]
+    careful_until: int
+    rollbacks: int
+    rolled_back_to: int | None
+    checkpoint: Path | None
+    is_temporary: bool
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run(EvaluationRun):
     """A run that trains: what it was told, what it works with, and the parts that have a state of their own.
@@ -245,7 +358,7 @@ class Run(EvaluationRun):
     """
 
     training_step: Callable[[Any], Any]
-    loaders: Loaders
+    loaders: LoadersProtocol
     stepper: Stepper
     trained: TrainedParameters
     scheduler: Any
@@ -254,13 +367,13 @@ class Run(EvaluationRun):
     cadence: Cadence
     weighting: Weighting
     running_averages: RunningAverages
-    saver: ModelSaver
+    saver: SaverProtocol
     tracking: Tracking
-    checkpoints: Checkpoints
-    snapshot: StepSnapshot
+    checkpoints: CheckpointsProtocol
+    snapshot: SnapshotProtocol
     clock: Clock
-    guard: LossGuard
-    recovery: Recovery
+    guard: LossGuardProtocol
+    recovery: RecoveryProtocol
     interruption: Interruption
     watch: Watch | None
     is_resumed: bool

@@ -8,14 +8,41 @@ step, each counts its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from accmt.data.batches import MicroBatch
+from accmt.data.fetching import BadSample
 from accmt.data.options import LoaderOptions
 from accmt.errors import DataError, explain
 from accmt.processes import num_processes, sum_over_processes
 
+MAX_NAMED = 5
 _TOO_MANY = 100
+
+
+@dataclass
+class BadSamples:
+    """Samples that were left out and not told of yet.
+
+    Attributes:
+        count: How many there are.
+        first: The first few of this process.
+    """
+
+    count: int = 0
+    first: list[BadSample] = field(default_factory=list)
+
+    def add(self, count: int, own: Iterable[BadSample]) -> None:
+        """Add those of a micro-batch."""
+        self.count += count
+        self.first = [*self.first, *own][:MAX_NAMED]
+
+    def take(self) -> BadSamples:
+        """Return what was added, and begin anew."""
+        taken = BadSamples(self.count, self.first)
+        self.count, self.first = 0, []
+        return taken
 
 
 def without_bad_samples(

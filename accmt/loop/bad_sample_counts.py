@@ -3,43 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from accmt.data import BadSample, MicroBatch
+from accmt.data.bad_samples import MAX_NAMED, BadSamples
 from accmt.errors import DataError, explain
 from accmt.messages import warn, warn_once
 from accmt.processes import gather_objects
-
-if TYPE_CHECKING:
-    from accmt.run import EvaluationRun, Run
-
-_MAX_NAMED = 5
-
-
-@dataclass
-class BadSamples:
-    """Samples that were left out and not told of yet.
-
-    Attributes:
-        count: How many there are.
-        first: The first few of this process.
-    """
-
-    count: int = 0
-    first: list[BadSample] = field(default_factory=list)
-
-    def add(self, count: int, own: Iterable[BadSample]) -> None:
-        """Add those of a micro-batch."""
-        self.count += count
-        self.first = [*self.first, *own][:_MAX_NAMED]
-
-    def take(self) -> BadSamples:
-        """Return what was added, and begin anew."""
-        taken = BadSamples(self.count, self.first)
-        self.count, self.first = 0, []
-        return taken
+from accmt.run import EvaluationRun, Run
 
 
 def count_bad_samples(run: Run, micro_batch: MicroBatch) -> None:
@@ -93,6 +64,6 @@ def tell_bad_samples_of_set(run: EvaluationRun, key: str, bad: BadSamples, *, ha
 
 def _describe(what: str, count: int, first: Iterable[Iterable[BadSample]]) -> str:
     named = [f"{bad.index} ({bad.error})" for bad in chain.from_iterable(first)]
-    more = ", ..." if count > len(named[:_MAX_NAMED]) else ""
+    more = ", ..." if count > len(named[:MAX_NAMED]) else ""
     counted = "1 sample" if count == 1 else f"{count} samples"
-    return f"{counted} of the {what} data could not be read and left out: {', '.join(named[:_MAX_NAMED])}{more}"
+    return f"{counted} of the {what} data could not be read and left out: {', '.join(named[:MAX_NAMED])}{more}"

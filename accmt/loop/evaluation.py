@@ -13,8 +13,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.callbacks.dispatch import Hook
 from accmt.data import Loader, MicroBatch, derive_seed, seed_generators
+from accmt.data.bad_samples import BadSamples
 from accmt.errors import ModuleContractError, explain
-from accmt.loop.bad_sample_counts import BadSamples, tell_bad_samples_of_set
+from accmt.loop.bad_sample_counts import tell_bad_samples_of_set
 from accmt.loop.step_outputs import read_validation_output
 from accmt.metrics import ValidationCollector
 from accmt.metrics.consolidation import consolidate, find_members, require_members

@@ -14,8 +14,7 @@ from accmt.module import ExtendedAcceleratorModule
 from accmt.parallel.reduction import average_gradients, broadcast_buffers
 from accmt.precision import autocast
 from accmt.processes import num_processes, process_index, sum_over_processes
-from accmt.recovery.loss_guard import Place
-from accmt.run import Run, counting_calls, require_call, require_planned
+from accmt.run import Place, Run, counting_calls, require_call, require_planned
 
 
 class ManualSteps:
@@ -70,7 +69,11 @@ class ManualSteps:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):
             run.running_averages.add(loss.detach(), own)
-            run.guard.add(loss.detach(), own, Place.of(run.state, micro_batch.index, run.state.samples_seen))
+            run.guard.add(
+                loss.detach(),
+                own,
+                Place(run.state.global_step + 1, run.state.epoch, micro_batch.index, run.state.samples_seen),
+            )
         for hook in run.hooks.on_after_training_step:
             hook(batch=batch, outputs=outputs)
         run.state.count_batch()

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from accmt.data import Loader, MicroBatch, derive_seed, find_batch_size, seed_generators
+from accmt.data.bad_samples import BadSamples
 from accmt.errors import DataError, ModuleContractError, explain
-from accmt.loop.bad_sample_counts import BadSamples, tell_bad_samples_of_set
+from accmt.loop.bad_sample_counts import tell_bad_samples_of_set
 from accmt.loop.evaluation import without_gradients, without_training
 from accmt.metrics.gathering import gather_on_main_process, to_cpu
 from accmt.module import defines

@@ -17,9 +17,8 @@ from accmt.parallel.reduction import broadcast_buffers
 from accmt.parallel.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.precision import autocast
 from accmt.processes import num_processes, process_index
-from accmt.recovery.loss_guard import Place
 from accmt.recovery.restart import current_micro_batch_size
-from accmt.run import Run, require_planned
+from accmt.run import Place, Run, require_planned
 
 
 class AutomaticSteps:

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,36 +20,12 @@ from accmt.messages import warn, warn_once
 from accmt.metrics.weighted_sum import Weight, stack
 from accmt.processes import gather_objects, num_processes, process_index
 from accmt.recovery.restart import roll_back
-from accmt.state import TrainingState
-
-if TYPE_CHECKING:
-    from accmt.run import Run
+from accmt.run import Place, Run
 
 _CHUNK = 256
 _RECENT = 100
 _ENOUGH = 20
 _MAX_NAMED = 16
-
-
-class Place(NamedTuple):
-    """Where a batch was in training.
-
-    Attributes:
-        step: The step that its window was to make, from 1.
-        epoch: The epoch, from 0.
-        micro_batch: The micro-batch in it, from 0.
-        samples_before: Samples of all processes seen before its window.
-    """
-
-    step: int
-    epoch: int
-    micro_batch: int
-    samples_before: int
-
-    @classmethod
-    def of(cls, state: TrainingState, index: int, samples_before: int) -> Place:
-        """Return the place of a batch that is trained on now."""
-        return cls(state.global_step + 1, state.epoch, index, samples_before)
 
 
 @dataclass(frozen=True)

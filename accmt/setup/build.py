@@ -11,7 +11,7 @@ from accmt.callbacks import Callback, Hooks, build_callbacks
 from accmt.data import Loader, draw_seed
 from accmt.errors import ArgumentError, explain
 from accmt.failures import Board, Clock, Interruption, Watch
-from accmt.loop.cadence import Cadence
+from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.logging import logging_step
 from accmt.loop.trained_parameters import TrainedParameters
 from accmt.loop.weighting import Weighting
@@ -34,7 +34,7 @@ from accmt.setup.dataloaders import Loaders, at_epoch_of_building, check_reloadi
 from accmt.setup.inputs import Inputs, check_inputs
 from accmt.setup.model import Prepared, attach_run, prepare
 from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module
-from accmt.setup.run_length import RunLength, measure_run
+from accmt.setup.run_length import measure_run
 from accmt.setup.same_on_processes import require_same_settings
 from accmt.setup.user_data import UserData
 from accmt.state import Counters, TrainingState

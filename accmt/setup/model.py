@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accmt.errors import ModuleContractError, explain
 from accmt.huggingface import enable_gradient_checkpointing, reject_injected_adapters
-from accmt.loop.cadence import Cadence
+from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.logging import Logs
 from accmt.module import AcceleratorModule
 from accmt.optimization import build_optimizer
@@ -29,7 +29,7 @@ from accmt.parallel.sync_batchnorm import restore_batch_norm, synchronize_if_ask
 from accmt.run import Run
 from accmt.settings import RunningSettings, Settings
 from accmt.setup.module_checks import require_optimizer
-from accmt.setup.run_length import RunLength, make_scheduler
+from accmt.setup.run_length import make_scheduler
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

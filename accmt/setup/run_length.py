@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from accmt.data import Loader
-from accmt.loop.cadence import Cadence
+from accmt.loop.cadence import Cadence, RunLength
 from accmt.module import AcceleratorModule, defines
 from accmt.optimization import build_scheduler
 from accmt.processes import num_processes
 from accmt.settings import Settings
 from accmt.setup.module_checks import require_scheduler
 from accmt.state import Counters
-
-
-@dataclass(frozen=True)
-class RunLength:
-    """The optimizer steps of a run, as planned.
-
-    Attributes:
-        total: Of the whole run, those before an interruption included; None if nothing bounds it.
-        per_epoch: Of a whole epoch; None if unknown.
-        done: Before the run continued; accumulation windows without a step count here, for they were planned too.
-        basis: What was planned with: epochs, `max_steps`, and the samples of a step.
-    """
-
-    total: int | None
-    per_epoch: int | None
-    done: int = 0
-    basis: list[int | None] = field(default_factory=list)
-
-    def plan(self) -> dict[str, Any]:
-        """Return what a run that continues has to know of it; JSON can hold it."""
-        return {"total": self.total, "per_epoch": self.per_epoch, "basis": self.basis}
-
-    def keep(self, plan: Mapping[str, Any] | None) -> RunLength:
-        """Return the length that was planned before the run was interrupted, unless settings plan another now.
-
-        Where loaders are reloaded, epochs may differ in length: what was planned with the first of them stands.
-        """
-        return self if plan is None or plan["basis"] != self.basis else replace(self, **plan)
 
 
 def measure_run(

@@ -12,8 +12,9 @@ from torch.utils.data import TensorDataset
 
 from accmt import AcceleratorModule, Trainer
 from accmt.errors import ArgumentError, NonFiniteError
-from accmt.recovery.loss_guard import LossGuard, Place
+from accmt.recovery.loss_guard import LossGuard
 from accmt.recovery.restart import MAX_ROLLBACKS
+from accmt.run import Place
 from tests.toys import Recorder, logged, make_trainer
 
 SAMPLES = 24
