@@ -63,7 +63,7 @@ def _find_obstacle(owner: Any, num_workers: int, source: Any, also_read: Iterabl
     if any(map(_has_shuffle_buffer, [owner, source, *getattr(owner, "__dict__", {}).values()])):
         return "their state_dict omits what was in the shuffle buffer"
     if any(_parts_of(owner, source) & _parts_of(other, getattr(other, "dataset", None)) for other in also_read):
-        return "evaluations read them too, which moves their state"
+        return "evaluations read them too, which changes their state"
     return None
 
 

@@ -111,7 +111,7 @@ class Interruption:
         if not self._is_held:
             return None
         if not self._decided.wait(ANSWER_S) or self._decision is None:
-            got = f"some process did not answer within {ANSWER_S:g} s where to end the run"
+            got = f"some process did not answer within {ANSWER_S:g} s on where to end the run"
             raise ProcessFailedError(explain("a process", got, "all processes alive", "see the other processes' logs"))
         at, reason = self._decision
         if self._board is not None and self._points < at:

@@ -95,7 +95,7 @@ def save_by_config(
     name = next(iter(config.architectures or ()), "no class")
     model_class = getattr(transformers, name, None)
     if model_class is None:
-        expected, do = "a class of transformers", "write the weights alone, and load them into a model of your own"
+        expected, do = "a class of transformers", "write the weights alone, and load them into your own model"
         raise WeightsError(explain(str(config_folder / _CONFIG), f"the model class {name}", expected, do))
     with torch.device("meta"):
         model = model_class(config)

@@ -61,7 +61,7 @@ def _load(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:
             f"from_hf(path={path!r})",
             str(error),
             "a folder with config.json and weights, or the name of a model on the hub",
-            "check the spelling; a folder on this machine is written with its full path, or begins with `./`",
+            "check the spelling; a local folder is given by its full path, or begins with `./`",
         )
         raise FileNotFoundError(message) from error
 
@@ -138,6 +138,6 @@ def _require_model_folder(path: str) -> None:
         f"model folder {path!r}",
         "a folder without config.json" if found.is_dir() else ("a file" if found.exists() else "no such folder"),
         "a folder with config.json and weights, as save_pretrained or a Trainer writes it",
-        "check the spelling and the folder that the path starts from",
+        "check the spelling and the current working directory",
     )
     raise FileNotFoundError(message)

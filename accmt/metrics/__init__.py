@@ -1,35 +1,23 @@
 """Metrics: what is computed over a whole validation set, and means of what is logged."""
 
-from accmt.metrics.building import BUILTIN, build_metrics
-from accmt.metrics.builtin import AUROC, F1, MAE, MSE, R2, RMSE, Accuracy, Perplexity, Precision, Recall
-from accmt.metrics.collector import ValidationCollector
-from accmt.metrics.metric import Metric
-from accmt.metrics.outputs import OutputCollector, gather_on_cpu
-from accmt.metrics.parallel import MetricBatch, MetricParallel
-from accmt.metrics.running_averages import RunningAverages
-from accmt.metrics.streaming import StreamingMetric
-from accmt.metrics.torch_metrics import TorchMetric
-
-__all__ = [
-    "OutputCollector",
-    "gather_on_cpu",
-    "AUROC",
-    "BUILTIN",
-    "F1",
-    "MAE",
-    "MSE",
-    "R2",
-    "RMSE",
-    "Accuracy",
-    "Metric",
-    "MetricBatch",
-    "MetricParallel",
-    "Perplexity",
-    "Precision",
-    "Recall",
-    "StreamingMetric",
-    "TorchMetric",
-    "RunningAverages",
-    "ValidationCollector",
-    "build_metrics",
-]
+from accmt.metrics.building import BUILTIN as BUILTIN
+from accmt.metrics.building import build_metrics as build_metrics
+from accmt.metrics.builtin import AUROC as AUROC
+from accmt.metrics.builtin import F1 as F1
+from accmt.metrics.builtin import MAE as MAE
+from accmt.metrics.builtin import MSE as MSE
+from accmt.metrics.builtin import R2 as R2
+from accmt.metrics.builtin import RMSE as RMSE
+from accmt.metrics.builtin import Accuracy as Accuracy
+from accmt.metrics.builtin import Perplexity as Perplexity
+from accmt.metrics.builtin import Precision as Precision
+from accmt.metrics.builtin import Recall as Recall
+from accmt.metrics.collector import ValidationCollector as ValidationCollector
+from accmt.metrics.metric import Metric as Metric
+from accmt.metrics.outputs import OutputCollector as OutputCollector
+from accmt.metrics.outputs import gather_on_cpu as gather_on_cpu
+from accmt.metrics.parallel import MetricBatch as MetricBatch
+from accmt.metrics.parallel import MetricParallel as MetricParallel
+from accmt.metrics.running_averages import RunningAverages as RunningAverages
+from accmt.metrics.streaming import StreamingMetric as StreamingMetric
+from accmt.metrics.torch_metrics import TorchMetric as TorchMetric

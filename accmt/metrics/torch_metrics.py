@@ -167,11 +167,13 @@ class _States:
         self._dtype = None if any(map(_has_network, self._members)) else torch.float64
 
     def add(self, entry: Any, position: int) -> None:
+        from accelerate.utils import find_device
+
         inputs = self._metric.prepare(entry)
         if inputs is None:
             return
         arguments, named = _to_tensors(inputs, self._dtype)
-        device = _find_device((arguments, named))
+        device = find_device((arguments, named))
         for member, kept in zip(self._members, self._kept, strict=True):
             if device is not None:
                 _move(member, device)
@@ -230,14 +232,6 @@ def _to_tensors(value: Any, dtype: torch.dtype | None) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_to_tensors(item, dtype) for item in value)
     return value
-
-
-def _find_device(value: Any) -> torch.device | None:
-    """Return the device of the first tensor in a value."""
-    if isinstance(value, torch.Tensor):
-        return value.device
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return next((device for item in items if (device := _find_device(item)) is not None), None)
 
 
 def _describe_inputs(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> str:
