@@ -17,12 +17,11 @@ import torch
 
 from accmt.errors import NonFiniteError, explain
 from accmt.messages import warn, warn_once
-from accmt.metrics.weighted_sum import Weight, stack
+from accmt.metrics.weighted_sum import COMPACT_AT, Weight, stack
 from accmt.processes import gather_objects, num_processes, process_index
 from accmt.recovery.restart import roll_back
 from accmt.run import Place, Run
 
-_CHUNK = 256
 _RECENT = 100
 _ENOUGH = 20
 _MAX_NAMED = 16
@@ -91,7 +90,7 @@ class LossGuard:
         self._losses.append(loss)
         self._weights.append(weight)
         self._places.append(place)
-        if len(self._losses) >= _CHUNK:
+        if len(self._losses) >= COMPACT_AT:
             self._chunks.append(stack(self._losses).float())
             self._losses = []
 

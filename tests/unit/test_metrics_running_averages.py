@@ -24,34 +24,34 @@ def values_and_weights(count):
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_sums_are_those_of_exact_arithmetic(count, as_tensor):
     values, weights = values_and_weights(count)
-    window = WeightedSum()
+    weighted_sum = WeightedSum()
     for value, weight in zip(values, weights, strict=True):
-        window.add(value, weight if as_tensor else weight.item())
+        weighted_sum.add(value, weight if as_tensor else weight.item())
     total = sum((Fraction(v) * w for v, w in zip(values.tolist(), weights.tolist(), strict=True)), Fraction(0))
-    assert window.take() == (pytest.approx(float(total), rel=1e-13, abs=1e-13), float(weights.sum()))
-    assert window.take() == (0.0, 0.0)
+    assert weighted_sum.take() == (pytest.approx(float(total), rel=1e-13, abs=1e-13), float(weights.sum()))
+    assert weighted_sum.take() == (0.0, 0.0)
 
 
 def test_many_small_values_are_not_lost_beside_a_large_one():
-    window = WeightedSum()
-    window.add(torch.tensor(2.0**24), 1.0)
+    weighted_sum = WeightedSum()
+    weighted_sum.add(torch.tensor(2.0**24), 1.0)
     for _ in range(3 * COMPACT_AT):
-        window.add(torch.tensor(1.0), 1.0)
-    assert window.take()[0] == 2.0**24 + 3 * COMPACT_AT
+        weighted_sum.add(torch.tensor(1.0), 1.0)
+    assert weighted_sum.take()[0] == 2.0**24 + 3 * COMPACT_AT
 
 
 def test_weights_may_be_numbers_now_and_tensors_then():
-    window = WeightedSum()
+    weighted_sum = WeightedSum()
     for weight in (2.0, torch.tensor(3), torch.tensor(1.5)):
-        window.add(torch.tensor(2.0), weight)
-    assert window.take() == (13.0, 6.5)
+        weighted_sum.add(torch.tensor(2.0), weight)
+    assert weighted_sum.take() == (13.0, 6.5)
 
 
 def test_values_of_several_kinds_add_up_without_loss():
-    window = WeightedSum()
+    weighted_sum = WeightedSum()
     for value in (torch.tensor(0.1, dtype=torch.float64), torch.tensor(3), torch.tensor(0.5, dtype=torch.bfloat16)):
-        window.add(value, 1.0)
-    assert window.take()[0] == math.fsum([0.1, 3, 0.5])
+        weighted_sum.add(value, 1.0)
+    assert weighted_sum.take()[0] == math.fsum([0.1, 3, 0.5])
 
 
 @pytest.mark.parametrize("count", [1, COMPACT_AT, 2 * COMPACT_AT + 3])
@@ -69,50 +69,50 @@ def test_the_states_of_several_processes_add_up(count):
 
 @pytest.mark.parametrize("count", [2, 2 * COMPACT_AT])
 def test_a_value_of_weight_zero_counts_for_nothing(count):
-    window = WeightedSum()
+    weighted_sum = WeightedSum()
     for index in range(count):
-        window.add(torch.tensor(math.nan if index % 2 else 3.0), 0.0 if index % 2 else 1.0)
-    assert window.take() == (3.0 * count / 2, count / 2)
+        weighted_sum.add(torch.tensor(math.nan if index % 2 else 3.0), 0.0 if index % 2 else 1.0)
+    assert weighted_sum.take() == (3.0 * count / 2, count / 2)
 
 
 @pytest.mark.parametrize("count", [1, 2 * COMPACT_AT])
 def test_a_value_that_is_not_finite_shows_in_the_sum(count):
-    window = WeightedSum()
+    weighted_sum = WeightedSum()
     for _ in range(count):
-        window.add(torch.tensor(1.0), 1.0)
-    window.add(torch.tensor(math.nan), 1.0)
-    assert math.isnan(window.take()[0])
+        weighted_sum.add(torch.tensor(1.0), 1.0)
+    weighted_sum.add(torch.tensor(math.nan), 1.0)
+    assert math.isnan(weighted_sum.take()[0])
 
 
 def test_infinities_of_both_signs_are_no_error():
-    window = WeightedSum()
-    window.add(torch.tensor(math.inf), 1.0)
-    window.add(torch.tensor(-math.inf), 1.0)
-    assert math.isnan(window.take()[0])
+    weighted_sum = WeightedSum()
+    weighted_sum.add(torch.tensor(math.inf), 1.0)
+    weighted_sum.add(torch.tensor(-math.inf), 1.0)
+    assert math.isnan(weighted_sum.take()[0])
 
 
 def test_memory_stays_bounded():
-    window = WeightedSum()
+    weighted_sum = WeightedSum()
     value = torch.tensor(1.0)
     for _ in range(20 * COMPACT_AT + 5):
-        window.add(value, 1.0)
-    held = sum(v.numel() for v in [*window._values, window._partial])
+        weighted_sum.add(value, 1.0)
+    held = sum(v.numel() for v in [*weighted_sum._values, weighted_sum._partial])
     assert held <= COMPACT_AT + 2
 
 
 def test_adding_does_not_wait_for_the_device():
-    window = WeightedSum()
+    weighted_sum = WeightedSum()
     for _ in range(2 * COMPACT_AT):  # a meta tensor has no value that could be read
-        window.add(torch.empty((), device="meta"), torch.empty((), device="meta"))
-    assert window._partial.device.type == "meta"
-    assert window._values == []
+        weighted_sum.add(torch.empty((), device="meta"), torch.empty((), device="meta"))
+    assert weighted_sum._partial.device.type == "meta"
+    assert weighted_sum._values == []
 
 
 def test_a_number_now_and_a_tensor_of_the_device_then_add_up_on_the_device():
-    window = WeightedSum()
+    weighted_sum = WeightedSum()
     for index in range(COMPACT_AT):
-        window.add(torch.empty((), device="meta" if index % 2 else "cpu"), 1.0)
-    assert window._partial.device.type == "meta"
+        weighted_sum.add(torch.empty((), device="meta" if index % 2 else "cpu"), 1.0)
+    assert weighted_sum._partial.device.type == "meta"
 
 
 @pytest.mark.parametrize(
@@ -125,75 +125,75 @@ def test_exact_sum_never_raises(values, expected):
 
 
 def window_of(*losses, others=None):
-    window = RunningAverages(CPU)
+    averages = RunningAverages(CPU)
     for loss, weight in losses:
-        window.add(torch.tensor(loss), weight, others)
-    return window
+        averages.add(torch.tensor(loss), weight, others)
+    return averages
 
 
 @pytest.mark.feature("A24", "A39")
 def test_a_row_is_the_weighted_mean_since_the_last_row():
-    window = window_of((1.0, 1.0), (4.0, 2.0))
-    assert window.take_row("my_loss") == {"my_loss": 3.0}
-    assert window.take_row("my_loss") == {}
-    window.add(torch.tensor(7.0), 5.0)
-    assert window.take_row("my_loss") == {"my_loss": 7.0}
+    averages = window_of((1.0, 1.0), (4.0, 2.0))
+    assert averages.take_row("my_loss") == {"my_loss": 3.0}
+    assert averages.take_row("my_loss") == {}
+    averages.add(torch.tensor(7.0), 5.0)
+    assert averages.take_row("my_loss") == {"my_loss": 7.0}
 
 
 @pytest.mark.feature("A08", "A24")
 def test_means_since_the_log_and_since_the_evaluation_are_independent():
-    window = window_of((1.0, 1.0), (3.0, 1.0))
-    assert window.take_row("loss") == {"loss": 2.0}
-    window.add(torch.tensor(5.0), 1.0)
-    assert window.take_since_evaluation() == 3.0
-    window.add(torch.tensor(9.0), 1.0)
-    assert window.take_row("loss") == {"loss": 7.0}
-    assert window.take_since_evaluation() == 9.0
-    assert window.take_since_evaluation() is None
+    averages = window_of((1.0, 1.0), (3.0, 1.0))
+    assert averages.take_row("loss") == {"loss": 2.0}
+    averages.add(torch.tensor(5.0), 1.0)
+    assert averages.take_since_evaluation() == 3.0
+    averages.add(torch.tensor(9.0), 1.0)
+    assert averages.take_row("loss") == {"loss": 7.0}
+    assert averages.take_since_evaluation() == 9.0
+    assert averages.take_since_evaluation() is None
 
 
 @pytest.mark.feature("D03")
 def test_other_values_have_means_of_their_own():
-    window = RunningAverages(CPU)
-    window.add(torch.tensor(1.0), 1.0, {"a": torch.tensor(2.0)})
-    window.add(torch.tensor(1.0), 3.0, {"a": torch.tensor(6.0), "b": torch.tensor(1.0)})
-    window.add(torch.tensor(1.0), 1.0)
-    assert window.take_since_evaluation() == 1.0
-    assert window.take_row("loss") == {"loss": 1.0, "a": 5.0, "b": 1.0}
-    window.add(torch.tensor(2.0), 1.0)
-    assert window.take_row("loss") == {"loss": 2.0}
+    averages = RunningAverages(CPU)
+    averages.add(torch.tensor(1.0), 1.0, {"a": torch.tensor(2.0)})
+    averages.add(torch.tensor(1.0), 3.0, {"a": torch.tensor(6.0), "b": torch.tensor(1.0)})
+    averages.add(torch.tensor(1.0), 1.0)
+    assert averages.take_since_evaluation() == 1.0
+    assert averages.take_row("loss") == {"loss": 1.0, "a": 5.0, "b": 1.0}
+    averages.add(torch.tensor(2.0), 1.0)
+    assert averages.take_row("loss") == {"loss": 2.0}
 
 
 def test_a_window_of_weight_zero_has_no_mean():
-    window = window_of((math.nan, 0.0))
-    assert window.take_row("loss") == {}
-    assert window.take_since_evaluation() is None
+    averages = window_of((math.nan, 0.0))
+    assert averages.take_row("loss") == {}
+    assert averages.take_since_evaluation() is None
 
 
 def test_the_mean_of_an_epoch_goes_on_until_the_first_batch_of_the_next():
-    window = window_of((1.0, 1.0))
-    assert window.epoch_loss is None
-    window.take_row("loss")
-    window.add(torch.tensor(4.0), 2.0)
-    window.take_since_evaluation()
-    assert window.epoch_loss == 3.0
-    window.end_epoch()
-    window.take_row("loss")
-    assert window.epoch_loss == 3.0
-    window.add(torch.tensor(7.0), 1.0)
-    window.take_row("loss")
-    assert window.epoch_loss == 7.0
+    averages = window_of((1.0, 1.0))
+    assert averages.epoch_loss is None
+    averages.take_row("loss")
+    averages.add(torch.tensor(4.0), 2.0)
+    averages.take_since_evaluation()
+    assert averages.epoch_loss == 3.0
+    averages.end_epoch()
+    averages.take_row("loss")
+    assert averages.epoch_loss == 3.0
+    averages.add(torch.tensor(7.0), 1.0)
+    averages.take_row("loss")
+    assert averages.epoch_loss == 7.0
 
 
 @pytest.mark.parametrize("ends_epoch", [True, False])
 def test_the_mean_of_an_epoch_survives_in_the_state(ends_epoch):
-    window = window_of((1.0, 1.0), (4.0, 2.0))
-    window.take_row("loss")
+    averages = window_of((1.0, 1.0), (4.0, 2.0))
+    averages.take_row("loss")
     if ends_epoch:
-        window.end_epoch()
-    window.add(torch.tensor(0.1), 3.0)
+        averages.end_epoch()
+    averages.add(torch.tensor(0.1), 3.0)
     resumed = RunningAverages(CPU)
-    resumed.load_state_dict(window.state_dict())
-    window.take_row("loss")
+    resumed.load_state_dict(averages.state_dict())
+    averages.take_row("loss")
     resumed.take_row("loss")
-    assert resumed.epoch_loss == window.epoch_loss == pytest.approx(0.1 if ends_epoch else 9.3 / 6)
+    assert resumed.epoch_loss == averages.epoch_loss == pytest.approx(0.1 if ends_epoch else 9.3 / 6)
