@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,8 +15,9 @@ from accmt.module_log import LogsValues
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.tracking import GeneralTracker
+    from torch.optim.lr_scheduler import LRScheduler
 
-    from accmt.protocols import TrainerProtocol
+    from accmt.protocols import CallbackProtocol, Data, TrainerProtocol
     from accmt.state import TrainingState
 
 
@@ -59,7 +60,7 @@ class AcceleratorModule(LogsValues):
     teacher: nn.Module | None = None
     processor: Any = None
     optimizer: torch.optim.Optimizer
-    scheduler: Any
+    scheduler: LRScheduler | None
     state: TrainingState
     trainer: TrainerProtocol
     accelerator: Accelerator
@@ -133,7 +134,7 @@ class AcceleratorModule(LogsValues):
         """Return an optimizer of your own; None takes the hyper-parameters'."""
         return None
 
-    def get_scheduler(self, optimizer: torch.optim.Optimizer, steps_per_epoch: int, epochs: int) -> Any:
+    def get_scheduler(self, optimizer: torch.optim.Optimizer, steps_per_epoch: int, epochs: int) -> LRScheduler | None:
         """Return a scheduler of your own, which is stepped once per optimizer step; None takes the hyper-parameters'.
 
         Args:
@@ -143,23 +144,23 @@ class AcceleratorModule(LogsValues):
         """
         return None
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self) -> Data | None:
         """Return training data that are used instead of `fit`'s; may take those as parameter `dataset`."""
         return None
 
-    def get_validation_dataloader(self) -> Any:
+    def get_validation_dataloader(self) -> Data | None:
         """Return validation data that are used instead of `fit`'s; may take those as parameter `dataset`."""
         return None
 
-    def get_test_dataloader(self) -> Any:
+    def get_test_dataloader(self) -> Data | None:
         """Return test data that are used instead of `test`'s; may take those as parameter `dataset`."""
         return None
 
-    def get_predict_dataloader(self) -> Any:
+    def get_predict_dataloader(self) -> Data | None:
         """Return data that are predicted instead of `predict`'s; may take those as parameter `dataset`."""
         return None
 
-    def get_callbacks(self) -> Any:
+    def get_callbacks(self) -> CallbackProtocol | Sequence[CallbackProtocol] | None:
         """Return callbacks to add; one replaces the Trainer's callbacks of the same class."""
         return None
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from accmt.errors import ArgumentError, ModuleContractError, explain
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from accmt.metrics.logged import LoggedValues
     from accmt.state import TrainingState
     from accmt.tracking.media import MediaLog
@@ -75,10 +77,10 @@ class LogsValues:
 
     def log(
         self,
-        name: str | Mapping[str, Any],
-        value: Any = None,
+        name: str | Mapping[str, float | Tensor],
+        value: float | Tensor | None = None,
         step: int | None = None,
-        reduction: str = "mean",
+        reduction: Literal["mean", "sum"] = "mean",
         *,
         instant: bool = False,
         prog_bar: bool = False,
@@ -108,7 +110,7 @@ class LogsValues:
         self._require_run(f"log({name!r}, ...)")
         self.logs.log(name, value, step, reduction, instant=instant, prog_bar=prog_bar, logger=logger)
 
-    def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
+    def log_dict(self, values: Mapping[str, float | Tensor], **options: Any) -> None:
         """Log several values.
 
         Args:

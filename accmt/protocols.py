@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from accelerate.tracking import GeneralTracker
     from torch import nn
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, Dataset
 
     from accmt.config import HyperParameters
     from accmt.settings import Settings
     from accmt.settings.saving import RegisteredSaving
     from accmt.state import TrainingState
 
+    Data: TypeAlias = Dataset[Any] | Iterable[Any] | Mapping[str, Any]
+    """A dataset, a `datasets` dataset, a stream, a DataLoader, or several of them in a list or dict."""
+
 C = TypeVar("C")
+
+
+class CallbackProtocol(Protocol):
+    """The type of what `module.get_callbacks` returns: an `accmt.Callback`."""
+
+    order: float
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class TrainerProtocol(Protocol):
@@ -92,10 +104,10 @@ class TrainerProtocol(Protocol):
     @property
     def dashboard_command(self) -> str | None: ...
 
-    def fit(self, module: Any, train_dataset: Any = None, val_dataset: Any = None) -> TrainingState: ...
-    def validate(self, module: Any = None, val_dataset: Any = None) -> dict[str, float]: ...
-    def test(self, module: Any = None, test_dataset: Any = None) -> dict[str, float]: ...
-    def predict(self, module: Any = None, dataset: Any = None) -> Any: ...
+    def fit(self, module: Any, train_dataset: Data | None = None, val_dataset: Data | None = None) -> TrainingState: ...
+    def validate(self, module: Any = None, val_dataset: Data | None = None) -> dict[str, float]: ...
+    def test(self, module: Any = None, test_dataset: Data | None = None) -> dict[str, float]: ...
+    def predict(self, module: Any = None, dataset: Data | None = None) -> Any: ...
     def get_callback(self, cls: type[C], default: Any = ...) -> C | Any: ...
     def get_tracker(self, name: str, *, unwrap: bool = False) -> Any: ...
     def save_model(self, path: str | PathLike[str] | None = None) -> None: ...

@@ -168,9 +168,32 @@ def _advise_resume(value: Any) -> str | None:
     return f"Trainer(resume={value!r})" if value is True or isinstance(value, str) else None
 
 
-def _advise_precision(value: Any) -> str | None:
-    from accmt.settings.hardware import PRECISIONS
+PRECISIONS: Mapping[str, str] = {
+    "16": 'mixed_precision="fp16"',
+    "16-mixed": 'mixed_precision="fp16"',
+    "16-true": "model.half() before fit: mixed_precision keeps the weights in 32 bits",
+    "32": "leave it out: a launch without a precision computes in 32 bits",
+    "32-true": "leave it out: a launch without a precision computes in 32 bits",
+    "64": "model.double() before fit: there is no precision of 64 bits",
+    "64-true": "model.double() before fit: there is no precision of 64 bits",
+    "bf16-mixed": 'mixed_precision="bf16"',
+    "bf16-true": "model.bfloat16() before fit: mixed_precision keeps the weights in 32 bits",
+    "bfloat16": 'mixed_precision="bf16"',
+    "double": "model.double() before fit: there is no precision of 64 bits",
+    "float16": 'mixed_precision="fp16"',
+    "float32": 'mixed_precision="no"',
+    "float64": "model.double() before fit: there is no precision of 64 bits",
+    "fp32": 'mixed_precision="no"',
+    "fp64": "model.double() before fit: there is no precision of 64 bits",
+    "fp8": 'mixed_precision="bf16": there is no fp8 in this version',
+    "full": 'mixed_precision="no"',
+    "half": 'mixed_precision="fp16"',
+    "transformer-engine": 'mixed_precision="bf16": there is no fp8 in this version',
+}
+"""Precisions as others write them, torch's types among them, and what to do here."""
 
+
+def _advise_precision(value: Any) -> str | None:
     name = str(value).removeprefix("torch.")
     if name in ("no", "fp16", "bf16"):
         return f'Trainer(mixed_precision="{name}")'

@@ -8,30 +8,6 @@ from typing import Any
 from accmt.errors import ArgumentError, explain
 from accmt.settings.checks import require_choice, require_keywords, require_mapping
 
-PRECISIONS: Mapping[str, str] = {
-    "16": 'mixed_precision="fp16"',
-    "16-mixed": 'mixed_precision="fp16"',
-    "16-true": "model.half() before fit: mixed_precision keeps the weights in 32 bits",
-    "32": "leave it out: a launch without a precision computes in 32 bits",
-    "32-true": "leave it out: a launch without a precision computes in 32 bits",
-    "64": "model.double() before fit: there is no precision of 64 bits",
-    "64-true": "model.double() before fit: there is no precision of 64 bits",
-    "bf16-mixed": 'mixed_precision="bf16"',
-    "bf16-true": "model.bfloat16() before fit: mixed_precision keeps the weights in 32 bits",
-    "bfloat16": 'mixed_precision="bf16"',
-    "double": "model.double() before fit: there is no precision of 64 bits",
-    "float16": 'mixed_precision="fp16"',
-    "float32": 'mixed_precision="no"',
-    "float64": "model.double() before fit: there is no precision of 64 bits",
-    "fp32": 'mixed_precision="no"',
-    "fp64": "model.double() before fit: there is no precision of 64 bits",
-    "fp8": 'mixed_precision="bf16": there is no fp8 in this version',
-    "full": 'mixed_precision="no"',
-    "half": 'mixed_precision="fp16"',
-    "transformer-engine": 'mixed_precision="bf16": there is no fp8 in this version',
-}
-"""Precisions as others write them, torch's types among them, and what to do here."""
-
 
 def require_precision(value: Any) -> None:
     """Check `mixed_precision`.
@@ -40,8 +16,12 @@ def require_precision(value: Any) -> None:
         ArgumentError: No such precision; the message says what the one of another trainer is here.
     """
     choices = (None, "no", "fp16", "bf16")
+    if value in choices:
+        return
+    from accmt.compat.value_hints import PRECISIONS
+
     do = PRECISIONS.get(str(value).removeprefix("torch."))
-    if value in choices or do is None:
+    if do is None:
         require_choice("mixed_precision", value, choices)
         return
     expected = "one of " + ", ".join(map(repr, choices))

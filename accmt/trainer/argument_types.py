@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from accelerate.tracking import GeneralTracker
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 
 from accmt.metrics import Metric
 from accmt.tracking.spec import TrackerSpec
@@ -37,6 +37,3 @@ Collate: TypeAlias = CollateFunction | Sequence[Callable[[Any], Any]]
 OneMetric: TypeAlias = str | Metric | TorchMetric
 Metrics: TypeAlias = OneMetric | Sequence[OneMetric] | Mapping[str, OneMetric | Sequence[OneMetric]]
 """What `metrics` takes: a metric or its name, several, by name, or lists of them by validation set."""
-
-Data: TypeAlias = Dataset[Any] | Iterable[Any] | Mapping[str, Any]
-"""A dataset, a `datasets` dataset, a stream, a DataLoader, or several of them in a list or dict."""

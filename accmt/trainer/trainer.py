@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from accmt.callbacks import Callback
     from accmt.checkpoint.manifest import Checkpoint
+    from accmt.protocols import Data
     from accmt.recovery.restart import Recovery
     from accmt.settings.data import Limits
     from accmt.settings.evaluation import MetricOptions
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from accmt.settings.saving import Checkpointer
     from accmt.settings.tracking import Delivery
     from accmt.setup.user_data import UserData
-    from accmt.trainer.argument_types import Collate, Data, Metrics, Samplers, Trackers
+    from accmt.trainer.argument_types import Collate, Metrics, Samplers, Trackers
     from accmt.tuning import Search, Tuning
 
 

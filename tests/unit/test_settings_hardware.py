@@ -6,8 +6,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from accmt.compat.value_hints import PRECISIONS
 from accmt.errors import ArgumentError
-from accmt.settings.hardware import PRECISIONS
 from tests.toys import make_trainer
 
 
