@@ -53,7 +53,7 @@ def counting_calls(wrapper: nn.Module) -> Iterator[list[None]]:
 
 
 def require_call(calls: list[None]) -> None:
-    """Refuse a step that uses another way to the model than its wrapper: each process would train alone.
+    """Reject a step that uses another way to the model than its wrapper: each process would train alone.
 
     Raises:
         ModuleContractError: There was no call.
@@ -78,7 +78,7 @@ class Actions:
 
     Attributes:
         backward: Adds the gradients of a loss.
-        optimizer_step: Makes the update; False if it was skipped.
+        optimizer_step: Makes the optimizer step; False if it was skipped.
         zero_grad: Begins the next window without gradients.
     """
 
@@ -119,10 +119,10 @@ class EvaluationRun:
     """What an evaluation needs, in a run that trains or without one.
 
     Attributes:
-        settings: What the Trainer was told.
+        settings: The Trainer's arguments.
         accelerator: Device and processes.
         module: The user's module.
-        model: The model that the run was given to work with; in training the one that reduces gradients.
+        model: The model that the run works with; in training the one that reduces gradients.
         unwrapped_model: The user's model itself.
         validation_step: The user's step for these data, as a function of (key, batch).
         val_loaders: The batches to evaluate, by key; the key is "" where there is one set only.
@@ -154,7 +154,7 @@ class EvaluationRun:
 
     @property
     def loss_name(self) -> str:
-        """What the loss of the data in work is called among the results."""
+        """The name of the current data's loss among the results."""
         return TEST_LOSS if self.state.stage == "test" else self.settings.tracking.val_loss_metric_name
 
     @contextmanager
@@ -184,7 +184,7 @@ class EvaluationRun:
             has_weight: Whether the step has said what the batch weighs, so that its samples are only counted.
 
         Raises:
-            DataError: The number cannot be told, and nothing else says what the batch weighs.
+            DataError: The number cannot be found, and nothing else says what the batch weighs.
         """
         samples = self.module.get_batch_size(batch) if self.counts_own_samples else None
         if samples is not None:
@@ -195,7 +195,7 @@ class EvaluationRun:
             if not has_weight:
                 raise
             samples = micro_batch.own_samples
-            what = "what a batch holds cannot be told from its shapes, so samples_seen counts those collated"
+            what = "the shapes of a batch do not show how many samples it holds, so samples_seen counts those collated"
             say_once(f"{what}; get_batch_size(self, batch) in the module can count otherwise")
         if samples is None:
             what = "how many samples a batch has cannot be told, so each batch weighs 1"
@@ -330,14 +330,14 @@ class RecoveryProtocol(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(EvaluationRun):
-    """A run that trains: what it was told, what it works with, and the parts that have a state of their own.
+    """A run that trains: its settings, what it works with, and the parts that have a state of their own.
 
     Attributes:
         training_step: The user's step as a function of the batch.
         loaders: Makes the loaders, those of the validation sets too.
         stepper: Backward, clipping and optimizer.
         trained: Which parameters are trained at the moment.
-        scheduler: The schedule, or None.
+        scheduler: The learning-rate scheduler, or None.
         actions: What a Trainer's subclass may replace.
         callbacks: The user's callbacks, of Trainer and module.
         cadence: What is due when.
@@ -354,7 +354,7 @@ class Run(EvaluationRun):
         interruption: What asks the run to end before its time.
         watch: Listens to signals and to other processes; None where a process is alone.
         is_resumed: Whether the run continues from a checkpoint.
-        length: The updates of the run, as planned.
+        length: The optimizer steps of the run, as planned.
     """
 
     training_step: Callable[[Any], Any]
@@ -386,13 +386,13 @@ class Run(EvaluationRun):
         return self.loaders.train
 
     @property
-    def total_updates(self) -> int | None:
-        """Updates of the whole run, as planned; None if nothing bounds it."""
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the whole run, as planned; None if nothing bounds it."""
         return self.length.total
 
     @property
-    def has_unfinished_update(self) -> bool:
-        """Whether a module that steps by itself has gradients of an update that it has not made yet."""
+    def has_unfinished_step(self) -> bool:
+        """Whether a module that steps by itself has gradients of an optimizer step that it has not made yet."""
         steps = vars(self.module).get("manual_steps")
         return steps is not None and steps.has_gradients
 
@@ -418,16 +418,16 @@ class Run(EvaluationRun):
         return (max_steps is not None and self.state.global_step >= max_steps) or self.ends_early
 
     @property
-    def schedule_length(self) -> int | None:
-        """Steps of the schedule over the whole run: updates, or epochs where it is stepped per epoch."""
-        return self.cadence.epochs if self.settings.hps.step_scheduler_per_epoch else self.total_updates
+    def scheduler_length(self) -> int | None:
+        """Steps of the scheduler over the whole run: optimizer steps, or epochs where it is stepped per epoch."""
+        return self.cadence.epochs if self.settings.hps.step_scheduler_per_epoch else self.total_steps
 
     def accumulation_at(self, epoch: int) -> int:
-        """Return how many micro-batches make one update in `epoch` (from 0)."""
+        """Return how many micro-batches make one optimizer step in `epoch` (from 0)."""
         return self.settings.optimization.accumulation_at(epoch) * self.train_loader.micro_batches_per_batch
 
-    def updates_per_epoch(self, epoch: int) -> int | None:
-        """Return the updates of an epoch; None if its length is unknown."""
+    def steps_per_epoch(self, epoch: int) -> int | None:
+        """Return the optimizer steps of an epoch; None if its length is unknown."""
         micro_batches = self.train_loader.num_micro_batches
         return None if micro_batches is None else -(-micro_batches // self.accumulation_at(epoch))
 
@@ -447,7 +447,7 @@ class Run(EvaluationRun):
             self.watch.calls.note(name)
 
     def watching_wrapper(self) -> AbstractContextManager[None]:
-        """Return a context that refuses a training step which goes around the wrapper that reduces gradients."""
+        """Return a context that rejects a training step which goes around the wrapper that reduces gradients."""
         if not self.is_wrapped or self.module.model is self.unwrapped_model:  # there is none, or this one needs none
             return _NOTHING
         return _require_call(self.model)

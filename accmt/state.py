@@ -166,7 +166,7 @@ class TrainingState(Counters):
         """Count the samples, over all processes, that could not be read."""
         self.bad_samples += num_samples
 
-    def count_update(self, *, is_skipped: bool = False) -> None:
+    def count_step(self, *, is_skipped: bool = False) -> None:
         """Count one finished accumulation window: an optimizer step, or a skipped one."""
         if is_skipped:
             self.skipped_updates += 1

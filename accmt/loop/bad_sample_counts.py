@@ -19,7 +19,7 @@ def count_bad_samples(run: Run, micro_batch: MicroBatch) -> None:
     run.bad_samples.add(micro_batch.num_bad, micro_batch.bad)
 
 
-def tell_bad_samples(run: Run) -> None:
+def warn_of_bad_samples(run: Run) -> None:
     """Warn of what was left out of training since the last call.
 
     Processes: collective.
@@ -29,7 +29,7 @@ def tell_bad_samples(run: Run) -> None:
         warn(_describe("training", bad.count, gather_objects(bad.first)))
 
 
-def tell_bad_samples_of_set(run: EvaluationRun, key: str, bad: BadSamples, *, has_batch: bool) -> None:
+def report_bad_samples(run: EvaluationRun, key: str, bad: BadSamples, *, has_batch: bool) -> None:
     """Warn of what was left out of a set that was evaluated, the first time, and log how many samples it was.
 
     Processes: collective.

@@ -21,7 +21,7 @@ class Cadence:
         log_every: Updates between rows of the log; -1 is at the end of each epoch.
         evaluate_every: Updates between evaluations: a number counted over epochs, a fraction of an epoch, or None.
         evaluate_every_n_epochs: Epochs between evaluations where `evaluate_every` is None.
-        evaluate_at_end: Whether the last update is evaluated where `evaluate_every` is given.
+        evaluate_at_end: Whether the last step is evaluated where `evaluate_every` is set.
         checkpoint_every: Distance between checkpoints; None is never.
     """
 
@@ -52,36 +52,36 @@ class Cadence:
         )
 
     def is_out_of_steps(self, state: TrainingState) -> bool:
-        """Return whether `max_steps` updates are done."""
+        """Return whether `max_steps` steps are done."""
         return self.max_steps is not None and state.global_step >= self.max_steps
 
     def is_finished(self, state: TrainingState) -> bool:
         """Return whether the run is at its end."""
         return self.is_out_of_steps(state) or (self.epochs is not None and state.epoch >= self.epochs)
 
-    def is_last_epoch(self, state: TrainingState, updates_per_epoch: int | None) -> bool:
-        """Return whether the epoch in work is the last one planned."""
+    def is_last_epoch(self, state: TrainingState, steps_per_epoch: int | None) -> bool:
+        """Return whether the current epoch is the last one planned."""
         if self.epochs is not None and state.epoch >= self.epochs - 1:
             return True
-        if self.max_steps is None or updates_per_epoch is None:
+        if self.max_steps is None or steps_per_epoch is None:
             return False
-        return state.global_step + updates_per_epoch - state.epoch_step >= self.max_steps
+        return state.global_step + steps_per_epoch - state.epoch_step >= self.max_steps
 
     def is_log_due(self, state: TrainingState) -> bool:
-        """Return whether the updates counted so far end a row of the log."""
+        """Return whether the steps counted so far end a row of the log."""
         return self.log_every > 0 and state.global_step > 0 and state.global_step % self.log_every == 0
 
-    def is_evaluation_due(self, state: TrainingState, updates_per_epoch: int | None) -> bool:
-        """Return whether to evaluate after the updates counted so far; a window may have been skipped."""
+    def is_evaluation_due(self, state: TrainingState, steps_per_epoch: int | None) -> bool:
+        """Return whether to evaluate after the steps counted so far; a window may have been skipped."""
         every = self.evaluate_every
         if every is None or state.epoch_step == 0 or state.last_evaluation_step == state.global_step:
             return False
         if isinstance(every, int):
             return state.global_step % every == 0
-        return _is_fraction_done(state, every, updates_per_epoch)
+        return _is_fraction_done(state, every, steps_per_epoch)
 
     def is_evaluation_due_at_epoch_end(self, state: TrainingState) -> bool:
-        """Return whether to evaluate at the end of the epoch in work, which is not counted yet."""
+        """Return whether to evaluate at the end of the current epoch, which is not counted yet."""
         if self.evaluate_every is not None or state.last_evaluation_step == state.global_step:
             return False
         return (state.epoch + 1) % self.evaluate_every_n_epochs == 0 or self.is_out_of_steps(state)
@@ -92,23 +92,21 @@ class Cadence:
         return is_new and self.evaluate_at_end and self.evaluate_every is not None
 
     def is_checkpoint_due(
-        self, state: TrainingState, updates_per_epoch: int | None = None, *, epoch_ended: bool, evaluated: bool
+        self, state: TrainingState, steps_per_epoch: int | None = None, *, epoch_ended: bool, evaluated: bool
     ) -> bool:
-        """Return whether to write a checkpoint at this boundary.
+        """Return whether to write a checkpoint here.
 
         Args:
             state: The counters.
-            updates_per_epoch: The optimizer steps of the epoch; None if its length is unknown.
-            epoch_ended: Whether an epoch was just counted, rather than an update.
-            evaluated: Whether there was an evaluation since that update.
+            steps_per_epoch: The optimizer steps of the epoch; None if its length is unknown.
+            epoch_ended: Whether an epoch was just counted, rather than a step.
+            evaluated: Whether there was an evaluation since that step.
         """
         every = self.checkpoint_every
         if every is None:
             return False
         if isinstance(every.number, float):
-            return (
-                not epoch_ended and state.epoch_step > 0 and _is_fraction_done(state, every.number, updates_per_epoch)
-            )
+            return not epoch_ended and state.epoch_step > 0 and _is_fraction_done(state, every.number, steps_per_epoch)
         due = {
             "step": not epoch_ended and state.global_step % every.number == 0,
             "epoch": epoch_ended and state.epoch % every.number == 0,
@@ -117,10 +115,10 @@ class Cadence:
         return due[every.unit]
 
 
-def _is_fraction_done(state: TrainingState, fraction: float, updates_per_epoch: int | None) -> bool:
-    if updates_per_epoch is None:
+def _is_fraction_done(state: TrainingState, fraction: float, steps_per_epoch: int | None) -> bool:
+    if steps_per_epoch is None:
         return False
-    return state.epoch_step % max(1, int(round(fraction * updates_per_epoch, 6))) == 0
+    return state.epoch_step % max(1, int(round(fraction * steps_per_epoch, 6))) == 0
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from accmt.callbacks.dispatch import Hook
 from accmt.data import Loader, MicroBatch, derive_seed, seed_generators
 from accmt.data.bad_samples import BadSamples
 from accmt.errors import ModuleContractError, explain
-from accmt.loop.bad_sample_counts import tell_bad_samples_of_set
+from accmt.loop.bad_sample_counts import report_bad_samples
 from accmt.loop.step_outputs import read_validation_output
 from accmt.metrics import ValidationCollector
 from accmt.metrics.consolidation import consolidate, find_members, require_members
@@ -27,7 +27,7 @@ from accmt.state import Stage
 
 
 def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
-    """Evaluate, tell the hooks and log the results.
+    """Evaluate, call the hooks and log the results.
 
     Processes: collective.
 
@@ -114,13 +114,13 @@ def evaluate(run: EvaluationRun, stage: Stage, *, max_batches: int | None = None
 
 
 def _consolidate(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
-    told = run.settings.evaluation
-    choices, others = told.consolidate_metrics, _without_losses(run, results)
+    settings = run.settings.evaluation
+    choices, others = settings.consolidate_metrics, _without_losses(run, results)
     if choices is None or not results:
         return {}
     if run.state.fn == "fit":  # an evaluation by hand may be of other sets
         require_members(choices, list(others))
-    return consolidate(choices, told.additional_metric_consolidation, others)
+    return consolidate(choices, settings.additional_metric_consolidation, others)
 
 
 def _without_losses(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
@@ -131,10 +131,10 @@ def _without_losses(run: EvaluationRun, results: dict[str, float]) -> dict[str, 
 
 def reported(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
     """Return those of an evaluation's results that are logged: what was consolidated only if it is asked for."""
-    told = run.settings.evaluation
-    if told.consolidate_metrics is None or told.report_all_metrics:
+    settings = run.settings.evaluation
+    if settings.consolidate_metrics is None or settings.report_all_metrics:
         return dict(results)
-    members = find_members(told.consolidate_metrics, list(_without_losses(run, results)))
+    members = find_members(settings.consolidate_metrics, list(_without_losses(run, results)))
     hidden = set(chain(*members.values())) - members.keys()
     return {name: value for name, value in results.items() if name not in hidden}
 
@@ -151,8 +151,8 @@ def without_training(run: EvaluationRun, stage: Stage) -> Iterator[None]:
 
 
 def without_gradients(run: EvaluationRun, stage: Stage) -> AbstractContextManager[None]:
-    """Return the context in which a step runs: `torch.inference_mode`, unless the Trainer was told otherwise."""
-    # What a model caches in the trial evaluation is used in training, where inference tensors are refused.
+    """Return the context in which a step runs: `torch.inference_mode`, unless `inference_mode=False`."""
+    # What a model caches in the trial evaluation is used in training, where inference tensors are an error.
     if stage == "sanity_check" or not run.settings.evaluation.inference_mode:
         return torch.no_grad()
     return torch.inference_mode()
@@ -164,14 +164,14 @@ def _evaluate_set(
     is_silent = stage == "sanity_check"
     reports_batches = run.state.fn == "fit" and not (is_silent or run.settings.evaluation.report_loss_after_eval)
     call_hooks(() if is_silent else run.hooks.on_validation_start, key=key)
-    in_work = _SetInWork(run, key, is_silent=is_silent)
+    evaluation = _SetEvaluation(run, key, is_silent=is_silent)
     for micro_batch in _first_batches(loader, max_batches):
         with without_gradients(run, stage):
-            loss, weight = in_work.take(micro_batch)
+            loss, weight = evaluation.take(micro_batch)
         run.state.count_validation_batch()
         if reports_batches:
             _report_batch(run, key, loss, weight)
-    outputs = in_work.finish()
+    outputs = evaluation.finish()
     call_hooks(() if is_silent else run.hooks.on_validation_end, key=key, outputs=outputs)
     return outputs
 
@@ -186,7 +186,7 @@ def _first_batches(loader: Loader, max_batches: int | None) -> Iterator[MicroBat
             return
 
 
-class _SetInWork:
+class _SetEvaluation:
     """One set that is evaluated, batch by batch.
 
     Args:
@@ -233,7 +233,7 @@ class _SetInWork:
         Processes: collective.
         """
         _require_one_kind(self._gave_weight.union(*gather_objects(self._gave_weight)))
-        tell_bad_samples_of_set(self._run, self._key, self._bad, has_batch=bool(self._gave_weight))
+        report_bad_samples(self._run, self._key, self._bad, has_batch=bool(self._gave_weight))
         return self._collector.compute()
 
 

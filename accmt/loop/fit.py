@@ -105,7 +105,7 @@ def _start_epoch(run: Run) -> None:
     run.loaders.reload_if_due()
     state.grad_accum_steps = run.accumulation_at(state.epoch)
     state.now.stage = "train"
-    state.now.is_last_epoch = run.cadence.is_last_epoch(state, run.updates_per_epoch(state.epoch))
+    state.now.is_last_epoch = run.cadence.is_last_epoch(state, run.steps_per_epoch(state.epoch))
     if not run.unwrapped_model.training:  # else the user's own choice of modes stands
         run.unwrapped_model.train()
     for hook in run.hooks.on_epoch_start:

@@ -28,7 +28,7 @@ class Logs:
 
     Attributes:
         of_training: The training values that no row has yet.
-        of_evaluation: Those of the validation set in work.
+        of_evaluation: Those of the current validation set.
         shown: Values that the progress bar shows, by name, as the newest rows have them.
         logged: The newest value that trackers got of each name.
     """
@@ -64,12 +64,12 @@ class Logs:
         self._names_on_bar.update(values if prog_bar else ())
         self._names_not_logged.update(() if logger else values)
         if instant:
-            self._tell_hooks(phase, step)
+            self._call_hooks(phase, step)
         elif step is not None:
-            expected = "a step only where instant=True: other values come with the row of an update"
+            expected = "a step only where instant=True: other values come with the row of a step"
             raise ArgumentError(explain(f"log({name!r}, ...)", f"step={step!r}", expected, "leave step out"))
 
-    def _tell_hooks(self, logged: LoggedValues, step: int | None) -> None:
+    def _call_hooks(self, logged: LoggedValues, step: int | None) -> None:
         row = combine([logged.take()])
         for hook in self._trainer.run.hooks.on_log if self._state.fn == "fit" else ():  # else no log is open
             hook(values=row, step=self._state.global_step if step is None else step)
@@ -116,8 +116,8 @@ class Logs:
     def _check_name(self, name: Any) -> None:
         if not isinstance(name, str) or not name.strip():
             raise ModuleContractError(explain("log", f"the name {describe(name)}", "text", 'self.log("name", value)'))
-        told = self._trainer.settings.tracking
-        if name in (told.train_loss_metric_name, told.val_loss_metric_name):
+        settings = self._trainer.settings.tracking
+        if name in (settings.train_loss_metric_name, settings.val_loss_metric_name):
             got, do = "the name of a loss, which is logged anyway", "leave the line out, or rename the value"
             raise ModuleContractError(explain(f"log({name!r}, ...)", got, "another name", do))
 

@@ -33,7 +33,7 @@ class ManualSteps:
         self._calls: list[None] = []
         self._has_stepped = False
         before: ManualSteps | None = getattr(module, "manual_steps", None)
-        # An update may span two epochs.
+        # A step may span two epochs.
         self.has_gradients: bool = before is not None and before._run is run and before.has_gradients
         module.manual_steps = self
 
@@ -43,12 +43,12 @@ class ManualSteps:
         A micro-batch in which some process has no batch is skipped: it could not take part in the others' steps.
 
         Returns:
-            Whether the step made an update.
+            Whether the module made an optimizer step.
         """
         run = self._run
         if micro_batch.is_partial:
             say_once("manual optimization leaves out the last batches of an epoch, which are fewer than the processes")
-            if not micro_batch.is_last:  # where data go on, they are counted
+            if not micro_batch.is_last:  # where data continue, they are counted
                 run.state.count_batch()
             return False
         run.trained.update()
@@ -82,7 +82,7 @@ class ManualSteps:
 
     def optimizer_step(self) -> None:
         """Count the optimizer step that the module has made."""
-        self._run.state.count_update()
+        self._run.state.count_step()
         self._run.snapshot.made_step = True
 
     def _count_over_processes(self, micro_batch: MicroBatch, own: int) -> int:
@@ -117,7 +117,7 @@ class ManualSteps:
         return is_done
 
     def step_scheduler(self) -> None:
-        """Advance the schedule, if there is one."""
+        """Advance the scheduler, if there is one."""
         if self._run.scheduler is not None:
             advance_scheduler(self._run)
 

@@ -1,4 +1,4 @@
-"""One update: reduce, scale, clip, step, schedule, and begin the next window; each with its hooks."""
+"""One optimizer step: reduce, scale, clip, step, scheduler, and begin the next window; each with its hooks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def skip_window(run: Run, window: AccumulationWindow) -> None:
 
 def _count(run: Run, samples: int, *, made_step: bool) -> None:
     run.state.count_samples(samples)
-    run.state.count_update(is_skipped=not made_step)
+    run.state.count_step(is_skipped=not made_step)
     run.snapshot.made_step = made_step
 
 
@@ -92,18 +92,18 @@ def step_optimizer(run: Run) -> bool:
 
 
 def step_scheduler(run: Run, *, at_epoch_end: bool) -> None:
-    """Advance the schedule if its turn is now: after an update, or after an epoch where the hyper-parameters say so.
+    """Advance the scheduler if its turn is now: after a step, or after an epoch where the hyper-parameters say so.
 
-    At its end it stays: with loaders that are reloaded a run may have more updates than it was planned for.
+    At its end it stays: with loaders that are reloaded a run may have more steps than were planned.
     """
     is_turn = run.settings.hps.step_scheduler_per_epoch == at_epoch_end
-    is_at_end = not at_epoch_end and run.total_updates is not None and run.state.global_step >= run.total_updates
+    is_at_end = not at_epoch_end and run.total_steps is not None and run.state.global_step >= run.total_steps
     if run.scheduler is not None and is_turn and not is_at_end and not isinstance(run.scheduler, ReduceLROnPlateau):
         advance_scheduler(run)
 
 
 def advance_scheduler(run: Run) -> None:
-    """Advance the schedule by one step."""
+    """Advance the scheduler by one step."""
     run.snapshot.is_mid_step = True
     for hook in run.hooks.on_before_scheduler_step:
         hook(scheduler=run.scheduler)

@@ -12,7 +12,7 @@ import torch
 from accmt.data import Loader, MicroBatch, derive_seed, find_batch_size, seed_generators
 from accmt.data.bad_samples import BadSamples
 from accmt.errors import DataError, ModuleContractError, explain
-from accmt.loop.bad_sample_counts import tell_bad_samples_of_set
+from accmt.loop.bad_sample_counts import report_bad_samples
 from accmt.loop.evaluation import without_gradients, without_training
 from accmt.metrics.gathering import gather_on_main_process, to_cpu
 from accmt.module import defines
@@ -61,7 +61,7 @@ def _predict_set(run: EvaluationRun, key: str, loader: Loader, *, keeps: bool) -
                 _require_one_each(run, micro_batch, batch, _count_predictions("predictions", output))
                 kept.append((micro_batch.index, to_cpu(output)))
         run.state.count_validation_batch()
-    tell_bad_samples_of_set(run, key, bad, has_batch=has_batch)
+    report_bad_samples(run, key, bad, has_batch=has_batch)
     return kept
 
 
@@ -79,16 +79,16 @@ def _predict_batch(run: EvaluationRun, key: str, batch: Any) -> Any:
 
 
 def _require_one_each(run: EvaluationRun, micro_batch: MicroBatch, batch: Any, count: int) -> None:
-    """Refuse a number of predictions that is neither that of the samples in the batch nor that of which it was made."""
+    """Reject a number of predictions that is neither that of the samples in the batch nor that of which it was made."""
     try:
         held = find_batch_size(batch, micro_batch.own_samples)
-    except DataError:  # it cannot be told
+    except DataError:  # nothing shows it
         return
     said = run.module.get_batch_size(batch) if run.counts_own_samples else None
     numbers = {number for number in (micro_batch.own_samples, held, said) if number is not None}
     if numbers and count not in numbers:
         got = f"{count} predictions for a batch of {' or '.join(map(str, sorted(numbers)))} samples"
-        _refuse(got, _KEEP_SAMPLES)
+        _reject(got, _KEEP_SAMPLES)
 
 
 def _count_predictions(what: str, output: Any) -> int:
@@ -104,16 +104,16 @@ def _count_predictions(what: str, output: Any) -> int:
     if not isinstance(output, Mapping | tuple) or not output:
         got = f"{what}: {type(output).__name__} {output!r:.80}"
         if what == "predictions" and isinstance(output, torch.Tensor | np.ndarray):
-            _refuse(got, _KEEP_SAMPLES)
-        _refuse(got)
+            _reject(got, _KEEP_SAMPLES)
+        _reject(got)
     parts = output.items() if isinstance(output, Mapping) else enumerate(output)
     counts = {f"{what}[{name!r}]": _count_predictions(f"{what}[{name!r}]", part) for name, part in parts}
     if len(set(counts.values())) > 1:
-        _refuse(f"different numbers of samples in one batch: {counts}")
+        _reject(f"different numbers of samples in one batch: {counts}")
     return next(iter(counts.values()))
 
 
-def _refuse(got: str, do: str = "return the logits, without the loss, say") -> NoReturn:
+def _reject(got: str, do: str = "return the logits, without the loss, say") -> NoReturn:
     expected = "one prediction for each sample: a tensor [samples, ...], a list, or a dict or tuple of these"
     raise ModuleContractError(explain("predict_step", got, expected, do))
 

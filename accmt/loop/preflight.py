@@ -17,7 +17,7 @@ from accmt.saving import require_storable
 
 
 def try_evaluation(run: Run) -> None:
-    """Evaluate a few batches, so that a mistake in validation step or metrics surfaces before the first update."""
+    """Evaluate a few batches, so that a mistake in validation step or metrics surfaces before the first step."""
     settings = run.settings.evaluation
     if not run.val_loaders or settings.num_sanity_val_steps == 0 or settings.eval_when_start:
         return

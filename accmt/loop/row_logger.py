@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from accmt.callbacks import Callback
 from accmt.callbacks.progress import ProgressBar
-from accmt.loop.bad_sample_counts import tell_bad_samples
+from accmt.loop.bad_sample_counts import warn_of_bad_samples
 from accmt.recovery.loss_guard import check_losses
 from accmt.run import Run
 from accmt.settings.monitor import Monitor
@@ -20,7 +20,7 @@ def log_row(run: Run) -> None:
     Processes: collective.
     """
     loss_name = run.settings.tracking.train_loss_metric_name
-    tell_bad_samples(run)
+    warn_of_bad_samples(run)
     row = run.running_averages.take_row(loss_name)
     if not row:
         return

@@ -40,7 +40,7 @@ def _log_step(run: Run) -> bool:
 def _evaluate_step(run: Run) -> bool:
     if run.cadence.evaluate_every is None or not run.snapshot.made_step:
         return False
-    is_due = run.cadence.is_evaluation_due(run.state, run.updates_per_epoch(run.state.epoch))
+    is_due = run.cadence.is_evaluation_due(run.state, run.steps_per_epoch(run.state.epoch))
     if is_due:
         check_losses(run)
         evaluate_and_count(run)
@@ -169,7 +169,7 @@ def _save_if_due(run: Run, *, epoch_ended: bool, evaluated: bool) -> None:
     """
     state, cadence, checkpoints = run.state, run.cadence, run.checkpoints
     is_due = cadence.checkpoint_every is not None and cadence.is_checkpoint_due(
-        state, run.updates_per_epoch(state.epoch), epoch_ended=epoch_ended, evaluated=evaluated
+        state, run.steps_per_epoch(state.epoch), epoch_ended=epoch_ended, evaluated=evaluated
     )
     if is_due or checkpoints.requests:
         check_losses(run)

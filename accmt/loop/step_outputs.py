@@ -42,22 +42,22 @@ def read_training_output(output: Any) -> TrainingOutput:
     if not isinstance(output, Mapping):
         do = "return loss" if output is None else 'return loss.mean(), or {"loss": loss.mean()}'
         do = "return the tensor itself, not loss.item()" if isinstance(output, int | float) else do
-        _refuse(_describe(output), do)
+        _reject(_describe(output), do)
     if "loss" not in output:
-        _refuse(f"a dict with the keys {sorted(map(str, output))}", 'return {"loss": loss, ...}')
+        _reject(f"a dict with the keys {sorted(map(str, output))}", 'return {"loss": loss, ...}')
     loss = output["loss"]
     if not isinstance(loss, torch.Tensor):
-        _refuse(f'"loss": {_describe(loss)}', "return the tensor itself, not loss.item()")
+        _reject(f'"loss": {_describe(loss)}', "return the tensor itself, not loss.item()")
     weight = _read_weight("training_step", output.get("weight"))
     return TrainingOutput(_require_trainable(loss), weight, _read_others(output) or None)
 
 
 def _require_trainable(loss: torch.Tensor) -> torch.Tensor:
     if loss.ndim != 0:
-        _refuse(f"a tensor of shape {tuple(loss.shape)}", "return loss.mean()")
+        _reject(f"a tensor of shape {tuple(loss.shape)}", "return loss.mean()")
     if not loss.requires_grad:
         do = "return the loss as the model computed it: not detached, not under no_grad"
-        _refuse("a tensor without a gradient", do)
+        _reject("a tensor without a gradient", do)
     return loss
 
 
@@ -88,7 +88,7 @@ def _read_weight(step: str, weight: Any) -> Weight | None:
     return number
 
 
-def _refuse(got: str, do: str) -> NoReturn:
+def _reject(got: str, do: str) -> NoReturn:
     raise ModuleContractError(explain("training_step", got, _TRAINING_EXPECTED, do))
 
 

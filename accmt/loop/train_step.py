@@ -170,7 +170,7 @@ class AutomaticSteps:
 
 
 def _require_dynamic_graph(run: Run) -> None:
-    """Refuse DDP's `static_graph` with accumulation: it counts the gradients of its first backward, and then asserts.
+    """Reject DDP's `static_graph` with accumulation: it counts the gradients of its first backward, and then asserts.
 
     Source: `Reducer::autograd_hook` in torch/csrc/distributed/c10d/reducer.cpp.
     """
@@ -189,7 +189,7 @@ def _count_only(run: Run, window: AccumulationWindow, micro_batch: MicroBatch) -
 
 def _require_finite(loss: torch.Tensor) -> None:
     if not torch.isfinite(loss):
-        got = f"loss {loss.item()} with weight 0: 0 times it is no gradient of 0"
+        got = f"loss {loss.item()} with weight 0: 0 * NaN is NaN, not a gradient of 0"
         do = "divide by mask.sum().clamp(min=1)"
         raise ModuleContractError(explain("training_step", got, "a finite loss", do))
 

@@ -67,7 +67,7 @@ class TrainedParameters:
     def begin(self) -> None:
         """Take what the program has frozen by now as how it starts; what an interrupted run changed later comes back.
 
-        After `on_fit_start`, which freezes layers anew in a run that is resumed.
+        After `on_fit_start`, which freezes layers again in a run that is resumed.
         """
         self._at_start = self._look()
         for name, parameter in self._unwrapped_model.named_parameters():
@@ -115,7 +115,7 @@ class TrainedParameters:
             rebuild_reducer(self._model, set_to_none=self._set_to_none)
 
     def _require_same_model(self) -> None:
-        """Refuse another `self.model`: the run would go on with the optimizer, and save the weights, of the first."""
+        """Reject another `self.model`: optimizer and saved weights would still be those of the first."""
         model = self._module.model
         if num_processes() == 1 and {*model.parameters()} == {*self._unwrapped_model.parameters()}:
             return  # the same in a wrapper, such as torch.compile's

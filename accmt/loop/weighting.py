@@ -1,8 +1,8 @@
 """The weighted window: makes batch x accumulation x processes give the gradient of one big batch.
 
 With g_i the gradient of a batch's mean loss, w_i its weight (its samples, or what the step says) and W the sum of all
-weights of a window over all R processes, the update needs sum(w_i g_i) / W. Processes average their gradients, that is
-divide by R.
+weights of a window over all R processes, the optimizer step needs sum(w_i g_i) / W. Processes average their gradients,
+that is divide by R.
 
 - W known beforehand (sized data, samples as weights): each loss is multiplied by w_i R / W, and nothing else is
   communicated.
@@ -26,7 +26,7 @@ from accmt.processes import num_processes, sum_over_processes
 
 @dataclass(slots=True)
 class AccumulationWindow:
-    """The batches of one update.
+    """The micro-batches of one optimizer step, on all processes.
 
     Attributes:
         num_micro_batches: Batches of each process that it has at most.

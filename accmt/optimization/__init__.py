@@ -1,4 +1,4 @@
-"""Building the optimizer and the learning rate schedule that the hyper-parameters name."""
+"""Building the optimizer and the learning-rate scheduler that the hyper-parameters name."""
 
 from accmt.optimization.optimizers import build_optimizer
 from accmt.optimization.schedulers import build_scheduler

@@ -1,8 +1,8 @@
-"""Continuing with an optimizer and its schedule, under settings that may have changed since the checkpoint.
+"""Continuing with an optimizer and its scheduler, under settings that may have changed since the checkpoint.
 
 `Optimizer.load_state_dict` brings back the arguments that the optimizer had (rate, weight decay ...), and
-`LRScheduler.load_state_dict` the length that the schedule had, so both would pass silently over what has changed.
-Here a changed schedule is not patched but walked: the newly built one takes as many steps as the old one had taken,
+`LRScheduler.load_state_dict` the length that the scheduler had, so both would silently skip what has changed.
+Here a changed scheduler is not patched but walked: the newly built one takes as many steps as the old one had taken,
 which ends exactly where a run with the new settings from its start would be, whatever its class is made of.
 """
 
@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 GroupArguments = list[dict[str, Any]]
 
 _DRIVEN = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "max_momentum", "base_momentum"})
-"""What schedules keep in the parameter groups of an optimizer."""
+"""What schedulers keep in the parameter groups of an optimizer."""
 
 
 def group_arguments(optimizer: Optimizer) -> GroupArguments:
@@ -28,7 +28,7 @@ def group_arguments(optimizer: Optimizer) -> GroupArguments:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-def restore_schedule(
+def restore_scheduler(
     optimizer: Optimizer,
     scheduler: Any,
     saved: dict[str, Any] | None,
@@ -37,21 +37,21 @@ def restore_schedule(
     changed: Mapping[str, tuple[Any, Any]],
     is_stretched: bool,
 ) -> list[str]:
-    """Give the schedule its state, and optimizer and schedule what has changed, after the optimizer's state was loaded.
+    """Give the scheduler its state, and both what has changed, after the optimizer's state was loaded.
 
     If nothing has changed, this is `scheduler.load_state_dict(saved)`. An argument of the optimizer that has changed
-    becomes, group by group, what the optimizer was built with. If the length of the run, or an argument that schedules
+    becomes, group by group, what the optimizer was built with. If the length of the run, or an argument that schedulers
     drive, has changed, rates are from here on those of a run that had the new settings from its start; this costs one
-    step of the schedule for each that it had taken (half a second for 100,000). A schedule that steps by a loss cannot
-    be walked: it goes on from its state, and a changed `lr` scales the rate that it had reached.
+    step of the scheduler for each that it had taken (half a second for 100,000). One that steps by a loss cannot be
+    walked: it continues from its state, and a changed `lr` scales the rate that it had reached.
 
     Args:
         optimizer: The optimizer, with the checkpoint's state.
-        scheduler: The newly built schedule, not stepped yet; None if there is none.
-        saved: The checkpoint's state of the schedule; None if it had none, and `scheduler` begins at its start.
+        scheduler: The newly built scheduler, not stepped yet; None if there is none.
+        saved: The checkpoint's state of the scheduler; None if it had none, and `scheduler` begins at its start.
         built: What `group_arguments` returned before the optimizer's state was loaded.
         changed: Arguments of the optimizer that have changed: name to (old value, new value).
-        is_stretched: Whether the run has another number of updates (or epochs) now.
+        is_stretched: Whether the run has another number of steps (or epochs) now.
 
     Returns:
         A line for each argument that the optimizer was built with, but that is not `changed`, so that the
@@ -72,16 +72,16 @@ def restore_schedule(
         group.update({**theirs, **{name: ours[name] for name in names & ours.keys()}})
     if not {"fused", "capturable"}.isdisjoint(names):
         _place_step_counts(optimizer)
-    return kept + _kept(loaded, built, names, has_schedule=scheduler is not None)
+    return kept + _kept(loaded, built, names, has_scheduler=scheduler is not None)
 
 
 def _kept_constants(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
-    """Return a line for each argument of a schedule that it is built with otherwise now: the checkpoint's stays."""
+    """Return a line for each argument of a scheduler that it is built with otherwise now: the checkpoint's stays."""
     built = scheduler.state_dict()
     arguments = inspect.signature(type(scheduler).__init__).parameters
     names = [name for name in arguments if name in built and name in saved and name != "last_epoch"]
     return [
-        f"{name} of the schedule {type(scheduler).__name__}: the checkpoint's {saved[name]!r} stays, "
+        f"{name} of the scheduler {type(scheduler).__name__}: the checkpoint's {saved[name]!r} stays, "
         f"not {built[name]!r} as built now"
         for name in names
         if not _is_same(saved[name], built[name])
@@ -89,7 +89,7 @@ def _kept_constants(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
 
 
 def _steps_taken(saved: Mapping[str, Any]) -> int | None:
-    """Return how often a schedule was stepped; a chain of schedules counts in the chained ones only."""
+    """Return how often a scheduler was stepped; a chain of schedulers counts in the chained ones only."""
     if "last_epoch" in saved:
         return int(saved["last_epoch"])
     chained = saved.get("_schedulers")
@@ -97,7 +97,7 @@ def _steps_taken(saved: Mapping[str, Any]) -> int | None:
 
 
 def _steps_by_itself(scheduler: Any) -> bool:
-    """Say whether a schedule is a function of its steps alone, and needs no loss for them."""
+    """Say whether a scheduler is a function of its steps alone, and needs no loss for them."""
     if not isinstance(scheduler, LRScheduler):
         return False
     parameters = inspect.signature(scheduler.step).parameters.values()
@@ -105,7 +105,7 @@ def _steps_by_itself(scheduler: Any) -> bool:
 
 
 def _walk(optimizer: Optimizer, scheduler: LRScheduler, built: GroupArguments, steps: int) -> GroupArguments:
-    """Step a newly built schedule from its start, and return the arguments where it comes to."""
+    """Step a newly built scheduler from its start, and return the arguments where it comes to."""
     for group, arguments in zip(optimizer.param_groups, built, strict=True):
         group.update(arguments)
     with warnings.catch_warnings():
@@ -116,7 +116,7 @@ def _walk(optimizer: Optimizer, scheduler: LRScheduler, built: GroupArguments, s
 
 
 def _scaled(loaded: GroupArguments, built: GroupArguments, old: Any, new: Any) -> GroupArguments:
-    """Return what was built, its rates lowered as far as the schedule had lowered the old ones."""
+    """Return what was built, its rates lowered as far as the scheduler had lowered the old ones."""
     if not old or new is None:
         return built
     return [{**ours, "lr": theirs["lr"] * (new / old)} for theirs, ours in zip(loaded, built, strict=True)]
@@ -136,11 +136,11 @@ def _place_step_counts(optimizer: Optimizer) -> None:
                 state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
 
 
-def _kept(loaded: GroupArguments, built: GroupArguments, applied: set[str], *, has_schedule: bool) -> list[str]:
-    """Say once per argument where the checkpoint's differs from the built one, unless a schedule drives it."""
+def _kept(loaded: GroupArguments, built: GroupArguments, applied: set[str], *, has_scheduler: bool) -> list[str]:
+    """Say once per argument where the checkpoint's differs from the built one, unless a scheduler drives it."""
     lines: dict[str, str] = {}
     for number, (theirs, ours) in enumerate(zip(loaded, built, strict=True)):
-        driven = {"lr"} if has_schedule else set()
+        driven = {"lr"} if has_scheduler else set()
         driven |= {"momentum", "betas"} if "max_momentum" in theirs else set()
         for name in (theirs.keys() & ours.keys()) - applied - driven - lines.keys():
             if not _is_same(theirs[name], ours[name]):

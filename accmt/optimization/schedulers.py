@@ -1,4 +1,4 @@
-"""Building the learning rate schedule; every length is counted in updates, or in epochs if it is stepped per epoch."""
+"""Building the learning-rate scheduler; lengths are in optimizer steps, or in epochs if it is stepped per epoch."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _NEEDS_TOTAL = frozenset({"num_training_steps", "total_steps"})
 
 
 def build_scheduler(
-    hps: HyperParameters, optimizer: Optimizer, *, total_updates: int | None, updates_per_epoch: int | None
+    hps: HyperParameters, optimizer: Optimizer, *, total_steps: int | None, steps_per_epoch: int | None
 ) -> LRScheduler | None:
-    """Build the schedule of `hps`, to be stepped once after each update (or epoch), never more for more processes.
+    """Build the scheduler of `hps`, to be stepped once after each optimizer step (or epoch) on any launch.
 
-    The learning rate of update k is the one that the plain torch or transformers schedule has after k steps, and it
-    comes to its end with step `total_updates`.
+    The learning rate of step k is the one that the plain torch or transformers scheduler has after k steps, and it
+    comes to its end with step `total_steps`.
 
     Args:
         hps: The hyper-parameters.
         optimizer: The optimizer whose learning rate is scheduled.
-        total_updates: Updates of the whole run, limits and accumulation considered; None if nobody knows.
-        updates_per_epoch: Updates of one epoch; None if nobody knows.
+        total_steps: Optimizer steps of the whole run, limits and accumulation considered; None if nobody knows.
+        steps_per_epoch: Optimizer steps of one epoch; None if nobody knows.
 
     Returns:
-        The schedule, or None if `hps` names none.
+        The scheduler, or None if `hps` names none.
 
     Raises:
-        HyperParameterError: The schedule needs a length that is not known, or refuses its arguments or the optimizer.
+        HyperParameterError: The scheduler needs a length that is not known, or rejects its arguments or the optimizer.
     """
     factory = hps.scheduler_class
     if factory is None:
         return None
-    length = _length(hps, total_updates, updates_per_epoch)
+    length = _length(hps, total_steps, steps_per_epoch)
     parameters = parameters_of(factory)
     arguments = dict(hps.scheduler_kwargs)
     if "num_warmup_steps" in parameters:
@@ -56,20 +56,20 @@ def build_scheduler(
 
 @dataclass(frozen=True)
 class _Length:
-    """How long the run is, in steps of the schedule; None where that is not known."""
+    """How long the run is, in steps of the scheduler; None where that is not known."""
 
     total: int | None
     per_epoch: int | None
     epochs: int | None
 
 
-def _length(hps: HyperParameters, total_updates: int | None, updates_per_epoch: int | None) -> _Length:
+def _length(hps: HyperParameters, total_steps: int | None, steps_per_epoch: int | None) -> _Length:
     epochs = hps.epochs if hps.epochs != -1 else None
-    if total_updates is not None and updates_per_epoch is not None:
-        epochs = math.ceil(total_updates / updates_per_epoch)
+    if total_steps is not None and steps_per_epoch is not None:
+        epochs = math.ceil(total_steps / steps_per_epoch)
     if hps.step_scheduler_per_epoch:
         return _Length(total=epochs, per_epoch=1, epochs=epochs)
-    return _Length(total=total_updates, per_epoch=updates_per_epoch, epochs=epochs)
+    return _Length(total=total_steps, per_epoch=steps_per_epoch, epochs=epochs)
 
 
 def _warmup_steps(hps: HyperParameters, arguments: dict[str, Any], length: _Length) -> int:
@@ -86,7 +86,7 @@ def _warmup_steps(hps: HyperParameters, arguments: dict[str, Any], length: _Leng
 def _filled(
     hps: HyperParameters, parameters: dict[str, inspect.Parameter], arguments: dict[str, Any], length: _Length
 ) -> dict[str, int]:
-    """Return the arguments that only the run knows, as far as the schedule takes them."""
+    """Return the arguments that only the run knows, as far as the scheduler takes them."""
     known = {
         "num_training_steps": length.total,
         "total_steps": length.total,
@@ -101,22 +101,22 @@ def _filled(
         if value is not None:
             filled[name] = value
         elif name in _NEEDS_TOTAL or parameters[name].default is inspect.Parameter.empty:
-            raise _unknown_length(hps, name, "add `max_steps:`, or choose a schedule without an end, such as Constant")
+            raise _unknown_length(hps, name, "add `max_steps:`, or choose a scheduler without an end, such as Constant")
     return filled
 
 
 def _unknown_length(hps: HyperParameters, argument: str, do: str) -> HyperParameterError:
     got = "data without a length, so the end of the run is not known"
-    expected = f"a known number of updates, which {argument} is computed from"
+    expected = f"a known number of steps, which {argument} is computed from"
     return HyperParameterError(explain(hps.where("scheduler"), got, expected, do))
 
 
 def _refusal(hps: HyperParameters, optimizer: Optimizer, error: Exception) -> HyperParameterError:
     if any(group["lr"] is None for group in optimizer.param_groups):
-        got = f"a schedule for {type(optimizer).__name__} without lr, which finds its own learning rate"
+        got = f"a scheduler for {type(optimizer).__name__} without lr, which finds its own learning rate"
         message = explain(hps.where("scheduler"), got, "a learning rate to schedule", "add `lr:` to optim")
         return HyperParameterError(message)
     name = hps.to_dict()["hps"]["scheduler"]["type"]
     expected = f"arguments and an optimizer that {name} accepts"
-    do = "correct them, choose another schedule, or override get_scheduler"
+    do = "correct them, choose another scheduler, or override get_scheduler"
     return HyperParameterError(explain(hps.where("scheduler"), f"{name}: {error}", expected, do))

@@ -118,7 +118,7 @@ class Stepper:
             False, as `step` does when it was skipped.
         """
         if self._scaler is not None:
-            self._scaler.update()  # or it would refuse to unscale the next window
+            self._scaler.update()  # or it could not unscale the next window
         return False
 
     def zero_grad(self) -> None:

@@ -130,7 +130,7 @@ class Checkpoints:
             run: The run.
             is_due: Whether a checkpoint is due, beside those that were asked for.
         """
-        if run.has_unfinished_update:
+        if run.has_unfinished_step:
             if is_due or self.requests:
                 warn_once(_UNFINISHED, about="unfinished step")
             return
@@ -159,7 +159,7 @@ class Checkpoints:
 
         Processes: collective.
         """
-        if run.has_unfinished_update:
+        if run.has_unfinished_step:
             warn_once(_UNFINISHED, about="unfinished step")
             return
         self._serve_requests(run)

@@ -14,7 +14,7 @@ from accmt.data import UnshardedLoader
 from accmt.data.sized import BatchLoader, SizedLoader
 from accmt.errors import CheckpointError, explain
 from accmt.messages import say, warn
-from accmt.optimization.resuming import group_arguments, restore_schedule
+from accmt.optimization.resuming import group_arguments, restore_scheduler
 from accmt.parallel.reduction import broadcast_buffers
 from accmt.recovery.resume import Resumed
 from accmt.run import Run
@@ -22,7 +22,7 @@ from accmt.state import Stateful
 
 
 def stateful_parts(run: Run) -> dict[str, Stateful]:
-    """Return the parts of a run besides model, optimizer and schedule, by the name they have in a checkpoint."""
+    """Return the parts of a run besides model, optimizer and scheduler, by the name they have in a checkpoint."""
     parts: dict[str, Stateful] = {
         "state": run.state,
         "weighting": run.weighting,
@@ -60,8 +60,8 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
         "run_name": run.tracking.run_name,
         "run_id": run.saver.run_id,
         "hps": run.settings.hps.to_dict()["hps"],
-        "schedule_length": run.schedule_length,
-        "schedule_class": _name_of(run.scheduler),
+        "scheduler_length": run.scheduler_length,
+        "scheduler_class": _name_of(run.scheduler),
         "plan": run.length.plan(),
         **local,
         "data": run.train_loader.position(*place) if local["data"] is None else local["data"],
@@ -98,7 +98,7 @@ class LocalState:
             "metrics": dict(state.metrics),
             "lr": [group["lr"] for group in run.stepper.optimizer.param_groups],
             "data": self._find_position(),
-            "schedule": None if run.scheduler is None else run.scheduler.state_dict(),
+            "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
             "parts": parts,
             "callbacks": self._callbacks and {n: copy_structure(c.state_dict()) for n, c in self._callbacks.items()},
             "trainer": copy_structure(run.module.trainer.get_state()),
@@ -143,7 +143,7 @@ def restore(run: Run, resumed: Resumed) -> None:
     others = load_state(run.model, None if resets_optimizer else [run.stepper.optimizer], resumed.folder)
     built += group_arguments(run.stepper.optimizer)[len(built) :]
     if not resets_optimizer:
-        _restore_schedule(run, others, built, resumed.changes)
+        _restore_scheduler(run, others, built, resumed.changes)
     for name, part in stateful_parts(run).items():
         if name in others["parts"]:
             part.load_state_dict(others["parts"][name])
@@ -159,25 +159,25 @@ def restore(run: Run, resumed: Resumed) -> None:
     run.module.trainer.update_state(others["trainer"])
 
 
-def _restore_schedule(
+def _restore_scheduler(
     run: Run, others: Mapping[str, Any], built: list[dict[str, Any]], changes: Sequence[Change]
 ) -> None:
     kind = _name_of(run.scheduler)
-    if others["schedule_class"] != kind:
-        got, expected = f"a {kind}", f"the checkpoint's {others['schedule_class']}"
+    if others["scheduler_class"] != kind:
+        got, expected = f"a {kind}", f"the checkpoint's {others['scheduler_class']}"
         do = "build it as in the run that saved, or begin with a new one: `reset_optimizer_on_resume=True`"
-        raise CheckpointError(explain("the schedule of the learning rate", got, expected, do))
-    lines = restore_schedule(
+        raise CheckpointError(explain("the learning-rate scheduler", got, expected, do))
+    lines = restore_scheduler(
         run.stepper.optimizer,
         run.scheduler,
-        others["schedule"],
+        others["scheduler"],
         built,
         changed=changed_arguments(changes),
-        is_stretched=others["schedule_length"] != run.schedule_length,
+        is_stretched=others["scheduler_length"] != run.scheduler_length,
     )
     for line in lines:
         warn(line)
-    # Else a schedule that is stepped before the next update warns: `LRScheduler.step` in torch/optim/lr_scheduler.py.
+    # Else a scheduler that is stepped before the optimizer warns: `LRScheduler.step` in torch/optim/lr_scheduler.py.
     run.stepper.optimizer._opt_called = True  # type: ignore[attr-defined]
 
 

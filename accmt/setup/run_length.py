@@ -52,4 +52,4 @@ def make_scheduler(
         own = module.get_scheduler(optimizer, steps_per_epoch=length.per_epoch or total or 0, epochs=epochs)
         if own is not None:
             return require_scheduler(module, own)
-    return build_scheduler(settings.hps, optimizer, total_updates=total, updates_per_epoch=length.per_epoch)
+    return build_scheduler(settings.hps, optimizer, total_steps=total, steps_per_epoch=length.per_epoch)

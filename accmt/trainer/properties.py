@@ -164,12 +164,12 @@ class TrainerProperties(TrainerProtocol):
     @property
     def estimated_global_steps_per_epoch(self) -> int | None:
         """Optimizer steps of the current epoch; None if the data have no length."""
-        return self.run.updates_per_epoch(self.state.epoch)
+        return self.run.steps_per_epoch(self.state.epoch)
 
     @property
     def estimated_stepping_batches(self) -> float:
         """Optimizer steps of the whole run; infinite if nothing bounds it."""
-        steps = self.run.total_updates
+        steps = self.run.total_steps
         return math.inf if steps is None else steps
 
     @property

@@ -325,7 +325,7 @@ class TestOptimizerAndSchedule:
             train("out/m", module=Other(), resume=True)
         with caplog.at_level(logging.WARNING):
             train("out/m", module=Slower(), resume=True)
-        assert "gamma of the schedule StepLR: the checkpoint's 0.5 stays, not 0.9 as built now" in caplog.text
+        assert "gamma of the scheduler StepLR: the checkpoint's 0.5 stays, not 0.9 as built now" in caplog.text
 
 
 class TestAskingByHand:

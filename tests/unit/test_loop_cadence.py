@@ -13,9 +13,9 @@ from accmt.state import TrainingState
 class Played:
     """A run played in the loop's order of questions; `logged` and `evaluated` hold the steps."""
 
-    def __init__(self, cadence, updates_per_epoch, *, is_sized=True):
-        self.cadence, self.updates = cadence, updates_per_epoch
-        self.known_updates = updates_per_epoch if is_sized else None
+    def __init__(self, cadence, steps_per_epoch, *, is_sized=True):
+        self.cadence, self.updates = cadence, steps_per_epoch
+        self.known_updates = steps_per_epoch if is_sized else None
         self.state, self.logged, self.evaluated = TrainingState(), [], []
         while not cadence.is_finished(self.state):
             self.play_epoch()
@@ -24,7 +24,7 @@ class Played:
     def play_epoch(self):
         state = self.state
         while state.epoch_step < self.updates and not self.cadence.is_out_of_steps(state):
-            state.count_update()
+            state.count_step()
             if self.cadence.is_log_due(state):
                 self.logged.append(state.global_step)
             self.evaluate_if(self.cadence.is_evaluation_due(state, self.known_updates))
@@ -135,7 +135,7 @@ def test_nothing_is_due_before_the_first_update_even_if_windows_were_skipped(eve
     cadence = Cadence(epochs=1, max_steps=None, evaluate_every=every)
     state = TrainingState()
     state.count_batch()
-    state.count_update(is_skipped=True)
+    state.count_step(is_skipped=True)
     assert not cadence.is_log_due(state)
     assert not cadence.is_evaluation_due(state, 8)
     assert not cadence.is_evaluation_due_at_end(state)
@@ -144,7 +144,7 @@ def test_nothing_is_due_before_the_first_update_even_if_windows_were_skipped(eve
 def test_a_skipped_first_window_of_an_epoch_is_not_evaluated_by_fraction():
     cadence = Cadence(epochs=2, max_steps=None, evaluate_every=0.5)
     state = TrainingState(epoch=1, global_step=7, last_evaluation_step=4)
-    state.count_update(is_skipped=True)
+    state.count_step(is_skipped=True)
     assert not cadence.is_evaluation_due(state, 8)
 
 
@@ -152,7 +152,7 @@ def test_a_skipped_first_window_of_an_epoch_is_not_evaluated_by_fraction():
 def test_a_skipped_update_after_an_evaluation_is_not_evaluated_again(every):
     cadence = Cadence(epochs=1, max_steps=None, evaluate_every=every)
     state = TrainingState(global_step=2, epoch_step=2, last_evaluation_step=2)
-    state.count_update(is_skipped=True)
+    state.count_step(is_skipped=True)
     assert not cadence.is_evaluation_due(state, 4)
     assert not cadence.is_evaluation_due_at_epoch_end(state)
     assert not cadence.is_evaluation_due_at_end(state)
@@ -191,7 +191,7 @@ def test_a_checkpoint_is_due_by_its_unit(every, due):
     state, seen = TrainingState(), []
     for _ in range(2):
         for _ in range(3):
-            state.count_update()
+            state.count_step()
             is_evaluated = cadence.is_evaluation_due(state, 3)
             if is_evaluated:
                 state.count_evaluation()

@@ -9,7 +9,7 @@ from transformers.optimization import get_linear_schedule_with_warmup
 from accmt.config import HyperParameters
 from accmt.config.optimizer_names import scheduler_names
 from accmt.optimization import build_optimizer, build_scheduler
-from accmt.optimization.resuming import group_arguments, restore_schedule
+from accmt.optimization.resuming import group_arguments, restore_scheduler
 
 NEEDED = {
     "StepLR": {"step_size": 4},
@@ -77,7 +77,7 @@ def named(name):
 
     def build(optimizer, total):
         hps = HyperParameters(scheduler=name, scheduler_kwargs=NEEDED.get(name, {}))
-        return build_scheduler(hps, optimizer, total_updates=total, updates_per_epoch=4)
+        return build_scheduler(hps, optimizer, total_steps=total, steps_per_epoch=4)
 
     return build
 
@@ -133,7 +133,7 @@ def saved_after(optimizer, scheduler):
 def resume(optimizer, scheduler, saved, changed=None, *, is_stretched=False):
     built = group_arguments(optimizer)
     optimizer.load_state_dict(saved[0])
-    return restore_schedule(
+    return restore_scheduler(
         optimizer, scheduler, copy.deepcopy(saved[1]), built, changed=changed or {}, is_stretched=is_stretched
     )
 
@@ -408,7 +408,7 @@ def test_walking_leaves_the_saved_state_as_it_is():
     built = group_arguments(optimizer)
     scheduler = sequence(optimizer, 20)
     optimizer.load_state_dict(saved[0])
-    restore_schedule(optimizer, scheduler, saved[1], built, changed={}, is_stretched=True)
+    restore_scheduler(optimizer, scheduler, saved[1], built, changed={}, is_stretched=True)
     assert repr(saved) == before
 
 

@@ -41,7 +41,7 @@ def optimizer_of(hps):
 
 def scheduled(hps, total=10, per_epoch=5):
     optimizer = optimizer_of(hps)
-    return optimizer, build_scheduler(hps, optimizer, total_updates=total, updates_per_epoch=per_epoch)
+    return optimizer, build_scheduler(hps, optimizer, total_steps=total, steps_per_epoch=per_epoch)
 
 
 def rates(optimizer, scheduler, updates):
@@ -56,7 +56,7 @@ def rates(optimizer, scheduler, updates):
 
 def test_no_name_is_no_schedule():
     hps = HyperParameters()
-    assert build_scheduler(hps, optimizer_of(hps), total_updates=10, updates_per_epoch=5) is None
+    assert build_scheduler(hps, optimizer_of(hps), total_steps=10, steps_per_epoch=5) is None
 
 
 @pytest.mark.feature("D17")

@@ -17,7 +17,7 @@ def train(state, *, epochs, batches, accumulation, samples=2):
             waiting += samples
             if is_boundary:
                 state.count_samples(waiting)
-                state.count_update()
+                state.count_step()
                 waiting = 0
         state.count_epoch()
 
@@ -49,7 +49,7 @@ def test_the_index_of_the_work_is_the_number_of_what_is_finished():
     state.count_batch()
     state.count_batch()
     state.count_samples(7)
-    state.count_update()
+    state.count_step()
     assert (state.train_step, state.batch_idx, state.batch_iteration) == (2, 2, 2)
     assert (state.global_step, state.optimizer_step, state.epoch_step) == (1, 1, 1)
     assert state.samples_seen == 7
@@ -60,7 +60,7 @@ def test_the_index_of_the_work_is_the_number_of_what_is_finished():
 def test_a_skipped_update_has_seen_its_samples_and_made_no_step():
     state = TrainingState()
     state.count_samples(4)
-    state.count_update(is_skipped=True)
+    state.count_step(is_skipped=True)
     assert (state.global_step, state.epoch_step, state.skipped_updates, state.samples_seen) == (0, 0, 1, 4)
 
 
@@ -68,7 +68,7 @@ def test_a_skipped_update_has_seen_its_samples_and_made_no_step():
 def test_evaluations_count_their_batches_and_remember_their_step():
     state = TrainingState()
     state.count_samples(2)
-    state.count_update()
+    state.count_step()
     for batches in (3, 2):
         state.begin_evaluation()
         for _ in range(batches):

@@ -103,7 +103,7 @@ def train(
         "began": begin.counters,
         "ended": trainer.state.state_dict(),
         "weights": weights.hexdigest(),
-        "total": trainer.run.total_updates,
+        "total": trainer.run.total_steps,
     }
 
 
