@@ -23,23 +23,17 @@ _TOO_MANY = 100
 
 @dataclass
 class BadSamples:
-    """Samples that were left out and not told of yet.
-
-    Attributes:
-        count: How many there are.
-        first: The first few of this process.
-    """
+    """How many samples were skipped since the last warning, and the first few of this process."""
 
     count: int = 0
     first: list[BadSample] = field(default_factory=list)
 
     def add(self, count: int, own: Iterable[BadSample]) -> None:
-        """Add those of a micro-batch."""
         self.count += count
         self.first = [*self.first, *own][:MAX_NAMED]
 
     def take(self) -> BadSamples:
-        """Return what was added, and begin anew."""
+        """Return what was added, and start again from nothing."""
         taken = BadSamples(self.count, self.first)
         self.count, self.first = 0, []
         return taken

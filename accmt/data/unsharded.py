@@ -48,6 +48,7 @@ class UnshardedLoader:
         own = self._own.micro_batches(epoch, first)
         ahead = next(own, None)
         self._measure()
+        # One exchange for each micro-batch: the sums of the next one also say whether this one is the last.
         following = self._sum(ahead)
         index = first
         while following.not_ended:
