@@ -119,7 +119,6 @@ class EvaluationRun:
     """What an evaluation needs, in a run that trains or without one.
 
     Attributes:
-        settings: The Trainer's arguments.
         accelerator: Device and processes.
         module: The user's module.
         model: The model that the run works with; in training the one that reduces gradients.
@@ -128,7 +127,6 @@ class EvaluationRun:
         val_loaders: The batches to evaluate, by key; the key is "" where there is one set only.
         metrics: The metrics of each set, by its key.
         hooks: Callbacks by hook.
-        state: The counters.
         seed: Seed of everything random.
         counts_own_samples: Whether the module tells how many samples a batch has.
     """
@@ -179,8 +177,6 @@ class EvaluationRun:
         """Return the samples in this process's batch: as the module says, or as the batch shows.
 
         Args:
-            micro_batch: The micro-batch.
-            batch: Its batch.
             has_weight: Whether the step has said what the batch weighs, so that its samples are only counted.
 
         Raises:

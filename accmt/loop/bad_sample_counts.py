@@ -35,7 +35,6 @@ def report_bad_samples(run: EvaluationRun, key: str, bad: BadSamples, *, has_bat
     Processes: collective.
 
     Args:
-        run: The run.
         key: The name of the set.
         bad: What this process left out.
         has_batch: Whether this process had anything to evaluate.

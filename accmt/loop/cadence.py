@@ -97,7 +97,6 @@ class Cadence:
         """Return whether to write a checkpoint here.
 
         Args:
-            state: The counters.
             steps_per_epoch: The optimizer steps of the epoch; None if its length is unknown.
             epoch_ended: Whether an epoch was just counted, rather than a step.
             evaluated: Whether there was an evaluation since that step.

@@ -32,7 +32,6 @@ def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
     Processes: collective.
 
     Args:
-        run: The run.
         counts: False for the evaluation before training, which nothing is selected by.
 
     Returns:
@@ -96,7 +95,6 @@ def evaluate(run: EvaluationRun, stage: Stage, *, max_batches: int | None = None
     Processes: collective only between sets; within a set processes need not keep in step.
 
     Args:
-        run: The run.
         stage: "validate", "test", or "sanity_check", which counts nothing and calls no hooks.
         max_batches: Batches of each set at most; None is all.
 
@@ -190,7 +188,6 @@ class _SetEvaluation:
     """One set that is evaluated, batch by batch.
 
     Args:
-        run: The run.
         key: The name of the set.
         is_silent: Whether no hooks are called.
     """

@@ -23,9 +23,6 @@ _EVALUATIONS = ("sanity_check", "validate", "test")
 class Logs:
     """What a module logs in a run.
 
-    Args:
-        trainer: The Trainer of the run.
-
     Attributes:
         of_training: The training values that no row has yet.
         of_evaluation: Those of the current validation set.

@@ -23,7 +23,6 @@ class ManualSteps:
     Hooks, clipping, precision and the weights of batches on several processes are those of the automatic loop.
 
     Args:
-        run: The run.
         module: Its module, which gets these steps.
     """
 

@@ -38,8 +38,6 @@ class RowLogger(Callback):
     """Hands every row to the trackers, and what of it is to be seen there to the progress bar.
 
     Args:
-        tracking: The trackers of the run.
-        bar: The progress bar.
         monitor: Which losses and metrics trackers get.
     """
 

@@ -134,7 +134,6 @@ def finish_epoch(run: Run, *, is_used_up: bool) -> None:
     """Run the stages after an epoch, and write the checkpoint that is due.
 
     Args:
-        run: The run.
         is_used_up: Whether the data of the epoch are used up; else the run ends within it.
     """
     run.state.now.is_last_training_batch, run.snapshot.next_stage = is_used_up, AFTER_EPOCH

@@ -25,9 +25,6 @@ class AutomaticSteps:
     """Trains the micro-batches of one epoch.
 
     What cannot change within an epoch is looked up once: at small models, every look-up shows.
-
-    Args:
-        run: The run.
     """
 
     def __init__(self, run: Run) -> None:

@@ -66,9 +66,6 @@ class AccumulationWindow:
 class Weighting:
     """Scales losses and gradients of windows.
 
-    Args:
-        device: Where processes can add up.
-
     Attributes:
         is_explicit: Whether steps return weights; None before the first batch.
         reference: Mean weight of a batch in the last window whose sum was not known beforehand.

@@ -27,7 +27,6 @@ def build_scheduler(
     comes to its end with step `total_steps`.
 
     Args:
-        hps: The hyper-parameters.
         optimizer: The optimizer whose learning rate is scheduled.
         total_steps: Optimizer steps of the whole run, limits and accumulation considered; None if nobody knows.
         steps_per_epoch: Optimizer steps of one epoch; None if nobody knows.

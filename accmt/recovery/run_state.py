@@ -46,7 +46,6 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
     Processes: collective; a checkpoint holds what the main process returns.
 
     Args:
-        run: The run.
         at: The state of the step snapshot, if the run has gone on since; None if it is to be collected now.
     """
     broadcast_buffers(run.unwrapped_model)  # any process may write them, and training continues with the main one's

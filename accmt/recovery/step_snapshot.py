@@ -24,7 +24,6 @@ class StepSnapshot:
     """A run after its last optimizer step, and how far it came with what follows that step.
 
     Args:
-        model: The user's model itself.
         is_kept: Whether a checkpoint may ever be asked for; if not, nothing is copied.
 
     Attributes:
@@ -50,7 +49,6 @@ class StepSnapshot:
         """Copy the state of the run now.
 
         Args:
-            run: The run.
             next_stage: The stage that comes next.
         """
         self.next_stage, self.is_mid_step = next_stage, False
