@@ -19,7 +19,12 @@ HEAD = """\
 <!-- written by docs/generate_arguments.py from the docstrings in accmt/settings; change those -->
 
 Only `hps_config` and `model_path` are required. The arguments from `{first}` to `{last}` may be given by position, all
-others by name only. A value that cannot be is an error when the Trainer is made; a name that does not exist too.
+others by name only. An invalid value is an error when the Trainer is made; a name that does not exist too.
+
+How often something happens is written in one way everywhere: a number and a unit, such as "500 steps", "2 epochs" or "3
+evals", in any spacing; where evaluations and checkpoints are concerned also a fraction, "0.25 epochs". A step is an
+optimizer step. The plain numbers of `evaluate_every_n_steps`, `log_every`, `patience` and
+`reload_dataloaders_every_n_epochs` mean what their names say.
 
 Other spellings that are understood:
 

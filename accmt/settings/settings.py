@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, ClassVar
 
 from accmt.config import HyperParameters
+from accmt.errors import ArgumentError, HyperParameterError, SeveralFaultsError
 from accmt.settings.data import DataSettings
 from accmt.settings.evaluation import EvaluationSettings
-from accmt.settings.faults import Faults
 from accmt.settings.keywords import check_keywords
 from accmt.settings.optimization import OptimizationSettings
 from accmt.settings.running import FailureSettings, RunningSettings
@@ -72,7 +73,7 @@ class Settings:
             SeveralFaultsError: Faults in the hyper-parameters, and others.
         """
         values = {name: fspath(value) if isinstance(value, PathLike) else value for name, value in arguments.items()}
-        faults, parts = Faults(), dict[str, Any]()
+        faults, parts = _Faults(), dict[str, Any]()
         with faults.collecting():
             names = values.keys() - {"tracker_kwargs"}
             check_keywords(values["tracker_kwargs"], names, has_tracker=bool(values["log_with"]))
@@ -120,3 +121,33 @@ class Settings:
                     arguments[each.name] = value
         arguments.update(arguments.pop("tracker_kwargs"))
         return arguments
+
+
+class _Faults:
+    """The errors of checks that continue after one, so that all are reported at once."""
+
+    def __init__(self) -> None:
+        self._errors: list[ArgumentError | HyperParameterError] = []
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Keep an error about arguments or hyper-parameters for later."""
+        try:
+            yield
+        except (ArgumentError, HyperParameterError) as error:
+            self._errors.append(error)
+
+    def raise_any(self) -> None:
+        """Raise what was collected, if anything.
+
+        Raises:
+            ArgumentError: There are faults in arguments alone.
+            HyperParameterError: There are faults in the hyper-parameters alone.
+            SeveralFaultsError: There are both.
+        """
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            is_mixed = any(isinstance(error, HyperParameterError) for error in self._errors)
+            kind = SeveralFaultsError if is_mixed else ArgumentError
+            raise kind("\n\n".join(["faults in several places", *map(str, self._errors)]))
