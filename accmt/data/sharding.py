@@ -56,10 +56,6 @@ class Plan:
         """Return the number of samples, over all processes, of the micro-batches [first, last)."""
         return self.samples_before(last) - self.samples_before(first)
 
-    def global_indices(self, index: int) -> range:
-        """Return the positions in the global order that a micro-batch has on all processes."""
-        return next(self.cut(range(index, index + 1)))[0]
-
     def local_indices(self, index: int) -> range:
         """Return the positions in the global order that a micro-batch has on this process; empty if there are none."""
         return next(self.cut(range(index, index + 1)))[1]
