@@ -19,8 +19,8 @@ from accmt.settings.monitor import Monitor
 CARD_NAME = "README.md"
 HPS_NAME = "hps.yaml"
 TRAINER_NAME = "trainer_config.json"
-CARD_MARK = "<!-- accmt writes this file anew at each save; without this line it is yours and stays as it is. -->"
-HPS_MARK = "# accmt writes this file anew at each save; without this line it is yours and stays as it is."
+CARD_MARK = "<!-- accmt writes this file again at each save; without this line it is yours and stays as it is. -->"
+HPS_MARK = "# accmt writes this file again at each save; without this line it is yours and stays as it is."
 TRAINER_MARK = '"hps_config":'
 
 _SECRET = re.compile(r"(?i)(key|token|secret|passw)")

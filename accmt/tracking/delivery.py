@@ -127,9 +127,9 @@ class Delivery:
     def warn_of_rows_left(self, flush_s: float) -> None:
         """Warn of rows that the tracker has not got, of a run that is not ended there, and of rows it refused."""
         where, account = f"the tracker {self.spec.name}", self.account
-        if account.num_refused > 1:
+        if account.num_rejected > 1:
             expected = "names and values that it takes"
-            warn(explain(where, f"{account.num_refused} rows were refused", expected, "history.jsonl has them"))
+            warn(explain(where, f"{account.num_rejected} rows were rejected", expected, "history.jsonl has them"))
         if self.is_complete:
             return
         left = count_rows_left(self._history.path, account)

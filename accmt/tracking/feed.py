@@ -119,8 +119,8 @@ class Feed:
     def skip_first(self, error: BaseException) -> None:
         """Leave out what comes first, which the tracker refuses, with a warning the first time."""
         item = self._items[0]
-        self._account.num_refused += 1
-        if self._account.num_refused == 1:
+        self._account.num_rejected += 1
+        if self._account.num_rejected == 1:
             got = f"{item} was refused: {name_error(error)}"
             expected = "names and values that it takes; training continues, and history.jsonl has them"
             do = "log it under another name; further ones are counted, and reported at the end"

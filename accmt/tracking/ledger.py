@@ -24,7 +24,7 @@ class Account:
         delivered: The line before which the tracker has everything.
         handed: The line before which it may have everything: what is between was under way when this was written.
         settled: The line before which it has everything permanently, also after a kill; the rest it may have in memory.
-        num_refused: Rows that it refused for their content.
+        num_rejected: Rows that it rejected for their content.
         names: Its name of each metric.
     """
 
@@ -35,7 +35,7 @@ class Account:
     delivered: int = 0
     handed: int = 0
     settled: int = 0
-    num_refused: int = 0
+    num_rejected: int = 0
     names: dict[str, str] = field(default_factory=dict)
     status: str | None = None
 

@@ -121,7 +121,7 @@ def test_a_row_refused_for_its_content_is_skipped_and_said(tmp_path, caplog):
     assert tracker.steps == [1, 2, 3, 5, 6, 8, 9, 10]
     said = "\n".join(warnings_of(caplog))
     assert "the row of step 4 was refused: ValueError: name too long" in said
-    assert "2 rows were refused" in said
+    assert "2 rows were rejected" in said
     assert "left" not in said
 
 

@@ -245,7 +245,7 @@ def test_what_a_tracker_refuses_for_good_is_skipped_and_said(tmp_path, is_alone,
     assert own.steps == ([] if is_alone else [4, 5, 6])
     warnings = "\n".join(warnings_of(caplog))
     assert "'val/samples' (images) of step 3 was refused: TypeError: not like that" in warnings
-    assert "2 rows were refused" in warnings
+    assert "2 rows were rejected" in warnings
     assert "left" not in warnings
 
 
