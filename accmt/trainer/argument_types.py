@@ -37,3 +37,6 @@ Collate: TypeAlias = CollateFunction | Sequence[Callable[[Any], Any]]
 OneMetric: TypeAlias = str | Metric | TorchMetric
 Metrics: TypeAlias = OneMetric | Sequence[OneMetric] | Mapping[str, OneMetric | Sequence[OneMetric]]
 """What `metrics` takes: a metric or its name, several, by name, or lists of them by validation set."""
+
+Bound: TypeAlias = float | Mapping[str, float]
+"""A threshold for all values, or one by name."""

@@ -34,16 +34,10 @@ if TYPE_CHECKING:
     from accmt.checkpoint.manifest import Checkpoint
     from accmt.protocols import Data
     from accmt.recovery.restart import Recovery
-    from accmt.settings.data import Limits
-    from accmt.settings.evaluation import MetricOptions
-    from accmt.settings.handlers import Handler
-    from accmt.settings.monitor import Monitor
-    from accmt.settings.optimization import Clipping
-    from accmt.settings.running import Failures, TorchFlags
-    from accmt.settings.saving import Checkpointer
-    from accmt.settings.tracking import Delivery
+    from accmt.settings import Checkpointer, Clipping, Delivery, Failures, Handler, Limits, MetricOptions, Monitor
+    from accmt.settings.running import TorchFlags
     from accmt.setup.user_data import UserData
-    from accmt.trainer.argument_types import Collate, Metrics, Samplers, Trackers
+    from accmt.trainer.argument_types import Bound, Collate, Metrics, Samplers, Trackers
     from accmt.tuning import Search, Tuning
 
 
@@ -84,8 +78,8 @@ class Trainer(TrainerProperties):
         shuffle_train: bool = True,
         shuffle_validation: bool = False,
         sampler: Samplers | None = None,
-        model_saving_below: float | Mapping[str, float] | None = None,
-        model_saving_above: float | Mapping[str, float] | None = None,
+        model_saving_below: Bound | None = None,
+        model_saving_above: Bound | None = None,
         collate_fn: Collate | None = None,
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
@@ -296,11 +290,9 @@ class Trainer(TrainerProperties):
         Raises:
             ArgumentError: There is neither a module nor a last `fit`, or there are both data and a datamodule.
             ModuleContractError: The module has no validation step, or a step violates the contract.
-            DataError: There are no data, or they are empty.
-            MetricError: A metric got nothing, or computed something else than numbers.
+            DataError: There are no data; `MetricError` where a metric cannot be computed of them.
             NoCheckpointError: There are no weights at `ckpt_path`.
-            WeightsError: They are incomplete, or another model's.
-            CheckpointError: The checkpoint is damaged, or another model's.
+            WeightsError: They are incomplete or another model's; `CheckpointError` if they are those of a checkpoint.
             SavingError: The folder of `results_output` cannot be written.
         """
         from accmt.trainer.standalone_evaluation import evaluate_alone, find_request
@@ -427,17 +419,14 @@ class Trainer(TrainerProperties):
         save_model(self.run, self.settings.model_folder if path is None else Path(path))
 
     def register_model_saving(
-        self,
-        name: str,
-        saving_below: float | Mapping[str, float] | None = None,
-        saving_above: float | Mapping[str, float] | None = None,
+        self, name: str, saving_below: Bound | None = None, saving_above: Bound | None = None
     ) -> None:
         """Save the model by one more rule, with thresholds of its own, from the next `fit` on.
 
         Args:
             name: A rule as in `model_saving`: "best_accuracy@en", or "best_accuracy/f1" where both must be better.
-            saving_below: Saves only while the values that decide are below this; a dict is by name.
-            saving_above: Saves only while the values that decide are above this; a dict is by name.
+            saving_below: As `model_saving_below`.
+            saving_above: As `model_saving_above`.
 
         Raises:
             ArgumentError: No such rule, one that is there already, or bounds that nothing can be between.
@@ -503,14 +492,10 @@ class Trainer(TrainerProperties):
         """Prove, in seconds, that interrupting and resuming changes no bit of this training.
 
         Copies of the module make four optimizer steps without, and four with an interruption in the middle; every
-        batch, loss and tensor is compared. Nothing is written outside a temporary folder.
+        batch, loss and tensor is compared. The module stays as it is, the data are as for `fit`, and nothing is
+        written outside a temporary folder.
 
         Processes: collective.
-
-        Args:
-            module: The module; it stays as it is.
-            train_dataset: As for `fit`.
-            val_dataset: As for `fit`.
 
         Returns:
             How many batches, losses and tensors were compared.
