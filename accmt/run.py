@@ -399,7 +399,7 @@ class Run(EvaluationRun):
 
     @property
     def ends_early(self) -> bool:
-        """Whether training ends before its time: patience or time is used up, or somebody asked for it."""
+        """Whether training ends before its time: patience or time is exhausted, or somebody asked for it."""
         patience = self.saver.patience
         is_asked = self.interruption.ends_training or (patience is not None and patience.is_exhausted)
         if not is_asked:

@@ -204,9 +204,8 @@ def _close(run: Run) -> None:
 def _print_early_end(run: Run) -> None:
     if run.interruption.ends_training:
         say(f"training ends early at step {run.state.global_step}: stopped by {run.interruption.ended_by}")
-    elif not run.cadence.is_finished(run.state):
-        watched = run.saver.selection.rule if isinstance(run.state.patience_left, int) else run.state.patience_left
-        say(f"training ends early at step {run.state.global_step}: patience with {watched} is used up")
+    elif run.saver.patience is not None and not run.cadence.is_finished(run.state):
+        say(f"early stopping at step {run.state.global_step}: {run.saver.patience.describe_exhausted()}")
 
 
 def _set_failed_status(run: Run, error: BaseException) -> None:

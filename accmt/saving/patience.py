@@ -21,7 +21,7 @@ class Patience:
     Args:
         patience: Evaluations in a row without a better value before training ends. A number counts those in which no
             rule of `rule` has a new best. A dict counts each value for itself, such as `{"accuracy": 3}`; the first
-            that is used up ends the training.
+            that is exhausted ends the training.
 
     Attributes:
         best: The best values so far, as of `Selection`.
@@ -52,6 +52,10 @@ class Patience:
     @property
     def is_exhausted(self) -> bool:
         return 0 in self._left.values()
+
+    def describe_exhausted(self) -> str:
+        spent = [name for name, left in self._left.items() if left == 0]
+        return "; ".join(f"{name} has not improved for {self._allowed[name]} evaluation(s)" for name in spent)
 
     @property
     def left(self) -> int | dict[str, int]:
@@ -106,5 +110,5 @@ def _check(patience: Any, allowed: list[int], groups: list[list[Rule]]) -> None:
 
 
 def may_stop(state: Counters, *, min_epochs: int | None, min_steps: int | None) -> bool:
-    """Return whether training has gone on for as long as it must, before patience or a wish to stop is heard."""
+    """Return whether training has lasted as long as it must, before patience or a request to stop counts."""
     return state.epoch >= (min_epochs or 0) and state.global_step >= (min_steps or 0)

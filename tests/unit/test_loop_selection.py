@@ -114,7 +114,7 @@ class TestPatience:
         with caplog.at_level(logging.INFO):
             trainer, recorder = fit([1.0, 2.0], samples=8, patience=1, evaluate_every_n_steps=1, verbose=True)
         assert (trainer.state.epoch, trainer.state.global_step, trainer.state.epoch_step) == (0, 2, 2)
-        assert "training ends early at step 2" in caplog.text
+        assert "early stopping at step 2" in caplog.text
         assert trainer.state.patience_left == 0
 
     def test_it_survives_an_interruption(self):
@@ -156,7 +156,7 @@ class TestPatience:
             fit([1.0, 2.0], samples=8, evaluate_every_n_steps=1, **settings | {"callbacks": Broken()})
         with caplog.at_level(logging.INFO):
             fit([1.0, 2.0], samples=8, evaluate_every_n_steps=1, resume=True, verbose=True, **settings)
-        assert "training ends early at step 2: patience with best_valid_loss is used up" in caplog.text
+        assert "early stopping at step 2: best_valid_loss has not improved for 1 evaluation(s)" in caplog.text
 
     def test_a_value_that_never_comes_is_told_before_training(self):
         trainer = make_trainer(patience={"f1": 2}, metrics=[Mean("f1")])

@@ -1,4 +1,4 @@
-"""When patience is used up, as tables of whole runs."""
+"""When patience is exhausted, as tables of whole runs."""
 
 from __future__ import annotations
 
