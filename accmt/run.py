@@ -91,7 +91,7 @@ class Actions:
         """Take the Trainer's methods where a subclass replaces them; else, at once, what its own methods call."""
 
         def pick(method: Any, direct: Any) -> Any:
-            return direct if method.__module__.startswith("accmt.trainer.") else method
+            return direct if getattr(method, "__func__", None) in trainer.own_steps else method
 
         return cls(
             pick(trainer.do_backward, stepper.backward),
@@ -194,7 +194,7 @@ class EvaluationRun:
             what = "the shapes of a batch do not show how many samples it holds, so samples_seen counts those collated"
             say_once(f"{what}; get_batch_size(self, batch) in the module can count otherwise")
         if samples is None:
-            what = "how many samples a batch has cannot be told, so each batch weighs 1"
+            what = "the number of samples in a batch is unknown, so each batch weighs 1"
             say_once(f"{what}; define get_batch_size(self, batch) in the module")
             return 1
         if micro_batch.own_samples not in (None, samples):

@@ -29,4 +29,6 @@ class EvaluationReport(MainProcessCallback):
         loss = self.trainer.run.running_averages.epoch_loss
         known = {} if loss is None else {self._loss_name: loss}
         values = ", ".join(f"{name} {value:.4g}" for name, value in {**known, **metrics}.items())
-        say(f"step {self.state.global_step}{of_total}, epoch {self.state.epoch + 1}: {values}")
+        is_counted = self.state.train_step == 0 and self.state.epoch > 0  # an evaluation after the epoch's end
+        epoch = self.state.epoch if is_counted else self.state.epoch + 1
+        say(f"step {self.state.global_step}{of_total}, epoch {epoch}: {values}")

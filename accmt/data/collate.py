@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from accmt.errors import ArgumentError, DataError, explain
 
@@ -106,8 +107,12 @@ def stack_tuples(samples: list[Any]) -> list[torch.Tensor] | None:
     """
     if set(map(type, samples)) != {tuple} or len(set(map(len, samples))) != 1 or get_worker_info() is not None:
         return None
+    if default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:  # the user has registered another
+        return None
     columns = list(zip(*samples, strict=True))
     for column in columns:
         if set(map(type, column)) != {torch.Tensor} or column[0].layout is not torch.strided or column[0].is_nested:
+            return None
+        if len({tensor.shape for tensor in column}) > 1:  # an error that the caller explains
             return None
     return [torch.stack(column) for column in columns]

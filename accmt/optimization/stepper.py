@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
+_TORCH_ZERO_GRAD = torch.optim.Optimizer.zero_grad
+
+
 class Stepper:
     """Turns losses into steps of one optimizer.
 
@@ -50,8 +53,7 @@ class Stepper:
         self._set_to_none = set_to_none
         self._clip = clip or None
         self._clip_type = clip_type
-        is_plain = type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
-        self._drops_gradients = set_to_none and is_plain
+        self._drops_gradients = set_to_none and type(optimizer).zero_grad is _TORCH_ZERO_GRAD
         self._is_plain_backward = self._scaler is None and type(accelerator).backward is Accelerator.backward
 
     @property
@@ -123,7 +125,7 @@ class Stepper:
 
     def zero_grad(self) -> None:
         """Begin the next window without gradients."""
-        if not self._drops_gradients:
+        if not self._drops_gradients or "zero_grad" in vars(self.optimizer):  # a user's own, perhaps of a hook
             self.optimizer.zero_grad(set_to_none=self._set_to_none)
             return
         # What `Optimizer.zero_grad` does, without the profiler and the compiler's guard around it, which on a small

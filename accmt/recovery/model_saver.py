@@ -167,7 +167,11 @@ class ModelSaver(Callback):
 
     def warn_if_nothing_was_saved(self) -> None:
         """Warn at the end of a run that was to save a model by its best value, and never did."""
-        for reason in self.selection.explain_unsaved():
+        reasons = self.selection.explain_unsaved()
+        if reasons and self.state.evaluations_done == 0:
+            warn("no model was saved: no evaluation took place; evaluate more often, or at the end (eval_when_finish)")
+            return
+        for reason in reasons:
             do = "lower the learning rate, or pass clip_grad=1.0" if "finite" in reason else "look at the thresholds"
             warn(f"no model was saved: {reason}; {do}")
 

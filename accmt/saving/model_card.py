@@ -19,6 +19,8 @@ from accmt.settings.monitor import Monitor
 CARD_NAME = "README.md"
 HPS_NAME = "hps.yaml"
 TRAINER_NAME = "trainer_config.json"
+_NOTHING = object()
+_JOINED_OPTIONS = ("metric_options", "failures", "torch_flags", "tracker_delivery", "limit_batches")
 CARD_MARK = "<!-- accmt writes this file again at each save; without this line it is yours and stays as it is. -->"
 HPS_MARK = "# accmt writes this file again at each save; without this line it is yours and stays as it is."
 TRAINER_MARK = '"hps_config":'
@@ -58,7 +60,7 @@ def write_trainer_config(folder: Path, arguments: Mapping[str, Any]) -> bool:
     """
     hps = {"hps_config": arguments["hps_config"]}
     others = {name: _to_plain(value) for name, value in arguments.items() if not _is_secret(name, value)}
-    held = {name: value for name, value in others.items() if _can_be_written(value)}
+    held = {name: kept for name, value in others.items() if (kept := _writable_part(name, value)) is not _NOTHING}
     return _replace_own(folder / TRAINER_NAME, TRAINER_MARK, dumps({**held, **hps}, indent=2) + "\n")
 
 
@@ -83,6 +85,14 @@ def _to_key(name: Any) -> Any:
 
 def _is_secret(name: str, value: Any) -> bool:
     return bool(_SECRET.search(name) or isinstance(value, str) and _PASSWORD_IN_URL.search(value))
+
+
+def _writable_part(name: str, value: Any) -> Any:
+    """Return what of an argument a file can hold; of options that stand together, each is kept by itself."""
+    if name in _JOINED_OPTIONS and isinstance(value, dict):
+        kept = {key: item for key, item in value.items() if _can_be_written(item)}
+        return kept if kept or not value else _NOTHING
+    return value if _can_be_written(value) else _NOTHING
 
 
 def _can_be_written(value: Any) -> bool:

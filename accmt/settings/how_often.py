@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, NoReturn
 
-from accmt.settings.checks import meant, raise_wrong_value
+from accmt.settings.checks import raise_wrong_value
 
 Unit = Literal["epoch", "step", "eval"]
 
@@ -17,6 +17,8 @@ _SPELLINGS: dict[str, Unit] = {
     **dict.fromkeys(("step", "steps", "st", "sts"), "step"),
     **dict.fromkeys(("eval", "evals", "evaluation", "evaluations"), "eval"),
 }
+_EXAMPLES: dict[Unit, str] = {"epoch": "2 epochs", "step": "500 steps", "eval": "3 evals"}
+_MEANT = {"batch": "step", "batches": "step", "update": "step", "updates": "step", "iterations": "step"}
 _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]*)\s*([a-z]+)\s*", re.IGNORECASE)
 
 
@@ -52,7 +54,7 @@ def read_every(name: str, text: Any, units: Sequence[Unit], *, fractions: bool =
     number = _read_number(digits)
     is_fraction = isinstance(number, float)
     if unit not in units or unit is None or number is None or (is_fraction and not (fractions and unit == "epoch")):
-        _reject(name, text, (digits, word.lower()), units, fractions=fractions, also=also)
+        _reject(name, text, units, fractions=fractions, also=also)
     return Every(number, unit)
 
 
@@ -67,17 +69,24 @@ def _read_number(digits: str) -> int | float | None:
     return number if number > 0 else None
 
 
-def _reject(
-    name: str, text: object, parts: tuple[str, str], units: Sequence[Unit], *, fractions: bool, also: str
-) -> NoReturn:
-    known = [spelling for spelling, unit in _SPELLINGS.items() if unit in units]
-    listed = "; ".join(", ".join(s for s in known if _SPELLINGS[s] == unit) for unit in units)
-    count = meant(text, lambda number: type(number) is int and number >= 1, None)
-    nearest = get_close_matches(parts[1], known, n=1) or [units[0]]
-    number = _read_number(parts[0])
-    suggestion = f"{number if isinstance(number, int) else 1} {nearest[0]}"
-    if count is not None:
-        suggestion = f"{count} {'step' if 'step' in units else units[0]}s"
+def _reject(name: str, text: object, units: Sequence[Unit], *, fractions: bool, also: str) -> NoReturn:
+    suggestion = _suggest(text, units, fractions=fractions)
     fraction = ", or a fraction of an epoch (0.25 epochs)" if fractions else ""
-    expected = f"text: a number from 1 and a unit ({listed}){fraction}{also}"
+    examples = " or ".join(f'"{_EXAMPLES[unit]}"' for unit in units)
+    expected = f"a string of a number from 1 and a unit, such as {examples}{fraction}{also}"
     raise_wrong_value(name, text, expected, f'{name}="{suggestion}"')
+
+
+def _suggest(value: object, units: Sequence[Unit], *, fractions: bool) -> str:
+    """Return what was probably meant: the number that stands there, with the unit whose name is nearest."""
+    text = str(value).lower().replace(",", "").replace("_", "")
+    found = re.search(r"\d+(\.\d+)?(e\d+)?", text)
+    number = _read_number(str(float(found[0]))) if found else None
+    words = [_MEANT.get(word, word) for word in re.findall(r"[a-z]+", text)]
+    named = [_SPELLINGS[near] for word in words for near in get_close_matches(word, _SPELLINGS, n=1, cutoff=0.7)]
+    is_fraction = isinstance(number, float) and fractions
+    default: Unit = "epoch" if is_fraction or "step" not in units or not found else "step"
+    unit = next((unit for unit in named if unit in units), default if default in units else units[0])
+    if number is None or (isinstance(number, float) and not (is_fraction and unit == "epoch")):
+        number = 1
+    return f"{number} {unit}" + ("s" if number != 1 else "")

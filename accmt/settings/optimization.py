@@ -41,9 +41,9 @@ class OptimizationSettings:
         if isinstance(self.clip_grad, Mapping):
             require_options("clip_grad", self.clip_grad, Clipping)
             if len(self.clip_grad) != 1:
-                raise_wrong_value("clip_grad", self.clip_grad, "one of the two", 'clip_grad={"value": 0.5}')
+                raise_wrong_value("clip_grad", self.clip_grad, "either norm or value", 'clip_grad={"value": 0.5}')
         if self.clip_limit is not None and self.clip_limit != 0:
-            require_positive("clip_grad", self.clip_limit)
+            require_positive("clip_grad.value" if self.clip_type == "value" else "clip_grad", self.clip_limit)
         steps = self.grad_accumulation_steps
         if isinstance(steps, Mapping):
             for epoch, number in steps.items():

@@ -150,6 +150,9 @@ class RunningSettings:
         written: Any = [] if self.min_length is None else self.min_length
         written = written if isinstance(written, list | tuple) else [written]
         lengths = [read_every("min_length", text, ("epoch", "step"), also=", or a list of both") for text in written]
+        if len({length.unit for length in lengths}) < len(lengths):
+            do = 'min_length=["2 epochs", "500 steps"]'
+            raise_wrong_value("min_length", self.min_length, "each unit once", do)
         return {length.unit: int(length.number) for length in lengths}
 
 
@@ -199,7 +202,8 @@ class FailureSettings:
         if self.preempt_exit_code > 255:
             do = 'failures={"preempt_exit_code": 143}'
             raise_wrong_value("failures.preempt_exit_code", self.preempt_exit_code, "0 to 255", do)
-        require_choice("failures.preflight", self.preflight, (True, False))
+        if not isinstance(self.preflight, bool):
+            raise_wrong_value("failures.preflight", self.preflight, "True or False", 'failures={"preflight": False}')
 
     @property
     def on_nonfinite(self) -> Literal["stop", "skip", "rollback"] | None:

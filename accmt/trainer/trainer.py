@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 
@@ -58,6 +58,9 @@ class Trainer(TrainerProperties):
         UnknownArgumentError: Arguments that do not exist; the message names what there is instead.
         SeveralFaultsError: Faults in the hyper-parameters and in arguments, all at once.
     """
+
+    own_steps: ClassVar[tuple[Callable[..., Any], ...]]
+    """The steps that a subclass may replace, as they are here."""
 
     def __init__(
         self,
@@ -609,6 +612,9 @@ class Trainer(TrainerProperties):
         from accmt.trainer.arguments import take_typed
 
         return cls.from_config(take_typed(args, config, kwargs))
+
+
+Trainer.own_steps = (Trainer.do_backward, Trainer.do_opt_step, Trainer.do_zero_grad)
 
 
 def _as_module(module: Any, kwargs: dict[str, Any]) -> AcceleratorModule:

@@ -32,7 +32,7 @@ WRONG = [
     ("clip_grad", "", "a number above 0"),
     ("clip_grad", True, "a number above 0"),
     ("clip_grad", {"norms": 1.0}, r"did you mean norm\?"),
-    ("clip_grad", {"norm": 1.0, "value": 1.0}, "one of the two"),
+    ("clip_grad", {"norm": 1.0, "value": 1.0}, "either norm or value"),
     ("clip_grad", {"value": -1.0}, "a number above 0"),
     ("grad_accumulation_steps", 0, "a whole number from 1"),
     ("grad_accumulation_steps", 2.0, "a whole number from 1"),
