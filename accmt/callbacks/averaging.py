@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from accmt.callbacks.base import Callback
 from accmt.errors import ArgumentError, explain
+from accmt.libraries.private_names import approach_
 
 
 class EMA(Callback):
@@ -64,7 +64,7 @@ class EMA(Callback):
         for name in weights.keys() - self.average.keys():  # unfrozen since
             self.average[name] = weights[name].clone()
         self.num_averaged += 1
-        torch._foreach_lerp_([self.average[name] for name in weights], list(weights.values()), 1 - self._decay_now())
+        approach_([self.average[name] for name in weights], list(weights.values()), 1 - self._decay_now())
 
     def on_evaluation_start(self) -> None:
         weights = self._weights()

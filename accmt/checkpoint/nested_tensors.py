@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accmt.checkpoint.typed_json import TensorReference, WrappedTensor
 from accmt.errors import CheckpointCorruptError, CheckpointError, explain
+from accmt.libraries.private_names import is_made_of_tensors
 
 # What both safetensors and its reader in torch.distributed.checkpoint know.
 STORABLE = frozenset(
@@ -84,7 +84,7 @@ def is_made_of_others(tensor: Tensor) -> bool:
     """Return whether a tensor has no memory of its own, but is made of other tensors, as quantized ones are."""
     is_other = isinstance(tensor, DTensor) or tensor.layout != torch.strided
     anything: object = tensor  # else mypy takes such a sub-class for impossible
-    return not is_other and is_traceable_wrapper_subclass(anything)
+    return not is_other and is_made_of_tensors(anything)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accmt.errors import CheckpointError, ModuleContractError, explain
+from accmt.libraries.private_names import buffers_of, children_of, is_saved
 
 State = dict[str, Any]
 
@@ -49,17 +50,18 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {
         _plain_name(f"{path}.{name}".removeprefix("."), wrapped): buffer
         for path, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
+        for name, buffer in buffers_of(module).items()
+        if buffer is not None and is_saved(module, name)
     }
 
 
 def own_memory_for_buffers(model: nn.Module) -> None:
     """Give each expanded buffer memory of its own; nothing could be loaded into it. Its values stay."""
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        buffers = buffers_of(module)
+        for name, buffer in buffers.items():
             if buffer is not None and is_expanded(buffer):
-                module._buffers[name] = buffer.contiguous()
+                buffers[name] = buffer.contiguous()
 
 
 def is_expanded(tensor: Tensor) -> bool:
@@ -150,7 +152,7 @@ def _wrapped_paths(model: nn.Module) -> set[str]:
     paths = set()
     for path, module in model.named_modules(remove_duplicate=False):
         inner = "module" if isinstance(module, DistributedDataParallel) else "_orig_mod"  # the latter: torch.compile
-        if inner in module._modules:
+        if inner in children_of(module):
             paths.add(f"{path}.{inner}".removeprefix("."))
     return paths
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch.utils.data import default_collate, get_worker_info
-from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from accmt.errors import ArgumentError, DataError, explain
+from accmt.libraries.private_names import stacks_tensors_as_torch
 
 Collate = Callable[[Any], Any]
 
@@ -107,7 +107,7 @@ def stack_tuples(samples: list[Any]) -> list[torch.Tensor] | None:
     """
     if set(map(type, samples)) != {tuple} or len(set(map(len, samples))) != 1 or get_worker_info() is not None:
         return None
-    if default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:  # the user has registered another
+    if not stacks_tensors_as_torch():
         return None
     columns = list(zip(*samples, strict=True))
     for column in columns:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
+from accmt.libraries.private_names import is_shuffle_buffer, steps_of_stream
+
 _STATE = "state"
 
 
@@ -69,7 +71,7 @@ def _find_obstacle(owner: Any, num_workers: int, source: Any, also_read: Iterabl
 
 def _parts_of(*data: Any) -> set[int]:
     """Return the identities of data, and of the steps of streaming datasets, which hold their state."""
-    steps = [step for one in filter(_is_streaming_dataset, data) for step in _steps_of(one._ex_iterable)]
+    steps = [step for one in filter(_is_streaming_dataset, data) for step in steps_of_stream(one)]
     return {id(part) for part in (*data, *steps) if part is not None}
 
 
@@ -81,15 +83,9 @@ def _has_shuffle_buffer(data: Any) -> bool:
     """
     if not _is_streaming_dataset(data):
         return False
-    return any(type(step).__name__ == "BufferShuffledExamplesIterable" for step in _steps_of(data._ex_iterable))
+    return any(map(is_shuffle_buffer, steps_of_stream(data)))
 
 
 def _is_streaming_dataset(data: Any) -> bool:
     datasets = sys.modules.get("datasets")  # not imported, it made no data
     return datasets is not None and isinstance(data, datasets.IterableDataset)
-
-
-def _steps_of(step: Any) -> Iterator[Any]:
-    yield step
-    for source in [*getattr(step, "ex_iterables", ()), *filter(None, [getattr(step, "ex_iterable", None)])]:
-        yield from _steps_of(source)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from accmt.data.fetching import SeededDataset
 from accmt.errors import explain
+from accmt.libraries.private_names import shut_down_workers, workers_of
 
 _LEAVE_S = 30.0
 _DIE_S = 1.0
@@ -71,10 +72,7 @@ def end_workers(dataloader: DataLoader[Any], batches: Any) -> None:
     torch ends them when nothing refers to the iterator any more; until then they would wait for another epoch, or live
     as long as the traceback of an error that ended the run.
     """
-    shut_down = getattr(batches, "_shutdown_workers", None)
-    if shut_down is not None:
-        shut_down()
-    dataloader._iterator = None
+    shut_down_workers(dataloader, batches)
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ def note_dead_worker(error: BaseException, batches: Any = None) -> None:
 
     Source: `_error_if_any_worker_fails` in torch/csrc/DataLoader.cpp.
     """
-    workers = {worker.sentinel: worker for worker in getattr(batches, "_workers", ())}
+    workers = {worker.sentinel: worker for worker in workers_of(batches)}
     if workers and isinstance(error, ConnectionError | EOFError):
         for sentinel in wait(workers, timeout=_DIE_S):
             workers[sentinel].join()

@@ -7,8 +7,9 @@ import json
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+
+from accmt.libraries.private_names import open_store
 
 _runs = itertools.count()
 
@@ -43,9 +44,7 @@ class Board:
 
     @classmethod
     def _connect(cls, prefix: str) -> Board:
-        # A connection of its own: one that the main thread waits on in a collective would block every other user.
-        store = PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]
-        return cls(store, dist.get_rank(), dist.get_world_size())
+        return cls(PrefixStore(prefix, open_store()), dist.get_rank(), dist.get_world_size())
 
     def post(self, topic: str, note: Any) -> None:
         """Leave a note, JSON values, for all processes."""

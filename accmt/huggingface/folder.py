@@ -14,6 +14,7 @@ from accmt.errors import WeightsError, explain
 from accmt.huggingface.model_kinds import is_peft_model, is_transformers_model, reject_injected_adapters
 from accmt.huggingface.peft_adapters import load_adapters, save_adapters
 from accmt.huggingface.pretrained import load_pretrained_weights
+from accmt.libraries.private_names import names_not_saved
 from accmt.messages import warn_once
 from accmt.saving import SavedWeights, load_weights, save_weights
 from accmt.saving.layout import ADAPTER_CONFIG
@@ -141,7 +142,7 @@ def to_saved_format(model: PreTrainedModel, state_dict: Mapping[str, Tensor]) ->
     from transformers.core_model_loading import revert_weight_conversion
 
     names = plain_names(state_dict)
-    ignored = set(model._keys_to_ignore_on_save or ())
+    ignored = names_not_saved(model)
     weights = {names[name]: tensor for name, tensor in state_dict.items() if names[name] not in ignored}
     for name, main in getattr(model, "all_tied_weights_keys", {}).items():
         # Gathered from shards, tied weights are copies of one another.

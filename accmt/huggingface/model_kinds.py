@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from torch import nn
 
 from accmt.errors import ModuleContractError, explain
+from accmt.libraries.private_names import has_injected_adapter
 
 _WRAP = "AcceleratorModule.from_functions(model, lambda batch, trainer: loss_fn(trainer.model(batch[0]), batch[1]))"
 _WRAP_TRANSFORMERS = "AcceleratorModule.from_functions(model, lambda batch, trainer: trainer.model(**batch).loss)"
@@ -45,7 +46,7 @@ def reject_injected_adapters(model: object) -> None:
 
     Its folder would look like that of a model without one.
     """
-    if is_transformers_model(model) and getattr(model, "_hf_peft_config_loaded", False):
+    if is_transformers_model(model) and has_injected_adapter(model):
         got = "a transformers model with an adapter inside (`add_adapter`, or `from_pretrained` of an adapter's name)"
         do = "self.model = get_peft_model(model, LoraConfig(...)), or PeftModel.from_pretrained(model, adapter)"
         raise ModuleContractError(explain("self.model", got, "a model that PEFT wraps", do))

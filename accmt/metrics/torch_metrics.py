@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from accmt.errors import MetricError, MissingPackageError, explain
+from accmt.libraries.private_names import list_states, reduction_of, set_update_count
 from accmt.metrics.gathering import CHUNK_BYTES, gather_on_main_process, to_cpu
 from accmt.metrics.metric import Accumulation, IsBetter, Metric
 from accmt.metrics.results import describe, find_scalar, is_pair, metric_error
@@ -268,7 +269,7 @@ def _reset(metric: torchmetrics.Metric) -> None:
     metric.reset()
     for each in _every_metric(metric):
         each.distributed_available_fn = bool  # False
-        for name in _list_states(each):
+        for name in list_states(each):
             setattr(each, name, [])  # members of a collection may have shared one list
     if not _has_network(metric):
         metric.to("cpu")
@@ -293,10 +294,6 @@ def _set_precision(metric: torchmetrics.Metric, dtype: torch.dtype) -> None:
         each.set_dtype(dtype)
 
 
-def _list_states(metric: torchmetrics.Metric) -> list[str]:
-    return [name for name, default in metric._defaults.items() if isinstance(default, list)]
-
-
 class _KeptLists:
     """Moves what a metric appends to its lists to the CPU, so that no more than one batch stays on the device."""
 
@@ -307,7 +304,7 @@ class _KeptLists:
     def move_new(self) -> None:
         """Move what was appended since the last call."""
         for index, metric in enumerate(self._metrics):
-            for name in _list_states(metric):
+            for name in list_states(metric):
                 values = getattr(metric, name)
                 first = self._num_moved[index, name]
                 values[first:] = to_cpu(values[first:])
@@ -325,7 +322,7 @@ def _gather_states(metric: torchmetrics.Metric, chunk_bytes: int | None) -> list
 
 
 def _gather_one(metric: torchmetrics.Metric, chunk_bytes: int | None) -> list[tuple[int, State]]:
-    lists = _list_states(metric)
+    lists = list_states(metric)
     tensors = {name: to_cpu(value) for name, value in metric.metric_state.items() if name not in lists}
     counted = gather_on_main_process([(metric.update_count, tensors)], chunk_bytes)
     items = gather_on_main_process([(name, item) for name in lists for item in getattr(metric, name)], chunk_bytes)
@@ -342,13 +339,13 @@ def _load_states(metric: torchmetrics.Metric, gathered: list[list[tuple[int, Sta
     for each, states in zip(_every_metric(metric) if gathered else [], gathered, strict=True):
         for name in each.metric_state if states else ():
             setattr(each, name, _reduce(each, name, [state[name] for _, state in states]))
-        each._update_count = sum(num_updates for num_updates, _ in states)
+        set_update_count(each, sum(num_updates for num_updates, _ in states))
 
 
 def _reduce(metric: torchmetrics.Metric, name: str, states: list[Any]) -> Any:
     from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
 
-    reduction: Any = metric._reductions[name]
+    reduction = reduction_of(metric, name)
     if isinstance(states[0], list):
         items = [item for state in states for item in state]
         return items if reduction in (None, dim_zero_cat) or len(states) == 1 else reduction(items)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from accmt.libraries.private_names import multiply_
 from accmt.optimization.clipping import clip_gradients
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Stepper:
         """Multiply all gradients by one number."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, factor)
+            multiply_(gradients, factor)
 
     def clip(self) -> torch.Tensor | None:
         """Clip the gradients of the accumulation window, unscaled before.

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accmt.errors import ModuleContractError, explain
+from accmt.libraries.private_names import copy_, note_trained_parameters
 from accmt.processes import gather_objects, num_processes
 
 _NONE, _SPARSE, _DENSE = range(3)
@@ -87,7 +88,7 @@ def _average_bucket(bucket: list[torch.Tensor]) -> None:
     dist.all_reduce(flat)
     flat.div_(num_processes())
     parts = torch.split(flat, [gradient.numel() for gradient in bucket])
-    torch._foreach_copy_(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)])
+    copy_(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)])
 
 
 def _kind_of(gradient: torch.Tensor | None) -> int:
@@ -154,24 +155,11 @@ def _sum(weight: nn.Parameter, *, is_sparse: bool) -> torch.Tensor:
 def rebuild_reducer(model: DistributedDataParallel, *, set_to_none: bool) -> None:
     """Let DistributedDataParallel average the gradients of those parameters that require them now.
 
-    It notes them once, when it is built. This is what it does when it is unpickled, with its communication hooks.
+    It notes them once, when it is built.
 
     Processes: collective; every process trains the same parameters.
-
-    Source: `DistributedDataParallel.__setstate__` in torch/nn/parallel/distributed.py.
     """
-    wrapper: Any = model  # these methods have no types
-    wrapper._remove_autograd_hooks()
-    parameters, expect_sparse = wrapper._build_params_for_reducer()
-    names = wrapper._build_debug_param_to_name_mapping(parameters)
-    wrapper._ddp_init_helper(parameters, expect_sparse, names, model.static_graph)
-    if model.static_graph:
-        model.reducer._set_static_graph()
-        wrapper._static_graph_delay_allreduce_enqueued = False
-    for hook, state in model._comm_hooks:
-        for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):  # PowerSGD's, by number of bucket
-            getattr(state, memory, {}).clear()
-        dist._register_comm_hook(model.reducer, state, hook)  # type: ignore[attr-defined]
+    note_trained_parameters(model)
     settle_buckets(model, set_to_none=set_to_none)
 
 

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from accmt.errors import ArgumentError, explain
+from accmt.libraries.private_names import is_batch_norm
 from accmt.messages import warn
 from accmt.processes import num_processes
 from accmt.settings import Settings
@@ -39,7 +39,7 @@ def synchronize_if_asked(model: nn.Module, settings: Settings, device: torch.dev
 
 def synchronize(model: nn.Module) -> None:
     """Make the batch norm of a model `SyncBatchNorm`; what is already, is left as it is."""
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+    layers = {name: layer for name, layer in model.named_modules() if is_batch_norm(layer)}
     own = {name: layer for name, layer in layers.items() if not isinstance(layer, nn.SyncBatchNorm)}
     for name, layer in own.items():
         _require_plain(name, layer)
@@ -78,7 +78,7 @@ def without_synchronization(layers: Sequence[nn.SyncBatchNorm]) -> Iterator[None
 class _Alone(nn.SyncBatchNorm):
     """Batch norm of this process's batch."""
 
-    forward = _BatchNorm.forward
+    forward = nn.BatchNorm1d.forward
 
 
 def _require_gpu(device: torch.device) -> None:
@@ -90,7 +90,7 @@ def _require_gpu(device: torch.device) -> None:
 
 def _require_plain(name: str, layer: nn.Module) -> None:
     """Refuse a layer with a forward of its own, of which `SyncBatchNorm` would leave out all but the normalization."""
-    if type(layer).forward is not _BatchNorm.forward:
+    if type(layer).forward is not nn.BatchNorm1d.forward:
         got = f"{name or 'the model'}, a {type(layer).__name__} with a forward of its own, which would be lost"
         expected = "torch's BatchNorm1d, BatchNorm2d and BatchNorm3d"
         do = "put a synchronized layer of its library there before fit, and leave sync_batchnorm out"

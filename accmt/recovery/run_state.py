@@ -13,6 +13,7 @@ from accmt.config.changes import Change, changed_arguments
 from accmt.data import UnshardedLoader
 from accmt.data.sized import BatchLoader, SizedLoader
 from accmt.errors import CheckpointError, explain
+from accmt.libraries.private_names import note_optimizer_step
 from accmt.messages import say, warn
 from accmt.optimization.resuming import group_arguments, restore_scheduler
 from accmt.parallel.reduction import broadcast_buffers
@@ -176,8 +177,7 @@ def _restore_scheduler(
     )
     for line in lines:
         warn(line)
-    # Else a scheduler that is stepped before the optimizer warns: `LRScheduler.step` in torch/optim/lr_scheduler.py.
-    run.stepper.optimizer._opt_called = True  # type: ignore[attr-defined]
+    note_optimizer_step(run.stepper.optimizer)
 
 
 def _name_of(scheduler: Any) -> str | None:

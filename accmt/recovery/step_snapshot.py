@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from accmt.callbacks.dispatch import find_hooks
+from accmt.libraries.private_names import buffers_of, count_writes, has_running_statistics, is_saved
 from accmt.recovery.run_state import LocalState
 from accmt.run import Run
 
@@ -88,18 +88,15 @@ class _Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self.places = [
-            (module, name)
-            for module in model.modules()
-            for name in module._buffers
-            if name not in module._non_persistent_buffers_set
+            (module, name) for module in model.modules() for name in buffers_of(module) if is_saved(module, name)
         ]
         self._copies: list[torch.Tensor | None] = [None] * len(self.places)
         self._versions: list[tuple[int, int] | None] = [None] * len(self.places)
 
     def copy(self) -> None:
         for index, (module, name) in enumerate(self.places):
-            buffer = module._buffers.get(name)
-            version = None if buffer is None or isinstance(module, _NormBase) else _version_of(buffer)
+            buffer = buffers_of(module).get(name)
+            version = None if buffer is None or has_running_statistics(module) else _version_of(buffer)
             if buffer is None or (version is not None and version == self._versions[index]):
                 continue
             self._versions[index] = version
@@ -112,7 +109,7 @@ class _Buffers:
     def restore(self) -> None:
         with torch.no_grad():
             for (module, name), copied in zip(self.places, self._copies, strict=True):
-                buffer = module._buffers.get(name)
+                buffer = buffers_of(module).get(name)
                 if buffer is not None and copied is not None:
                     buffer.copy_(copied)
 
@@ -122,4 +119,4 @@ def _version_of(buffer: torch.Tensor) -> tuple[int, int] | None:
 
     The running statistics of batch norm are written by a kernel that counts no version.
     """
-    return None if buffer.is_inference() else (id(buffer), buffer._version)
+    return None if buffer.is_inference() else (id(buffer), count_writes(buffer))

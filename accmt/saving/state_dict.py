@@ -10,9 +10,9 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accmt.errors import WeightsError, explain
+from accmt.libraries.private_names import is_made_of_tensors
 from accmt.processes import is_main_process
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def require_storable(state_dict: Mapping[str, object], *, safe_serialization: bo
 
 def _view(tensor: Tensor) -> Hashable:
     anything: object = tensor
-    if is_traceable_wrapper_subclass(anything):  # a DTensor among them
+    if is_made_of_tensors(anything):  # a DTensor among them
         return id(tensor)  # which has no memory itself
     address = tensor.untyped_storage().data_ptr()
     if address == 0 or tensor.numel() == 0:
@@ -157,10 +157,10 @@ def _view(tensor: Tensor) -> Hashable:
 def _is_dense(value: object) -> bool:
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
         return False
-    return _is_dtensor(value) or not is_traceable_wrapper_subclass(value)
+    return _is_dtensor(value) or not is_made_of_tensors(value)
 
 
 def _kind(value: object) -> str:
-    if is_traceable_wrapper_subclass(value):
+    if is_made_of_tensors(value):
         return f"a {type(value).__name__}, which is made of other tensors"
     return f"{value.layout} on {value.device}" if isinstance(value, Tensor) else type(value).__name__

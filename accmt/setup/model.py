@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accmt.errors import ModuleContractError, explain
 from accmt.huggingface import enable_gradient_checkpointing, reject_injected_adapters
+from accmt.libraries import private_names
+from accmt.libraries.private_names import forget_prepared, is_compiled
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.logging import Logs
 from accmt.module import AcceleratorModule
@@ -116,7 +118,7 @@ def prepare_for_evaluation(module: AcceleratorModule, accelerator: Accelerator, 
 
 def compile_if_asked(model: nn.Module, settings: RunningSettings) -> None:
     """Compile a model, unless an earlier run did."""
-    if settings.compiles and model._compiled_call_impl is None:
+    if settings.compiles and not is_compiled(model):
         model.compile(**settings.compile_kwargs)  # in place: names of weights stay as they are
 
 
@@ -132,16 +134,14 @@ def detach_run(run: Run) -> None:
 def detach_model(module: AcceleratorModule, model: nn.Module, accelerator: Accelerator) -> None:
     """Give the module its own model back, without the wrappers of the run, and let the Accelerator forget it."""
     own = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
-    own.__dict__.pop("_is_accelerate_prepared", None)
+    forget_prepared(own, model, accelerator)
     restore_batch_norm(own)
     module.model = own
-    if model in accelerator._models:
-        accelerator._models.remove(model)
 
 
 def is_prepared(module: AcceleratorModule) -> bool:
     """Return whether a run works with the module's model."""
-    return "_is_accelerate_prepared" in vars(module.model)
+    return private_names.is_prepared(module.model)
 
 
 def _require_own_parameters(module: AcceleratorModule, optimizer: Any) -> None:

@@ -1,0 +1,1 @@
+"""What accmt needs of other libraries: their versions, and those of their names that are not public."""

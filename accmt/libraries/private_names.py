@@ -1,0 +1,201 @@
+"""Every use of a private name of another library, behind a function that says what it is for.
+
+Private names may go with any release. A test asks for each of them alone, so that a new release fails there, by name,
+and not somewhere in a run. Nothing here imports a library that is not in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+
+if TYPE_CHECKING:
+    import torchmetrics
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+# torch
+
+
+def open_store() -> Any:
+    """Return the store through which the processes found one another, by a connection of its own.
+
+    One that the main thread waits on in a collective would block every other user.
+    """
+    return _get_default_store().clone()  # type: ignore[attr-defined]
+
+
+def multiply_(tensors: list[Tensor], factor: float) -> None:
+    """Multiply tensors in place, in as few kernels as possible."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target, in as few kernels as possible."""
+    torch._foreach_copy_(targets, sources)
+
+
+def approach_(tensors: list[Tensor], targets: list[Tensor], weight: float) -> None:
+    """Move each tensor by a part of the way to its target, in as few kernels as possible."""
+    torch._foreach_lerp_(tensors, targets, weight)
+
+
+def count_writes(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place, as autograd counts it."""
+    return tensor._version
+
+
+def is_made_of_tensors(value: object) -> bool:
+    """Return whether a tensor is a wrapper around others, as DTensor is, which `__tensor_flatten__` takes apart."""
+    return is_traceable_wrapper_subclass(value)
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return a module's own buffers: the dict itself, so that they can be replaced."""
+    return module._buffers
+
+
+def is_saved(module: nn.Module, buffer: str) -> bool:
+    """Return whether a state dict holds a buffer of a module."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return a module's own children, the same one under each of its names."""
+    return module._modules
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Return whether a module normalizes by the statistics of a batch; `SyncBatchNorm` does."""
+    return isinstance(module, _BatchNorm)
+
+
+def has_running_statistics(module: nn.Module) -> bool:
+    """Return whether a module is of a kind that may keep running statistics."""
+    return isinstance(module, _NormBase)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether `model.compile()` was called."""
+    return model._compiled_call_impl is not None
+
+
+def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let a scheduler take the optimizer for stepped; one that is stepped before its optimizer warns.
+
+    Source: `LRScheduler.step` in torch/optim/lr_scheduler.py.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def note_trained_parameters(model: DistributedDataParallel) -> None:
+    """Let DistributedDataParallel note again which parameters require gradients, as it does when it is unpickled.
+
+    Processes: collective.
+
+    Source: `DistributedDataParallel.__setstate__` in torch/nn/parallel/distributed.py.
+    """
+    wrapper: Any = model  # these methods have no types
+    wrapper._remove_autograd_hooks()
+    parameters, expect_sparse = wrapper._build_params_for_reducer()
+    names = wrapper._build_debug_param_to_name_mapping(parameters)
+    wrapper._ddp_init_helper(parameters, expect_sparse, names, model.static_graph)
+    if model.static_graph:
+        model.reducer._set_static_graph()
+        wrapper._static_graph_delay_allreduce_enqueued = False
+    for hook, state in model._comm_hooks:
+        for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):  # PowerSGD's, by number of bucket
+            getattr(state, memory, {}).clear()
+        dist._register_comm_hook(model.reducer, state, hook)  # type: ignore[attr-defined]
+
+
+def stacks_tensors_as_torch() -> bool:
+    """Return whether `default_collate` stacks tensors in torch's own way: users may register another."""
+    return default_collate_fn_map.get(Tensor) is collate_tensor_fn
+
+
+def workers_of(batches: Any) -> list[Any]:
+    """Return the processes that load data for an iterator of a `DataLoader`."""
+    return list(getattr(batches, "_workers", ()))
+
+
+def shut_down_workers(dataloader: DataLoader[Any], batches: Any) -> None:
+    """End the processes that load data for an iterator, and let the loader forget it."""
+    if hasattr(batches, "_shutdown_workers"):
+        batches._shutdown_workers()
+    dataloader._iterator = None
+
+
+# Accelerate
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """Return whether Accelerate has prepared a model."""
+    return "_is_accelerate_prepared" in vars(model)
+
+
+def forget_prepared(model: nn.Module, wrapped: nn.Module, accelerator: Accelerator) -> None:
+    """Let a model be prepared again, and the Accelerator forget what it had wrapped it in."""
+    vars(model).pop("_is_accelerate_prepared", None)
+    if wrapped in accelerator._models:
+        accelerator._models.remove(wrapped)
+
+
+# transformers
+
+
+def names_not_saved(model: PreTrainedModel) -> set[str]:
+    """Return the weights that a model declares not to save."""
+    return set(model._keys_to_ignore_on_save or ())
+
+
+def has_injected_adapter(model: PreTrainedModel) -> bool:
+    """Return whether `add_adapter` or `load_adapter` put an adapter into a model."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+# datasets
+
+
+def steps_of_stream(stream: Any) -> Iterator[Any]:
+    """Return the steps of a streaming dataset (read, filter, shuffle, ...); they hold its state."""
+    return _walk(stream._ex_iterable)
+
+
+def _walk(step: Any) -> Iterator[Any]:
+    yield step
+    for source in [*getattr(step, "ex_iterables", ()), *filter(None, [getattr(step, "ex_iterable", None)])]:
+        yield from _walk(source)
+
+
+def is_shuffle_buffer(step: Any) -> bool:
+    """Return whether a step of a streaming dataset shuffles in a buffer."""
+    return type(step).__name__ == "BufferShuffledExamplesIterable"
+
+
+# torchmetrics
+
+
+def list_states(metric: torchmetrics.Metric) -> list[str]:
+    """Return the names of those states of a metric that are lists."""
+    return [name for name, default in metric._defaults.items() if isinstance(default, list)]
+
+
+def reduction_of(metric: torchmetrics.Metric, state: str) -> Any:
+    """Return the function that joins a state of several processes; None where each keeps its own."""
+    return metric._reductions[state]
+
+
+def set_update_count(metric: torchmetrics.Metric, count: int) -> None:
+    """Let a metric take itself for updated so often."""
+    metric._update_count = count

@@ -1,0 +1,278 @@
+"""Each private name of a library that accmt uses, alone: the test that fails names the function that needs mending."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+import accmt
+from accmt.libraries import private_names as names
+
+PACKAGE = Path(accmt.__file__).parent
+HOME = PACKAGE / "libraries" / "private_names.py"
+MODULE = names.__name__
+OF_PYTHON = {"_exit", "_current_frames", "_actions", "_asdict", "_typeshed"}
+
+
+def used_private_names(path: Path) -> set[str]:
+    """Return the attributes that begin with an underscore, and the imports of such names from other packages."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(("accmt", "__future__")):
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            found |= {part for part in parts if part.startswith("_")}
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and str(name.value).startswith("_"):
+                found.add(str(name.value))
+    return {name for name in found if not (name.startswith("__") and name.endswith("__"))}
+
+
+def own_private_names() -> set[str]:
+    """Return the names with an underscore that accmt itself defines."""
+    own = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in (inner for one in targets for inner in ast.walk(one)):
+                    if isinstance(target, ast.Name):
+                        own.add(target.id)
+                    elif isinstance(target, ast.Attribute) and ast.unparse(target.value) in ("self", "cls", "hps"):
+                        own.add(target.attr)
+    return own
+
+
+def test_private_names_of_libraries_are_used_in_one_file_only():
+    own = own_private_names() | OF_PYTHON
+    paths = [path for path in PACKAGE.rglob("*.py") if path != HOME]
+    offenders = {str(path.relative_to(PACKAGE)): used_private_names(path) - own for path in paths}
+    assert {name: found for name, found in offenders.items() if found} == {}
+
+
+def test_the_search_sees_attributes_imports_and_names_in_strings(tmp_path):
+    path = tmp_path / "file.py"
+    path.write_text(
+        "from torch._C import Store\nfrom torch.nn import _reduction\ngetattr(x, '_one')\ny._two\nz.__dict__\n",
+        encoding="utf-8",
+    )
+    assert used_private_names(path) == {"_C", "_reduction", "_one", "_two"}
+
+
+def test_every_function_has_a_test_here():
+    functions = {name for name, item in inspect.getmembers(names, inspect.isfunction) if item.__module__ == MODULE}
+    called = {node.attr for node in ast.walk(ast.parse(Path(__file__).read_text("utf-8"))) if is_use(node)}
+    assert {name for name in functions if not name.startswith("_")} == called
+
+
+def is_use(node: ast.AST) -> bool:
+    is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    return is_attribute and node.value.id == "names" and not node.attr.startswith("_")
+
+
+def missing(library: str, name: str, function: str) -> str:
+    return f"{library} no longer has {name}: mend `{function}` in accmt/libraries/private_names.py"
+
+
+# torch
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """Let this process be a group by itself."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_torch_gives_a_second_connection_to_its_store(alone):
+    store, other = names.open_store(), names.open_store()
+    assert store is not other
+    store.set("place", "here")
+    assert other.get("place") == b"here", missing("torch", "_get_default_store().clone()", "open_store")
+
+
+def test_torch_multiplies_and_copies_many_tensors_at_once():
+    tensors = [torch.ones(2), torch.ones(3)]
+    names.multiply_(tensors, 2.0)
+    assert [tensor.sum().item() for tensor in tensors] == [4, 6], missing("torch", "_foreach_mul_", "multiply_")
+    names.copy_(tensors, [torch.zeros(2), torch.ones(3)])
+    assert [tensor.sum().item() for tensor in tensors] == [0, 3], missing("torch", "_foreach_copy_", "copy_")
+    names.approach_(tensors, [torch.ones(2), torch.zeros(3)], 0.5)
+    assert [tensor.sum().item() for tensor in tensors] == [1, 1.5], missing("torch", "_foreach_lerp_", "approach_")
+
+
+def test_torch_counts_what_is_written_in_place():
+    tensor = torch.zeros(2)
+    before = names.count_writes(tensor)
+    tensor.add_(1)
+    assert names.count_writes(tensor) > before, missing("torch", "Tensor._version", "count_writes")
+
+
+def test_torch_knows_tensors_that_are_made_of_others():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    assert names.is_made_of_tensors(TwoTensor(torch.ones(2), torch.ones(2)))
+    assert not names.is_made_of_tensors(torch.ones(2)), missing(
+        "torch", "is_traceable_wrapper_subclass", "is_made_of_tensors"
+    )
+
+
+def test_torch_modules_have_their_buffers_and_children_in_dicts():
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    norm = model[0]
+    norm.register_buffer("scratch", torch.zeros(1), persistent=False)
+    assert list(names.buffers_of(norm)) == ["running_mean", "running_var", "num_batches_tracked", "scratch"]
+    names.buffers_of(norm)["running_mean"] = torch.full((2,), 7.0)
+    assert norm.running_mean[0] == 7, missing("torch", "Module._buffers", "buffers_of")
+    kept = [name for name in names.buffers_of(norm) if names.is_saved(norm, name)]
+    assert kept == list(norm.state_dict())[2:], missing("torch", "_non_persistent_buffers_set", "is_saved")
+    model.add_module("again", norm)
+    assert names.children_of(model) == {"0": norm, "again": norm}, missing("torch", "Module._modules", "children_of")
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d])
+def test_torch_has_one_base_of_all_norms_over_batches(kind):
+    layer = kind(2)
+    assert names.has_running_statistics(layer), missing("torch", "_NormBase", "has_running_statistics")
+    assert names.is_batch_norm(layer) is ("Batch" in kind.__name__), missing("torch", "_BatchNorm", "is_batch_norm")
+    assert not names.has_running_statistics(nn.LayerNorm(2))
+
+
+def test_torch_notes_that_a_model_is_compiled():
+    model = nn.Linear(1, 1)
+    assert not names.is_compiled(model)
+    model.compile(backend="eager")
+    assert names.is_compiled(model), missing("torch", "Module._compiled_call_impl", "is_compiled")
+
+
+def test_torch_takes_a_noted_optimizer_for_stepped():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    names.note_optimizer_step(optimizer)
+    scheduler.step()  # its warning, which is an error here, would say that `Optimizer._opt_called` is another
+
+
+def test_torch_reduces_other_parameters_when_they_are_noted_again(alone):
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
+    model.module[0].requires_grad_(requires_grad=False)
+    names.note_trained_parameters(model)
+    for _ in range(2):  # the second would wait for the frozen layer: "Expected to have finished reduction"
+        model(torch.ones(1, 1)).sum().backward()
+    assert model.module[1].weight.grad is not None, missing("torch", "DDP._ddp_init_helper", "note_trained_parameters")
+
+
+def test_torch_notes_the_parameters_of_a_static_graph_with_its_hooks(alone):
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4), static_graph=True)
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+    state.error_dict[0] = torch.ones(1)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    names.note_trained_parameters(model)
+    assert state.error_dict == {}, missing("torch", "DDP._comm_hooks", "note_trained_parameters")
+    model(torch.ones(1, 4)).sum().backward()
+
+
+def test_torch_has_a_table_of_how_samples_are_stacked(monkeypatch):
+    assert names.stacks_tensors_as_torch()
+    monkeypatch.setitem(default_collate_fn_map, Tensor, lambda batch, **_: batch)
+    assert torch.utils.data.default_collate([torch.ones(1)] * 2) == [torch.ones(1)] * 2
+    assert not names.stacks_tensors_as_torch(), missing("torch", "collate_tensor_fn", "stacks_tensors_as_torch")
+
+
+def test_torch_ends_the_workers_of_an_iterator():
+    loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
+    batches = iter(loader)
+    workers = names.workers_of(batches)
+    assert len(workers) == 1, missing("torch", "_MultiProcessingDataLoaderIter._workers", "workers_of")
+    names.shut_down_workers(loader, batches)
+    assert not workers[0].is_alive(), missing("torch", "_shutdown_workers", "shut_down_workers")
+    assert loader._iterator is None
+    assert names.workers_of(iter([])) == []
+
+
+# Accelerate
+
+
+def test_accelerate_notes_what_it_prepared_and_can_forget_it():
+    from accelerate import Accelerator
+
+    accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
+    assert not names.is_prepared(model)
+    wrapped = accelerator.prepare_model(model)
+    assert names.is_prepared(model), missing("accelerate", "_is_accelerate_prepared", "is_prepared")
+    assert accelerator._models == [wrapped], missing("accelerate", "Accelerator._models", "forget_prepared")
+    names.forget_prepared(model, wrapped, accelerator)
+    assert not names.is_prepared(model)
+    assert accelerator._models == []
+
+
+# transformers
+
+
+@pytest.fixture
+def tiny():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    return transformers.BertModel(transformers.BertConfig(vocab_size=8, **sizes))
+
+
+def test_transformers_has_a_list_of_what_a_model_does_not_save(tiny, tmp_path):
+    assert names.names_not_saved(tiny) == set()
+    tiny._keys_to_ignore_on_save = ["pooler.dense.bias"]
+    assert names.names_not_saved(tiny) == {"pooler.dense.bias"}
+    tiny.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        saved = set(file.keys())
+    left_out = set(tiny.state_dict()) - saved
+    assert left_out == {"pooler.dense.bias"}, missing("transformers", "_keys_to_ignore_on_save", "names_not_saved")
+
+
+def test_transformers_notes_an_injected_adapter(tiny):
+    peft = pytest.importorskip("peft")
+    assert not names.has_injected_adapter(tiny)
+    tiny.add_adapter(peft.LoraConfig(r=1, target_modules=["query"]))
+    message = missing("transformers", "_hf_peft_config_loaded", "has_injected_adapter")
+    assert names.has_injected_adapter(tiny), message
+
+
+# datasets
+
+
+def test_datasets_shows_the_steps_of_a_stream():
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_dict({"x": [0, 1]}).to_iterable_dataset()
+    both = datasets.concatenate_datasets([stream, stream.filter(lambda row: row["x"])])
+    assert len(list(names.steps_of_stream(both))) > 3, missing("datasets", "_ex_iterable", "steps_of_stream")
+    assert not any(map(names.is_shuffle_buffer, names.steps_of_stream(both)))
+    steps = names.steps_of_stream(both.shuffle(seed=0, buffer_size=2))
+    assert any(map(names.is_shuffle_buffer, steps)), missing(
+        "datasets", "BufferShuffledExamplesIterable", "is_shuffle_buffer"
+    )
+
+
+# torchmetrics
+
+
+def test_torchmetrics_shows_the_states_of_a_metric():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    metric = torchmetrics.CatMetric()
+    assert names.list_states(metric) == ["value"], missing("torchmetrics", "Metric._defaults", "list_states")
+    reduce = names.reduction_of(metric, "value")
+    both = reduce([torch.ones(1), torch.ones(2)])
+    assert len(both) == 3, missing("torchmetrics", "Metric._reductions", "reduction_of")
+    names.set_update_count(metric, 3)
+    assert metric.update_count == 3, missing("torchmetrics", "Metric._update_count", "set_update_count")
