@@ -111,7 +111,12 @@ def explain(where: str, got: str, expected: str, do: str) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device ran out of memory: `torch.OutOfMemoryError`, or an error with those words."""
+    """Return whether a device ran out of memory: `torch.OutOfMemoryError`, or an error with such words.
+
+    cuBLAS and cuDNN have words of their own for memory that they could not get.
+    """
     if not isinstance(error, RuntimeError):
         return False
-    return type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error).lower()
+    text = str(error)
+    is_of_library = "CUBLAS_STATUS_ALLOC_FAILED" in text or "CUDNN_STATUS_ALLOC_FAILED" in text
+    return type(error).__name__ == "OutOfMemoryError" or is_of_library or "out of memory" in text.lower()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -166,9 +167,17 @@ class EvaluationRun:
             self.module.model = wrapped
 
     def place(self, batch: Any) -> Any:
-        """Return the batch on the run's device."""
+        """Return the batch on the run's device: tensors, what has a method `to`, containers and dataclasses of these.
+
+        The copy is queued without waiting; from pinned memory, as loaders give it, the device takes it by itself.
+        """
         if self.device.type == "cpu" or not self.settings.data.batch_device_placement:
             return batch
+        if is_dataclass(batch) and not isinstance(batch, type) and not hasattr(batch, "to"):
+            placed = copy.copy(batch)
+            for one in fields(batch):
+                object.__setattr__(placed, one.name, self.place(getattr(batch, one.name)))  # it may be a frozen one
+            return placed
         from accelerate.utils import send_to_device
 
         return send_to_device(batch, self.device, non_blocking=True)
@@ -306,6 +315,7 @@ class LossGuardProtocol(Protocol):
     def forgive(self, samples_before: int) -> None: ...
     def allows_step(self, gradients: list[torch.Tensor], step: int, samples_before: int) -> bool: ...
     def find(self) -> list[tuple[Place, float, str]]: ...
+    def forget(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 

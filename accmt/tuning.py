@@ -19,6 +19,7 @@ from accmt.messages import say, warn
 from accmt.module import AcceleratorModule
 from accmt.processes import broadcast_object, num_processes
 from accmt.protocols import TrainerProtocol
+from accmt.recovery.restart import Restart, free_finished
 from accmt.settings import Settings
 from accmt.settings.trial_runs import without_traces
 from accmt.setup.datasets import find_train_data
@@ -134,12 +135,26 @@ def _fits_in_memory(trainer: TrainerProtocol, module: AcceleratorModule, data: A
     hps = _changed_hps(trainer.settings, batch_size=size, max_steps=_STEPS, max_micro_batch_size=None)
     optimization = replace(trainer.settings.optimization, auto_micro_batch=True)
     try:
-        trial = _try(trainer, module, data, hps=hps, optimization=optimization)
+        trial = _try(trainer, module, data, callbacks=_EndIfSmaller(size), hps=hps, optimization=optimization)
     except Exception as error:
         if is_out_of_memory(error):
             return False
         raise
     return trial.train_step_batch_size == size
+
+
+class _EndIfSmaller(Callback):
+    """Ends a trial of a size that did not fit, which would continue with smaller micro-batches, down to a single one.
+
+    Batch norm cannot train on a single sample.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def on_fit_start(self) -> None:
+        if self.trainer.train_step_batch_size < self._size:
+            raise Restart  # with no checkpoint to continue from
 
 
 def sweep_rates(
@@ -220,10 +235,12 @@ def _try(
     is_training, trial = module.model.training, copy.copy(trainer)
     with tempfile.TemporaryDirectory() as folder:
         trial.settings = _quiet(trainer.settings, Path(folder), callbacks, groups)
-        trial.registered_savings, trial.chosen_checkpoint = [], None
+        trial.registered_savings, trial.chosen_checkpoint, trial._run = [], None, None
         try:
             trial.fit(module, data)
         finally:
+            if trial._run is not None:
+                free_finished(trial.run)
             module.model.load_state_dict(before)
             module.model.train(is_training)
     return trial

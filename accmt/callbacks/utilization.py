@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from accmt.callbacks.base import MainProcessCallback
-from accmt.messages import warn
+from accmt.messages import warn, warn_once
 
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_OF_FIRST_LOOK = 0.1
@@ -76,8 +76,11 @@ class GpuUse(Use):
         except ImportError:
             warn("monitor: memory and use of all GPUs are not measured without nvidia-ml-py: pip install nvidia-ml-py")
             return
-        pynvml.nvmlInit()
-        self._gpus = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
+        try:
+            pynvml.nvmlInit()
+            self._gpus = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
+        except pynvml.NVMLError as error:  # as in containers and virtual machines that have no such access
+            warn(f"monitor: memory and use of all GPUs are not measured: the driver answers: {error}")
 
     def look(self) -> dict[str, float]:
         """Return memory in GB, and use in percent, of each GPU."""
@@ -88,9 +91,16 @@ class GpuUse(Use):
             f"GPU_{own}": torch.cuda.memory_reserved() / GB,
             f"GPU_{own}_allocated": torch.cuda.memory_allocated() / GB,
         }
+        return values | self._ask_driver()
+
+    def _ask_driver(self) -> dict[str, float]:
+        values = {}
         for number, gpu in enumerate(self._gpus):
             import pynvml
 
-            values[f"GPU_{number}_used"] = pynvml.nvmlDeviceGetMemoryInfo(gpu).used / GB
-            values[f"GPU_{number}_utilization"] = float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
+            try:
+                values[f"GPU_{number}_used"] = pynvml.nvmlDeviceGetMemoryInfo(gpu).used / GB
+                values[f"GPU_{number}_utilization"] = float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
+            except pynvml.NVMLError as error:  # a part of a GPU (MIG) tells its memory only
+                warn_once(f"monitor: not all of GPU_{number} is measured: the driver answers: {error}", about="NVML")
         return values

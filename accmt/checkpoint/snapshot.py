@@ -8,12 +8,15 @@ from concurrent.futures import Executor
 import torch
 from torch import Tensor
 
+from accmt.messages import warn_once
+
 
 class HostSnapshot:
     """Host buffers that are reused from one copy to the next.
 
-    Fresh memory costs several times the copy itself (the system hands it out page by page), so the buffers stay. Where
-    CUDA is there they are pinned, which lets the device write into them directly.
+    Fresh memory costs several times the copy itself (the system hands it out page by page), so the buffers stay. Those
+    for tensors of a CUDA device are pinned, which lets the device write into them directly; a machine that gives no
+    more pinned memory still gets its checkpoint.
 
     Who reads a copy must be done with it before the next `take`.
     """
@@ -54,7 +57,13 @@ class HostSnapshot:
         buffer = self._buffers.get(name)
         if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
             return buffer
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
+        if tensor.device.type == "cuda":
+            try:
+                return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            except RuntimeError as error:
+                what = f"checkpoints are copied through ordinary memory, which takes longer: {error}"
+                warn_once(what, about="pinned memory")
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

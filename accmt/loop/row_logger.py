@@ -32,6 +32,8 @@ def log_row(run: Run) -> None:
         hook(values=row, step=run.state.global_step)
     if run.guard.looks_at_every_row or not math.isfinite(row.get(loss_name, 0.0)):
         check_losses(run)
+    else:
+        run.guard.forget()
 
 
 class RowLogger(Callback):

@@ -79,13 +79,22 @@ def _read_weight(step: str, weight: Any) -> Weight | None:
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
         scalar = weight.detach().reshape(())
         if scalar.device.type != "cpu":
-            return scalar.float()  # not looked into: that would wait for the device
+            return scalar.float()  # looked into when it is read: now that would wait for the device
         weight = scalar.item()
     number = float(weight) if isinstance(weight, Real) else math.nan
+    require_weight(step, number, weight)
+    return number
+
+
+def require_weight(step: str, number: float, shown: Any) -> None:
+    """Check what a step returned as the weight of its loss.
+
+    Raises:
+        ModuleContractError: It is no finite number from 0.
+    """
     if not 0 <= number < math.inf:
         do = "return how much the loss weighs, such as (labels != -100).sum()"
-        raise ModuleContractError(explain(step, f'"weight": {_describe(weight)}', "one finite number from 0", do))
-    return number
+        raise ModuleContractError(explain(step, f'"weight": {_describe(shown)}', "one finite number from 0", do))
 
 
 def _reject(got: str, do: str) -> NoReturn:

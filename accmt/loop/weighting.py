@@ -15,13 +15,33 @@ Source of the problem: https://unsloth.ai/blog/gradient, and https://github.com/
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from accmt.loop.step_outputs import require_weight
 from accmt.metrics.weighted_sum import Weight
 from accmt.processes import num_processes, sum_over_processes
+
+
+class Reading:
+    """A number on its way from the device to pinned host memory.
+
+    The copy stands in the device's queue behind the forward pass that made the number, and before the backward pass,
+    which is queued later. So whoever reads it waits for the forward pass at most: the device still has the backward
+    pass to work on while the host goes on to queue the optimizer step.
+    """
+
+    def __init__(self, number: torch.Tensor) -> None:
+        self._copied = number.to("cpu", non_blocking=True)  # which torch puts into pinned memory
+        self._is_done = torch.Event(number.device)
+        self._is_done.record()
+
+    def read(self) -> float:
+        """Return the number, once it is there."""
+        self._is_done.synchronize()
+        return float(self._copied)
 
 
 @dataclass(slots=True)
@@ -37,7 +57,8 @@ class AccumulationWindow:
         is_judged: Whether its losses and gradients are looked at before the optimizer steps.
         ran_out_of_memory: Whether this process could not finish one of its batches.
         micro_batches_done: Micro-batches finished.
-        own_weight: Weights of this process's batches so far.
+        own_weight: Weights of this process's batches so far, those aside that are still on their way.
+        readings: Weights that are on their way from the device.
         own_batches: Batches that this process had a part in.
         own_samples: Samples of those batches.
         is_unreduced: Whether gradients were not reduced over processes, because one had no batch in a micro-batch.
@@ -51,16 +72,32 @@ class AccumulationWindow:
     is_judged: bool = False
     ran_out_of_memory: bool = False
     micro_batches_done: int = 0
-    own_weight: Weight = 0.0
+    own_weight: float = 0.0
+    readings: list[Reading] = field(default_factory=list)
     own_batches: int = 0
     own_samples: int = 0
     is_unreduced: bool = False
 
     def add(self, weight: Weight, samples: int) -> None:
         """Count one batch of this process."""
-        self.own_weight += weight
+        if isinstance(weight, torch.Tensor):
+            self.readings.append(Reading(weight))
+        else:
+            self.own_weight += weight
         self.own_batches += 1
         self.own_samples += samples
+
+    def read_weights(self) -> None:
+        """Add up the weights that were on their way.
+
+        Raises:
+            ModuleContractError: One of them cannot be a weight.
+        """
+        for reading in self.readings:
+            weight = reading.read()
+            require_weight("training_step", weight, weight)
+            self.own_weight += weight
+        self.readings = []
 
 
 class Weighting:
@@ -111,11 +148,13 @@ class Weighting:
         Returns:
             The factor, 0 where all weights are 0, so that there is nothing to learn from; and the number of samples.
         """
+        if window.readings:
+            window.read_weights()
         if window.is_one_batch:
             return float(bool(window.own_weight)), window.own_samples
         if window.known_samples is not None and self.uses_plan(window):
             return float(window.known_samples > 0), window.known_samples
-        own = (float(window.own_weight), float(window.own_batches), float(window.own_samples))
+        own = (window.own_weight, float(window.own_batches), float(window.own_samples))
         total, batches, samples = sum_over_processes(own, self._device)
         if total <= 0:
             return 0.0, int(samples)

@@ -22,7 +22,8 @@ class StreamingMetric(Metric):
 
             class Distance(StreamingMetric):
                 def count(self, predictions, references):
-                    return torch.stack([(predictions - references).abs().sum(), torch.tensor(len(references))])
+                    distances = (predictions - references).abs()
+                    return torch.stack([distances.sum(), torch.ones_like(distances).sum()])
 
                 def finish(self, sums):
                     return {self.name: sums[0] / sums[1]}

@@ -73,27 +73,30 @@ class WeightedSum:
     def _compact(self) -> None:
         values, weights = self._stack()
         dtype = torch.float32 if values.device.type == "mps" else torch.float64
-        values, weights = values.to(dtype), weights.to(values.device, dtype)
+        values, weights = values.to(dtype), weights.to(values.device, dtype, non_blocking=True)
         sums = torch.stack([torch.where(weights == 0, 0.0, values * weights).sum(), weights.sum()])
-        self._partial = sums if self._partial is None else self._partial.to(sums.device) + sums
+        self._partial = sums if self._partial is None else stack([self._partial, sums]).sum(0)
         self._values, self._weights = [], []
 
     def _stack(self) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._values:
             return torch.empty(0), torch.empty(0)
         values = stack(self._values)
-        if any(isinstance(weight, torch.Tensor) for weight in self._weights):
-            weights = [torch.as_tensor(weight, device=values.device).detach() for weight in self._weights]
-            return values, torch.stack(weights)
-        return values, torch.tensor(self._weights, dtype=torch.float64)
+        if not any(isinstance(weight, torch.Tensor) for weight in self._weights):
+            return values, torch.tensor(self._weights, dtype=torch.float64)
+        weights = stack([torch.as_tensor(weight).detach() for weight in self._weights])
+        return values.to(weights.device, non_blocking=True) if values.device.type == "cpu" else values, weights
 
 
 def stack(values: list[torch.Tensor]) -> torch.Tensor:
-    """Stack scalars on their device: a step may return a number now and a tensor of the device later."""
+    """Stack scalars on their device: a step may return a number now and a tensor of the device later.
+
+    A number moves to the device, not the other way round, for which the device would have to be waited for.
+    """
     devices = {value.device for value in values}
     if len(devices) > 1:
         device = next(device for device in devices if device.type != "cpu")
-        values = [value.to(device) for value in values]
+        values = [value.to(device, non_blocking=True) for value in values]
     return torch.stack(values)
 
 

@@ -51,6 +51,7 @@ class Stepper:
         self.before_clipping: Callable[[list[nn.Parameter]], None] | None = None
         self._accelerator = accelerator
         self._scaler: torch.amp.GradScaler | None = accelerator.scaler
+        self._is_unscaled = False
         self._set_to_none = set_to_none
         self._clip = clip or None
         self._clip_type = clip_type
@@ -75,9 +76,13 @@ class Stepper:
             self._accelerator.backward(loss)
 
     def unscale(self) -> None:
-        """Take the gradient scaler's factor out of the gradients; once per window, before they are read or changed."""
-        if self._scaler is not None:
+        """Take the gradient scaler's factor out of the gradients; once per window, before they are read or changed.
+
+        A window may have none, where all its batches weigh nothing. The scaler takes that for a forgotten backward.
+        """
+        if self._scaler is not None and any(parameter.grad is not None for parameter in self.parameters):
             self._scaler.unscale_(self.optimizer)
+            self._is_unscaled = True
 
     def multiply_gradients(self, factor: float) -> None:
         """Multiply all gradients by one number."""
@@ -109,6 +114,7 @@ class Stepper:
         if scaler is None:
             self.optimizer.step()
             return True
+        self._is_unscaled = False
         scaler.step(self.optimizer)
         scale = scaler.get_scale()
         scaler.update()
@@ -120,8 +126,9 @@ class Stepper:
         Returns:
             False, as `step` does when it was skipped.
         """
-        if self._scaler is not None:
+        if self._scaler is not None and self._is_unscaled:
             self._scaler.update()  # or it could not unscale the next window
+            self._is_unscaled = False
         return False
 
     def zero_grad(self) -> None:

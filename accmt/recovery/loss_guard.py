@@ -124,13 +124,17 @@ class LossGuard:
         """
         losses = chain.from_iterable(chunk.tolist() for chunk in self._chunks)
         last = stack(self._losses).tolist() if self._losses else []
-        pairs = zip(chain(losses, last), self._weights, self._places, strict=True)
+        pairs = zip(chain(losses, last), _read(self._weights), self._places, strict=True)
         judged = (
             (loss, place) for loss, weight, place in pairs if weight and place.samples_before not in self._harmless
         )
         found = [(place, loss, what) for loss, place in judged if (what := self._judge(loss))]
-        self._losses, self._chunks, self._weights, self._places, self._harmless = [], [], [], [], set()
+        self.forget()
         return found
+
+    def forget(self) -> None:
+        """Drop the losses that were added since the last look: a row with a finite mean has shown that all are."""
+        self._losses, self._chunks, self._weights, self._places, self._harmless = [], [], [], [], set()
 
     def _judge(self, loss: float) -> str | None:
         """Return what is wrong with a loss; one that is right is among those that the next is compared with."""
@@ -160,6 +164,13 @@ class LossGuard:
         """Take back what `state_dict` returned; with another number of processes, start the comparison again."""
         if state["recent"] is not None and len(state["recent"]) == num_processes():
             self._recent.extend(state["recent"][process_index()])
+
+
+def _read(weights: list[Weight]) -> list[float]:
+    """Return the values of weights; those on the device are read together."""
+    on_device = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    values = iter(stack(on_device).tolist() if on_device else ())
+    return [next(values) if isinstance(weight, torch.Tensor) else weight for weight in weights]
 
 
 def check_losses(run: Run) -> None:

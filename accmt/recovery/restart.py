@@ -6,14 +6,12 @@ that is started again. So nothing has to be undone in memory, and all that holds
 
 from __future__ import annotations
 
-import gc
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from torch.utils.data import DataLoader
 
 from accmt.checkpoint.engine import read_others
@@ -160,7 +158,17 @@ def current_micro_batch_size(run: Run) -> int:
 
 def free_memory(run: Run) -> None:
     """Give back the device's memory that gradients and broken steps hold."""
+    from accelerate.utils.memory import clear_device_cache
+
     run.stepper.optimizer.zero_grad(set_to_none=True)
-    gc.collect()
-    if run.device.type == "cuda":
-        torch.cuda.empty_cache()
+    clear_device_cache(garbage_collection=True)
+
+
+def free_finished(run: Run) -> None:
+    """Give back what a run that is over holds of the device's memory: the optimizer's state above all.
+
+    Objects of a run know one another, and the module keeps its optimizer, so all that would still be there while the
+    next run loads the same again.
+    """
+    run.stepper.optimizer.state.clear()
+    free_memory(run)

@@ -6,12 +6,14 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from accmt.errors import ArgumentError, explain
+from accmt.messages import warn_once
 from accmt.processes import leave_process_group
 from accmt.settings import RunningSettings
 
@@ -30,6 +32,7 @@ _ENGINE_ARGUMENTS = (
 )
 _PARALLEL_SIZES = ("tp_size", "cp_size", "sp_size", "dp_shard_size")
 _TRUE = ("true", "1", "yes")
+_DRIVER = Path("/proc/driver/nvidia/version")
 _current: weakref.ref[Accelerator] | None = None
 _group: dist.ProcessGroup | None = None
 _is_group_closed = False
@@ -56,6 +59,8 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
         accelerator.gradient_accumulation_steps = 1  # the environment may say otherwise; accumulation is the loop's
     _check_loader_config(accelerator)
     _check_engine(accelerator)
+    if accelerator.device.type == "cpu" and not _asks_for_cpu(user_accelerator):
+        _warn_of_unused_gpu()
     _current = weakref.ref(accelerator)
     return accelerator
 
@@ -160,6 +165,23 @@ def _reject_engines(user: Any) -> None:
             "launch with DDP (several GPUs, or several processes), and drop that setting",
         )
         raise NotImplementedError(message)
+
+
+def _asks_for_cpu(user: Any) -> bool:
+    is_asked = isinstance(user, Mapping) and bool(user.get("cpu"))
+    return is_asked or not isinstance(user, Mapping | None) or os.environ.get("ACCELERATE_USE_CPU", "").lower() in _TRUE
+
+
+def _warn_of_unused_gpu() -> None:
+    """Say once that the machine has a GPU which torch cannot use; it would train on the CPU without a word."""
+    if not _DRIVER.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return
+    if torch.version.cuda is None:
+        why, do = "this torch is built without CUDA", "install one with it: https://pytorch.org/get-started/locally"
+    else:
+        why = f"torch (for CUDA {torch.version.cuda}) finds none that it can use"
+        do = "update the driver, which may be too old for that CUDA, or see what `nvidia-smi` says"
+    warn_once(f"the machine has an NVIDIA GPU, but the run is on the CPU, for {why}: {do}", about="unused GPU")
 
 
 def _parallel_sizes(plugin: Any) -> list[str]:

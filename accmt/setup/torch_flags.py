@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -40,7 +40,12 @@ def running(trainer: Any, module: Any) -> Iterator[None]:
 @contextmanager
 def working(settings: RunningSettings) -> Iterator[None]:
     """Let a method of the Trainer do its work: as verbose as asked, with torch's flags, without moving generators."""
-    with speaking(verbose=settings.verbose), preserve_generators(), torch_flags(settings):
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with ExitStack() as stack:
+        stack.enter_context(speaking(verbose=settings.verbose))
+        stack.enter_context(preserve_generators())
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(torch_flags(settings))
         yield
 
 

@@ -198,7 +198,7 @@ class Trainer(TrainerProperties):
             ArgumentError: Settings that contradict each other, or keywords that nobody reads.
             KeyboardInterrupt: After Ctrl-C; `Preempted` after SIGTERM or SIGUSR1.
         """
-        from accmt.recovery.restart import Recovery
+        from accmt.recovery.restart import Recovery, free_finished
         from accmt.setup.torch_flags import running, working
         from accmt.setup.user_data import UserData
 
@@ -209,6 +209,7 @@ class Trainer(TrainerProperties):
                 self._user_data = user_data
                 self._fit_once(trained, user_data, recovery)
                 while recovery.checkpoint is not None:
+                    free_finished(self.run)
                     self._fit_once(trained, user_data, recovery)
         except KeyboardInterrupt as error:
             if self._run is not None and self._run.interruption.is_left_in_order:

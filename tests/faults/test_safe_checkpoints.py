@@ -140,9 +140,10 @@ def test_no_checkpoint_is_taken_of_an_update_that_is_half_done(hook, caplog):
         (KeyboardInterrupt(), Handler.KEYBOARD),
         (RuntimeError("CUDA out of memory. Tried"), Handler.CUDA_OUT_OF_MEMORY),
         (torch.OutOfMemoryError("CUDA out of memory"), Handler.CUDA_OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), Handler.CUDA_OUT_OF_MEMORY),
         (RuntimeError("boom"), Handler.ANY),
     ],
-    ids=["keyboard", "memory", "torch memory", "other"],
+    ids=["keyboard", "memory", "torch memory", "library memory", "other"],
 )
 def test_each_handler_matches_its_errors_only(error, matching):
     kinds = [Handler.KEYBOARD, Handler.CUDA_OUT_OF_MEMORY, Handler.ANY]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from accmt import AcceleratorModule, Callback
 from accmt.callbacks import utilization
 from accmt.callbacks.operations import PEAKS
 from accmt.callbacks.stopwatch import PURPOSES, Stopwatch, StopwatchOfCallbacks
-from accmt.callbacks.utilization import Use
+from accmt.callbacks.utilization import GpuUse, Use
 from accmt.tracking import read_history
 from tests.slow import SlowData, SlowLinear, Ticks
 from tests.toys import Linear, logged, make_points, make_trainer
@@ -241,6 +243,55 @@ def test_without_a_gpu_its_use_is_warned_about_and_left_out(caplog):
     trainer = fit(["gpu_utilization"])
     assert "there is no GPU" in caplog.text
     assert set(rows(trainer)[0]) == {"train_loss"}
+
+
+class _Driver:
+    """A driver that answers some questions only, or none."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *answers):
+        self.answers = answers
+
+    def _ask(self, question, answer=None):
+        if question not in self.answers:
+            raise self.NVMLError("Not Supported")
+        return answer
+
+    def nvmlInit(self):  # noqa: N802
+        self._ask("init")
+
+    def nvmlDeviceGetCount(self):  # noqa: N802
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, number):  # noqa: N802
+        return number
+
+    def nvmlDeviceGetMemoryInfo(self, gpu):  # noqa: N802
+        return self._ask("memory", SimpleNamespace(used=3e9))
+
+    def nvmlDeviceGetUtilizationRates(self, gpu):  # noqa: N802
+        return self._ask("use", SimpleNamespace(gpu=70))
+
+
+@pytest.mark.parametrize(
+    ("answers", "measured"),
+    [
+        ((), set()),
+        (("init", "memory"), {"GPU_0_used"}),
+        (("init", "memory", "use"), {"GPU_0_used", "GPU_0_utilization"}),
+    ],
+)
+def test_a_driver_that_does_not_answer_ends_no_run(monkeypatch, caplog, answers, measured):
+    monkeypatch.setitem(sys.modules, "pynvml", _Driver(*answers))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("current_device", "memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    use = GpuUse()
+    use.on_fit_start()
+    assert set(use.measure()) == {"GPU_0", "GPU_0_allocated"} | measured
+    assert ("the driver answers: Not Supported" in caplog.text) == ("use" not in answers)
 
 
 def test_operations_are_counted_from_the_model(clock):

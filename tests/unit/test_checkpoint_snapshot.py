@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -108,3 +109,11 @@ def test_copies_are_contiguous_and_keep_every_kind_of_tensor():
     assert all(copy.is_contiguous() and not copy.requires_grad for copy in copies.values())
     assert all(torch.equal(copies[name], sources[name]) for name in sources)
     assert all(copies[name].dtype == sources[name].dtype for name in sources)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is pinned memory")
+def test_a_checkpoint_is_copied_through_ordinary_memory_where_there_is_no_pinned_memory(caplog):
+    on_device = SimpleNamespace(device=torch.device("cuda"), shape=(2, 3), dtype=torch.float16)
+    buffer = HostSnapshot()._buffer_for("w", on_device)
+    assert (buffer.shape, buffer.dtype, buffer.device.type) == ((2, 3), torch.float16, "cpu")
+    assert "checkpoints are copied through ordinary memory" in caplog.text

@@ -70,3 +70,16 @@ def test_a_window_that_weighs_nothing_leaves_the_scaler_usable():
     module, _, state, _ = train(Weightless(), accelerator=make_accelerator())
     assert (state.global_step, state.skipped_updates) == (7, 1)
     assert isinstance(module.model, nn.Linear)
+
+
+@pytest.mark.feature("T16")
+@pytest.mark.parametrize("weightless", [0, 1], ids=["first window", "second window"])
+def test_a_window_without_any_gradient_is_skipped(weightless: int):
+    class Weightless(Linear):
+        def training_step(self, batch):
+            return {"loss": self.step(batch), "weight": float(self.state.batch_iteration // 2 != weightless)}
+
+    module, trainer, state, _ = train(Weightless(), accelerator=make_accelerator(), grad_accumulation_steps=2)
+    assert (state.global_step, state.skipped_updates) == (3, 1)
+    assert trainer.run.accelerator.scaler.get_scale() == 1024.0
+    assert torch.isfinite(module.model.weight).all()

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from accmt import AcceleratorModule
+from accmt import AcceleratorModule, Callback
+from accmt.errors import ModuleContractError
 from tests.toys import Linear, Numbers, logged, make_points, make_trainer
 
 
@@ -97,3 +98,61 @@ def test_accumulation_may_change_with_the_epoch():
     trainer.fit(Look(), make_points(10))
     assert steps == [5, 8, 11, 13]
     assert trainer.estimated_stepping_batches == 13
+
+
+class _Queue:
+    """Stands for a device: what is queued there, in which order, and when the host waited for it."""
+
+    def __init__(self, monkeypatch, *, weights_are_there: bool):
+        self.calls = calls = []
+        if not weights_are_there:
+            return
+
+        class Event:
+            def __init__(self, device):
+                self.device = device
+
+            def record(self):
+                calls.append("copy")
+
+            def synchronize(self):
+                calls.append("wait")
+
+        monkeypatch.setattr(torch, "Event", Event)
+        monkeypatch.setattr("accmt.loop.step_outputs._read_weight", lambda step, weight: torch.tensor(weight))
+
+
+def train_weighted(queue, weigh=lambda batch: float(batch[0])):
+    class Look(Callback):
+        def on_before_backward(self):
+            queue.calls.append("backward")
+
+        def on_before_optimizer_step(self):
+            queue.calls.append("step")
+
+    module = Weighted(weigh)
+    hps = {"batch_size": 1, "optim": {"type": "SGD", "lr": 1.0}}
+    trainer = make_trainer(hps, grad_accumulation_steps=2, shuffle_train=False, callbacks=Look())
+    trainer.fit(module, Numbers([1, 3, 2, 5]))
+    return module.model.weight.item(), trainer.state
+
+
+def test_a_weight_on_a_device_is_waited_for_behind_the_forward_pass_and_not_behind_the_backward_pass(monkeypatch):
+    on_host = train_weighted(_Queue(monkeypatch, weights_are_there=False))
+    queue = _Queue(monkeypatch, weights_are_there=True)
+    assert train_weighted(queue) == on_host
+    assert queue.calls == ["copy", "backward", "copy", "backward", "wait", "wait", "step"] * 2
+
+
+def test_a_window_whose_weights_on_a_device_are_0_is_skipped(monkeypatch):
+    queue = _Queue(monkeypatch, weights_are_there=True)
+    _, state = train_weighted(queue, lambda batch: float(batch[0] in (2, 5)))
+    assert (state.global_step, state.skipped_updates) == (1, 1)
+
+
+@pytest.mark.parametrize("weight", [float("nan"), -1.0, float("inf")])
+def test_a_weight_on_a_device_that_cannot_be_one_is_refused_before_the_step(monkeypatch, weight: float):
+    queue = _Queue(monkeypatch, weights_are_there=True)
+    with pytest.raises(ModuleContractError, match="one finite number from 0"):
+        train_weighted(queue, lambda batch: weight if batch[0] == 3 else 1.0)
+    assert "step" not in queue.calls

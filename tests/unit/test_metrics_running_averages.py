@@ -115,6 +115,14 @@ def test_a_number_now_and_a_tensor_of_the_device_then_add_up_on_the_device():
     assert weighted_sum._partial.device.type == "meta"
 
 
+def test_numbers_move_to_the_device_of_their_weights_and_of_earlier_sums():
+    weighted_sum = WeightedSum()  # a meta tensor could not move to the host
+    for index in range(2 * COMPACT_AT):
+        on_device = torch.empty((), device="meta")
+        weighted_sum.add(torch.tensor(1.0), on_device if index < COMPACT_AT else 2.0)
+    assert weighted_sum._partial.device.type == "meta"
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [([], 0.0), ([0.1] * 10, 1.0), ([math.inf, 1.0], math.inf), ([1e308, 1e308], math.inf), ([-1e308] * 2, -math.inf)],

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from accmt import AcceleratorModule, Trainer
+from accmt import AcceleratorModule, Callback, Trainer
 from accmt.errors import ArgumentError, NonFiniteError
 from accmt.recovery.loss_guard import LossGuard
 from accmt.recovery.restart import MAX_ROLLBACKS
 from accmt.run import Place
-from tests.toys import Recorder, logged, make_trainer
+from tests.toys import Linear, Recorder, logged, make_trainer
 
 SAMPLES = 24
 NO_LOSS = float("nan")
@@ -317,3 +317,25 @@ def test_weights_that_gradients_made_nan_under_a_finite_loss_are_in_no_checkpoin
     assert trainer.state.finished
     assert "NaN" in caplog.text
     assert all(parameter.isfinite().all() for parameter in module.model.parameters())
+
+
+def test_weights_that_are_tensors_tell_which_losses_count() -> None:
+    guard = LossGuard("stop", None)
+    weights = [torch.tensor(0.0), 1.0, torch.tensor(2.0), 0.0]
+    for number, weight in enumerate(weights):
+        guard.add(torch.tensor(NO_LOSS), weight, Place(number, 0, number, number))
+    assert [place.micro_batch for place, _, _ in guard.find()] == [1, 2]
+
+
+@pytest.mark.parametrize("spike_guard", [None, 5.0])
+def test_losses_are_kept_no_longer_than_until_the_next_row(spike_guard: float | None) -> None:
+    kept = []
+
+    class Look(Callback):
+        def on_update_end(self) -> None:
+            kept.append(len(self.trainer.run.guard._places))
+
+    settings = {"failures": {"spike_guard": spike_guard}, "log_every": 4, "callbacks": Look()}
+    make_trainer({"epochs": 3}, **settings).fit(Linear(), make_data({}))
+    assert len(kept) == 3 * SAMPLES // 2
+    assert max(kept) == 4

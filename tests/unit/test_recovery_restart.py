@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +188,20 @@ def test_a_module_that_steps_by_itself_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(HPS, str(tmp_path / "model"), auto_micro_batch=True)
     with pytest.raises(ArgumentError, match="a module that steps by itself"):
         trainer.fit(Manual(), TensorDataset(torch.zeros(4, 3), torch.zeros(4, 1)))
+
+
+def test_the_optimizer_state_of_the_run_that_ended_is_free_before_the_next_loads_its_own(tmp_path: Path) -> None:
+    states: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    class Look(Callback):
+        def on_update_end(self) -> None:
+            if self.state.global_step == 2:
+                states.extend(weakref.ref(s["exp_avg"]) for s in self.module.optimizer.state.values())
+
+        def on_fit_start(self) -> None:
+            alive.append(sum(state() is not None for state in states))
+
+    train(Hungry(4, first_batch=4), tmp_path, auto_micro_batch=True, callbacks=Look())
+    assert len(states) == 4
+    assert alive == [0, 0]

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
 
 import accmt.run
+from accmt.run import EvaluationRun
 
 
 def test_run_imports_nothing_that_imports_it() -> None:
@@ -18,3 +24,22 @@ def test_run_imports_nothing_that_imports_it() -> None:
         path = package.parent / Path(*module.split("."))
         source = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
         assert "from accmt.run import" not in source.read_text(encoding="utf-8"), module
+
+
+@dataclass(frozen=True)
+class _Pair:
+    inputs: torch.Tensor
+    others: dict[str, Any]
+
+
+def test_a_dataclass_is_placed_field_by_field():
+    class OnDevice(EvaluationRun):
+        device = torch.device("meta")
+        settings = SimpleNamespace(data=SimpleNamespace(batch_device_placement=True))
+
+    batch = _Pair(torch.ones(2), {"targets": [torch.ones(3)], "name": "x"})
+    placed = object.__new__(OnDevice).place(batch)
+    assert placed.inputs.is_meta
+    assert placed.others["targets"][0].is_meta
+    assert placed.others["name"] == "x"
+    assert not batch.inputs.is_meta

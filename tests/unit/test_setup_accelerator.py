@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.parallelism_config import ParallelismConfig
 
@@ -55,3 +56,24 @@ def test_settings_that_ask_for_ddp_are_no_engine(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "")
     assert make_trainer(accelerator={"fsdp_plugin": None}).fit(Linear(), make_points()).global_step == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is used")
+@pytest.mark.parametrize(
+    ("cuda", "settings", "said"),
+    [
+        (None, {}, "this torch is built without CUDA"),
+        ("13.0", {}, "update the driver"),
+        (None, {"accelerator": {"cpu": True}}, ""),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_named_unless_the_cpu_was_asked_for(
+    cuda, settings, said, monkeypatch, caplog, tmp_path
+):
+    driver = tmp_path / "version"
+    driver.touch()
+    monkeypatch.setattr("accmt.setup.accelerator._DRIVER", driver)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    make_trainer(**settings, verbose=True).fit(Linear(), make_points())
+    assert ("the machine has an NVIDIA GPU" in caplog.text) == bool(said)
+    assert said in caplog.text
