@@ -25,6 +25,7 @@ from accmt.metrics import Metric, RunningAverages
 from accmt.metrics.weighted_sum import Weight
 from accmt.module import AcceleratorModule
 from accmt.optimization.stepper import Stepper
+from accmt.parallel.shards import is_sharded
 from accmt.processes import num_processes
 from accmt.saving import Patience, Selection, may_stop
 from accmt.settings import Settings
@@ -69,7 +70,12 @@ def require_call(calls: list[None]) -> None:
 @contextmanager
 def _require_call(wrapper: nn.Module) -> Iterator[None]:
     with counting_calls(wrapper) as calls:
-        yield
+        try:
+            yield
+        except RuntimeError:
+            if is_sharded(wrapper):  # what a part of a sharded model says, which only the call of the whole makes whole
+                require_call(calls)
+            raise
     require_call(calls)
 
 
@@ -150,6 +156,11 @@ class EvaluationRun:
         """Where model and batches are."""
         device: torch.device = self.accelerator.device
         return device
+
+    @cached_property
+    def is_sharded(self) -> bool:
+        """Whether each process holds a part of the model only, so that each forward needs them all."""
+        return is_sharded(self.unwrapped_model)
 
     @property
     def loss_name(self) -> str:
@@ -439,8 +450,8 @@ class Run(EvaluationRun):
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether a wrapper averages the gradients over processes."""
-        return num_processes() > 1 and self.model is not self.unwrapped_model
+        """Whether a call of the model averages gradients over processes: through a wrapper, or since it is sharded."""
+        return num_processes() > 1 and (self.model is not self.unwrapped_model or self.is_sharded)
 
     @property
     def reduces_by_hand(self) -> bool:
@@ -454,6 +465,5 @@ class Run(EvaluationRun):
 
     def watching_wrapper(self) -> AbstractContextManager[None]:
         """Return a context that rejects a training step which goes around the wrapper that reduces gradients."""
-        if not self.is_wrapped or self.module.model is self.unwrapped_model:  # there is none, or this one needs none
-            return _NOTHING
-        return _require_call(self.model)
+        is_bare = self.module.model is self.unwrapped_model and not self.is_sharded  # which is reduced by hand
+        return _NOTHING if is_bare or not self.is_wrapped else _require_call(self.model)

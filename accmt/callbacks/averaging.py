@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from accmt.callbacks.base import Callback
 from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import approach_
+from accmt.sharded_tensors import shard_like
 
 
 class EMA(Callback):
@@ -101,7 +102,7 @@ class EMA(Callback):
 
 
 def _like(kept: Tensor | None, weight: Tensor) -> Tensor:
-    return weight.clone() if kept is None else kept.to(weight.device)
+    return weight.clone() if kept is None else shard_like(kept.to(weight.device), weight)
 
 
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:

@@ -14,6 +14,7 @@ from accmt.callbacks.operations import ModelOperations
 from accmt.callbacks.stopwatch import Stopwatch, StopwatchOfCallbacks
 from accmt.callbacks.utilization import CpuUse, GpuUse
 from accmt.settings.monitor import Monitor
+from accmt.sharded_tensors import total_norm
 
 
 class LearningRate(MainProcessCallback):
@@ -51,8 +52,7 @@ class GradientNorm(Callback):
         may_end_row = every == -1 or (self.state.global_step + 1) % every == 0 or self.state.is_last_training_batch
         if may_end_row:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            norm: Any = nn.utils.get_total_norm(gradients, self._order_of_norm)
-            self._norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            self._norm = total_norm(gradients, self._order_of_norm)
 
 
 class Epochs(MainProcessCallback):

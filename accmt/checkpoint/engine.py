@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accmt.checkpoint.frozen import FrozenWeights, require_same_frozen
@@ -49,6 +48,7 @@ from accmt.checkpoint.torch_state_dicts import (
 from accmt.checkpoint.typed_json import TensorReference, WrappedTensor, decode, encode
 from accmt.errors import CheckpointCorruptError, CheckpointError, explain
 from accmt.processes import is_main_process, num_processes
+from accmt.sharded_tensors import is_dtensor
 
 STATE_FILE = "state.json"
 
@@ -99,7 +99,8 @@ class StateCollector:
         model = {name: value for name, value in state.items() if name not in frozen}
         shared, rest = split_tensors({"model": model, "optimizers": states})
         own, other_rest = split_tensors({"others": dict(others)})
-        _require_unsharded(own)
+        shared |= {name: tensor for name, tensor in own.items() if is_dtensor(tensor)}
+        own = {name: tensor for name, tensor in own.items() if name not in shared}
         text = encode({"files": file_names(num_processes()), "frozen": frozen, **rest, **other_rest})
         pieces = self._planner.pieces_of(shared)
         return CollectedState(pieces | Pieces.whole(own) if is_main_process() else pieces, text)
@@ -209,15 +210,6 @@ def _read_metadata(reader: HuggingFaceStorageReader, saved: State, folder: Path)
         return stored
     message = explain(str(folder), fault, "a complete checkpoint", "resume from another checkpoint")
     raise CheckpointCorruptError(message)
-
-
-def _require_unsharded(tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            message = explain(
-                name, "a sharded tensor", "whole tensors, the same on every process", "store its `full_tensor()`"
-            )
-            raise CheckpointError(message)
 
 
 def _targets(ours: State, saved: State, stored: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from accmt.loop.step_outputs import read_validation_output
 from accmt.metrics import ValidationCollector
 from accmt.metrics.consolidation import consolidate, find_members, require_members
 from accmt.parallel.reduction import broadcast_buffers
+from accmt.parallel.shards import borrow_batch, reshard
 from accmt.precision import autocast
 from accmt.processes import gather_objects, process_index, sum_over_processes
 from accmt.run import TEST_LOSS, EvaluationRun, Run
@@ -146,6 +147,8 @@ def without_training(run: EvaluationRun, stage: Stage) -> Iterator[None]:
             yield
     finally:
         run.state.now.stage = before
+        if run.is_sharded:
+            reshard(run.unwrapped_model)
 
 
 def without_gradients(run: EvaluationRun, stage: Stage) -> AbstractContextManager[None]:
@@ -163,7 +166,7 @@ def _evaluate_set(
     reports_batches = run.state.fn == "fit" and not (is_silent or run.settings.evaluation.report_loss_after_eval)
     call_hooks(() if is_silent else run.hooks.on_validation_start, key=key)
     evaluation = _SetEvaluation(run, key, is_silent=is_silent)
-    for micro_batch in _first_batches(loader, max_batches):
+    for micro_batch in _first_batches(loader, max_batches, keeps_in_step=run.is_sharded):
         with without_gradients(run, stage):
             loss, weight = evaluation.take(micro_batch)
         run.state.count_validation_batch()
@@ -174,12 +177,16 @@ def _evaluate_set(
     return outputs
 
 
-def _first_batches(loader: Loader, max_batches: int | None) -> Iterator[MicroBatch]:
-    """Yield micro-batches until there were so many with anything in them that can be read."""
+def _first_batches(loader: Loader, max_batches: int | None, *, keeps_in_step: bool) -> Iterator[MicroBatch]:
+    """Yield micro-batches until there were so many with anything in them that can be read.
+
+    Args:
+        keeps_in_step: Whether all count, so that no process reads another one.
+    """
     num_micro_batches = 0
     for micro_batch in loader.micro_batches(0):
         yield micro_batch
-        num_micro_batches += micro_batch.batch is not None or not micro_batch.bad
+        num_micro_batches += keeps_in_step or micro_batch.batch is not None or not micro_batch.bad
         if num_micro_batches == max_batches:
             return
 
@@ -206,9 +213,12 @@ class _SetEvaluation:
     def take(self, micro_batch: MicroBatch) -> tuple[Any, Any]:
         """Run the step on this process's batch, and return the loss and what it weighs."""
         self._bad.add(len(micro_batch.bad), micro_batch.bad)
-        if micro_batch.batch is None:
-            return 0.0, 0.0
         run, loss_name = self._run, self._run.loss_name
+        borrowed = borrow_batch(micro_batch.batch) if run.is_sharded and micro_batch.is_partial else None
+        if micro_batch.batch is None:
+            if borrowed is not None:
+                self._take_part(borrowed)
+            return 0.0, 0.0
         batch = run.place(micro_batch.batch)
         seed_generators(derive_seed(run.seed, "validation_step", micro_batch.index, process_index()), run.device)
         for hook in self._hooks_before:
@@ -223,6 +233,13 @@ class _SetEvaluation:
         for hook in self._hooks_after:
             hook(batch=batch, outputs=output)
         return entries.get(loss_name, 0.0), weight
+
+    def _take_part(self, borrowed: Any) -> None:
+        """Run the step on another process's batch, whose forward needs all processes; nothing of it counts."""
+        run = self._run
+        with autocast(run.accelerator):
+            run.validation_step(self._key, run.place(borrowed))
+        run.module.logs.of_evaluation.begin_batch()  # drops what the step has logged
 
     def finish(self) -> dict[str, float]:
         """Return the means and metrics over all samples of all processes.

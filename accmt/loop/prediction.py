@@ -17,6 +17,7 @@ from accmt.loop.evaluation import without_gradients, without_training
 from accmt.metrics.gathering import gather_on_main_process, to_cpu
 from accmt.module import defines
 from accmt.parallel.reduction import broadcast_buffers
+from accmt.parallel.shards import borrow_batch
 from accmt.precision import autocast
 from accmt.processes import is_main_process, process_index
 from accmt.run import EvaluationRun
@@ -53,6 +54,9 @@ def _predict_set(run: EvaluationRun, key: str, loader: Loader, *, keeps: bool) -
     for micro_batch in loader.micro_batches(0):
         bad.add(len(micro_batch.bad), micro_batch.bad)
         has_batch |= micro_batch.batch is not None
+        borrowed = borrow_batch(micro_batch.batch) if run.is_sharded and micro_batch.is_partial else None
+        if micro_batch.batch is None and borrowed is not None:
+            _predict_batch(run, key, run.place(borrowed))  # for the others' sake
         if micro_batch.batch is not None:
             seed_generators(derive_seed(run.seed, "predict_step", micro_batch.index, process_index()), run.device)
             batch = run.place(micro_batch.batch)

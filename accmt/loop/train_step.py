@@ -14,6 +14,7 @@ from accmt.loop.step_outputs import TrainingOutput, read_training_output
 from accmt.loop.weighting import AccumulationWindow
 from accmt.metrics.weighted_sum import Weight
 from accmt.parallel.reduction import broadcast_buffers
+from accmt.parallel.shards import borrow_batch
 from accmt.parallel.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.precision import autocast
 from accmt.processes import num_processes, process_index
@@ -34,6 +35,7 @@ class AutomaticSteps:
         self._process_index = process_index()
         self._may_halve = run.settings.optimization.auto_micro_batch and current_micro_batch_size(run) > 1
         self._reduces_by_hand = run.reduces_by_hand or (self._may_halve and not self._is_alone)
+        self._is_sharded = run.is_sharded
         self._synchronized = synchronized_layers(run.unwrapped_model)
         self._is_on_device = run.device.type != "cpu"
         self._needs_context = run.accelerator.mixed_precision != "no" or run.is_wrapped
@@ -44,7 +46,8 @@ class AutomaticSteps:
 
         Gradients are reduced over processes in the last micro-batch of a window only. One in which some process has no
         batch, or may run out of memory, runs without any communication; its window's gradients are reduced by hand
-        afterwards, and so are those of a model that nothing wraps.
+        afterwards, and so are those of a model that nothing wraps. A sharded model is reduced in each micro-batch, and
+        needs all processes: one without a batch borrows that of another.
 
         Processes: collective.
 
@@ -62,8 +65,8 @@ class AutomaticSteps:
         elif self._may_halve:
             self._try_batch(window, micro_batch)
         elif micro_batch.is_partial:
-            self._train_apart(window, micro_batch)
-        elif is_full or self._is_alone or self._reduces_by_hand:
+            (self._train_together if self._is_sharded else self._train_apart)(window, micro_batch)
+        elif is_full or self._is_alone or self._reduces_by_hand or self._is_sharded:
             self._train_batch(window, micro_batch)
         else:
             with run.accelerator.no_sync(run.model):  # the last micro-batch of the window reduces for all
@@ -122,6 +125,19 @@ class AutomaticSteps:
         window.is_unreduced = True
         with self._run.using_unwrapped_model(), without_synchronization(self._synchronized):
             self._train_batch(window, micro_batch)
+
+    def _train_together(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
+        """Train on this process's batch, or take part in the forward and backward of the others with one of theirs."""
+        borrowed = borrow_batch(micro_batch.batch)
+        if micro_batch.batch is not None or borrowed is None:
+            self._train_batch(window, micro_batch)
+            return
+        run = self._run
+        output = read_training_output(self._run_in_context(run.place(borrowed)))
+        run.module.logs.of_training.begin_batch()  # drops what the step has logged
+        if run.weighting.is_explicit is None:
+            run.weighting.decide(None, is_explicit=False)
+        run.actions.backward(output.loss * 0.0)
 
     def _train_batch(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
         run, hooks = self._run, self._run.hooks

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from accmt.sharded_tensors import total_norm
+
 
 def clip_gradients(parameters: Sequence[nn.Parameter], limit: float | None, kind: str) -> torch.Tensor | None:
     """Clip gradients, which are reduced over processes and unscaled before, to a norm or a value.
@@ -19,4 +21,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float | None, kind
     if kind == "value":
         nn.utils.clip_grad_value_(parameters, limit)
         return None
-    return nn.utils.clip_grad_norm_(parameters, limit)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = total_norm(gradients)
+    nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return norm

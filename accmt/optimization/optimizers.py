@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,12 +15,22 @@ from accmt.errors import HyperParameterError, ModuleContractError, explain
 _IMPLEMENTATIONS = frozenset({"fused", "foreach", "differentiable", "capturable"})
 
 
-def build_optimizer(hps: HyperParameters, parameters: Iterable[torch.nn.Parameter]) -> Optimizer:
+def build_optimizer(
+    hps: HyperParameters,
+    parameters: Iterable[torch.nn.Parameter],
+    *,
+    as_trained: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Optimizer:
     """Build the optimizer of `hps` over `parameters`.
 
     All of them are handed over, frozen ones too: the optimizer skips those without a gradient, and trains them
     from the moment they are thawed. `fused=True` is set where the class, the devices and the types of the parameters
     allow it and `hps` chooses no implementation itself.
+
+    Args:
+        hps: The hyper-parameters.
+        parameters: The parameters.
+        as_trained: Makes a tensor of the kind that the parameters will be, where they are sharded later.
 
     Raises:
         ModuleContractError: No parameter requires a gradient.
@@ -38,7 +48,7 @@ def build_optimizer(hps: HyperParameters, parameters: Iterable[torch.nn.Paramete
         raise ModuleContractError(message)
     optimizer_class = hps.optimizer_class
     arguments = optimizer_arguments(optimizer_class, hps.optim_kwargs)
-    if _can_fuse(optimizer_class, arguments, trainable):
+    if _can_fuse(optimizer_class, arguments, trainable, as_trained or torch.clone):
         arguments["fused"] = True
     try:
         return optimizer_class(parameters, **arguments)
@@ -54,16 +64,24 @@ def build_optimizer(hps: HyperParameters, parameters: Iterable[torch.nn.Paramete
 
 
 def _can_fuse(
-    optimizer_class: type[Optimizer], arguments: Mapping[str, Any], trainable: Iterable[torch.nn.Parameter]
+    optimizer_class: type[Optimizer],
+    arguments: Mapping[str, Any],
+    trainable: Iterable[torch.nn.Parameter],
+    as_trained: Callable[[torch.Tensor], torch.Tensor],
 ) -> bool:
     """Try a fused step on one number of each device and type that the parameters have."""
     if "fused" not in parameters_of(optimizer_class) or _IMPLEMENTATIONS & set(arguments):
         return False
     try:
         for device, dtype in {(parameter.device, parameter.dtype) for parameter in trainable}:
-            weight = torch.nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
+            weight = torch.nn.Parameter(as_trained(torch.zeros(1, device=device, dtype=dtype)))
             weight.grad = torch.zeros_like(weight)
             optimizer_class([weight], **arguments, fused=True).step()  # type: ignore[call-arg]
-    except (RuntimeError, TypeError, ValueError):  # what is wrong beside `fused` shows when the real one is built
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        NotImplementedError,
+    ):  # what is wrong beside `fused` shows when the real one is built
         return False
     return True

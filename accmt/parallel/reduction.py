@@ -168,7 +168,7 @@ def broadcast_buffers(model: nn.Module) -> None:
 
     Processes: collective. Training does the same at each forward; this brings the last batch's up to date.
     """
-    _broadcast(model.buffers())
+    broadcast_tensors(model.buffers())
 
 
 def broadcast_weights(model: nn.Module) -> None:
@@ -176,12 +176,23 @@ def broadcast_weights(model: nn.Module) -> None:
 
     Processes: collective.
     """
-    _broadcast(parameter.detach() for parameter in model.parameters())
+    broadcast_tensors(model.parameters())
 
 
-def _broadcast(tensors: Iterable[torch.Tensor]) -> None:
+def broadcast_tensors(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> None:
+    """Give every process the main process's values of tensors, in place.
+
+    Args:
+        device: Where processes exchange them, one after the other; None where each is.
+
+    Processes: collective.
+    """
     for tensor in tensors if num_processes() > 1 else ():
-        dist.broadcast(tensor, src=0)
+        own = tensor.detach()
+        exchanged = own if device is None else own.to(device)
+        dist.broadcast(exchanged, src=0)
+        if exchanged is not own:
+            own.copy_(exchanged)
 
 
 def require_equal_weights(model: nn.Module) -> None:

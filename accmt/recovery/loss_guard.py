@@ -21,6 +21,7 @@ from accmt.metrics.weighted_sum import COMPACT_AT, Weight, stack
 from accmt.processes import gather_objects, num_processes, process_index
 from accmt.recovery.restart import roll_back
 from accmt.run import Place, Run
+from accmt.sharded_tensors import total_norm
 
 _RECENT = 100
 _ENOUGH = 20
@@ -112,7 +113,7 @@ class LossGuard:
 
         Waits for the device.
         """
-        is_finite = bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients)))
+        is_finite = bool(torch.isfinite(total_norm(gradients)))
         if not is_finite:
             self.skipped[samples_before] = step
         return is_finite

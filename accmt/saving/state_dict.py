@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, TypeGuard
 
 import safetensors.torch
 import torch
@@ -14,9 +12,7 @@ from torch import Tensor, nn
 from accmt.errors import WeightsError, explain
 from accmt.libraries.private_names import is_made_of_tensors
 from accmt.processes import is_main_process
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from accmt.sharded_tensors import is_dtensor, make_whole
 
 _COMPILED = "_orig_mod"
 _PARALLEL = "module."
@@ -77,16 +73,10 @@ def gather_shards(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _gather(value: Tensor) -> Tensor | None:
-    if not _is_dtensor(value):
+    if not is_dtensor(value):
         return value
-    whole: Tensor = value.full_tensor()
+    whole = make_whole(value)
     return whole.cpu() if is_main_process() else None
-
-
-def _is_dtensor(value: object) -> TypeGuard[DTensor]:
-    # Who holds a DTensor has imported its module; importing it here would load sympy with every `import accmt`.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
 
 
 def require_complete(state_dict: Mapping[str, Tensor], model: nn.Module) -> None:
@@ -157,7 +147,7 @@ def _view(tensor: Tensor) -> Hashable:
 def _is_dense(value: object) -> bool:
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
         return False
-    return _is_dtensor(value) or not is_made_of_tensors(value)
+    return is_dtensor(value) or not is_made_of_tensors(value)
 
 
 def _kind(value: object) -> str:

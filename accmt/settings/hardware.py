@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accmt.errors import ArgumentError, explain
-from accmt.settings.checks import require_choice, require_keywords, require_mapping
+from accmt.settings.checks import require_choice, require_int, require_keywords, require_mapping
 
 
 def require_precision(value: Any) -> None:
@@ -40,6 +40,27 @@ def require_ddp_kwargs(value: Any) -> None:
         from accelerate import DistributedDataParallelKwargs
 
         require_keywords("ddp_kwargs", value, DistributedDataParallelKwargs, "accelerate.DistributedDataParallelKwargs")
+
+
+def require_parallelism(value: Mapping[str, Any] | None) -> None:
+    """Check the entries of `parallelism`; Accelerate is imported for a dict of FSDP's arguments only.
+
+    Raises:
+        ArgumentError: A size is no number from 1, or FSDP has no such argument.
+    """
+    for name in ("shard", "replicate"):
+        if value is not None and name in value:
+            require_int(f"parallelism.{name}", value[name], at_least=1)
+    own = (value or {}).get("fsdp", True)
+    if isinstance(own, Mapping):
+        from accelerate import FullyShardedDataParallelPlugin
+
+        require_keywords(
+            "parallelism.fsdp", own, FullyShardedDataParallelPlugin, "accelerate.FullyShardedDataParallelPlugin"
+        )
+    elif own is not True:
+        expected, do = "True, or arguments of FSDP2 by name", 'parallelism={"fsdp": True}, or leave `parallelism` out'
+        raise ArgumentError(explain('Trainer(parallelism={"fsdp": ...})', repr(own), expected, do))
 
 
 def require_accelerator(value: Any) -> None:

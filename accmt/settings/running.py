@@ -20,7 +20,7 @@ from accmt.settings.checks import (
 )
 from accmt.settings.durations import read_max_time
 from accmt.settings.handlers import Handler, read_handlers
-from accmt.settings.hardware import require_accelerator, require_ddp_kwargs, require_precision
+from accmt.settings.hardware import require_accelerator, require_ddp_kwargs, require_parallelism, require_precision
 from accmt.settings.how_often import Unit, read_every
 from accmt.settings.profiler import require_profiler
 
@@ -33,6 +33,14 @@ class TorchFlags(TypedDict, total=False):
     detect_anomaly: bool
 
 
+class ParallelismOptions(TypedDict, total=False):
+    """How the model is spread over processes; described at `parallelism`."""
+
+    fsdp: bool | Mapping[str, Any]
+    shard: int
+    replicate: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunningSettings:
     """Device, precision, seed, length and appearance of a run.
@@ -41,6 +49,9 @@ class RunningSettings:
         accelerator: An `accelerate.Accelerator`, or a dict of its arguments; None builds one from the launch.
         mixed_precision: "no", "fp16" or "bf16"; None takes the launch's.
         ddp_kwargs: Arguments of `accelerate.DistributedDataParallelKwargs`.
+        parallelism: Shards the model over the processes of a launch by FSDP2: a dict. "fsdp": True, or arguments of
+            `accelerate.FullyShardedDataParallelPlugin`. "shard" and "replicate": the sizes of hybrid sharding, whose
+            product is the number of processes; by default all processes shard.
         compile: Whether the model is compiled by `torch.compile`; a dict gives its arguments.
         seed: Seed of everything random; None draws one.
         torch_flags: A dict of what is set in torch during the run. "deterministic": True makes it use deterministic
@@ -68,6 +79,7 @@ class RunningSettings:
     accelerator: Any = None
     mixed_precision: str | None = None
     ddp_kwargs: Mapping[str, Any] | None = None
+    parallelism: ParallelismOptions | None = None
     compile: bool | Mapping[str, Any] = False
     seed: int | None = None
     torch_flags: TorchFlags | None = None
@@ -105,6 +117,8 @@ class RunningSettings:
             raise_wrong_value("compile", compiling, "True, False, or arguments of torch.compile", "compile=True")
         require_keywords("compile", self.compile_kwargs, torch.compile, "torch.compile")
         require_ddp_kwargs(self.ddp_kwargs)
+        require_options("parallelism", self.parallelism, ParallelismOptions)
+        require_parallelism(self.parallelism)
         value: Any = self.gradient_checkpointing
         if not isinstance(value, bool | Mapping):
             expected = "True, False, or arguments of torch.utils.checkpoint.checkpoint by name"

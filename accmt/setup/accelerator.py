@@ -11,27 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from accmt.errors import ArgumentError, explain
 from accmt.messages import warn_once
+from accmt.parallel.shards import is_sharded
 from accmt.processes import leave_process_group
 from accmt.settings import RunningSettings
+from accmt.setup.parallelism import (
+    Parallelism,
+    accelerator_arguments,
+    find_parallelism,
+    hidden_from_accelerate,
+    is_set,
+    require_effect,
+    shard_on_cpu,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_ENGINES_NOT_BUILT_YET = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
-_ENGINE_FLAGS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
-_ENGINE_ARGUMENTS = (
-    "fsdp_plugin",
-    "deepspeed_plugin",
-    "deepspeed_plugins",
-    "megatron_lm_plugin",
-    "torch_tp_plugin",
-    "parallelism_config",
-)
-_PARALLEL_SIZES = ("tp_size", "cp_size", "sp_size", "dp_shard_size")
-_TRUE = ("true", "1", "yes")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _current: weakref.ref[Accelerator] | None = None
 _group: dist.ProcessGroup | None = None
@@ -49,25 +48,46 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
 
     _reject_closed_group()
     user_accelerator = settings.accelerator
-    _reject_engines(user_accelerator)
+    parallelism = find_parallelism(settings)
     if isinstance(user_accelerator, Accelerator):
         accelerator = user_accelerator
         _check_user_accelerator(accelerator, settings)
     else:
         with _noting_group():
-            accelerator = Accelerator(**_arguments(user_accelerator, settings))
+            accelerator = _build(_arguments(user_accelerator, settings), parallelism)
         accelerator.gradient_accumulation_steps = 1  # the environment may say otherwise; accumulation is the loop's
     _check_loader_config(accelerator)
     _check_engine(accelerator)
+    require_effect(accelerator, parallelism)
     if accelerator.device.type == "cpu" and not _asks_for_cpu(user_accelerator):
         _warn_of_unused_gpu()
     _current = weakref.ref(accelerator)
     return accelerator
 
 
+def _build(arguments: dict[str, Any], parallelism: Parallelism) -> Accelerator:
+    from accelerate import Accelerator
+
+    if parallelism.is_plain:
+        return Accelerator(**arguments)
+    if not arguments.get("cpu", False):
+        return Accelerator(**{**arguments, **accelerator_arguments(parallelism)})
+    own = {name: value for name, value in arguments.items() if name not in accelerator_arguments(parallelism)}
+    with hidden_from_accelerate():
+        accelerator = Accelerator(**own)
+    shard_on_cpu(accelerator, parallelism)
+    return accelerator
+
+
 def current_accelerator() -> Accelerator | None:
     """Return the Accelerator of the run that began last in this process, while it exists."""
     return None if _current is None else _current()
+
+
+def must_keep_in_step(model: nn.Module) -> bool:
+    """Return whether each forward of a model needs all processes, in the run that begins."""
+    accelerator = current_accelerator()
+    return is_sharded(model) or (accelerator is not None and accelerator.is_fsdp2)
 
 
 def close_group() -> None:
@@ -147,29 +167,9 @@ def _reject(name: str, trainer: Any, accelerator: Any) -> None:
     )
 
 
-def _reject_engines(user: Any) -> None:
-    """Reject an engine that was asked for; where it has no effect, on CPUs say, Accelerate would train without it."""
-    asked = [f"{name}={value}" for name in _ENGINE_FLAGS if (value := os.environ.get(name, "")).lower() in _TRUE]
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in _TRUE:
-        sizes = {name: f"PARALLELISM_CONFIG_{name.upper()}" for name in _PARALLEL_SIZES}
-        asked += [f"{name}={os.environ[name]}" for name in sizes.values() if os.environ.get(name, "1") != "1"]
-    for name in _ENGINE_ARGUMENTS:
-        plugin = user.get(name) if isinstance(user, Mapping) else getattr(getattr(user, "state", None), name, None)
-        if plugin is not None and (name != "parallelism_config" or _parallel_sizes(plugin)):
-            asked.append(f"Accelerator({name}=...)" + "".join(f", {size}" for size in _parallel_sizes(plugin)))
-    if asked:
-        message = explain(
-            "the engine that trains",
-            f"{', '.join(asked)}: this engine is not built yet in this version",
-            "DDP, or one process",
-            "launch with DDP (several GPUs, or several processes), and drop that setting",
-        )
-        raise NotImplementedError(message)
-
-
 def _asks_for_cpu(user: Any) -> bool:
     is_asked = isinstance(user, Mapping) and bool(user.get("cpu"))
-    return is_asked or not isinstance(user, Mapping | None) or os.environ.get("ACCELERATE_USE_CPU", "").lower() in _TRUE
+    return is_asked or not isinstance(user, Mapping | None) or is_set("ACCELERATE_USE_CPU")
 
 
 def _warn_of_unused_gpu() -> None:
@@ -184,11 +184,6 @@ def _warn_of_unused_gpu() -> None:
     warn_once(f"the machine has an NVIDIA GPU, but the run is on the CPU, for {why}: {do}", about="unused GPU")
 
 
-def _parallel_sizes(plugin: Any) -> list[str]:
-    sizes = {name: getattr(plugin, name, 1) for name in _PARALLEL_SIZES}
-    return [f"{name}={size}" for name, size in sizes.items() if isinstance(size, int) and size > 1]
-
-
 def _check_engine(accelerator: Accelerator) -> None:
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if accelerator.num_processes < launched:
@@ -198,7 +193,3 @@ def _check_engine(accelerator: Accelerator) -> None:
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         expected, do = "fp16 on a GPU: a CPU has no fp16 arithmetic worth using", 'mixed_precision="bf16"'
         raise ArgumentError(explain("mixed_precision", "fp16 on a CPU", expected, do))
-    kind = accelerator.distributed_type.value
-    if kind in _ENGINES_NOT_BUILT_YET:
-        message = f"training with {kind} is not built yet in this version; launch with DDP (several GPUs) instead"
-        raise NotImplementedError(message)

@@ -15,6 +15,7 @@ from accmt.messages import warn
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
 from accmt.processes import num_processes, process_index
 from accmt.settings import DataSettings, Settings
+from accmt.setup.accelerator import must_keep_in_step
 from accmt.setup.same_on_processes import find_same_data
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ def build_evaluation_loader(
         persistent_workers=data_settings.dataloader_persistent_workers,
         pin_memory=_pins_memory(data_settings, device),
         skips_bad=data_settings.on_bad_sample == "skip",
+        agree_on=device if must_keep_in_step(module.model) else None,
     )
     return _end_together(build_loader(data, options), device)
 

@@ -27,6 +27,7 @@ from accmt.parallel.reduction import (
     require_equal_weights,
     settle_buckets,
 )
+from accmt.parallel.shards import as_shard, is_sharded, shard_model
 from accmt.parallel.sync_batchnorm import restore_batch_norm, synchronize_if_asked
 from accmt.run import Run
 from accmt.settings import RunningSettings, Settings
@@ -68,18 +69,19 @@ def prepare(
     if running.gradient_checkpointing is not False:
         kwargs = running.gradient_checkpointing if isinstance(running.gradient_checkpointing, Mapping) else None
         enable_gradient_checkpointing(module.model, kwargs)
-    if accelerator.device_placement:
+    if accelerator.device_placement and not accelerator.is_fsdp2:
         module.model.to(accelerator.device)
     synchronize_if_asked(module.model, settings, accelerator.device)
     compile_if_asked(module.model, running)
     own = module.get_optimizer()
-    built = build_optimizer(settings.hps, module.model.parameters()) if own is None else own
+    built = _build_optimizer(module.model, settings, accelerator) if own is None else own
     optimizer = require_optimizer(module, built)
     _require_own_parameters(module, optimizer)
     scheduler = make_scheduler(module, optimizer, settings, cadence, length)
     model = _wrap(module.model, optimizer, accelerator)
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
-    require_equal_weights(unwrapped)
+    if not is_sharded(unwrapped):
+        require_equal_weights(unwrapped)
     settle_buckets(model, set_to_none=settings.optimization.set_to_none)
     stepper = Stepper(
         accelerator,
@@ -91,9 +93,19 @@ def prepare(
     return Prepared(model, unwrapped, stepper, scheduler)
 
 
+def _build_optimizer(model: nn.Module, settings: Settings, accelerator: Accelerator) -> torch.optim.Optimizer:
+    will_be_sharded = accelerator.is_fsdp2 and not is_sharded(model)
+    return build_optimizer(settings.hps, model.parameters(), as_trained=as_shard if will_be_sharded else None)
+
+
 def _wrap(own: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> nn.Module:
-    """Return the model as it is trained: wrapped, unless it is a container of what the steps call."""
+    """Return the model as it is trained: sharded, or wrapped unless it is a container of what the steps call."""
     model: nn.Module
+    if accelerator.is_fsdp2:
+        if not is_sharded(own):
+            _require_forward(own)
+            shard_model(own, accelerator, optimizer)
+        return own
     if is_container(own):
         model = accelerator.prepare_model(own, evaluation_mode=True)
         broadcast_weights(model)
@@ -111,9 +123,22 @@ def prepare_for_evaluation(module: AcceleratorModule, accelerator: Accelerator, 
     Processes: collective; every process gets the main process's weights, as training would give them.
     """
     compile_if_asked(module.model, settings.running)
+    if accelerator.is_fsdp2:
+        if not is_sharded(module.model):
+            _require_forward(module.model)
+            shard_model(module.model, accelerator, None)
+        return module.model
     model: nn.Module = accelerator.prepare_model(module.model, evaluation_mode=True)
     broadcast_weights(model)
     return model
+
+
+def _require_forward(model: nn.Module) -> None:
+    """Reject to shard a container: its parts are called without it, and only its call would make them whole."""
+    if is_container(model):
+        got = f"a {type(model).__name__} without a forward of its own, sharded by FSDP2"
+        do = "give it a forward that calls its parts, or train it without `parallelism`"
+        raise ModuleContractError(explain("self.model", got, "a model that is called itself", do))
 
 
 def compile_if_asked(model: nn.Module, settings: RunningSettings) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from accmt.protocols import Data
     from accmt.recovery.restart import Recovery
     from accmt.settings import Checkpointer, Clipping, Delivery, Failures, Handler, Limits, MetricOptions, Monitor
-    from accmt.settings.running import TorchFlags
+    from accmt.settings.running import ParallelismOptions, TorchFlags
     from accmt.setup.user_data import UserData
     from accmt.trainer.argument_types import Bound, Collate, Metrics, Samplers, Trackers
     from accmt.tuning import Search, Tuning
@@ -139,6 +139,7 @@ class Trainer(TrainerProperties):
         accelerator: Accelerator | Mapping[str, Any] | None = None,
         mixed_precision: Literal["no", "fp16", "bf16"] | None = None,
         ddp_kwargs: Mapping[str, Any] | None = None,
+        parallelism: ParallelismOptions | None = None,
         failures: Failures | None = None,
         **kwargs: Any,
     ) -> None:

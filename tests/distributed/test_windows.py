@@ -14,6 +14,15 @@ from tests.distributed.scripts import windows
 from tests.launching import SCRIPTS, launch
 
 CASES = {case.name: case for case in windows.make_cases()}
+SHARDED = {case.name: case for case in windows.make_sharded_cases()}
+
+
+@pytest.fixture(scope="module", params=["fsdp-2", "fsdp-3", "hsdp-4"])
+def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    engine, processes = request.param.split("-")
+    path = tmp_path_factory.mktemp("windows") / "result.json"
+    launch(SCRIPTS / "windows.py", str(path), engine, processes=int(processes), result=path, timeout_s=240)
+    return json.loads(path.read_text())
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda r: f"{r}-processes")
@@ -88,7 +97,17 @@ def reference(case: Any, processes: int) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("name", CASES)
 def test_every_update_equals_that_of_one_big_batch(name: str, results: dict[str, Any]) -> None:
-    case, result = CASES[name], results[name]
+    check(CASES[name], results[name])
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_every_update_of_a_sharded_model_equals_that_of_one_big_batch(name: str, sharded: dict[str, Any]) -> None:
+    check(SHARDED[name], sharded[name])
+    check_counts(SHARDED[name], sharded[name])
+
+
+def check(case: windows.Case, result: dict[str, Any]) -> None:
+    """Compare a run with plain torch."""
     expected = reference(case, result["processes"])
     assert result["processes_agree"]
     assert len(result["gradients"]) == len(expected["gradients"]) == result["state"]["global_step"]
@@ -102,7 +121,11 @@ def test_every_update_equals_that_of_one_big_batch(name: str, results: dict[str,
 @pytest.mark.feature("T30", "T28", "T35")
 @pytest.mark.parametrize("name", CASES)
 def test_counts_do_not_depend_on_the_launch(name: str, results: dict[str, Any]) -> None:
-    case, result = CASES[name], results[name]
+    check_counts(CASES[name], results[name])
+
+
+def check_counts(case: windows.Case, result: dict[str, Any]) -> None:
+    """Compare the counters of a run with what its samples give."""
     state = result["state"]
     num_trained = sum(map(len, windows_of(case, result["processes"])))
     assert state["samples_seen"] == num_trained * case.epochs

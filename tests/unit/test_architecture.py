@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "accmt"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
-    {"errors", "files", "processes", "state", "messages", "version", "precision", "libraries"},
+    {"errors", "files", "processes", "state", "messages", "version", "precision", "sharded_tensors", "libraries"},
     {"config", "settings", "compat", "protocols"},
     {"data", "optimization", "checkpoint", "saving", "metrics", "tracking", "failures", "callbacks"},
     {"curricula", "notebook", "module", "module_log", "module_kinds", "huggingface", "parallel"},

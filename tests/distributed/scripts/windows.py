@@ -1,6 +1,6 @@
 """Trains a small network on a grid of cases and writes what each update was made of, on one process or many.
 
-    PYTHONPATH=. torchrun --nproc-per-node 2 windows.py RESULT.json
+    PYTHONPATH=. torchrun --nproc-per-node 2 windows.py RESULT.json [fsdp | hsdp]
 
 Each sample has 1 to 5 tokens. Without weights the loss is the mean over samples; with weights it is the mean over
 tokens, weighted by their number.
@@ -26,12 +26,14 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Callback, Trainer, read_history
 from accmt.processes import gather_objects, is_main_process, num_processes, process_index
+from accmt.sharded_tensors import make_whole
 
 BATCH_SIZE = 4
 TOKENS = 5
 LR = 0.05
 CLIP = 0.3
 WARMUP = 0.3
+PARALLELISM: dict[str, Any] = {"fsdp": {"fsdp": True}, "hsdp": {"replicate": 2}}
 COLLATED = ("dropping", "dropping-loader", "dropping-stream", "adding", "adding-loader-of-stream")
 
 
@@ -50,6 +52,13 @@ class Case:
     @property
     def name(self) -> str:
         return "-".join(f"{key}={value}" for key, value in asdict(self).items())
+
+
+def make_sharded_cases() -> list[Case]:
+    """Return those of the grid that sharded models are trained on: each kind of data, and every kind of window."""
+    cases = [Case(n, a, w) for n, a in ((1, 1), (3, 2), (17, 1), (29, 4)) for w in (False, True)]
+    cases += [Case(29, 2, w, data) for w in (False, True) for data in ("loader", "stream", "unshared", *COLLATED)]
+    return [*cases, Case(29, 2, micro=3), Case(29, 2, weighted=True, clip=CLIP), Case(29, 1, clip=CLIP)]
 
 
 def make_cases() -> list[Case]:
@@ -162,7 +171,7 @@ class GradientRecorder(Callback):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.gradients.append(torch.cat([p.grad.flatten() for p in parameters]).tolist())
+        self.gradients.append(torch.cat([make_whole(p.grad).flatten() for p in parameters]).tolist())
         self.learning_rates.append(optimizer.param_groups[0]["lr"])
 
 
@@ -206,7 +215,7 @@ def run_case(case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
     )
     module = Regression(weighted=case.weighted)
     state = trainer.fit(module, make_data(case))
-    weights = torch.cat([p.detach().flatten() for p in module.model.parameters()]).tolist()
+    weights = torch.cat([make_whole(p.detach()).flatten() for p in module.model.parameters()]).tolist()
     every = gather_objects((recorder.gradients, state.state_dict(), weights))
     losses = (
         [row["values"]["train_loss"] for row in read_history(trainer.log_dir) if "values" in row]
@@ -226,8 +235,12 @@ def run_case(case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Run the grid and write the results."""
+    parallelism = PARALLELISM[sys.argv[2]] if len(sys.argv) > 2 else None
+    cases = make_cases() if parallelism is None else make_sharded_cases()
     with tempfile.TemporaryDirectory() as folder:
-        results = {case.name: run_case(case, Path(folder) / str(i)) for i, case in enumerate(make_cases())}
+        results = {
+            case.name: run_case(case, Path(folder) / str(i), parallelism=parallelism) for i, case in enumerate(cases)
+        }
     if is_main_process():
         Path(sys.argv[1]).write_text(json.dumps(results))
 

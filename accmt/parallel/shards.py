@@ -1,0 +1,80 @@
+"""A model whose parameters are sharded: each process holds a part of each, and every forward needs all processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accmt.parallel.reduction import broadcast_tensors
+from accmt.processes import gather_objects, num_processes
+from accmt.sharded_tensors import is_dtensor
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch.optim import Optimizer
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a model, or a part of it, is sharded over processes."""
+    return any(is_dtensor(parameter) for parameter in model.parameters())
+
+
+def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer | None) -> None:
+    """Shard a model in place as the Accelerator's plugin says, and let its optimizer have the shards.
+
+    Every process begins with the main one's weights and buffers, as under data parallelism.
+
+    Processes: collective.
+    """
+    broadcast_tensors([*model.parameters(), *model.buffers()], accelerator.device)
+    if optimizer is None:
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        fsdp2_prepare_model(accelerator, model)
+    else:
+        accelerator.prepare(model, optimizer)
+    vars(model)["_is_fsdp_managed_module"] = True  # by which `generate` of transformers lets processes go on together
+
+
+def as_shard(tensor: Tensor) -> Tensor:
+    """Return a tensor as this process's part of one that all processes hold together."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh(tensor.device.type, (num_processes(),))
+    return DTensor.from_local(tensor, mesh, [Shard(0)])
+
+
+def reshard(model: nn.Module) -> None:
+    """Let each process hold no more than its shards again.
+
+    After a forward without a backward some layers still have their whole parameters; what then looks at the
+    parameters would find tensors of both kinds.
+    """
+    for part in _fsdp_modules(model):
+        part.reshard()
+
+
+def _fsdp_modules(model: nn.Module) -> Iterator[Any]:
+    module = sys.modules.get("torch.distributed.fsdp")
+    return (part for part in model.modules() if module is not None and isinstance(part, module.FSDPModule))
+
+
+def borrow_batch(own: Any) -> Any:
+    """Return this process's batch or, where it has none, the batch of another one; None where none has any.
+
+    A process without a batch has to take part in the forward of the others, without effect.
+
+    Processes: collective.
+    """
+    has_batch = gather_objects(own is not None)
+    if all(has_batch) or not any(has_batch):
+        return own
+    lender = has_batch.index(True)
+    holder = [own if dist.get_rank() == lender else None]
+    dist.broadcast_object_list(holder, src=lender)
+    return holder[0] if own is None else own

@@ -1,0 +1,232 @@
+"""How a model is spread over processes: what launch, environment and Trainer ask for, and that it is what runs.
+
+DDP is what Accelerate does by itself. FSDP2, and hybrid sharding, are asked for by `Trainer(parallelism=...)`, by
+`accelerate launch --use_fsdp --fsdp_version 2`, or by an Accelerator's plugin and `ParallelismConfig`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from accmt.errors import ArgumentError, explain
+from accmt.settings import RunningSettings
+from accmt.settings.running import ParallelismOptions
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.parallelism_config import ParallelismConfig
+
+_TRUE = ("true", "1", "yes")
+_USE_FSDP, _USE_CONFIG = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"
+_SIZES = {"replicate": "dp_replicate_size", "shard": "dp_shard_size"}
+_WHERE = "the parallelism"
+_FSDP2 = 'Trainer(parallelism={"fsdp": True})'
+_SETTINGS_OF_ZERO = (
+    "ZeRO 1 and 2 are reshard_after_forward=False, ZeRO 3 is the default, offloading is cpu_offload=True: "
+    'Trainer(parallelism={"fsdp": {...}})'
+)
+# What is asked for and not built: the flag of a launch, the arguments of an Accelerator, and what to use instead.
+_NOT_BUILT = {
+    "DeepSpeed": ("ACCELERATE_USE_DEEPSPEED", ("deepspeed_plugin", "deepspeed_plugins"), _SETTINGS_OF_ZERO),
+    "Megatron-LM": ("ACCELERATE_USE_MEGATRON_LM", ("megatron_lm_plugin",), f"FSDP2: {_FSDP2}"),
+}
+_ARGUMENTS = ("fsdp_plugin", "parallelism_config", *chain.from_iterable(names for _, names, _ in _NOT_BUILT.values()))
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """What is asked for.
+
+    Attributes:
+        plugin: The settings of FSDP2; None where the model is not sharded.
+        config: The sizes of the mesh of processes; None where there is one dimension only.
+        source: What asked for it.
+    """
+
+    plugin: FullyShardedDataParallelPlugin | None = None
+    config: ParallelismConfig | None = None
+    source: str = ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is asked for: one process, or DDP."""
+        return self.plugin is None and self.config is None
+
+
+def find_parallelism(settings: RunningSettings) -> Parallelism:
+    """Return what is asked for, by the Trainer's argument, the Accelerator's arguments, or else the launch.
+
+    A process that is alone has the whole model, whatever is asked for.
+
+    Raises:
+        ArgumentError: It is an engine that is not built, or FSDP's first version.
+    """
+    user = settings.accelerator or {}
+    if not isinstance(user, Mapping):
+        user = {name: getattr(user.state, name, None) for name in _ARGUMENTS}
+    _reject_not_built(user)
+    if settings.parallelism:
+        _reject_two_places(user)
+        found = _of_argument(settings.parallelism)
+    else:
+        found = _of_launch(user)
+    _check_sizes(found)
+    return found if _num_launched() > 1 else Parallelism()
+
+
+def accelerator_arguments(parallelism: Parallelism) -> dict[str, Any]:
+    """Return the arguments of an Accelerator on GPUs, which sees to the rest itself."""
+    if parallelism.is_plain:
+        return {}
+    return {"fsdp_plugin": parallelism.plugin, "parallelism_config": parallelism.config}
+
+
+@contextmanager
+def hidden_from_accelerate() -> Iterator[None]:
+    """Hide what a launch asks for while an Accelerator of CPU processes is built: it would reject it, or drop it."""
+    hidden = {name: os.environ.pop(name) for name in (_USE_FSDP, _USE_CONFIG) if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def shard_on_cpu(accelerator: Accelerator, parallelism: Parallelism) -> None:
+    """Let an Accelerator of CPU processes shard models: from here on all is as on GPUs, with Accelerate's own code.
+
+    Source: `AcceleratorState.__init__` in accelerate/state.py, which does this for every kind of device but the CPU.
+    """
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    state: Any = accelerator.state
+    if parallelism.plugin is not None:
+        if accelerator.mixed_precision != "no":
+            parallelism.plugin.set_mixed_precision(accelerator.mixed_precision)
+        state.fsdp_plugin = parallelism.plugin
+        state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    if parallelism.config is not None:
+        state.parallelism_config = parallelism.config
+        state.device_mesh = parallelism.config.get_device_mesh("cpu")
+        parallelism.config._validate_accelerator(accelerator)
+
+
+def require_effect(accelerator: Accelerator, parallelism: Parallelism) -> None:
+    """Check that what was asked for is what this Accelerator does.
+
+    Raises:
+        ArgumentError: It does something else, or something that is not built.
+    """
+    kind = accelerator.distributed_type.value
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
+        do = _SETTINGS_OF_ZERO if kind == "DEEPSPEED" else _FSDP2
+        _reject(f"an Accelerator that runs {kind}", "DDP, or FSDP2", do)
+    is_asked = parallelism.plugin is not None or is_set(_USE_FSDP)
+    if is_asked and accelerator.num_processes > 1 and not accelerator.is_fsdp2:
+        got = f"{parallelism.source or _USE_FSDP} asks for FSDP, and this Accelerator runs {kind}"
+        _reject(got, "FSDP2, where it is asked for", f"leave the Accelerator to the Trainer: {_FSDP2}")
+    if accelerator.is_fsdp2:
+        _reduce_in_float32(accelerator)
+
+
+def _reduce_in_float32(accelerator: Accelerator) -> None:
+    """Add up gradients in float32, as data parallelism does, where the user has not chosen another policy.
+
+    Accelerate's own policy for bf16 adds them up in bf16, which rounds each process's part to 8 bits.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    plugin: Any = accelerator.state.fsdp_plugin
+    policy = plugin.mixed_precision_policy
+    if policy is not None and policy.param_dtype == policy.reduce_dtype == policy.output_dtype:
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=torch.float32)
+
+
+def _of_argument(asked: ParallelismOptions) -> Parallelism:
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.parallelism_config import ParallelismConfig
+
+    source = f"Trainer(parallelism={asked!r})"
+    own = asked.get("fsdp", True)
+    sizes: dict[str, Any] = {_SIZES[name]: size for name, size in asked.items() if name in _SIZES}
+    arguments = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
+    plugin = FullyShardedDataParallelPlugin(**{**arguments, **(own if isinstance(own, Mapping) else {})})
+    if not sizes:
+        return Parallelism(plugin, None, source)
+    sizes.setdefault("dp_replicate_size", 1)
+    sizes.setdefault("dp_shard_size", max(1, _num_launched() // sizes["dp_replicate_size"]))
+    return Parallelism(plugin, ParallelismConfig(**sizes), source)
+
+
+def _of_launch(user: Mapping[str, Any]) -> Parallelism:
+    plugin, config = user.get("fsdp_plugin"), user.get("parallelism_config")
+    sources = [f"Accelerator({name}=...)" for name in ("fsdp_plugin", "parallelism_config") if user.get(name)]
+    if plugin is None and is_set(_USE_FSDP):  # as an Accelerator with a plugin sets it too
+        from accelerate import FullyShardedDataParallelPlugin
+
+        plugin = FullyShardedDataParallelPlugin()  # which reads the environment
+        sources.append(f"{_USE_FSDP}={os.environ[_USE_FSDP]}")
+    if config is None and is_set(_USE_CONFIG):
+        from accelerate.parallelism_config import ParallelismConfig
+
+        config = ParallelismConfig()
+        sources.append(f"{_USE_CONFIG}={os.environ[_USE_CONFIG]}")
+    if config is not None and config.total_size == 1:
+        config = None
+    return Parallelism(plugin, config, ", ".join(sources))
+
+
+def is_set(name: str) -> bool:
+    """Return whether an environment variable says yes."""
+    return os.environ.get(name, "").lower() in _TRUE
+
+
+def _num_launched() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _reject_not_built(user: Mapping[str, Any]) -> None:
+    for engine, (flag, arguments, do) in _NOT_BUILT.items():
+        asked = [f"{flag}={os.environ[flag]}"] if is_set(flag) else []
+        asked += [f"Accelerator({name}=...)" for name in arguments if user.get(name) is not None]
+        if asked:
+            _reject(f"{', '.join(asked)}: accmt does not train with {engine}", "DDP, or FSDP2", do)
+
+
+def _reject_two_places(user: Mapping[str, Any]) -> None:
+    twice = [f"Accelerator({name}=...)" for name in ("fsdp_plugin", "parallelism_config") if user.get(name) is not None]
+    twice += [f"{name}={os.environ[name]}" for name in (_USE_FSDP, _USE_CONFIG) if is_set(name)]
+    if twice:
+        _reject(f"parallelism=... and {', '.join(twice)}", "one place that says it", f"leave one out: {_FSDP2}")
+
+
+def _check_sizes(asked: Parallelism) -> None:
+    plugin, config = asked.plugin, asked.config
+    if plugin is not None and plugin.fsdp_version != 2:
+        do = f"--fsdp_version 2 at the launch, or {_FSDP2}"
+        _reject(f"{asked.source}: version {plugin.fsdp_version} of FSDP", "FSDP2, which replaces it", do)
+    if config is None:
+        return
+    others = {name: getattr(config, f"{name}_size") for name in ("tp", "cp", "sp")}
+    beside = [f"{name}_size={size}" for name, size in others.items() if size > 1]
+    if beside:
+        expected = "shard and replicate: tensor, context and sequence parallelism are not built"
+        _reject(f"{asked.source}: {', '.join(beside)}", expected, f"leave them out: {_FSDP2}")
+    if config.total_size != _num_launched():
+        got = f"replicate x shard = {config.dp_replicate_size} x {config.dp_shard_size}, on {_num_launched()} processes"
+        do = f"accmt launch -N {config.total_size}, or sizes whose product is {_num_launched()}"
+        _reject(got, "as many processes as the mesh has places", do)
+    if plugin is None:
+        _reject(f"{asked.source}, without FSDP2, which would shard", "FSDP2 beside the sizes of its mesh", _FSDP2)
+
+
+def _reject(got: str, expected: str, do: str) -> NoReturn:
+    raise ArgumentError(explain(_WHERE, got, expected, do))

@@ -1,0 +1,45 @@
+"""Tensors of which each process holds a part: FSDP2's and tensor parallelism's `DTensor`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Return whether a value is a sharded tensor."""
+    # Who holds a DTensor has imported its module; importing it here would load sympy with every `import accmt`.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def make_whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor.
+
+    Processes: collective where it is sharded.
+    """
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+
+def shard_like(whole: Tensor, like: Tensor) -> Tensor:
+    """Return this process's part of a whole tensor where `like` is sharded, without communication; else the whole."""
+    if not is_dtensor(like) or is_dtensor(whole):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def total_norm(gradients: Sequence[Tensor], order: float = 2.0) -> torch.Tensor:
+    """Return the norm of all gradients together.
+
+    Processes: collective where they are sharded.
+    """
+    return make_whole(nn.utils.get_total_norm(gradients, order))
