@@ -70,13 +70,25 @@ def require_call(calls: list[None]) -> None:
 @contextmanager
 def _require_call(wrapper: nn.Module) -> Iterator[None]:
     with counting_calls(wrapper) as calls:
+        yield
+    require_call(calls)
+
+
+@contextmanager
+def _explaining_parts(model: nn.Module) -> Iterator[None]:
+    """Explain what a part of a sharded model says when it is called by itself: only the whole makes it whole."""
+    with counting_calls(model) as calls:
         try:
             yield
-        except RuntimeError:
-            if is_sharded(wrapper):  # what a part of a sharded model says, which only the call of the whole makes whole
-                require_call(calls)
-            raise
-    require_call(calls)
+        except RuntimeError as error:
+            if calls:
+                raise
+            got = f"a part of self.model was called, which is sharded, and not self.model itself: {error}"
+            expected, do = (
+                "self.model(...), whose call gathers the shards",
+                "call self.model(...), or train without FSDP2",
+            )
+            raise ModuleContractError(explain("a step of the module", got, expected, do)) from error
 
 
 @dataclass(frozen=True)
@@ -161,6 +173,10 @@ class EvaluationRun:
     def is_sharded(self) -> bool:
         """Whether each process holds a part of the model only, so that each forward needs them all."""
         return is_sharded(self.unwrapped_model)
+
+    def explaining_parts(self) -> AbstractContextManager[None]:
+        """Return a context in which a step that calls a part of a sharded model gets an error that says so."""
+        return _explaining_parts(self.unwrapped_model) if self.is_sharded else _NOTHING
 
     @property
     def loss_name(self) -> str:

@@ -1,9 +1,9 @@
-"""Tensors of which each process holds a part: FSDP2's and tensor parallelism's `DTensor`."""
+"""Tensors of which each process holds a part (`DTensor`), and the classes that FSDP2 makes of models with such."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -35,6 +35,22 @@ def shard_like(whole: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def shard_state(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return whole tensors as `like` has those of the same names: sharded or whole."""
+    return {name: shard_like(tensor, like[name]) for name, tensor in state.items()}
+
+
+def class_of(model: nn.Module) -> type[nn.Module]:
+    """Return a model's class as its author wrote it: `fully_shard` makes one of it that is called FSDP...
+
+    Source: `fully_shard` in torch/distributed/fsdp/_fully_shard/_fully_shard.py.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    own = type(model)
+    is_made = fsdp is not None and fsdp.FSDPModule in own.__bases__ and own.__name__.startswith("FSDP")
+    return next(base for base in own.__bases__ if base is not fsdp.FSDPModule) if is_made and fsdp else own
 
 
 def total_norm(gradients: Sequence[Tensor], order: float = 2.0) -> torch.Tensor:

@@ -30,6 +30,9 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "tests" / "distributed" / "scripts"
 LAST_LINES = 50
 FORKS = ROOT / "tests" / "forks.py"
+_FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+_HSDP = {f"PARALLELISM_CONFIG_DP_{name}_SIZE": "2" for name in ("REPLICATE", "SHARD")}
+ENGINES = {"ddp": {}, "fsdp": _FSDP, "hsdp": {**_FSDP, **_HSDP, "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}}
 NUM_FORKING = 2  # each has sets in another order, so neighbours in a launch differ as new processes do
 GRACE_S = 60.0  # for processes to end after one of them failed, also on a busy machine
 _turns = count()
@@ -38,7 +41,7 @@ _turns = count()
 def launch(
     script: Path,
     *arguments: str,
-    processes: int,
+    processes: int | str,
     result: Path,
     timeout_s: float = 120,
 ) -> str:
@@ -47,7 +50,8 @@ def launch(
     Args:
         script: The script.
         arguments: Its arguments.
-        processes: How many processes run it.
+        processes: How many processes run it; "fsdp-2" launches two with FSDP2, as `accelerate launch` does, "hsdp-4"
+            four with hybrid sharding.
         result: A file that the script writes last.
         timeout_s: Seconds after which the run counts as hung, and is killed.
 
@@ -61,7 +65,7 @@ def launch(
     return printed
 
 
-def run_together(script: Path, *arguments: str, processes: int, timeout_s: float = 120) -> tuple[list[Fork], str]:
+def run_together(script: Path, *arguments: str, processes: int | str, timeout_s: float = 120) -> tuple[list[Fork], str]:
     """Run a script in several processes, however they end; return the processes, and what they printed.
 
     Nothing ends the others when one of them fails: they have to see it for themselves.
@@ -69,9 +73,13 @@ def run_together(script: Path, *arguments: str, processes: int, timeout_s: float
     Raises:
         AssertionError: One had to be killed.
     """
+    engine, number = processes.split("-") if isinstance(processes, str) else ("ddp", processes)
+    processes = int(number)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryFile("w+", errors="replace") as output:
-        environments = [_environment_of(process, processes, store.port) for process in range(processes)]
+        environments = [
+            _environment_of(process, processes, store.port) | ENGINES[engine] for process in range(processes)
+        ]
         forks = [Fork(script, *arguments, env=own, files=[output, output]) for own in environments]
         is_over = _wait_for_all(forks, timeout_s)
         if processes % NUM_FORKING == 0:

@@ -6,6 +6,7 @@ from torch import nn
 
 from accmt.callbacks.base import MainProcessCallback
 from accmt.messages import say
+from accmt.sharded_tensors import class_of
 
 
 class ModelSummary(MainProcessCallback):
@@ -38,7 +39,7 @@ def summarize(model: nn.Module, max_depth: int = 1) -> str:
         for name, part in model.named_modules()
         if name and (max_depth == -1 or name.count(".") < max_depth)
     ]
-    rows = [*parts, ("", type(model).__name__, *_count(model))]
+    rows = [*parts, ("", class_of(model).__name__, *_count(model))]
     table = [("part", "class", "parameters", "trained")]
     table += [(name, kind, f"{size:,}", f"{trained:,}") for name, kind, size, trained in rows]
     widths = [max(len(row[column]) for row in table) for column in range(4)]
@@ -47,7 +48,7 @@ def summarize(model: nn.Module, max_depth: int = 1) -> str:
         for name, kind, size, trained in table
     ]
     size_mb = sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()]) / 1e6
-    return "\n".join([type(model).__name__, *lines, f"{size_mb:,.1f} MB of weights and buffers"])
+    return "\n".join([class_of(model).__name__, *lines, f"{size_mb:,.1f} MB of weights and buffers"])
 
 
 def _count(module: nn.Module) -> tuple[int, int]:

@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--gpus", type=_read_gpus, metavar="0,1", help="the GPUs to use, by their numbers; default: all")
     where.add_argument("--cpu", action="store_true", help="use no GPU; default number of processes: one")
     parser.add_argument("--strat", choices=STRATEGIES, help="default: single for one process, ddp for several")
+    parser.add_argument("--replicate", type=int, default=2, metavar="NUMBER", help="groups of --strat hsdp; default: 2")
     parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
     parser.add_argument("script", help="the script to run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -63,6 +64,8 @@ def _count_processes(options: argparse.Namespace) -> int:
         number = 1 if options.strat == "single" else max(num_gpus, 1)
     if number < 1:
         raise ArgumentError(explain("accmt launch -N", str(number), "a number from 1", "-N 2"))
+    if options.strat == "hsdp":
+        _require_groups(number, options.replicate)
     if options.strat == "single" and number > 1:
         raise ArgumentError(explain("accmt launch --strat single", f"-N {number}", "one process", "--strat ddp"))
     if num_gpus and number > num_gpus:
@@ -71,11 +74,33 @@ def _count_processes(options: argparse.Namespace) -> int:
     return int(number)
 
 
+def _require_groups(number: int, replicate: int) -> None:
+    if replicate < 1 or number % replicate or number == replicate:
+        got, do = f"{number} processes in {replicate} groups", "-N 4 --replicate 2, say; or --strat fsdp2"
+        raise ArgumentError(explain("accmt launch --strat hsdp", got, "groups of the same size, from 2", do))
+
+
 def _strategy(options: argparse.Namespace) -> str:
     return options.strat or ("single" if _count_processes(options) == 1 else "ddp")
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
+    return _devices(options) | _sharding(options)
+
+
+def _sharding(options: argparse.Namespace) -> dict[str, str]:
+    """Return what `accelerate launch` sets for FSDP2, and for the sizes of hybrid sharding."""
+    if options.strat not in ("fsdp2", "hsdp"):
+        return {}
+    own = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+    if options.strat == "fsdp2":
+        return own
+    sizes = {"REPLICATE": options.replicate, "SHARD": _count_processes(options) // options.replicate}
+    own |= {f"PARALLELISM_CONFIG_DP_{name}_SIZE": str(size) for name, size in sizes.items()}
+    return {**own, "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+
+
+def _devices(options: argparse.Namespace) -> dict[str, str]:
     if options.cpu:
         return {"ACCELERATE_USE_CPU": "true"}
     if not options.gpus:

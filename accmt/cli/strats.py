@@ -7,6 +7,8 @@ import argparse
 STRATEGIES = {
     "single": "one process, started without a launcher",
     "ddp": "DistributedDataParallel: each process has the whole model, and gradients are averaged",
+    "fsdp2": "FSDP2: each process has a part of the model, which may be larger than one GPU",
+    "hsdp": "FSDP2 within groups of processes (--replicate), and gradients averaged between them",
 }
 
 
@@ -17,5 +19,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     width = max(map(len, STRATEGIES))
     print("\n".join(f"{name:<{width}}  {purpose}" for name, purpose in STRATEGIES.items()))
-    print("\nFSDP, DeepSpeed, Megatron-LM and XLA are not supported yet: a run launched with them ends with an error.")
+    print("\nDeepSpeed, Megatron-LM, XLA and the first version of FSDP are not supported: such a launch is an error.")
     return 0

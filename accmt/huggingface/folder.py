@@ -22,6 +22,7 @@ from accmt.saving.load_weights import require_files, require_fit
 from accmt.saving.model_folder import read_status
 from accmt.saving.state_dict import find_tied, plain_names, require_complete
 from accmt.saving.weights import remove_leftovers
+from accmt.sharded_tensors import class_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,7 +109,7 @@ def save_by_config(
 def load_model_weights(model: nn.Module, folder: Path, *, strict: bool = True) -> None:
     """Load the weights that `save_model` or `save_pretrained` wrote into a model of any kind, in place.
 
-    Processes: all, each for itself; before the model is sharded.
+    Processes: all, each for itself, also where the model is sharded.
 
     Args:
         model: The model, without the wrapper of the launch. A PEFT model gets its adapters.
@@ -158,7 +159,7 @@ def _write_model_files(model: PreTrainedModel, folder: Path, processor: Any) -> 
     """Write what `from_pretrained` needs beside the weights: configurations, a custom model's code, the processor."""
     config = copy.deepcopy(model.config)
     config.dtype = str(model.dtype).removeprefix("torch.")
-    config.architectures = [model.__class__.__name__.removeprefix("FSDP")]  # fully_shard renames the class
+    config.architectures = [class_of(model).__name__]
     if model.is_remote_code():
         from transformers.dynamic_module_utils import custom_object_save
 
@@ -188,7 +189,7 @@ def _warn_of_other_config(folder: Path, saved: SavedWeights) -> None:
 
 
 def _other_kind(model: nn.Module, folder: Path, *, holds_adapter: bool) -> WeightsError:
-    name = type(model).__name__
+    name = class_of(model).__name__
     if holds_adapter:
         got, expected = "an adapter", f"the weights of {name}"
         do = "PeftModel.from_pretrained(model, folder), or AcceleratorModule.from_hf(folder, type)"

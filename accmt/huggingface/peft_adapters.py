@@ -12,6 +12,7 @@ from accmt.saving.layout import ADAPTER_NAMES
 from accmt.saving.load_weights import read_weights, require_fit
 from accmt.saving.state_dict import give_own_memory, plain_names
 from accmt.saving.weights import SavedWeights, save_adapter, write_tensors
+from accmt.sharded_tensors import class_of, shard_state
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -59,13 +60,12 @@ def load_adapters(model: PeftModel, folder: Path, *, strict: bool = True) -> Non
     current = {name: _read_adapter(model, state, name) for name in parts}
     saved = {name: read_weights(part) for name, part in parts.items()}
     for name, part in parts.items():
-        what = f"the adapter {name!r} of {type(model).__name__}"
+        what = f"the adapter {name!r} of {class_of(model).__name__}"
         require_fit(saved[name], _by_plain_name(current[name]), part, what=what, strict=strict)
     for name, weights in current.items():
         names = plain_names(weights)
-        set_peft_model_state_dict(
-            model, {own: saved[name].get(names[own], tensor) for own, tensor in weights.items()}, adapter_name=name
-        )
+        loaded = {own: saved[name].get(names[own], tensor) for own, tensor in weights.items()}
+        set_peft_model_state_dict(model, shard_state(loaded, weights), adapter_name=name)
 
 
 def read_base_name(folder: Path) -> str:

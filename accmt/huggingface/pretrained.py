@@ -15,6 +15,7 @@ from accmt.huggingface.peft_adapters import build_with_adapter, read_base_name
 from accmt.saving.layout import ADAPTER_CONFIG
 from accmt.saving.load_weights import describe_shapes, misfit
 from accmt.saving.state_dict import plain_names
+from accmt.sharded_tensors import class_of, shard_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,7 +74,8 @@ def load_pretrained_weights(model: PreTrainedModel, folder: Path | str) -> None:
     model is in memory.
     """
     _require_model_folder(str(Path(folder).absolute()))
-    from_pretrained: Any = model.__class__.from_pretrained  # returns a pair where the report is asked for
+    model_class: Any = class_of(model)
+    from_pretrained = model_class.from_pretrained  # returns a pair where the report is asked for
     loaded, report = from_pretrained(
         folder,
         config=copy.deepcopy(model.config),
@@ -85,10 +87,11 @@ def load_pretrained_weights(model: PreTrainedModel, folder: Path | str) -> None:
     faults = [f"{kind}: {', '.join(sorted(map(str, names)))}" for kind, names in report.items() if names]
     faults += [f"shapes: {', '.join(shapes)}"] if shapes else []
     if faults:
-        expected = f"the weights of {model.__class__.__name__}, with the same names and shapes"
+        expected = f"the weights of {class_of(model).__name__}, with the same names and shapes"
         raise misfit(Path(folder), "; ".join(faults), expected)
     weights = loaded.state_dict()
-    model.load_state_dict({own: weights[name] for own, name in plain_names(model.state_dict()).items()})
+    own = model.state_dict()
+    model.load_state_dict(shard_state({key: weights[name] for key, name in plain_names(own).items()}, own))
 
 
 def _require_path(path: object) -> None:

@@ -153,8 +153,9 @@ def without_training(run: EvaluationRun, stage: Stage) -> Iterator[None]:
 
 def without_gradients(run: EvaluationRun, stage: Stage) -> AbstractContextManager[None]:
     """Return the context in which a step runs: `torch.inference_mode`, unless `inference_mode=False`."""
-    # What a model caches in the trial evaluation is used in training, where inference tensors are an error.
-    if stage == "sanity_check" or not run.settings.evaluation.inference_mode:
+    # What a model caches in the trial evaluation is used in training, where inference tensors are an error; and so is
+    # the memory in which FSDP2 makes parameters whole.
+    if stage == "sanity_check" or run.is_sharded or not run.settings.evaluation.inference_mode:
         return torch.no_grad()
     return torch.inference_mode()
 
@@ -223,7 +224,7 @@ class _SetEvaluation:
         seed_generators(derive_seed(run.seed, "validation_step", micro_batch.index, process_index()), run.device)
         for hook in self._hooks_before:
             hook(batch=batch)
-        with autocast(run.accelerator):
+        with autocast(run.accelerator), run.explaining_parts():
             output = run.validation_step(self._key, batch)
         entries, weight = read_validation_output(output, loss_name)
         self._gave_weight.add(weight is not None)

@@ -170,7 +170,7 @@ class AutomaticSteps:
             hook(batch=batch, outputs=outputs)
 
     def _run_in_context(self, batch: Any) -> Any:
-        with autocast(self._run.accelerator), self._run.watching_wrapper():
+        with autocast(self._run.accelerator), self._run.watching_wrapper(), self._run.explaining_parts():
             return self._run.training_step(batch)
 
     def _backward(self, loss: torch.Tensor, factor: Weight) -> None:

@@ -77,11 +77,6 @@ def _can_fuse(
             weight = torch.nn.Parameter(as_trained(torch.zeros(1, device=device, dtype=dtype)))
             weight.grad = torch.zeros_like(weight)
             optimizer_class([weight], **arguments, fused=True).step()  # type: ignore[call-arg]
-    except (
-        RuntimeError,
-        TypeError,
-        ValueError,
-        NotImplementedError,
-    ):  # what is wrong beside `fused` shows when the real one is built
+    except (RuntimeError, TypeError, ValueError):  # what is wrong beside `fused` shows when the real one is built
         return False
     return True

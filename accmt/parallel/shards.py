@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from accmt.errors import ModuleContractError, explain
 from accmt.parallel.reduction import broadcast_tensors
 from accmt.processes import gather_objects, num_processes
 from accmt.sharded_tensors import is_dtensor
@@ -31,13 +32,41 @@ def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer
     Processes: collective.
     """
     broadcast_tensors([*model.parameters(), *model.buffers()], accelerator.device)
-    if optimizer is None:
-        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-        fsdp2_prepare_model(accelerator, model)
-    else:
-        accelerator.prepare(model, optimizer)
+    try:
+        _shard(model, accelerator, optimizer)
+    except (ValueError, KeyError) as error:
+        do = "look at auto_wrap_policy and transformer_cls_names_to_wrap, or leave them out"
+        message = explain("the model, sharded by FSDP2", str(error), "layers that can be sharded one by one", do)
+        raise ModuleContractError(message) from error
     vars(model)["_is_fsdp_managed_module"] = True  # by which `generate` of transformers lets processes go on together
+
+
+def _shard(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer | None) -> None:
+    if optimizer is not None:
+        accelerator.prepare(model, optimizer)
+        return
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    fsdp2_prepare_model(accelerator, model)
+
+
+def require_known_shards(model: nn.Module) -> None:
+    """Check that a model which comes sharded is so by `fully_shard`, over all processes.
+
+    Raises:
+        ModuleContractError: It is sharded otherwise, so that processes would have to share batches.
+    """
+    meshes = {parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter)}
+    dimensions = {name for mesh in meshes for name in mesh.mesh_dim_names or ()}
+    is_by_fsdp = next(_fsdp_modules(model), None) is model
+    if is_by_fsdp and "tp" not in dimensions and all(mesh.size() == num_processes() for mesh in meshes):
+        return
+    shapes = ", ".join(
+        str(dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)) or mesh.shape) for mesh in meshes
+    )
+    got = f"a model sharded over meshes of {shapes}, on {num_processes()} processes"
+    do = 'leave it whole, and let Trainer(parallelism={"fsdp": True}) shard it; tensor parallelism is not built'
+    raise ModuleContractError(explain("self.model", got, "fully_shard(model) over all processes", do))
 
 
 def as_shard(tensor: Tensor) -> Tensor:

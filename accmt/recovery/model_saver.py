@@ -40,6 +40,7 @@ from accmt.saving import (
     write_trainer_config,
 )
 from accmt.settings import Settings
+from accmt.sharded_tensors import class_of
 from accmt.tracking import resolve_trackers
 from accmt.tracking.trackers import TRACKERS
 from accmt.version import __version__
@@ -195,9 +196,13 @@ def save_model(run: Run, *folders: Path) -> None:
     if not folders:
         return
     broadcast_buffers(run.unwrapped_model)
-    state_dict = gather_shards(run.accelerator.get_state_dict(run.model))
+    state_dict = gather_shards(_state_dict(run))
     for folder in folders:
         run_on_main_process(partial(_write_model, run, folder, state_dict))
+
+
+def _state_dict(run: Run) -> dict[str, Any]:
+    return run.unwrapped_model.state_dict() if run.is_sharded else run.accelerator.get_state_dict(run.model)
 
 
 def _write_model(run: Run, folder: Path, state_dict: dict[str, Any]) -> None:
@@ -252,7 +257,7 @@ def write_card(run: Run, folder: Path) -> None:
         head={**huggingface.describe_model(model), "tags": ["accmt"]},
         sections={
             "Results": {**_describe_loss(run), **state.metrics, **state.best},
-            "Model": {"model": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())},
+            "Model": {"model": class_of(model).__name__, "parameters": sum(p.numel() for p in model.parameters())},
             "Samples": _count_samples(run),
             "Hyper-parameters": run.settings.hps.get_config(),
             "Training": _describe_training(run),

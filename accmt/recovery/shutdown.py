@@ -114,6 +114,8 @@ def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:
 def _save_snapshot(run: Run) -> None:
     if run.watch is None or not run.watch.is_apart:
         run.checkpoints.save_snapshot(run)
+    elif run.is_sharded:
+        warn("no emergency checkpoint: the shards of the other processes are gone with them; the newest one stays")
     elif is_main_process() and not isinstance(run.train_loader, UnshardedLoader):
         run.checkpoints.wait()  # its thread still acts with the others
         with acting_alone():

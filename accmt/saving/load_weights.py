@@ -15,6 +15,7 @@ from accmt.errors import WeightsError, explain
 from accmt.saving.layout import ENTRY_NAMES, SAFETENSORS, files_of, find_entry
 from accmt.saving.state_dict import find_tied, plain_names
 from accmt.saving.weights import SHARED_KEY
+from accmt.sharded_tensors import class_of, shard_state
 
 _SHOWN = 8
 
@@ -30,15 +31,16 @@ def load_weights(model: nn.Module, folder: Path | str, *, strict: bool = True) -
     Raises:
         WeightsError: The folder holds no weights, a file is missing or damaged, or names or shapes do not fit.
 
-    Processes: all, each for itself; before the model is sharded.
+    Processes: all, each for itself, also where the model is sharded.
     """
     folder = Path(folder)
     own_names = plain_names(model.state_dict())
     weights = read_weights(folder)
     saved = dict(zip(plain_names(weights).values(), weights.values(), strict=True))
     current = {own_names[name]: tensor for name, tensor in model.state_dict().items()}
-    require_fit(saved, current, folder, what=type(model).__name__, strict=strict)
-    model.load_state_dict({name: saved[plain] for name, plain in own_names.items() if plain in saved}, strict=False)
+    require_fit(saved, current, folder, what=class_of(model).__name__, strict=strict)
+    state = {name: saved[plain] for name, plain in own_names.items() if plain in saved}
+    model.load_state_dict(shard_state(state, model.state_dict()), strict=False)
 
 
 def require_fit(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface import enable_gradient_checkpointing, reject_injected_adapters
 from accmt.libraries import private_names
 from accmt.libraries.private_names import compile_in_place, forget_prepared, is_compiled
@@ -27,7 +27,7 @@ from accmt.parallel.reduction import (
     require_equal_weights,
     settle_buckets,
 )
-from accmt.parallel.shards import as_shard, is_sharded, shard_model
+from accmt.parallel.shards import as_shard, is_sharded, require_known_shards, shard_model
 from accmt.parallel.sync_batchnorm import restore_batch_norm, synchronize_if_asked
 from accmt.run import Run
 from accmt.settings import RunningSettings, Settings
@@ -69,7 +69,11 @@ def prepare(
     if running.gradient_checkpointing is not False:
         kwargs = running.gradient_checkpointing if isinstance(running.gradient_checkpointing, Mapping) else None
         enable_gradient_checkpointing(module.model, kwargs)
-    if accelerator.device_placement and not accelerator.is_fsdp2:
+    if settings.optimization.auto_micro_batch and (accelerator.is_fsdp2 or is_sharded(module.model)):
+        got = "a sharded model: a process without memory cannot leave what it does together with the others"
+        do = "leave it out (`tune` uses it too), and take a smaller batch size or gradient_checkpointing=True"
+        raise ArgumentError(explain("Trainer(auto_micro_batch=True)", got, "a model that each process has whole", do))
+    if accelerator.device_placement and not (accelerator.is_fsdp2 or is_sharded(module.model)):
         module.model.to(accelerator.device)
     synchronize_if_asked(module.model, settings, accelerator.device)
     compile_if_asked(module.model, running)
@@ -94,17 +98,19 @@ def prepare(
 
 
 def _build_optimizer(model: nn.Module, settings: Settings, accelerator: Accelerator) -> torch.optim.Optimizer:
-    will_be_sharded = accelerator.is_fsdp2 and not is_sharded(model)
-    return build_optimizer(settings.hps, model.parameters(), as_trained=as_shard if will_be_sharded else None)
+    is_in_parts = accelerator.is_fsdp2 or is_sharded(model)
+    return build_optimizer(settings.hps, model.parameters(), as_trained=as_shard if is_in_parts else None)
 
 
 def _wrap(own: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> nn.Module:
     """Return the model as it is trained: sharded, or wrapped unless it is a container of what the steps call."""
     model: nn.Module
+    if is_sharded(own):  # by a run before, or by the program
+        require_known_shards(own)
+        return own
     if accelerator.is_fsdp2:
-        if not is_sharded(own):
-            _require_forward(own)
-            shard_model(own, accelerator, optimizer)
+        _require_forward(own)
+        shard_model(own, accelerator, optimizer)
         return own
     if is_container(own):
         model = accelerator.prepare_model(own, evaluation_mode=True)
@@ -123,10 +129,12 @@ def prepare_for_evaluation(module: AcceleratorModule, accelerator: Accelerator, 
     Processes: collective; every process gets the main process's weights, as training would give them.
     """
     compile_if_asked(module.model, settings.running)
+    if is_sharded(module.model):
+        require_known_shards(module.model)
+        return module.model
     if accelerator.is_fsdp2:
-        if not is_sharded(module.model):
-            _require_forward(module.model)
-            shard_model(module.model, accelerator, None)
+        _require_forward(module.model)
+        shard_model(module.model, accelerator, None)
         return module.model
     model: nn.Module = accelerator.prepare_model(module.model, evaluation_mode=True)
     broadcast_weights(model)

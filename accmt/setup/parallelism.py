@@ -133,7 +133,12 @@ def require_effect(accelerator: Accelerator, parallelism: Parallelism) -> None:
     if is_asked and accelerator.num_processes > 1 and not accelerator.is_fsdp2:
         got = f"{parallelism.source or _USE_FSDP} asks for FSDP, and this Accelerator runs {kind}"
         _reject(got, "FSDP2, where it is asked for", f"leave the Accelerator to the Trainer: {_FSDP2}")
+    if accelerator.is_fsdp2 and not is_asked:
+        got = "a Trainer without `parallelism`, after one that shards: Accelerate has one engine for a program"
+        _reject(got, "the same engine for every Trainer of a program", f"pass it to each: {_FSDP2}")
     if accelerator.is_fsdp2:
+        if parallelism.plugin is not None:
+            accelerator.state.fsdp_plugin = parallelism.plugin  # Accelerate would keep that of the first Trainer
         _reduce_in_float32(accelerator)
 
 

@@ -25,6 +25,7 @@ from accmt.recovery.resume import find_checkpoint
 from accmt.saving.layout import find_entry
 from accmt.settings import Settings
 from accmt.setup.datasets import Evaluation
+from accmt.sharded_tensors import is_dtensor
 
 CheckpointPath = str | PathLike[str]
 
@@ -80,6 +81,8 @@ def using_average(callbacks: Iterable[Callback]) -> Iterator[None]:
 
 def _copy(value: Any) -> Any:
     is_tensor = isinstance(value, torch.Tensor)
+    if is_dtensor(value):  # a part of the weight, which stays where it is
+        return value.detach().clone()
     return value.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(value)
 
 

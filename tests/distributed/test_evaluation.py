@@ -10,48 +10,52 @@ import pytest
 from tests.distributed.scripts.evaluation import BATCH_SIZE, LENGTHS, OTHER_LENGTH
 from tests.launching import SCRIPTS, launch
 
-COUNTS = (1, 2, 3)
-SEVERAL = (2, 3)
+SEVERAL = (2, 3, "fsdp-2", "fsdp-3", "hsdp-4")
+LAUNCHES = (1, *SEVERAL)
 
-Answers = dict[int, list[dict[str, Any]]]
+Answers = dict[int | str, list[dict[str, Any]]]
+
+
+def count_of(launch: int | str) -> int:
+    return int(str(launch)[-1])
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """Return what each process got, by the number of processes."""
     answers = {}
-    for processes in COUNTS:
+    for processes in LAUNCHES:
         folder = tmp_path_factory.mktemp("evaluation")
         path = folder / "result.json"
         launch(SCRIPTS / "evaluation.py", str(path), str(folder), processes=processes, result=path)
         answers[processes] = json.loads(path.read_text())
-        assert len(answers[processes]) == processes
+        assert len(answers[processes]) == count_of(processes)
     return answers
 
 
 @pytest.mark.parametrize("processes", SEVERAL)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("function", ["validate", "test"])
-def test_every_value_is_that_of_one_process(answers: Answers, function: str, length: int, processes: int):
+def test_every_value_is_that_of_one_process(answers: Answers, function: str, length: int, processes: int | str):
     expected = answers[1][0]["lengths"][str(length)][function]
     assert len(expected) == (10 if function == "validate" else 5)
     for answer in answers[processes]:
         assert answer["lengths"][str(length)][function] == pytest.approx(expected, rel=1e-7, abs=1e-7)
 
 
-@pytest.mark.parametrize("processes", COUNTS)
+@pytest.mark.parametrize("processes", LAUNCHES)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_metrics_see_the_samples_in_their_order(answers: Answers, length: int, processes: int):
+def test_metrics_see_the_samples_in_their_order(answers: Answers, length: int, processes: int | str):
     for answer in answers[processes]:
         values = answer["lengths"][str(length)]["validate"]
         for name, count in (("a", length), ("b", OTHER_LENGTH)):
             assert values[f"in_order__{name}"] == sum((place + 1) * place for place in range(count))
 
 
-@pytest.mark.parametrize("processes", COUNTS)
+@pytest.mark.parametrize("processes", LAUNCHES)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_predictions_are_in_the_order_of_the_data_on_the_main_process_alone(
-    answers: Answers, length: int, processes: int
+    answers: Answers, length: int, processes: int | str
 ):
     main, *others = [answer["lengths"][str(length)] for answer in answers[processes]]
     assert main["predict"]["index"] == list(range(length))
@@ -64,15 +68,15 @@ def test_predictions_are_in_the_order_of_the_data_on_the_main_process_alone(
 
 
 @pytest.mark.parametrize("processes", SEVERAL)
-def test_every_process_uses_the_main_processs_weights(answers: Answers, processes: int):
+def test_every_process_uses_the_main_processs_weights(answers: Answers, processes: int | str):
     for length in map(str, LENGTHS):
         expected = answers[1][0]["lengths"][length]["predict"]["scores"]
         scores = answers[processes][0]["lengths"][length]["predict"]["scores"]
         assert sum(scores, []) == pytest.approx(sum(expected, []), rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize("processes", COUNTS)
-def test_the_values_of_training_come_again_bit_for_bit_and_from_every_place(answers: Answers, processes: int):
+@pytest.mark.parametrize("processes", LAUNCHES)
+def test_the_values_of_training_come_again_bit_for_bit_and_from_every_place(answers: Answers, processes: int | str):
     for answer in answers[processes]:
         trained = answer["trained"]
         assert len(trained["again"]) == 4
@@ -81,21 +85,22 @@ def test_the_values_of_training_come_again_bit_for_bit_and_from_every_place(answ
         assert trained["is_same"]
 
 
-@pytest.mark.parametrize("processes", COUNTS)
-def test_data_that_are_cut_otherwise_are_predicted_in_their_order(answers: Answers, processes: int):
+@pytest.mark.parametrize("processes", LAUNCHES)
+def test_data_that_are_cut_otherwise_are_predicted_in_their_order(answers: Answers, processes: int | str):
     otherwise = answers[processes][0]["otherwise"]
     assert otherwise["loader"]["index"] == otherwise["chunked"]["index"] == list(range(9))
     assert otherwise["chunked"] == otherwise["unchunked"]
-    assert otherwise["limited"]["index"] == list(range(min(9, BATCH_SIZE * processes)))
+    assert otherwise["limited"]["index"] == list(range(min(9, BATCH_SIZE * count_of(processes))))
 
 
-@pytest.mark.parametrize("processes", COUNTS)
-def test_of_data_that_each_process_has_for_itself_each_processs_stay_together(answers: Answers, processes: int):
+@pytest.mark.parametrize("processes", LAUNCHES)
+def test_of_data_that_each_process_has_for_itself_each_processs_stay_together(answers: Answers, processes: int | str):
     assert answers[processes][0]["otherwise"]["alone"]["index"] == [
-        index for process in range(processes) for index in range(7 + process)
+        index for process in range(count_of(processes)) for index in range(7 + process)
     ]
 
 
-@pytest.mark.parametrize("processes", COUNTS)
-def test_every_process_is_told_that_weights_are_not_there(answers: Answers, processes: int):
-    assert [answer["errors"] for answer in answers[processes]] == [{"best": "validate(ckpt_path='best')"}] * processes
+@pytest.mark.parametrize("processes", LAUNCHES)
+def test_every_process_is_told_that_weights_are_not_there(answers: Answers, processes: int | str):
+    expected = {"best": "validate(ckpt_path='best')"}
+    assert [answer["errors"] for answer in answers[processes]] == [expected] * count_of(processes)

@@ -15,7 +15,7 @@ from tests.launching import SCRIPTS, launch
 Outcome = dict[str, Any]
 
 
-def train(folder: Path, processes: int, *parts: tuple[Any, ...]) -> list[Outcome]:
+def train(folder: Path, processes: int | str, *parts: tuple[Any, ...]) -> list[Outcome]:
     """Train parts (folder, batch size, accumulation, update to stop at, settings) in one launch."""
     result = folder / "result.json"
     result.unlink(missing_ok=True)
@@ -69,11 +69,14 @@ def test_four_two_three_and_one_process_see_every_sample_once_in_one_order(tmp_p
 KEPT_GRADIENTS = {"set_to_none": False, "ddp_kwargs": {"gradient_as_bucket_view": True}}
 
 
-@pytest.mark.parametrize(("processes", "settings"), [(2, {}), (3, {}), (3, KEPT_GRADIENTS)])
+LAUNCHES = [2, 3, "fsdp-2", "fsdp-3", "hsdp-4"]
+
+
+@pytest.mark.parametrize(("processes", "settings"), [*((launch, {}) for launch in LAUNCHES), (3, KEPT_GRADIENTS)])
 def test_the_same_processes_end_with_the_same_bits(tmp_path, processes, settings) -> None:
-    parts = [(name, 5, 2, stop, settings) for name, stop in (("a", None), ("b", 3), ("b", 6), ("b", None))]
+    parts = [(name, 5, 2, stop, settings) for name, stop in (("a", None), ("b", 2), ("b", 4), ("b", None))]
     whole, *_, resumed = train(tmp_path, processes, *parts)
-    assert resumed["began"]["global_step"] == 6
+    assert resumed["began"]["global_step"] == 4
     assert (resumed["weights"], resumed["ended"]) == (whole["weights"], whole["ended"])
 
 
@@ -84,3 +87,16 @@ def test_the_effective_batch_decides_how_many_updates_are_left(tmp_path) -> None
     assert rest["total"] == 4 + 12 + 20  # 70 samples of the first epoch are left, and 118 of the second, by 6
     assert rest["ended"]["global_step"] == rest["total"]
     assert rest["ended"]["samples_seen"] == EPOCHS * SAMPLES
+
+
+@pytest.mark.parametrize("launches", [("fsdp-2", 1, "hsdp-4", "fsdp-3", 2), (2, "fsdp-3", 1)])
+def test_a_run_goes_from_one_engine_and_number_of_processes_to_another(tmp_path, launches) -> None:
+    size, parts, settings = 12, [], {"dropout": 0.0}
+    for stop, processes in zip([*range(3, 3 * len(launches), 3), None], launches, strict=True):
+        parts += train(tmp_path, processes, ("a", size // int(str(processes)[-1]), 1, stop, settings))
+    (unbroken,) = train(tmp_path, 1, ("unbroken", size, 1, None, settings))
+    order: list[list[int]] = [[] for _ in range(EPOCHS)]
+    for part, until in zip(parts, [*(part["began"] for part in parts[1:]), None], strict=True):
+        order = [before + here for before, here in zip(order, order_of(part, until=until), strict=True)]
+    assert order == order_of(unbroken)
+    assert parts[-1]["last_loss"] == pytest.approx(unbroken["last_loss"], rel=1e-5)

@@ -19,9 +19,8 @@ SHARDED = {case.name: case for case in windows.make_sharded_cases()}
 
 @pytest.fixture(scope="module", params=["fsdp-2", "fsdp-3", "hsdp-4"])
 def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    engine, processes = request.param.split("-")
     path = tmp_path_factory.mktemp("windows") / "result.json"
-    launch(SCRIPTS / "windows.py", str(path), engine, processes=int(processes), result=path, timeout_s=240)
+    launch(SCRIPTS / "windows.py", str(path), processes=request.param, result=path, timeout_s=240)
     return json.loads(path.read_text())
 
 

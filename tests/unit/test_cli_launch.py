@@ -16,7 +16,7 @@ from accmt.cli.main import main
 from accmt.cli.strats import STRATEGIES
 
 ROOT = Path(__file__).parents[2]
-ENGINES = ["FSDP", "DeepSpeed", "Megatron-LM", "XLA"]
+ENGINES = ("DeepSpeed", "Megatron-LM", "XLA")
 
 
 @pytest.fixture
@@ -136,11 +136,24 @@ def test_strats_lists_what_there_is_and_what_there_is_not(capsys):
     assert all(engine in said for engine in ENGINES)
 
 
-def test_the_engines_that_are_not_there_are_those_that_a_run_refuses():
-    from accmt.setup.accelerator import _ENGINES_NOT_BUILT_YET
+@pytest.mark.parametrize(("strat", "sizes"), [("fsdp2", None), ("hsdp", ("2", "4"))])
+def test_strategies_that_shard_set_what_accelerate_reads(strat, sizes, tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.touch()
+    assert main(["launch", "--cpu", "-N", "8", "--strat", strat, "--dry-run", str(script)]) == 0
+    said = capsys.readouterr().out
+    assert "ACCELERATE_USE_FSDP=true FSDP_VERSION=2" in said
+    found = [re.search(rf"DP_{name}_SIZE=(\d+)", said) for name in ("REPLICATE", "SHARD")]
+    assert sizes == (None if None in found else tuple(match[1] for match in found if match))
 
-    refused = {name.replace("_", "-").lower() for name in _ENGINES_NOT_BUILT_YET}
-    assert refused == {engine.lower() for engine in ENGINES}
+
+@pytest.mark.parametrize(("number", "replicate"), [(4, 3), (2, 2), (4, 0)])
+def test_groups_that_cannot_be_are_an_error(number, replicate, tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.touch()
+    arguments = ["-N", str(number), "--replicate", str(replicate), str(script)]
+    assert main(["launch", "--cpu", "--strat", "hsdp", *arguments]) == 2
+    assert "groups of the same size" in capsys.readouterr().err
 
 
 @pytest.mark.feature("N42")

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from accmt import AcceleratorModule, Callback, Trainer
 from accmt.processes import gather_objects, is_main_process
+from accmt.sharded_tensors import make_whole
 
 SAMPLES = 118
 EPOCHS = 2
@@ -40,9 +41,9 @@ class Indexed(Dataset[tuple[torch.Tensor, int]]):
 class Recording(AcceleratorModule):
     """Writes down which samples it trained on. Large enough that gradients lie in several buckets."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         torch.manual_seed(0)
-        layers = [layer for _ in range(3) for layer in (nn.Linear(400, 400), nn.GELU(), nn.Dropout(0.1))]
+        layers = [layer for _ in range(3) for layer in (nn.Linear(400, 400), nn.GELU(), nn.Dropout(dropout))]
         self.model = nn.Sequential(nn.Linear(24, 400), nn.LayerNorm(400), *layers, nn.Linear(400, 1))
         self.seen: list[tuple[int, int, list[int]]] = []
 
@@ -73,6 +74,8 @@ def train(
     folder: str, batch_size: int, accumulation: int, stop: int | None, settings: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Train a new module from the newest checkpoint in `folder`, to the end or to an update."""
+    settings = settings or {}
+    dropout = settings.pop("dropout", 0.1)
     trainer = Trainer(
         {
             "epochs": EPOCHS,
@@ -90,20 +93,21 @@ def train(
         verbose=False,
         logging_dir=f"{folder}/logs",
         callbacks=[begin := Begin(), *([] if stop is None else [StopAt(stop)])],
-        **(settings or {}),
+        **settings,
     )
-    module = Recording()
+    module = Recording(dropout)
     with contextlib.suppress(InterruptedError):
         trainer.fit(module, Indexed())
     weights = xxhash.xxh3_64()
     for tensor in module.unwrapped_model.state_dict().values():
-        weights.update(tensor.contiguous().numpy().data)
+        weights.update(make_whole(tensor).contiguous().numpy().data)
     return {
         "seen": gather_objects(module.seen),
         "began": begin.counters,
         "ended": trainer.state.state_dict(),
         "weights": weights.hexdigest(),
         "total": trainer.run.total_steps,
+        "last_loss": trainer.run.running_averages.epoch_loss,
     }
 
 

@@ -1,0 +1,61 @@
+"""Sharded models: whatever differs for them in the code gives what one process gives."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from tests.distributed.scripts.sharded import CASES
+from tests.launching import SCRIPTS, launch
+
+SOME = ("plain", "averaged", "saved", "guarded")
+LAUNCHES = {1: CASES, "fsdp-2": CASES, "fsdp-3": SOME, "hsdp-4": SOME}
+SHARDED = [(way, name) for way, names in LAUNCHES.items() if way != 1 for name in names if name != "refused"]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    found = {}
+    for way, names in LAUNCHES.items():
+        folder = tmp_path_factory.mktemp("sharded")
+        path = folder / "result.json"
+        launch(SCRIPTS / "sharded.py", str(path), str(folder), *names, processes=way, result=path, timeout_s=240)
+        found[way] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.parametrize(("way", "name"), SHARDED)
+def test_a_sharded_model_gives_what_one_process_gives(outcomes: dict[Any, Any], way: str, name: str) -> None:
+    got, expected = flatten(outcomes[way][name]), flatten(outcomes[1][name])
+    assert got.keys() == expected.keys()
+    different = {key: (got[key], value) for key, value in expected.items() if not is_close(got[key], value)}
+    assert not different
+
+
+@pytest.mark.parametrize(("way", "name"), SHARDED)
+def test_what_was_saved_or_resumed_has_the_same_bits(outcomes: dict[Any, Any], way: str, name: str) -> None:
+    flags = {key: value for key, value in flatten(outcomes[way][name]).items() if isinstance(value, bool)}
+    assert all(flags.values())
+    assert bool(flags) == (name in ("averaged", "saved", "with_adapter"))
+
+
+def test_what_cannot_work_on_shards_is_refused_with_the_line_to_write(outcomes: dict[Any, Any]) -> None:
+    said = outcomes["fsdp-2"]["refused"]
+    assert "call self.model(...)" in said["part"]
+    assert "a model that each process has whole" in said["auto_micro_batch"]
+
+
+def flatten(value: Any, path: str = "") -> dict[str, Any]:
+    """Return every number, text and flag by its path."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        return {path: value}
+    return {key: leaf for name, item in items for key, leaf in flatten(item, f"{path}.{name}").items()}
+
+
+def is_close(got: Any, expected: Any) -> bool:
+    """Compare to rounding, which Adam's first steps magnify."""
+    return math.isclose(got, expected, rel_tol=1e-4, abs_tol=2e-5) if isinstance(expected, float) else got == expected

@@ -1,0 +1,130 @@
+"""How a model is spread over processes: what is asked for runs, or is an error that names the setting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.parallelism_config import ParallelismConfig
+
+from accmt import ArgumentError
+from accmt.settings import RunningSettings
+from accmt.setup.parallelism import find_parallelism
+from tests.toys import Linear, make_points, make_trainer
+
+ZERO = "ZeRO 3 is the default"
+FSDP = 'Trainer(parallelism={"fsdp": True})'
+
+
+@pytest.mark.parametrize(
+    ("environment", "do"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true"}, "--fsdp_version 2"),
+        ({"ACCELERATE_USE_DEEPSPEED": "True"}, ZERO),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, FSDP),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}, "leave them out"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "4"}, "leave them out"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, "-N 2"),
+    ],
+    ids=lambda value: [*value][-1] if isinstance(value, dict) else "",
+)
+def test_an_engine_that_a_launcher_asks_for_is_not_dropped(
+    environment: Any, do: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ArgumentError, match="the parallelism") as raised:
+        make_trainer().fit(Linear(), make_points())
+    monkeypatch.undo()
+    assert do in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "do"),
+    [
+        ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)}, "--fsdp_version 2"),
+        ({"deepspeed_plugin": object()}, ZERO),
+        ({"megatron_lm_plugin": object()}, FSDP),
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, "leave them out"),
+        ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, "-N 2"),
+    ],
+    ids=lambda value: [*value][0] if isinstance(value, dict) else "",
+)
+def test_an_engine_among_the_arguments_is_not_dropped(arguments: Any, do: str) -> None:
+    with pytest.raises(ArgumentError, match="the parallelism") as raised:
+        make_trainer(accelerator=arguments).fit(Linear(), make_points())
+    assert do in str(raised.value)
+
+
+def test_an_engine_of_the_users_accelerator_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.deepspeed_plugins = {"": object()}
+    with pytest.raises(ArgumentError, match="DeepSpeed"):
+        make_trainer(accelerator=accelerator).fit(Linear(), make_points())
+
+
+def test_settings_that_ask_for_ddp_are_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "false")
+    assert make_trainer(accelerator={"fsdp_plugin": None}).fit(Linear(), make_points()).global_step == 4
+
+
+def test_a_process_that_is_alone_has_the_whole_model() -> None:
+    state = make_trainer(parallelism={"fsdp": {"reshard_after_forward": False}}).fit(Linear(), make_points())
+    assert state.global_step == 4
+
+
+@pytest.fixture
+def eight_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "8")
+        yield
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "shard", "replicate"),
+    [
+        ({"fsdp": True}, None, None),
+        ({"replicate": 2}, 4, 2),
+        ({"shard": 2, "replicate": 4}, 2, 4),
+        ({"shard": 8}, 8, 1),
+    ],
+)
+def test_the_sizes_of_the_mesh_are_those_of_the_launch(
+    parallelism: Any, shard: int | None, replicate: int | None, eight_processes: None
+) -> None:
+    found = find_parallelism(RunningSettings(parallelism=parallelism))
+    assert found.plugin is not None
+    assert found.plugin.fsdp_version == 2
+    config = found.config
+    assert (None if config is None else config.dp_shard_size) == shard
+    assert (None if config is None else config.dp_replicate_size) == replicate
+
+
+def test_sizes_that_do_not_make_the_number_of_processes_are_an_error(eight_processes: None) -> None:
+    with pytest.raises(ArgumentError, match=r"replicate x shard = 2 x 3, on 8 processes"):
+        find_parallelism(RunningSettings(parallelism={"replicate": 2, "shard": 3}))
+
+
+def test_the_engine_is_asked_for_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ArgumentError, match="one place that says it"):
+        find_parallelism(RunningSettings(parallelism={"fsdp": True}))
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "do"),
+    [
+        ({"fdsp": True}, "did you mean fsdp"),
+        ({"shard": 0}, "from 1"),
+        ({"fsdp": False}, "leave `parallelism` out"),
+        ({"fsdp": {"reshard_after_foward": True}}, "did you mean reshard_after_forward"),
+        ("fsdp", "a dict with any of fsdp, shard, replicate"),
+    ],
+)
+def test_what_is_asked_for_is_checked_when_the_trainer_is_made(parallelism: Any, do: str) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        make_trainer(parallelism=parallelism)
+    assert do in str(raised.value)
