@@ -11,6 +11,8 @@ Advice: TypeAlias = Callable[[Any], str | None]
 """Makes the line for a value; None where the value says nothing that a line could."""
 
 _PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
+_FSDP = 'Trainer(parallelism={"fsdp": True}), or accmt launch --strat fsdp2 train.py'
+_DEEPSPEED = f"FSDP2, which shards as ZeRO does: {_FSDP}"
 _NOT_BUILT = "there is no {} in this version; processes of DDP: `accmt launch --strat ddp train.py`"
 _TRACKERS = {
     "aim": "Aim",
@@ -120,7 +122,11 @@ def _advise_strategy(value: Any) -> str | None:
     text = str(value).lower()
     if value is None or text == "auto":
         return "leave it out: several processes have DDP"
-    for engine in ("fsdp", "deepspeed", "xla", "tpu", "megatron"):
+    if "fsdp" in text:
+        return _FSDP
+    if "deepspeed" in text:
+        return _DEEPSPEED
+    for engine in ("xla", "tpu", "megatron"):
         if engine in text:
             return _NOT_BUILT.format(text)
     if "find_unused_parameters_true" in text:
@@ -258,7 +264,7 @@ _BY_NAME: Mapping[str, Advice] = {
         'Trainer(accelerator={{"kwargs_handlers": [InitProcessGroupKwargs(timeout=timedelta(seconds={0}))]}})',
         "it is torch's default",
     ),
-    "deepspeed": lambda value: _NOT_BUILT.format("DeepSpeed") if value else "leave it out: several processes have DDP",
+    "deepspeed": lambda value: _DEEPSPEED if value else "leave it out: several processes have DDP",
     "default_root_dir": _text(
         'Trainer(model_path="{0}/model", logging_dir="{0}/logs")', 'Trainer(model_path="model", logging_dir="logs")'
     ),
@@ -275,7 +281,7 @@ _BY_NAME: Mapping[str, Advice] = {
     "eval_strategy": _choice(_EVALUATION),
     "evaluation_strategy": _choice(_EVALUATION),
     "fp16": _flag('Trainer(mixed_precision="fp16")', _PRECISION),
-    "fsdp": lambda value: _NOT_BUILT.format("FSDP") if value else "leave it out: several processes have DDP",
+    "fsdp": lambda value: _FSDP if value else "leave it out: several processes have DDP",
     "full_determinism": _flag('Trainer(seed=0, torch_flags={"deterministic": True})', "leave it out: it is off"),
     "gpus": _advise_devices,
     "gradient_accumulation_steps": _advise_accumulation,

@@ -21,7 +21,7 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 
 if TYPE_CHECKING:
     import torchmetrics
-    from accelerate import Accelerator
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from transformers import PreTrainedModel
 
 # torch
@@ -170,7 +170,28 @@ def forget_prepared(model: nn.Module, wrapped: nn.Module, accelerator: Accelerat
         accelerator._models.remove(wrapped)
 
 
+def use_fsdp(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Let an Accelerator of CPU processes use FSDP2, as `AcceleratorState.__init__` does for every other device."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    accelerator.state.fsdp_plugin = plugin
+    accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def shard_by_plugin(model: nn.Module, accelerator: Accelerator) -> None:
+    """Shard a model without an optimizer, which `Accelerator.prepare` does not take."""
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    fsdp2_prepare_model(accelerator, model)
+
+
 # transformers
+
+
+def generate_together(model: nn.Module) -> None:
+    """Let `generate` run on each process until all have ended, as each forward of a sharded model needs them all."""
+    vars(model)["_is_fsdp_managed_module"] = True
 
 
 def names_not_saved(model: PreTrainedModel) -> set[str]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accmt.errors import ModuleContractError, explain
+from accmt.libraries.private_names import generate_together, shard_by_plugin
 from accmt.parallel.reduction import broadcast_tensors
 from accmt.processes import gather_objects, num_processes
 from accmt.sharded_tensors import is_dtensor
@@ -38,16 +39,14 @@ def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer
         do = "look at auto_wrap_policy and transformer_cls_names_to_wrap, or leave them out"
         message = explain("the model, sharded by FSDP2", str(error), "layers that can be sharded one by one", do)
         raise ModuleContractError(message) from error
-    vars(model)["_is_fsdp_managed_module"] = True  # by which `generate` of transformers lets processes go on together
+    generate_together(model)
 
 
 def _shard(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer | None) -> None:
     if optimizer is not None:
         accelerator.prepare(model, optimizer)
         return
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-    fsdp2_prepare_model(accelerator, model)
+    shard_by_plugin(model, accelerator)
 
 
 def require_known_shards(model: nn.Module) -> None:

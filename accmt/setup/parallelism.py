@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from accmt.errors import ArgumentError, explain
+from accmt.libraries.private_names import use_fsdp
 from accmt.settings import RunningSettings
 from accmt.settings.running import ParallelismOptions
 
@@ -99,24 +100,14 @@ def hidden_from_accelerate() -> Iterator[None]:
 
 
 def shard_on_cpu(accelerator: Accelerator, parallelism: Parallelism) -> None:
-    """Let an Accelerator of CPU processes shard models: from here on all is as on GPUs, with Accelerate's own code.
-
-    Source: `AcceleratorState.__init__` in accelerate/state.py, which does this for every kind of device but the CPU.
-    """
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-
-    state: Any = accelerator.state
+    """Let an Accelerator of CPU processes shard models: from here on all is as on GPUs, with Accelerate's own code."""
     if parallelism.plugin is not None:
         if accelerator.mixed_precision != "no":
             parallelism.plugin.set_mixed_precision(accelerator.mixed_precision)
-        state.fsdp_plugin = parallelism.plugin
-        state.distributed_type = DistributedType.FSDP
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        use_fsdp(accelerator, parallelism.plugin)
     if parallelism.config is not None:
-        state.parallelism_config = parallelism.config
-        state.device_mesh = parallelism.config.get_device_mesh("cpu")
-        parallelism.config._validate_accelerator(accelerator)
+        accelerator.state.parallelism_config = parallelism.config
+        accelerator.state.device_mesh = parallelism.config.get_device_mesh("cpu")
 
 
 def require_effect(accelerator: Accelerator, parallelism: Parallelism) -> None:

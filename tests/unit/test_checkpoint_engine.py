@@ -304,11 +304,12 @@ def test_sharding_without_names_for_the_parameters_is_refused():
 
 
 @pytest.mark.usefixtures("process_group")
-def test_a_sharded_tensor_outside_the_model_is_refused():
+def test_a_sharded_tensor_outside_the_model_comes_back_whole(tmp_path):
     mesh = init_device_mesh("cpu", (1,))
-    others = {"module": {"average": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}}
-    with pytest.raises(CheckpointError, match=r"others\.module\.average\n  got: a sharded tensor"):
-        StateCollector(nn.Linear(2, 2), []).collect(others)
+    others = {"module": {"average": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])}}
+    model = nn.Linear(2, 2)
+    write_state(StateCollector(model, []).collect(others), tmp_path)
+    assert load_state(model, [], tmp_path)["module"]["average"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_state_that_belongs_to_no_parameter_is_refused(tmp_path):

@@ -248,7 +248,28 @@ def test_accelerate_notes_what_it_prepared_and_can_forget_it():
     assert accelerator._models == []
 
 
+def test_accelerate_shards_a_model_on_cpu_processes(alone):
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from torch.distributed.tensor import DTensor
+
+    accelerator, model = Accelerator(cpu=True), nn.Sequential(nn.Linear(2, 2))
+    names.use_fsdp(accelerator, FullyShardedDataParallelPlugin(fsdp_version=2))
+    assert accelerator.is_fsdp2, missing("accelerate", "PartialState._shared_state", "use_fsdp")
+    names.shard_by_plugin(model, accelerator)
+    is_sharded = all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert is_sharded, missing("accelerate", "fsdp2_prepare_model", "shard_by_plugin")
+
+
 # transformers
+
+
+def test_transformers_generates_on_all_processes_together_where_a_model_is_marked():
+    from transformers.integrations.fsdp import is_fsdp_managed_module
+
+    model = nn.Linear(1, 1)
+    assert not is_fsdp_managed_module(model)
+    names.generate_together(model)
+    assert is_fsdp_managed_module(model), missing("transformers", "_is_fsdp_managed_module", "generate_together")
 
 
 @pytest.fixture
