@@ -453,7 +453,7 @@ class Run(EvaluationRun):
     @property
     def scheduler_length(self) -> int | None:
         """Steps of the scheduler over the whole run: optimizer steps, or epochs where it is stepped per epoch."""
-        return self.cadence.epochs if self.settings.hps.step_scheduler_per_epoch else self.total_steps
+        return self.length.epochs if self.settings.hps.step_scheduler_per_epoch else self.total_steps
 
     def accumulation_at(self, epoch: int) -> int:
         """Return how many micro-batches make one optimizer step in `epoch` (from 0)."""

@@ -129,16 +129,19 @@ class RunLength:
         per_epoch: Of a whole epoch; None if unknown.
         done: Before the run continued; accumulation windows without a step count here, for they were planned too.
         basis: What was planned with: epochs, `max_steps`, and the samples of a step.
+        epochs: Epochs of the whole run, with one that `max_steps` cuts short; None if unknown. Those before an
+            interruption may have had another number of steps.
     """
 
     total: int | None
     per_epoch: int | None
     done: int = 0
     basis: list[int | None] = field(default_factory=list)
+    epochs: int | None = None
 
     def plan(self) -> dict[str, Any]:
         """Return what a run that continues has to know of it; JSON can hold it."""
-        return {"total": self.total, "per_epoch": self.per_epoch, "basis": self.basis}
+        return {"total": self.total, "per_epoch": self.per_epoch, "basis": self.basis, "epochs": self.epochs}
 
     def keep(self, plan: Mapping[str, Any] | None) -> RunLength:
         """Return the length that was planned before the run was interrupted, unless settings plan another now.

@@ -19,7 +19,12 @@ _NEEDS_TOTAL = frozenset({"num_training_steps", "total_steps"})
 
 
 def build_scheduler(
-    hps: HyperParameters, optimizer: Optimizer, *, total_steps: int | None, steps_per_epoch: int | None
+    hps: HyperParameters,
+    optimizer: Optimizer,
+    *,
+    total_steps: int | None,
+    steps_per_epoch: int | None,
+    num_epochs: int | None = None,
 ) -> LRScheduler | None:
     """Build the scheduler of `hps`, to be stepped once after each optimizer step (or epoch) on any launch.
 
@@ -30,6 +35,7 @@ def build_scheduler(
         optimizer: The optimizer whose learning rate is scheduled.
         total_steps: Optimizer steps of the whole run, limits and accumulation considered; None if nobody knows.
         steps_per_epoch: Optimizer steps of one epoch; None if nobody knows.
+        num_epochs: Epochs of the whole run; None is as many as its steps make, all of `steps_per_epoch`.
 
     Returns:
         The scheduler, or None if `hps` names none.
@@ -40,7 +46,7 @@ def build_scheduler(
     factory = hps.scheduler_class
     if factory is None:
         return None
-    length = _length(hps, total_steps, steps_per_epoch)
+    length = _length(hps, total_steps, steps_per_epoch, num_epochs)
     parameters = parameters_of(factory)
     arguments = dict(hps.scheduler_kwargs)
     if "num_warmup_steps" in parameters:
@@ -62,9 +68,11 @@ class _Length:
     epochs: int | None
 
 
-def _length(hps: HyperParameters, total_steps: int | None, steps_per_epoch: int | None) -> _Length:
-    epochs = hps.epochs if hps.epochs != -1 else None
-    if total_steps is not None and steps_per_epoch is not None:
+def _length(
+    hps: HyperParameters, total_steps: int | None, steps_per_epoch: int | None, num_epochs: int | None
+) -> _Length:
+    epochs = num_epochs if num_epochs is not None or hps.epochs == -1 else hps.epochs
+    if num_epochs is None and total_steps is not None and steps_per_epoch is not None:
         epochs = math.ceil(total_steps / steps_per_epoch)
     if hps.step_scheduler_per_epoch:
         return _Length(total=epochs, per_epoch=1, epochs=epochs)

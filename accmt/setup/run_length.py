@@ -28,14 +28,20 @@ def measure_run(
     samples = settings.hps.train_batch_size * settings.optimization.accumulation_at(0) * num_processes()
     basis = [cadence.epochs, cadence.max_steps, samples]
     if micro_batches_per_epoch is None or loader.num_micro_batches is None:
-        return RunLength(cadence.max_steps, None, done, basis)
+        return RunLength(cadence.max_steps, None, done, basis, cadence.epochs)
     per_epoch = steps(0, micro_batches_per_epoch)
+    num_epochs = cadence.epochs
+    if cadence.max_steps is not None:
+        after_this = cadence.max_steps - done - steps(counters.epoch, loader.num_micro_batches - counters.train_step)
+        needed = counters.epoch + 1 - (-max(0, after_this) // per_epoch)
+        num_epochs = needed if num_epochs is None else min(num_epochs, needed)
     if cadence.epochs is None:
-        return RunLength(cadence.max_steps, per_epoch, done, basis)
+        return RunLength(cadence.max_steps, per_epoch, done, basis, num_epochs)
     left = [micro_batches_per_epoch] * (cadence.epochs - counters.epoch)
     left[:1] = [loader.num_micro_batches - counters.train_step] if left else []
     total = done + sum(steps(epoch, micro_batches) for epoch, micro_batches in enumerate(left, counters.epoch))
-    return RunLength(total if cadence.max_steps is None else min(total, cadence.max_steps), per_epoch, done, basis)
+    total = total if cadence.max_steps is None else min(total, cadence.max_steps)
+    return RunLength(total, per_epoch, done, basis, num_epochs)
 
 
 def make_scheduler(
@@ -52,4 +58,7 @@ def make_scheduler(
         own = module.get_scheduler(optimizer, steps_per_epoch=length.per_epoch or total or 0, epochs=epochs)
         if own is not None:
             return require_scheduler(module, own)
-    return build_scheduler(settings.hps, optimizer, total_steps=total, steps_per_epoch=length.per_epoch)
+    num_epochs = None if begins_late else length.epochs
+    return build_scheduler(
+        settings.hps, optimizer, total_steps=total, steps_per_epoch=length.per_epoch, num_epochs=num_epochs
+    )

@@ -370,6 +370,37 @@ class TestWhatHasChanged:
         assert "optim.lr: 0.01 -> 0.02 (applied)" in caplog.text
         assert trainer.run.scheduler.base_lrs == [0.02]
 
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [
+            ({"step_scheduler_per_epoch": False}, {"epochs": 4}),
+            ({}, {"epochs": 4}),
+            ({}, {"epochs": 4, "batch_size": 8}),  # as many steps as before
+            ({}, {"batch_size": 8}),
+            ({}, {"batch_size": 2}),
+            ({"epochs": 9, "max_steps": 12}, {"max_steps": 24}),
+            ({"epochs": None, "max_steps": 12}, {"max_steps": 24}),
+        ],
+        ids=str,
+    )
+    def test_rates_are_those_of_a_run_that_was_as_long_from_its_start(self, before, after):
+
+        class Rates(Callback):
+            def __init__(self):
+                self.of_epochs = {}
+
+            def on_epoch_start(self):
+                self.of_epochs[self.state.epoch] = self.trainer.run.stepper.optimizer.param_groups[0]["lr"]
+
+        whole, resumed, data = Rates(), Rates(), Augmented(24)
+        before = {"epochs": 2, "step_scheduler_per_epoch": True, **before}
+        after = {**before, **after}
+        train("out/a", hps=after, data=data, callbacks=[whole], checkpoint_every="epoch")
+        train("out/b", hps=before, data=data, stop=7, checkpoint_every="epoch")
+        train("out/b", hps=after, data=data, resume=True, callbacks=[resumed], checkpoint_every="epoch")
+        assert list(resumed.of_epochs) == list(whole.of_epochs)[1:]
+        assert resumed.of_epochs == {epoch: pytest.approx(whole.of_epochs[epoch]) for epoch in resumed.of_epochs}
+
     def test_another_optimizer_is_refused(self):
         train("out/m", stop=7)
         with pytest.raises(HyperParameterError, match=r"optim\.type"):

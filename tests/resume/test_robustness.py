@@ -133,6 +133,14 @@ class TestTheFolder:
         assert names_in(Path("out/checkpoint-m")) == ["step-00000002", "step-00000004"]
         assert_same(state_of(*train("out/n")), state_of(*train("out/m", resume=True)))
 
+    @pytest.mark.parametrize("rule", ["best_valid_loss", None])
+    def test_a_run_that_saved_a_model_keeps_its_place_without_a_checkpoint(self, rule):
+        train("out/m", stop=5)
+        train("out/m", stop=8, checkpoint_every="100 epochs", model_saving=rule)  # evaluated after step 6
+        saved, earlier = Path("out/m").exists(), Path("out/checkpoint-m.previous")
+        assert (saved, earlier.exists()) == (rule is not None, rule is not None)
+        assert names_in(earlier if saved else Path("out/checkpoint-m")) == ["step-00000004"]
+
     def test_places_that_cannot_be_given_back_are_named(self, caplog, monkeypatch):
         train("out/m", stop=5)
         with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):

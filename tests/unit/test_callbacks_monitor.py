@@ -58,6 +58,7 @@ def test_without_a_monitor_nothing_is_added():
     assert [set(row) for row in rows(fit(None, val=4))] == [{"train_loss"}] * 4 + [{"val_loss"}]
 
 
+@pytest.mark.parametrize("sets", [[""], ["__en", "__de"]], ids=["one set", "two sets"])
 @pytest.mark.parametrize(
     ("off", "left"),
     [
@@ -66,14 +67,17 @@ def test_without_a_monitor_nothing_is_added():
         ("additional_metrics", {"train_loss", "val_loss"}),
     ],
 )
-def test_losses_and_metrics_can_be_left_out_of_the_trackers(off, left):
+def test_losses_and_metrics_can_be_left_out_of_the_trackers(off, left, sets):
     class WithBias(Linear):
         def validation_step(self, batch):
             return {"loss": self.step(batch), "bias": self.model.bias}
 
-    trainer = fit({off: False}, module=WithBias(), val=4)
-    assert {name for row in rows(trainer) for name in row} == left
-    assert set(trainer.state.metrics) == {"val_loss", "bias"}
+    trainer = make_trainer(monitor={off: False})
+    points = make_points(4)
+    trainer.fit(WithBias(), points, points if sets == [""] else {name.removeprefix("__"): points for name in sets})
+    of_sets = {name + key for name in left - {"train_loss"} for key in sets}
+    assert {name for row in rows(trainer) for name in row} == of_sets | (left & {"train_loss"})
+    assert set(trainer.state.metrics) == {name + key for name in ("val_loss", "bias") for key in sets}
 
 
 def test_the_learning_rate_is_that_of_the_schedule_after_the_update():

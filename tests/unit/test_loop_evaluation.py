@@ -73,6 +73,17 @@ def test_evaluations_come_when_they_are_due_and_never_twice_on_the_same_weights(
     assert state.evaluations_done == len(steps)
 
 
+@pytest.mark.parametrize(("every", "steps"), [(1.0, [3, 6]), (0.67, [2, 5, 6]), (0.34, [1, 2, 3, 4, 5, 6])])
+def test_a_last_window_that_is_not_full_is_a_step_of_its_epoch(every: float, steps: list[int]):
+    lasts = []
+    look = LambdaCallback(on_epoch_start=lambda trainer: lasts.append(trainer.state.is_last_epoch))
+    hps = {"epochs": -1, "max_steps": 6}
+    trainer = make_trainer(hps, evaluate_every_n_steps=every, grad_accumulation_steps=2, callbacks=look)
+    trainer.fit(Scripted(), Numbers(10), Numbers(2))  # 5 micro-batches: windows of 2, 2 and 1
+    assert [step for step, _ in logged(trainer, "val_loss")] == steps
+    assert lasts == [False, True]
+
+
 @pytest.mark.feature("L39", "A50")
 def test_a_run_that_max_steps_ends_inside_an_epoch_is_evaluated():
     trainer = make_trainer({"epochs": 3, "max_steps": 7})

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from accmt import AcceleratorModule, Callback, Trainer
+from accmt import AcceleratorModule, Callback, LambdaCallback, Trainer
 from accmt.errors import ArgumentError, NonFiniteError
 from accmt.recovery.loss_guard import LossGuard
 from accmt.recovery.restart import MAX_ROLLBACKS
 from accmt.run import Place
+from tests.checkpoints import names_in
 from tests.toys import Linear, Recorder, logged, make_trainer
 
 SAMPLES = 24
@@ -102,6 +103,33 @@ def test_no_checkpoint_holds_what_a_loss_that_is_not_finite_made_of_the_weights(
     trainer, module = train(data, tmp_path, checkpoint_every="1 step", resume=True)
     assert trainer.run.is_resumed
     assert_equal_weights(module.model, train_by_hand(data, set()))
+
+
+@pytest.mark.parametrize("is_asked", [False, True], ids=["due", "asked for"])
+def test_no_checkpoint_holds_what_a_spike_made_of_the_weights(is_asked: bool, tmp_path: Any) -> None:
+    asking = LambdaCallback(on_update_end=lambda trainer: trainer.save_checkpoint(tmp_path / "own"))
+    settings = {"checkpoint_every": "100 steps" if is_asked else "1 step", "callbacks": [asking] if is_asked else []}
+    with pytest.raises(NonFiniteError, match="a spike above"):
+        train(
+            make_data({22: 1e4}),
+            tmp_path,
+            hps={"batch_size": 1},
+            log_every=100,
+            failures={"on_nonfinite": "stop", "spike_guard": 8.0},
+            **settings,
+        )
+    folder = tmp_path / ("own" if is_asked else "checkpoint-model")
+    assert names_in(folder)[-1] == "step-00000022"
+
+
+@pytest.mark.parametrize("log_every", [1, 2, 3])
+def test_a_window_that_is_left_out_adds_no_row(log_every: int, tmp_path: Any) -> None:
+    """The step before it has been logged already, and the next one will be."""
+    recorder = Recorder()
+    data, failures = make_data({10: NO_LOSS, 12: NO_LOSS}), {"on_nonfinite": "skip"}
+    train(data, tmp_path, failures=failures, log_every=log_every, callbacks=recorder, hps={"epochs": 1})
+    rows = [step for step, row in recorder.rows if "train_loss" in row]
+    assert rows == [step for step in range(1, 11) if step % log_every == 0] + [10] * (10 % log_every > 0)
 
 
 def test_an_evaluation_is_not_made_with_weights_that_are_not_finite(tmp_path: Any) -> None:

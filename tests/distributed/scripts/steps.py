@@ -30,9 +30,13 @@ class Drawing(AcceleratorModule):
         self.model = nn.Linear(1, 1)
         self.drawn: list[float] = []
 
-    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+    def step(self, batch: torch.Tensor) -> torch.Tensor:
         self.drawn.append(torch.rand(()).item())
         return self.model(batch[:, None]).mean()
+
+    def predict_step(self, batch: torch.Tensor) -> torch.Tensor:
+        self.drawn.append(torch.rand(()).item())
+        return batch
 
 
 class Uneven(ExtendedAcceleratorModule):
@@ -48,7 +52,11 @@ class Uneven(ExtendedAcceleratorModule):
 
 
 def draw() -> list[float]:
-    make_trainer({"epochs": EPOCHS}).fit(module := Drawing(), Numbers(4 * int(os.environ["WORLD_SIZE"])))
+    """Return what one process draws in training, in one evaluation, and in predictions: two batches of each."""
+    data = Numbers(4 * int(os.environ["WORLD_SIZE"]))
+    trainer = make_trainer({"epochs": EPOCHS}, evaluate_every_n_steps=f"{EPOCHS} epochs", num_sanity_val_steps=0)
+    trainer.fit(module := Drawing(), data, data)
+    trainer.predict(module, data)
     return module.drawn
 
 
