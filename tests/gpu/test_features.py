@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from accmt import read_history
-from accmt.setup import accelerator as engines
 from tests.gpu.toys import AtStep, Classifier, InterruptionError, assert_same_bits, interrupt, make_data, train
 
 ROOT = Path(__file__).parents[2]
@@ -113,9 +112,9 @@ def test_a_group_of_one_process_trains_saves_and_resumes_as_none_does(tmp_path: 
     assert grouped["resumed"] == alone["resumed"] == alone["digest"]
 
 
-def test_fsdp2_with_one_process_trains_saves_and_resumes(tmp_path: Path, device: torch.device) -> None:
-    if "FSDP" in engines._ENGINES_NOT_BUILT_YET:
-        pytest.skip("the engine FSDP is not built yet in this version")
+def test_one_process_that_is_asked_to_shard_trains_saves_and_resumes_as_none_does(
+    tmp_path: Path, device: torch.device
+) -> None:
     alone = run_script(tmp_path / "alone", device, "none")
     sharded = run_script(tmp_path / "sharded", device, "fsdp2")
     assert sharded["digest"] == sharded["resumed"] == alone["digest"]

@@ -35,22 +35,12 @@ def join_group(device: str) -> None:
         dist.init_process_group("gloo")
 
 
-def make_accelerator(device: str, kind: str) -> Any:
-    """Return the accelerator of each kind."""
-    if kind != "fsdp2":
-        return {"cpu": device == "cpu"}
-    from accelerate import FullyShardedDataParallelPlugin
-
-    return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}
-
-
-def train(folder: Path, accelerator: Any, **others: Any) -> str:
+def train(folder: Path, **others: Any) -> str:
     """Train and return a digest of the weights."""
     trainer = Trainer(
         HPS,
         folder / "model",
         **{**WITHOUT_TRACES, "checkpoint_every": "2 steps", "model_saving": "best_valid_loss"},
-        accelerator=accelerator,
         torch_flags={"deterministic": True},
         logging_dir=folder / "logs",
         metrics=["accuracy"],
@@ -69,11 +59,12 @@ def main(folder: Path, device: str, kind: str) -> None:
     """Train both runs and write the result."""
     if kind != "none":
         join_group(device)
-    accelerator = make_accelerator(device, kind)
-    digest = train(folder / "whole", accelerator)
+    how: dict[str, Any] = {"accelerator": {"cpu": device == "cpu"}}
+    how |= {"parallelism": {"fsdp": True}} if kind == "fsdp2" else {}
+    digest = train(folder / "whole", **how)
     with contextlib.suppress(InterruptionError):
-        train(folder / "broken", accelerator, callbacks=AtStep(21, interrupt))
-    resumed = train(folder / "broken", accelerator, resume=True)
+        train(folder / "broken", **how, callbacks=AtStep(21, interrupt))
+    resumed = train(folder / "broken", **how, resume=True)
     backend = dist.get_backend() if dist.is_initialized() else None
     (folder / "result.json").write_text(json.dumps({"digest": digest, "resumed": resumed, "backend": backend}))
     if dist.is_initialized():
