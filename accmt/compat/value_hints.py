@@ -11,7 +11,7 @@ Advice: TypeAlias = Callable[[Any], str | None]
 """Makes the line for a value; None where the value says nothing that a line could."""
 
 _PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
-_FSDP = 'Trainer(parallelism={"fsdp": True}), or accmt launch --strat fsdp2 train.py'
+_FSDP = 'Trainer(parallelism={"fsdp": True})'
 _DEEPSPEED = f"FSDP2, which shards as ZeRO does: {_FSDP}"
 _NOT_BUILT = "there is no {} in this version; processes of DDP: `accmt launch --strat ddp train.py`"
 _TRACKERS = {
