@@ -73,20 +73,26 @@ def run_together(script: Path, *arguments: str, processes: int | str, timeout_s:
     Raises:
         AssertionError: One had to be killed.
     """
-    engine, number = processes.split("-") if isinstance(processes, str) else ("ddp", processes)
-    processes = int(number)
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryFile("w+", errors="replace") as output:
-        environments = [
-            _environment_of(process, processes, store.port) | ENGINES[engine] for process in range(processes)
-        ]
-        forks = [Fork(script, *arguments, env=own, files=[output, output]) for own in environments]
+        forks, store = start_together(script, *arguments, processes=processes, output=output)
         is_over = _wait_for_all(forks, timeout_s)
-        if processes % NUM_FORKING == 0:
+        del store  # by which they found one another
+        if len(forks) % NUM_FORKING == 0:
             next(_turns)  # a process differs from the one that continues its run, too
         printed = _read(output)
         assert is_over, f"{script.name} did not come to an end by itself:\n{_tail(printed)}"
         return forks, printed
+
+
+def start_together(
+    script: Path, *arguments: str, processes: int | str, output: IO[Any], folder: Path | None = None
+) -> tuple[list[Fork], TCPStore]:
+    """Start a script in several processes; return them, and the store that has to live as long as they do."""
+    engine, number = processes.split("-") if isinstance(processes, str) else ("ddp", processes)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    environments = [_environment_of(index, int(number), store.port) | ENGINES[engine] for index in range(int(number))]
+    files = [output, output]
+    return [Fork(script, *arguments, env=own, files=files, folder=folder) for own in environments], store
 
 
 def torchrun(script: Path, *arguments: str, processes: int, timeout_s: float = 120) -> str:

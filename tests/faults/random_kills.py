@@ -4,7 +4,8 @@
 
 Each run is killed three times (SIGKILL), continued each time by the same command, and then left to end. Runs take turns
 with 0 and 2 loader workers, with and without asynchronous checkpoints. `--trainer transformers` does the same to
-transformers' Trainer; a run that cannot be continued counts as different.
+transformers' Trainer; a run that cannot be continued counts as different. `--launch 2` kills runs of two processes, all
+at once or one of them, after which the other ends by itself; `--launch fsdp-2` does so with sharded models.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.launching import Fork
+from tests.launching import Fork, start_together
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT_OF = {"accmt": SCRIPTS / "killed_run.py", "transformers": SCRIPTS / "killed_transformers_run.py"}
 KILLS = 3
 TIMEOUT_S = 300
+ENDS_WITHIN_S = 60.0
 
 
 class Variant(NamedTuple):
@@ -37,11 +39,13 @@ class Variant(NamedTuple):
         trainer: Whose trainer it is: "accmt" or "transformers".
         workers: Loader workers.
         is_async: "1" where checkpoints are written while training goes on.
+        launch: How many processes, and with which engine, as `tests.launching.launch` takes it.
     """
 
     trainer: str
     workers: str
     is_async: str
+    launch: str
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,37 @@ class Outcome:
     after_end: int
 
 
-def start(folder: Path, variant: Variant) -> Fork:
-    """Start the run; it has a process group of its own, so that its workers can be killed with it."""
-    (folder / "started").unlink(missing_ok=True)
-    with (folder / "log").open("ab") as log:
+class Running:
+    """The processes of a run; each has a process group of its own, so that its workers can be killed with it."""
+
+    def __init__(self, folder: Path, variant: Variant) -> None:
+        (folder / "started").unlink(missing_ok=True)
         command = [SCRIPT_OF[variant.trainer], "run", variant.workers, variant.is_async]
-        return Fork(*command, files=[log, log], folder=folder)
+        with (folder / "log").open("ab") as log:
+            if variant.launch == "1":
+                self.forks, self.store = [Fork(*command, files=[log, log], folder=folder)], None
+            else:
+                launch = int(variant.launch) if variant.launch.isdigit() else variant.launch
+                self.forks, self.store = start_together(*command, processes=launch, output=log, folder=folder)
+
+    def poll(self, timeout_s: float = 0.0) -> int | None:
+        """Return the largest exit code; None where a process still runs after so many seconds."""
+        codes = [fork.poll(timeout_s) for fork in self.forks]
+        return None if None in codes else max(map(abs, codes))
+
+    def kill(self, rng: random.Random) -> None:
+        """Kill all, or one, after which the others end by themselves."""
+        victims = rng.choice([self.forks, self.forks[:1], self.forks[-1:]])
+        for fork in victims:
+            fork.kill()
+        self.poll(ENDS_WITHIN_S)
+        for fork in self.forks:
+            fork.kill()
+
+
+def start(folder: Path, variant: Variant) -> Running:
+    """Start the run."""
+    return Running(folder, variant)
 
 
 def finish(folder: Path, variant: Variant) -> tuple[str, float]:
@@ -79,14 +108,14 @@ def finish(folder: Path, variant: Variant) -> tuple[str, float]:
     return "", seconds
 
 
-def wait_until_training(process: Fork, folder: Path) -> float:
+def wait_until_training(process: Running, folder: Path) -> float:
     """Return the moment at which the run began to train, or ended."""
     while not (folder / "started").exists() and process.poll() is None:
         time.sleep(0.01)
     return time.monotonic()
 
 
-def kill(process: Fork, folder: Path, after_s: float) -> tuple[bool, bool]:
+def kill(process: Running, folder: Path, after_s: float, rng: random.Random) -> tuple[bool, bool]:
     """Kill the run so many seconds after it began to train.
 
     Returns:
@@ -95,7 +124,7 @@ def kill(process: Fork, folder: Path, after_s: float) -> tuple[bool, bool]:
     wait_until_training(process, folder)
     time.sleep(after_s)
     had_ended = process.poll() is not None
-    process.kill()
+    process.kill(rng)
     checkpoints = folder / "run" / "checkpoint-model"
     return any(checkpoints.glob(".tmp-*")) or any(checkpoints.glob(".old-*")), had_ended
 
@@ -103,7 +132,7 @@ def kill(process: Fork, folder: Path, after_s: float) -> tuple[bool, bool]:
 def try_run(variant: Variant, expected: str, seconds: float, rng: random.Random) -> Outcome:
     """Kill one run at random moments, and compare its end."""
     folder = Path(tempfile.mkdtemp(prefix="accmt-kills-"))
-    hits = [kill(start(folder, variant), folder, rng.uniform(0, 0.6 * seconds)) for _ in range(KILLS)]
+    hits = [kill(start(folder, variant), folder, rng.uniform(0, 0.6 * seconds), rng) for _ in range(KILLS)]
     result, _ = finish(folder, variant)
     if result == expected:
         shutil.rmtree(folder)
@@ -112,11 +141,11 @@ def try_run(variant: Variant, expected: str, seconds: float, rng: random.Random)
     return Outcome(result == expected, sum(hit for hit, _ in hits), sum(ended for _, ended in hits))
 
 
-def main(runs: int, seed: int, trainer: str = "accmt") -> bool:
+def main(runs: int, seed: int, trainer: str = "accmt", launch: str = "1") -> bool:
     """Try so many runs; return whether all were the same as the unbroken one."""
     rng = random.Random(seed)
     print(f"seed {seed}")
-    variants = [Variant(trainer, *others) for others in product(("0", "2"), ("1", "0"))]
+    variants = [Variant(trainer, *others, launch) for others in product(("0", "2"), ("1", "0"))]
     unbroken: dict[Variant, tuple[str, float]] = {}
     outcomes = []
     for number in range(runs):
@@ -140,5 +169,6 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--trainer", choices=SCRIPT_OF, default="accmt")
+    parser.add_argument("--launch", default="1", metavar="1, 2, fsdp-2, hsdp-4")
     arguments = parser.parse_args()
-    sys.exit(0 if main(arguments.runs, arguments.seed, arguments.trainer) else 1)
+    sys.exit(0 if main(arguments.runs, arguments.seed, arguments.trainer, arguments.launch) else 1)

@@ -18,6 +18,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from accmt import AcceleratorModule, Callback, Trainer
+from accmt.processes import is_main_process
+from accmt.sharded_tensors import make_whole
 
 WIDTH = int(os.environ.get("ACCMT_TEST_WIDTH", "2560"))  # of 2560, a checkpoint has 79 MB with AdamW's state
 SAMPLES = 120
@@ -76,9 +78,10 @@ def main(folder: str, workers: str, is_async: str) -> None:
     digest = xxhash.xxh3_64()
     optimizer = trainer.run.stepper.optimizer.state_dict()["state"].values()
     for tensor in [*module.model.state_dict().values(), *(value for state in optimizer for value in state.values())]:
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(make_whole(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().data)
     digest.update(repr(trainer.state.state_dict()).encode())
-    Path("result").write_text(digest.hexdigest())
+    if is_main_process():
+        Path("result").write_text(digest.hexdigest())
 
 
 if __name__ == "__main__":
