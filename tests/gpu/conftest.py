@@ -1,4 +1,5 @@
-"""The suite that needs a GPU: `make gpu` runs it on one; `pytest tests/gpu --device cpu` as far as a CPU goes.
+"""The suite that needs a GPU: `make gpu` runs it on one; `pytest tests/gpu --device cpu` as far as a CPU goes, and
+with `--device pretend` on a device in host memory, where a tensor in the wrong place and a wait are errors.
 
 It runs from a plain checkout: nothing is installed, and no network is needed.
 """
@@ -17,12 +18,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.gpu import pretended
 from tests.gpu.toys import WITHOUT_TRACES
+
+ON_PRETENDED_DEVICE = ("test_waits.py", "test_checkpoints.py", "test_memory.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the device: a GPU, or the CPU where there is none."""
-    parser.addoption("--device", choices=("cuda", "cpu"), default="cuda", help="where the suite of GPUs runs")
+    """Add the device: a GPU; where there is none the CPU, or a device in its memory that finds what is misplaced."""
+    parser.addoption("--device", choices=("cuda", "cpu", "pretend"), default="cuda", help="where the suite runs")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,8 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what cannot run; pytest folds the skips of one reason into one line, for they are raised in one place."""
-    only = item.get_closest_marker("cuda_only")
-    if item.config.getoption("--device") == "cpu":
+    only, device = item.get_closest_marker("cuda_only"), item.config.getoption("--device")
+    if device == "pretend" and item.path.name not in ON_PRETENDED_DEVICE:
+        pytest.skip("shows nothing on a pretended device")
+    if device != "cuda":
         if only is not None:
             pytest.skip(f"needs a CUDA device: {only.args[0]}")
     elif not torch.cuda.is_available():
@@ -64,13 +70,16 @@ def _same_bits() -> Iterator[None]:
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The device that the suite runs on."""
-    return torch.device(request.config.getoption("--device"))
+    name = request.config.getoption("--device")
+    return pretended.device() if name == "pretend" else torch.device(name)
 
 
 @pytest.fixture
 def settings(device: torch.device) -> dict[str, Any]:
     """Arguments of a quiet Trainer on that device."""
-    return {**WITHOUT_TRACES, "accelerator": {"cpu": device.type == "cpu"}}
+    is_pretended = device.type == pretended.NAME
+    accelerator = pretended.make_accelerator() if is_pretended else {"cpu": device.type == "cpu"}
+    return {**WITHOUT_TRACES, "accelerator": accelerator}
 
 
 class _NoReading(TorchDispatchMode):
@@ -94,7 +103,7 @@ def _error_at_waits() -> Iterator[None]:
 @pytest.fixture
 def without_waits(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """Makes a context in which waiting for the device is an error."""
-    return _NoReading if device.type == "cpu" else _error_at_waits
+    return {"cpu": _NoReading, "cuda": _error_at_waits, pretended.NAME: pretended.without_waits}[device.type]
 
 
 @pytest.fixture
@@ -111,4 +120,4 @@ def limited_memory(device: torch.device) -> Callable[[int], AbstractContextManag
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
 
-    return (lambda num_bytes: nullcontext()) if device.type == "cpu" else limit
+    return limit if device.type == "cuda" else lambda num_bytes: nullcontext()

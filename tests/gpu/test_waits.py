@@ -60,6 +60,8 @@ CASES: dict[str, dict[str, Any]] = {
 def test_no_step_that_logs_nothing_waits(
     case: str, weighs: str | None, settings: dict[str, Any], device: torch.device, without_waits: Any
 ) -> None:
+    if device.type == "pretend" and case == "bf16":
+        pytest.skip("shows nothing on a pretended device: it has one precision")
     if device.type == "cpu" and weighs == "device":
         weighs = "host"  # what is on the host already is read there
     others = dict(CASES[case])
