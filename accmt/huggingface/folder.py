@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ from accmt.saving.layout import ADAPTER_CONFIG
 from accmt.saving.load_weights import require_files, require_fit
 from accmt.saving.model_folder import read_status
 from accmt.saving.state_dict import find_tied, plain_names, require_complete
-from accmt.saving.weights import remove_leftovers
+from accmt.saving.streaming import ShardedState
+from accmt.saving.weights import remove_leftovers, stream_weights
 from accmt.sharded_tensors import class_of
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ _CONFIG = "config.json"
 
 def save_model(
     model: nn.Module,
-    state_dict: Mapping[str, Tensor],
+    state_dict: Mapping[str, Tensor] | ShardedState,
     folder: Path,
     *,
     processor: Any = None,
@@ -49,7 +51,7 @@ def save_model(
 
     Args:
         model: The model, without the wrapper of the launch. Only the adapters of a PEFT model are saved.
-        state_dict: Its full state dict; names may have those of wrappers in them.
+        state_dict: Its full state dict, or that of a sharded model; names may have those of wrappers in them.
         folder: The model folder; created if it is missing.
         processor: A tokenizer or the like (anything with `save_pretrained`), saved beside transformers and PEFT models.
         max_shard_size: Largest size of one file, in bytes or as "10GB"; an adapter is always one file.
@@ -61,24 +63,53 @@ def save_model(
         OSError: The disk is full or the folder cannot be written. The model saved before can still be loaded.
     """
     reject_injected_adapters(model)
-    require_complete(state_dict, model)
     before = _list_saved(folder)
-    if is_peft_model(model):
-        saved = save_adapters(model, state_dict, folder, processor=processor, safe_serialization=safe_serialization)
-    elif is_transformers_model(model):
-        saved = save_weights(
-            to_saved_format(model, state_dict),
-            folder,
-            max_shard_size=max_shard_size,
-            safe_serialization=safe_serialization,
-            write_others=lambda staged: _write_model_files(model, staged, processor),
-        )
-    else:
-        saved = save_weights(state_dict, folder, max_shard_size=max_shard_size, safe_serialization=safe_serialization)
+    saved = None
+    if isinstance(state_dict, ShardedState):
+        saved = _stream(model, state_dict, folder, processor, max_shard_size) if safe_serialization else None
+        state_dict = state_dict.fetch_all() if saved is None else {}
+    if saved is None:
+        saved = _save_whole(model, state_dict, folder, processor, max_shard_size, safe_serialization)
     remove_leftovers(folder, before, saved.files)
     if not is_peft_model(model):
         _warn_of_other_config(folder, saved)
     return saved
+
+
+def _stream(
+    model: nn.Module, state: ShardedState, folder: Path, processor: Any, max_shard_size: int | str
+) -> SavedWeights | None:
+    """Save one tensor after the other; return None where what is saved has to be computed from whole tensors."""
+    if is_peft_model(model):
+        return None
+    outlines, write_others = state.outlines, None
+    if is_transformers_model(model):
+        outlines = to_saved_format(model, outlines)
+        write_others = partial(_write_model_files, model, processor)
+    fetch = state.fetch_outlined(outlines)
+    if fetch is None:
+        return None
+    return stream_weights(outlines, fetch, folder, max_shard_size=max_shard_size, write_others=write_others)
+
+
+def _save_whole(
+    model: nn.Module,
+    state_dict: Mapping[str, Tensor],
+    folder: Path,
+    processor: Any,
+    max_shard_size: int | str,
+    is_safe: bool,  # noqa: FBT001 - one of the arguments of `save_model`
+) -> SavedWeights:
+    require_complete(state_dict, model)
+    if is_peft_model(model):
+        return save_adapters(model, state_dict, folder, processor=processor, safe_serialization=is_safe)
+    write_others = None
+    if is_transformers_model(model):
+        state_dict = to_saved_format(model, state_dict)
+        write_others = partial(_write_model_files, model, processor)
+    return save_weights(
+        state_dict, folder, max_shard_size=max_shard_size, safe_serialization=is_safe, write_others=write_others
+    )
 
 
 def save_by_config(
@@ -147,7 +178,7 @@ def to_saved_format(model: PreTrainedModel, state_dict: Mapping[str, Tensor]) ->
     weights = {names[name]: tensor for name, tensor in state_dict.items() if names[name] not in ignored}
     for name, main in getattr(model, "all_tied_weights_keys", {}).items():
         # Gathered from shards, tied weights are copies of one another.
-        if name in weights and main in weights and torch.equal(weights[main], weights[name]):
+        if name in weights and main in weights and _is_same(weights[main], weights[name]):
             del weights[name]
     for name in find_tied(weights):
         weights[name] = weights[name].clone()
@@ -155,7 +186,11 @@ def to_saved_format(model: PreTrainedModel, state_dict: Mapping[str, Tensor]) ->
     return saved
 
 
-def _write_model_files(model: PreTrainedModel, folder: Path, processor: Any) -> None:
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one is other or (not one.is_meta and torch.equal(one, other))
+
+
+def _write_model_files(model: PreTrainedModel, processor: Any, folder: Path) -> None:
     """Write what `from_pretrained` needs beside the weights: configurations, a custom model's code, the processor."""
     config = copy.deepcopy(model.config)
     config.dtype = str(model.dtype).removeprefix("torch.")

@@ -28,7 +28,6 @@ from accmt.saving import (
     ModelFolderClaim,
     Patience,
     Selection,
-    gather_shards,
     holds_model_of,
     keep_previous,
     name_by_rules,
@@ -39,6 +38,7 @@ from accmt.saving import (
     write_status,
     write_trainer_config,
 )
+from accmt.saving.streaming import ShardedState
 from accmt.settings import Settings
 from accmt.sharded_tensors import class_of
 from accmt.tracking import resolve_trackers
@@ -196,16 +196,17 @@ def save_model(run: Run, *folders: Path) -> None:
     if not folders:
         return
     broadcast_buffers(run.unwrapped_model)
-    state_dict = gather_shards(_state_dict(run))
+    if run.is_sharded:
+        state = ShardedState(run.unwrapped_model)
+        for folder in folders:
+            state.lend(partial(_write_model, run, folder, state))
+        return
+    state_dict = run.accelerator.get_state_dict(run.model)
     for folder in folders:
         run_on_main_process(partial(_write_model, run, folder, state_dict))
 
 
-def _state_dict(run: Run) -> dict[str, Any]:
-    return run.unwrapped_model.state_dict() if run.is_sharded else run.accelerator.get_state_dict(run.model)
-
-
-def _write_model(run: Run, folder: Path, state_dict: dict[str, Any]) -> None:
+def _write_model(run: Run, folder: Path, state_dict: dict[str, Any] | ShardedState) -> None:
     saving, state = run.settings.saving, run.state
     _keep_previous(run, folder)
     saved = huggingface.save_model(

@@ -14,7 +14,7 @@ from accmt.saving.model_folder import (
 from accmt.saving.patience import Patience, may_stop
 from accmt.saving.rules import TRAIN_LOSS, VALID_LOSS, name_by_rules, without_validation
 from accmt.saving.selection import Selection
-from accmt.saving.state_dict import gather_shards, require_storable
+from accmt.saving.state_dict import require_storable
 from accmt.saving.weights import SavedWeights, save_weights
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "Patience",
     "SavedWeights",
     "Selection",
-    "gather_shards",
     "holds_model_of",
     "keep_previous",
     "load_weights",

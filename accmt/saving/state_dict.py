@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from accmt.errors import WeightsError, explain
 from accmt.libraries.private_names import is_made_of_tensors
-from accmt.processes import is_main_process
-from accmt.sharded_tensors import is_dtensor, make_whole
+from accmt.sharded_tensors import is_dtensor
 
 _COMPILED = "_orig_mod"
 _PARALLEL = "module."
@@ -59,24 +58,6 @@ def give_own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         owners.add(dense.untyped_storage().data_ptr())
         separate[name] = dense
     return separate
-
-
-def gather_shards(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state dict with each sharded tensor whole; on the main process only, the others drop theirs.
-
-    One tensor at a time is whole on the device.
-
-    Processes: collective; every process passes the same names.
-    """
-    gathered = {name: _gather(value) for name, value in state_dict.items()}
-    return {name: value for name, value in gathered.items() if value is not None}
-
-
-def _gather(value: Tensor) -> Tensor | None:
-    if not is_dtensor(value):
-        return value
-    whole = make_whole(value)
-    return whole.cpu() if is_main_process() else None
 
 
 def require_complete(state_dict: Mapping[str, Tensor], model: nn.Module) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
 import safetensors.torch
 import torch
 import xxhash
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -27,9 +27,11 @@ from accmt.saving.layout import (
     remove_unnamed_shards,
 )
 from accmt.saving.state_dict import find_tied, give_own_memory, plain_names, require_dense_tensors
+from accmt.saving.streaming import StreamedFile
 
 SHARED_KEY = "accmt.shared"
 DIGEST_KEY = "accmt.digest"
+_DIGITS = 16
 
 WriteOthers = Callable[[Path], object]
 
@@ -49,13 +51,18 @@ class SavedWeights:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The files of one save: `shards` (one of them being `entry` if it is the only one) and the index, if any."""
+    """The files of one save: `shards` (one of them being `entry` if it is the only one) and the index, if any.
+
+    Files that are `written` elsewhere on the disk are moved into their place.
+    """
 
     digest: str
     entry: str
     shards: dict[str, dict[str, Tensor]]
     metadata: dict[str, str]
     index: dict[str, Any] | None = None
+    file_of: dict[str, str] = field(default_factory=dict)
+    written: dict[str, Path] = field(default_factory=dict)
 
 
 def save_weights(
@@ -91,6 +98,41 @@ def save_weights(
     return _save(plan, folder, write_others)
 
 
+def stream_weights(
+    outlines: Mapping[str, Tensor],
+    fetch: Callable[[str], Tensor],
+    folder: Path,
+    *,
+    max_shard_size: int | str = "10GB",
+    write_others: WriteOthers | None = None,
+) -> SavedWeights:
+    """Do what `save_weights` does, in safetensors files, with one tensor in memory at a time.
+
+    Args:
+        outlines: Tensors without memory, by name; weights that are tied have one.
+        fetch: Returns the tensor of a name.
+
+    Processes: main only.
+    """
+    names = {plain: name for name, plain in plain_names(outlines).items()}
+    named = {plain: outlines[name] for plain, name in names.items()}
+    tied = find_tied(named)
+    split = _split({name: outline for name, outline in named.items() if name not in tied}, max_shard_size)
+    digest = xxhash.xxh3_64(_describe_split(split, tied))
+    folder.mkdir(parents=True, exist_ok=True)
+    with staging_folder(folder, "parts") as parts:
+        files = {}
+        for number, (suffix, members) in enumerate(split.filename_to_tensors.items()):
+            own = {name: named[name] for name in members}
+            files[suffix] = StreamedFile(parts / str(number), own, _metadata("0" * _DIGITS, tied))
+            files[suffix].write(lambda plain: fetch(names[plain]), digest)
+        plan = _name_files(split, digest.hexdigest(), tied, SAFETENSORS)
+        for suffix, file in files.items():
+            file.seal(plan.metadata)
+            plan.written[plan.file_of[suffix]] = file.path
+        return _save(plan, folder, write_others)
+
+
 def save_adapter(
     state_dict: Mapping[str, Tensor],
     folder: Path,
@@ -104,8 +146,9 @@ def save_adapter(
     """
     tensors = give_own_memory(_name_plainly(state_dict))
     name = ADAPTER_NAMES[0 if safe_serialization else 1]
-    digest = _fingerprint(tensors, {name: list(tensors)}, {})
-    plan = _Plan(digest, ADAPTER_CONFIG, {name: tensors}, {"format": "pt", DIGEST_KEY: digest})
+    split = StateDictSplit(metadata={}, filename_to_tensors={name: list(tensors)}, tensor_to_filename={})
+    digest = _fingerprint(tensors, split, {})
+    plan = _Plan(digest, ADAPTER_CONFIG, {name: tensors}, _metadata(digest, {}))
     return _save(plan, folder, write_others)
 
 
@@ -135,12 +178,21 @@ def _plan_files(
     if form is PICKLE:  # torch.save itself keeps what is tied
         tensors = tensors | {name: tensors[kept] for name, kept in tied.items()}
         tied = {}
-    split = split_torch_state_dict_into_shards(tensors, filename_pattern="{suffix}", max_shard_size=max_shard_size)
-    digest = _fingerprint(tensors, split.filename_to_tensors, tied)
+    split = _split(tensors, max_shard_size)
+    plan = _name_files(split, _fingerprint(tensors, split, tied), tied, form)
+    for suffix, names in split.filename_to_tensors.items():
+        plan.shards[plan.file_of[suffix]] = {name: tensors[name] for name in names}
+    return plan
+
+
+def _split(tensors: dict[str, Tensor], max_shard_size: int | str) -> StateDictSplit:
+    return split_torch_state_dict_into_shards(tensors, filename_pattern="{suffix}", max_shard_size=max_shard_size)
+
+
+def _name_files(split: StateDictSplit, digest: str, tied: Mapping[str, str], form: WeightsFormat) -> _Plan:
     file_of = {
         suffix: form.shard(digest, suffix) if split.is_sharded else form.single for suffix in split.filename_to_tensors
     }
-    metadata = {"format": "pt", DIGEST_KEY: digest} | ({SHARED_KEY: json.dumps(tied)} if tied else {})
     index = {
         "metadata": {**split.metadata, DIGEST_KEY: digest},
         "weight_map": {name: file_of[suffix] for name, suffix in sorted(split.tensor_to_filename.items())},
@@ -148,19 +200,25 @@ def _plan_files(
     return _Plan(
         digest=digest,
         entry=form.index if split.is_sharded else form.single,
-        shards={
-            file_of[suffix]: {name: tensors[name] for name in names}
-            for suffix, names in split.filename_to_tensors.items()
-        },
-        metadata=metadata,
+        shards={name: {} for name in file_of.values()},
+        metadata=_metadata(digest, tied),
         index=index if split.is_sharded else None,
+        file_of=file_of,
     )
 
 
-def _fingerprint(tensors: Mapping[str, Tensor], split: Mapping[str, list[str]], tied: Mapping[str, str]) -> str:
+def _metadata(digest: str, tied: Mapping[str, str]) -> dict[str, str]:
+    return {"format": "pt", DIGEST_KEY: digest} | ({SHARED_KEY: json.dumps(tied)} if tied else {})
+
+
+def _describe_split(split: StateDictSplit, tied: Mapping[str, str]) -> bytes:
+    return json.dumps([split.filename_to_tensors, tied]).encode()
+
+
+def _fingerprint(tensors: Mapping[str, Tensor], split: StateDictSplit, tied: Mapping[str, str]) -> str:
     # The split belongs to it: two splits of the same weights must not share a file name.
-    digest = xxhash.xxh3_64(json.dumps([split, tied]).encode())
-    for names in split.values():
+    digest = xxhash.xxh3_64(_describe_split(split, tied))
+    for names in split.filename_to_tensors.values():
         for name in names:
             tensor = tensors[name]
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -170,7 +228,10 @@ def _fingerprint(tensors: Mapping[str, Tensor], split: Mapping[str, list[str]], 
 
 def _write_files(plan: _Plan, staged: Path) -> None:
     for name, tensors in plan.shards.items():
-        write_tensors(tensors, staged / name, plan.metadata)
+        if name in plan.written:
+            plan.written[name].rename(staged / name)
+        else:
+            write_tensors(tensors, staged / name, plan.metadata)
     if plan.index is not None:
         (staged / plan.entry).write_text(json.dumps(plan.index, indent=2) + "\n", encoding="utf-8")
 

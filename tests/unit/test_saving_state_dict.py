@@ -5,7 +5,6 @@ from torch import nn
 from accmt.errors import WeightsError
 from accmt.saving.state_dict import (
     find_tied,
-    gather_shards,
     give_own_memory,
     plain_names,
     require_complete,
@@ -163,10 +162,3 @@ def test_the_size_that_deepspeed_keeps_of_a_partitioned_parameter_counts():
     with pytest.raises(WeightsError, match="at least 16"):
         require_complete(model.state_dict(), model)
     assert is_accepted(require_complete, {"weight": weight}, model)
-
-
-def test_whole_tensors_pass_the_gathering_of_shards():
-    state_dict = Norm().state_dict()
-    gathered = gather_shards(state_dict)
-    assert gathered.keys() == state_dict.keys()
-    assert all(gathered[name] is tensor for name, tensor in state_dict.items())

@@ -41,9 +41,9 @@ from transformers import (
 import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Trainer
 from accmt.huggingface import save_model
-from accmt.processes import is_main_process, run_on_main_process
+from accmt.processes import is_main_process
 from accmt.recovery.model_saver import save_model as save_run
-from accmt.saving import gather_shards
+from accmt.saving.streaming import ShardedState
 
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
 HPS = {"epochs": 1, "max_steps": 1, "batch_size": 2, "optim": {"type": "SGD", "lr": 0.1}}
@@ -216,9 +216,9 @@ def shard(folder: Path) -> dict[str, Tensor]:
         model = make()
         before, settings_by_cell = outputs(model), list(cells_of(model))
         fully_shard(model, mesh=mesh)
-        state_dict = gather_shards(model.state_dict())
+        state = ShardedState(model)
         for cell, settings in settings_by_cell:
-            run_on_main_process(partial(save_model, model, state_dict, folder / name / cell, **settings))
+            state.lend(partial(save_model, model, state, folder / name / cell, **settings))
             expected[f"{name}/{cell}"] = before
     return expected
 
