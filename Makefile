@@ -5,6 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# The oldest versions that pyproject.toml allows; torch is the one of constraints-lowest.txt.
+LOWEST := .venv-lowest
+LOWEST_PIP := $(LOWEST)/bin/python -m pip --disable-pip-version-check --quiet
+LOWEST_TESTS ?= tests/unit tests/resume tests/distributed
 THREADS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 LINTED := accmt tests examples
 # Where `make gpu` runs.
@@ -21,10 +25,10 @@ export DO_NOT_TRACK := true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test lint bench gpu trackers clean
+.PHONY: help install demo test test-lowest lint bench gpu trackers clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED)  ## make .venv and install everything, once
 
@@ -34,6 +38,9 @@ demo: $(INSTALLED)  ## fine-tune a pretrained transformer on BBC News (a few min
 
 test: $(INSTALLED)  ## run all tests
 	$(BIN)/python -m pytest
+
+test-lowest: $(LOWEST)/.installed  ## run unit, resume and distributed tests with the oldest versions that are allowed
+	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS)
 
 lint: $(INSTALLED)  ## check style, format and types
 	$(BIN)/ruff check $(LINTED)
@@ -59,18 +66,30 @@ $(TRACKER_TESTS): tracker-%: $(INSTALLED)
 	@tests/trackers/run.sh '$(filter $*==%,$(TRACKERS))' $(VENV)
 
 clean:  ## remove everything that was made: .venv, caches, outputs of the examples
-	rm -rf $(VENV) .venv-trackers .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db
+	rm -rf $(VENV) $(LOWEST) .venv-trackers .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt
+	$(call require_python)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt hatchling editables
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) install -c constraints.txt --no-deps $(DEMO_PACKAGES)
+	@touch $@
+
+$(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
+	$(call require_python)
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST_PIP) install -c constraints-lowest.txt hatchling editables
+	$(LOWEST_PIP) install -c constraints-lowest.txt --no-build-isolation -e '.[test]'
+	$(LOWEST_PIP) install -c constraints-lowest.txt --no-deps $(DEMO_PACKAGES)
+	@touch $@
+
+define require_python
 	@command -v $(PYTHON) >/dev/null || { \
 		echo "make: $(PYTHON) was not found; install Python 3.11 or newer" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "make: $$($(PYTHON) --version) is too old; 3.11 or newer is needed: make PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "make: $(PYTHON) has no venv module; install it (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt hatchling editables
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
-	$(PIP) install -c constraints.txt --no-deps $(DEMO_PACKAGES)
-	@touch $@
+endef

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from accmt.errors import CheckpointCorruptError as CheckpointCorruptError
     from accmt.errors import CheckpointError as CheckpointError
     from accmt.errors import DataError as DataError
+    from accmt.errors import DeviceError as DeviceError
     from accmt.errors import HyperParameterError as HyperParameterError
     from accmt.errors import HyperParameterFileError as HyperParameterFileError
     from accmt.errors import HyperParameterTypeError as HyperParameterTypeError
@@ -101,6 +102,7 @@ _HOMES = {
     "DVCLive": "accmt.tracking",
     "DataError": "accmt.errors",
     "Delivery": "accmt.settings.tracking",
+    "DeviceError": "accmt.errors",
     "EMA": "accmt.callbacks",
     "ExtendedAcceleratorModule": "accmt.module",
     "F1": "accmt.metrics",
@@ -170,6 +172,10 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)
+    if _HOMES[name] != "accmt.errors":
+        from accmt.libraries.versions import require
+
+        require("torch")  # else an older one fails somewhere below, where nothing says why
     return getattr(import_module(_HOMES[name]), name)
 
 

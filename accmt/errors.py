@@ -79,6 +79,10 @@ class ProcessFailedError(AccmtError, RuntimeError):
     """Another process of the run failed, exited, or does not answer; the message holds its report."""
 
 
+class DeviceError(AccmtError, RuntimeError):
+    """The device of a run is busy, has no memory left at the start, or cannot be used by this torch."""
+
+
 class TrackerError(AccmtError, RuntimeError):
     """A tracker does not start: a wrong server, or an invalid argument."""
 
@@ -88,7 +92,7 @@ class WeightsError(AccmtError, RuntimeError):
 
 
 class MissingPackageError(AccmtError, ImportError):
-    """An optional package is not installed."""
+    """A package is not installed, only in part, or too old."""
 
 
 class Preempted(SystemExit):  # noqa: N818 - no error: the program ends as requested

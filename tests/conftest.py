@@ -55,6 +55,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         import tests.many_runs  # noqa: F401
 
 
+def _is_of_library(thread: threading.Thread) -> bool:
+    return thread.name.startswith(_THREADS_OF_LIBRARIES) or type(thread).__module__.startswith("tqdm.")
+
+
 @pytest.fixture(autouse=True)
 def _no_leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run each test in an empty folder, and fail it if it leaves environment, threads or a process group behind."""
@@ -68,7 +72,7 @@ def _no_leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         if environment.get(name) != os.environ.get(name) and not name.startswith(_LIBRARIES_OWN)
     }
     assert not changed, f"the test left the environment changed: {changed}"
-    left = [t.name for t in threading.enumerate() if t not in threads and not t.name.startswith(_THREADS_OF_LIBRARIES)]
+    left = [t.name for t in threading.enumerate() if t not in threads and not _is_of_library(t)]
     assert not left, f"the test left threads behind: {left}"
     torch = sys.modules.get("torch")
     assert torch is None or not torch.distributed.is_initialized(), "the test left a process group behind"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accmt.config.document import Document
 from accmt.config.faults import Fault
 from accmt.config.numbers import read_numbers
+from accmt.libraries.versions import require
 
 if TYPE_CHECKING:
     import torch
@@ -119,6 +120,8 @@ class HyperParameters:
         return hps
 
     def _take(self, document: Document) -> None:
+        for name in ("pydantic", "annotated_types"):
+            require(name)
         from accmt.config.schema import check
 
         checked = check(document)

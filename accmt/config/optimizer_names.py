@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer, lr_scheduler
 
 from accmt.config.faults import Fault, KeyPath, describe, suggest
+from accmt.libraries.versions import require
 
 SchedulerFactory = Callable[..., lr_scheduler.LRScheduler]
 
@@ -43,6 +44,7 @@ class _Kind:
 
     def by_name(self, name: str) -> Any:
         if name in self.from_transformers:
+            require("transformers", f"`type: {name}`")
             return getattr(importlib.import_module(_TRANSFORMERS), self.from_transformers[name])
         return getattr(self.torch_module, name)
 

@@ -12,6 +12,7 @@ from torch.utils.data import default_collate, get_worker_info
 
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.libraries.private_names import stacks_tensors_as_torch
+from accmt.libraries.versions import require
 
 Collate = Callable[[Any], Any]
 
@@ -43,6 +44,7 @@ class DataCollatorForLongestSequence:
     """
 
     def __init__(self, tokenizer: Any, *, torch_stack: bool = True) -> None:
+        require("transformers", type(self).__name__)
         from transformers import DataCollatorWithPadding
 
         self._pad = DataCollatorWithPadding(tokenizer)

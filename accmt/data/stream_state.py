@@ -9,6 +9,7 @@ from copy import deepcopy
 from typing import Any
 
 from accmt.libraries.private_names import is_shuffle_buffer, steps_of_stream
+from accmt.libraries.versions import why_states_are_inexact
 
 _STATE = "state"
 
@@ -62,7 +63,11 @@ def _find_obstacle(owner: Any, num_workers: int, source: Any, also_read: Iterabl
         return "with state_dict and load_state_dict, and no workers, they would resume at once"
     if num_workers > 0:
         return "their state_dict can be used without workers only (dataloader_num_workers=0)"
-    if any(map(_has_shuffle_buffer, [owner, source, *getattr(owner, "__dict__", {}).values()])):
+    streams = list(filter(_is_streaming_dataset, [owner, source, *getattr(owner, "__dict__", {}).values()]))
+    inexact = why_states_are_inexact() if streams else None
+    if inexact is not None:
+        return inexact
+    if any(map(_has_shuffle_buffer, streams)):
         return "their state_dict omits what was in the shuffle buffer"
     if any(_parts_of(owner, source) & _parts_of(other, getattr(other, "dataset", None)) for other in also_read):
         return "evaluations read them too, which changes their state"
@@ -81,8 +86,6 @@ def _has_shuffle_buffer(data: Any) -> bool:
     Source: `datasets.IterableDataset.state_dict`: "examples from shuffle buffers are lost when resuming". No public
     attribute shows that there is one.
     """
-    if not _is_streaming_dataset(data):
-        return False
     return any(map(is_shuffle_buffer, steps_of_stream(data)))
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from accmt.data.fetching import SeededDataset
 from accmt.errors import explain
 from accmt.libraries.private_names import shut_down_workers, workers_of
+from accmt.libraries.versions import may_deadlock_in_forks
 
 _LEAVE_S = 30.0
 _DIE_S = 1.0
@@ -38,7 +39,7 @@ def start_reading(dataloader: DataLoader[Any]) -> Iterator[Any]:
     that is forked at that moment waits for ever for a lock that the thread held (python/cpython#112275), and so does
     whoever waits for its batches.
     """
-    if dataloader.num_workers and sys.version_info < (3, 12):
+    if dataloader.num_workers and may_deadlock_in_forks():
         _wait_at_each_fork()
         time.sleep(_THREADS_S)
     return iter(dataloader)

@@ -16,6 +16,7 @@ from accmt.huggingface.model_kinds import is_peft_model, is_transformers_model, 
 from accmt.huggingface.peft_adapters import load_adapters, save_adapters
 from accmt.huggingface.pretrained import load_pretrained_weights
 from accmt.libraries.private_names import names_not_saved
+from accmt.libraries.versions import require
 from accmt.messages import warn_once
 from accmt.saving import SavedWeights, load_weights, save_weights
 from accmt.saving.layout import ADAPTER_CONFIG
@@ -119,6 +120,7 @@ def save_by_config(
 
     No memory is needed for a second model.
     """
+    require("transformers")
     import transformers
 
     if not (config_folder / _CONFIG).is_file():  # otherwise transformers would ask the hub

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accmt.errors import ArgumentError, explain
+from accmt.libraries.versions import checkpoint_activations
 
 
 def enable_gradient_checkpointing(model: Any, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -20,12 +21,11 @@ def enable_gradient_checkpointing(model: Any, kwargs: Mapping[str, Any] | None =
 
     Source: `PreTrainedModel.activation_checkpointing_enable` of transformers 5.23.
     """
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    if enable is None:
+    if not hasattr(model, "activation_checkpointing_enable") and not hasattr(model, "gradient_checkpointing_enable"):
         raise _unable(model, "no method `activation_checkpointing_enable`")
     try:
         # It also makes gradients flow through frozen embeddings.
-        enable(activation_checkpointing_kwargs={"use_reentrant": False, **(kwargs or {})})
+        checkpoint_activations(model, {"use_reentrant": False, **(kwargs or {})})
     except ValueError as error:
         raise _unable(model, str(error)) from error
 

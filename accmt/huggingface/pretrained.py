@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface.model_kinds import advise_wrapping, reject_injected_adapters
 from accmt.huggingface.peft_adapters import build_with_adapter, read_base_name
+from accmt.libraries.versions import require
 from accmt.saving.layout import ADAPTER_CONFIG
 from accmt.saving.load_weights import describe_shapes, misfit
 from accmt.saving.state_dict import plain_names
@@ -102,6 +103,7 @@ def _require_path(path: object) -> None:
 
 
 def _find_model_class(wanted: type[PreTrainedModel] | str | None) -> Any:
+    require("transformers", "a model from a path")
     import transformers
 
     if wanted is None:

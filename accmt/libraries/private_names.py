@@ -158,6 +158,13 @@ def shut_down_workers(dataloader: DataLoader[Any], batches: Any) -> None:
 # Accelerate
 
 
+def prepare_alone(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """Prepare a model without an optimizer; before 1.14 Accelerate makes no note of that."""
+    prepared: nn.Module = accelerator.prepare_model(model, evaluation_mode=True)
+    vars(prepared)["_is_accelerate_prepared"] = True
+    return prepared
+
+
 def is_prepared(model: nn.Module) -> bool:
     """Return whether Accelerate has prepared a model."""
     return "_is_accelerate_prepared" in vars(model)

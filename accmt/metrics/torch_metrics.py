@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from accmt.errors import MetricError, MissingPackageError, explain
+from accmt.errors import MetricError, explain
 from accmt.libraries.private_names import list_states, reduction_of, set_update_count
+from accmt.libraries.versions import require
 from accmt.metrics.gathering import CHUNK_BYTES, gather_on_main_process, to_cpu
 from accmt.metrics.metric import Accumulation, IsBetter, Metric
 from accmt.metrics.results import describe, find_scalar, is_pair, metric_error
@@ -43,11 +44,8 @@ def is_torch_metric(value: Any) -> bool:
 def load_torch_metric(name: str, path: str, **arguments: Any) -> torchmetrics.Metric:
     """Build a metric of torchmetrics, such as "classification.BinaryF1Score", for our metric `name`."""
     module, _, kind = path.rpartition(".")
-    try:
-        loaded = import_module(f"torchmetrics.{module}")
-    except ImportError as error:
-        message = explain(f"metric {name!r}", f"{error}", "the package torchmetrics", "pip install torchmetrics")
-        raise MissingPackageError(message) from error
+    require("torchmetrics", f"metric {name!r}")
+    loaded = import_module(f"torchmetrics.{module}")
     metric: torchmetrics.Metric = getattr(loaded, kind)(**arguments)
     return metric
 

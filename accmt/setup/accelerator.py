@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from accmt.errors import ArgumentError, explain
+from accmt.libraries.versions import require
 from accmt.messages import warn_once
 from accmt.parallel.shards import is_sharded
 from accmt.processes import leave_process_group
 from accmt.settings import RunningSettings
+from accmt.setup.devices import explaining_device, touch
 from accmt.setup.parallelism import (
     Parallelism,
     accelerator_arguments,
@@ -44,6 +46,8 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
     process alone, each believing to be the only one.
     """
     global _current  # noqa: PLW0603 - for `accmt.accelerator`
+    for name in ("accelerate", "safetensors", "huggingface_hub"):
+        require(name)
     from accelerate import Accelerator
 
     _reject_closed_group()
@@ -53,7 +57,7 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
         accelerator = user_accelerator
         _check_user_accelerator(accelerator, settings)
     else:
-        with _noting_group():
+        with _noting_group(), explaining_device():
             accelerator = _build(_arguments(user_accelerator, settings), parallelism)
         accelerator.gradient_accumulation_steps = 1  # the environment may say otherwise; accumulation is the loop's
     _check_loader_config(accelerator)
@@ -61,6 +65,8 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
     require_effect(accelerator, parallelism)
     if accelerator.device.type == "cpu" and not _asks_for_cpu(user_accelerator):
         _warn_of_unused_gpu()
+    with explaining_device():
+        touch(accelerator.device)
     _current = weakref.ref(accelerator)
     return accelerator
 

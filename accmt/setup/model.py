@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface import enable_gradient_checkpointing, reject_injected_adapters
 from accmt.libraries import private_names
-from accmt.libraries.private_names import compile_in_place, forget_prepared, is_compiled
+from accmt.libraries.private_names import compile_in_place, forget_prepared, is_compiled, prepare_alone
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.logging import Logs
 from accmt.module import AcceleratorModule
@@ -113,7 +113,7 @@ def _wrap(own: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Acceler
         shard_model(own, accelerator, optimizer)
         return own
     if is_container(own):
-        model = accelerator.prepare_model(own, evaluation_mode=True)
+        model = prepare_alone(own, accelerator)
         broadcast_weights(model)
         broadcast_buffers(model)
         return model
@@ -136,7 +136,7 @@ def prepare_for_evaluation(module: AcceleratorModule, accelerator: Accelerator, 
         _require_forward(module.model)
         shard_model(module.model, accelerator, None)
         return module.model
-    model: nn.Module = accelerator.prepare_model(module.model, evaluation_mode=True)
+    model = prepare_alone(module.model, accelerator)
     broadcast_weights(model)
     return model
 

@@ -106,8 +106,9 @@ def _find_spec(entry: Any) -> TrackerSpec:
 
 
 def _require_package(spec: TrackerSpec) -> None:
-    if isinstance(spec, UserTracker) or find_spec(spec.name) is not None:
-        return
+    found = None if isinstance(spec, UserTracker) else find_spec(spec.name)
+    if isinstance(spec, UserTracker) or (found is not None and found.origin is not None):
+        return  # without an origin it is only a folder of that name, such as the `wandb` that runs of wandb leave
     where = f"Trainer(log_with={type(spec).__name__})"
     got = f"the package {spec.package} is not installed"
     raise MissingPackageError(explain(where, got, "the tracker's package", f"pip install {spec.package}"))

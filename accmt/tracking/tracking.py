@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
-from accmt.errors import ArgumentError, TrackerError, explain
+from accmt.errors import ArgumentError, MissingPackageError, TrackerError, explain
 from accmt.files import read_json_lines, require_writable_folder
 from accmt.messages import say, warn
 from accmt.tracking.delivery import Delivery, wait_for_the_end
@@ -290,6 +290,9 @@ class Tracking:
         if not isinstance(error, Exception):
             raise error
         name = delivery.spec.name
+        if isinstance(error, ImportError) and hasattr(delivery.spec, "package"):
+            expected, do = "its package, whole", f"pip install --force-reinstall {delivery.spec.package}"
+            raise MissingPackageError(explain(f"the tracker {name}", name_error(error), expected, do)) from error
         do = f"check logging_dir={self._place.logging_dir!r} and the server, or leave {name} out of log_with"
         raise TrackerError(explain(f"the tracker {name}", name_error(error), "a tracker that starts", do)) from error
 

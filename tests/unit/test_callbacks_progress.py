@@ -27,6 +27,13 @@ def make(stream, *, total=100, **options):
     return bar
 
 
+@pytest.fixture(autouse=True)
+def _wide_terminal():
+    with pytest.MonkeyPatch.context() as patch:  # undone before the guard against changed environments looks
+        patch.setenv("COLUMNS", "200")
+        yield
+
+
 def train(bar, updates, *, seconds=0.0, samples=8):
     for _ in range(updates):
         sleep(seconds)

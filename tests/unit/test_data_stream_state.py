@@ -97,6 +97,22 @@ def make_state(make, num_batches):
     return data.state_dict()
 
 
+@pytest.mark.parametrize("version", ["3.6.0", "4.8.5", "5.0.1"])
+@pytest.mark.parametrize("make", [EXACT["plain"], EXACT["filter"]], ids=["plain", "filter"])
+def test_the_state_of_older_datasets_is_never_used(monkeypatch, make, version):
+    saved = StreamState(make()).take()  # by a newer one
+    monkeypatch.setattr(datasets, "__version__", version)
+    for state in (
+        StreamState(make()),
+        StreamState(Resuming(stream=make())),
+        StreamState(Resuming(), source=make()),
+    ):
+        assert f"datasets {version} lose or repeat samples" in state.why_not
+        assert state.take() == {}
+        assert not state.is_in(saved)
+    assert StreamState(Resuming()).why_not is None  # it is not of `datasets`
+
+
 def test_a_state_is_a_copy_both_ways():
     owner = Resuming()
     state = StreamState(owner)

@@ -240,12 +240,14 @@ def test_accelerate_notes_what_it_prepared_and_can_forget_it():
 
     accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
     assert not names.is_prepared(model)
-    wrapped = accelerator.prepare_model(model)
+    wrapped = names.prepare_alone(model, accelerator)
     assert names.is_prepared(model), missing("accelerate", "_is_accelerate_prepared", "is_prepared")
     assert accelerator._models == [wrapped], missing("accelerate", "Accelerator._models", "forget_prepared")
     names.forget_prepared(model, wrapped, accelerator)
     assert not names.is_prepared(model)
     assert accelerator._models == []
+    accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    assert names.is_prepared(model), missing("accelerate", "_is_accelerate_prepared", "is_prepared")
 
 
 def test_accelerate_shards_a_model_on_cpu_processes(alone):

@@ -102,6 +102,14 @@ def test_a_missing_package_is_an_error_that_names_it(monkeypatch, spec, package)
         resolve_trackers(spec)
 
 
+def test_a_folder_with_the_name_of_a_package_is_not_the_package(monkeypatch, tmp_path):
+    (tmp_path / "wandb").mkdir()  # what its runs leave in the current folder
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(MissingPackageError, match="do: pip install wandb$"):
+        resolve_trackers("wandb")
+
+
 @pytest.mark.parametrize(
     ("spec", "accelerates"),
     [

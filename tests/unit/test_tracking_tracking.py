@@ -1,4 +1,5 @@
 import math
+import sys
 import time
 
 import mlflow
@@ -9,7 +10,14 @@ from accelerate.tracking import GeneralTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from accmt.errors import ArgumentError, MetricError, SavingError, TrackerError, UnknownArgumentError
+from accmt.errors import (
+    ArgumentError,
+    MetricError,
+    MissingPackageError,
+    SavingError,
+    TrackerError,
+    UnknownArgumentError,
+)
 from accmt.tracking import MLFlow, TensorBoard, Tracking, read_history, resolve_trackers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*:DeprecationWarning")
@@ -234,6 +242,13 @@ def test_a_tracker_that_does_not_start_is_an_error_and_ends_the_others(tmp_path,
         tracking.start(CONFIG)
     assert good.calls == [("start",), ("finish",)]
     assert read_history(tracking.run_folder)[-1]["status"] == "FAILED"
+
+
+def test_a_package_that_is_installed_in_part_is_an_error_with_the_line_for_pip(tmp_path, monkeypatch):
+    tracking = make(MLFlow, tmp_path / "logs")
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(MissingPackageError, match=r"the tracker mlflow[\s\S]*pip install --force-reinstall mlflow$"):
+        tracking.start({})
 
 
 @pytest.mark.feature("A15")

@@ -12,7 +12,7 @@ from typing import Any
 
 from accmt.errors import explain
 from accmt.files import taking_turns
-from accmt.messages import warn
+from accmt.messages import warn, warn_once
 from accmt.tracking.media import Media
 from accmt.tracking.replay import Resume, Row
 from accmt.tracking.run_folder import DEFAULT_LOGGING_DIR, RunPlace
@@ -177,8 +177,14 @@ class MLFlowRun(TrackerRun):
             client.log_batch(self.run_id, metrics=metrics[begin : begin + MAX_METRICS_PER_BATCH], synchronous=True)
 
     def log(self, values: Mapping[str, float], step: int | None = None, **kwargs: Any) -> None:
-        """Log to this run, also where the calling thread has no active run or another one."""
-        super().log(values, step=step, run_id=self.run_id, **kwargs)
+        """Log numbers to this run, also where the calling thread has no active run or another one."""
+        import mlflow
+
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        if len(numbers) < len(values):
+            others = ", ".join(sorted(values.keys() - numbers.keys()))
+            warn_once(f"MLflow takes numbers only, and gets no {others}", about=f"MLflow: {others}")
+        mlflow.log_metrics(numbers, step=step, run_id=self.run_id, **kwargs)
 
     def add_images(self, media: Media) -> None:
         """Log images where MLflow's page shows them over steps; one that is delivered twice is there once."""

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from accmt.errors import MissingPackageError
+from accmt.libraries import private_names, versions
+from accmt.libraries.versions import BRANCHES, FLOORS, release_of, require, why_states_are_inexact
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_checked_yet():
+    require.cache_clear()
+    yield
+    require.cache_clear()
+
+
+@pytest.fixture
+def bounds():
+    """Return the lower bounds of pyproject.toml, by the names under which packages are imported."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    pairs = (line.split(",")[0].partition(">=") for lines in groups for line in lines)
+    python = project["requires-python"].removeprefix(">=")
+    return {name.replace("-", "_"): bound for name, _, bound in pairs if bound} | {"python": python}
+
+
+def install(monkeypatch, name, version):
+    module = ModuleType(name)
+    if version is not None:
+        module.__version__ = version
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_the_floors_are_the_bounds_of_pyproject(bounds):
+    assert {name: bounds[name] for name in FLOORS} == dict(FLOORS)
+    assert bounds["datasets"] == BRANCHES["why_states_are_inexact"][1]
+
+
+def test_a_branch_goes_when_its_floor_is_reached(bounds):
+    for function, (package, version) in BRANCHES.items():
+        assert hasattr(versions, function) or hasattr(private_names, function)
+        reached = release_of(bounds[package]) >= release_of(version)
+        assert package == "datasets" or not reached, f"{function}: {package}>={version} now; remove it"
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("2.13.0+cpu", (2, 13, 0)), ("2.11.0a0+nv26.1", (2, 11, 0)), ("5.24.0.dev0", (5, 24, 0)), ("unknown", ())],
+)
+def test_the_release_of_a_version_is_its_numbers(version, release):
+    assert release_of(version) == release
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_what_is_installed_here_is_new_enough(name):
+    pytest.importorskip(name)
+    require(name)
+
+
+@pytest.mark.parametrize("version", ["0.19", "0.19.0+local", "0.19.0a0+vendor", "0.20.1", "10.0"])
+def test_a_version_at_or_above_the_floor_is_taken(monkeypatch, version):
+    install(monkeypatch, "peft", version)
+    require("peft")
+
+
+def test_a_package_that_nobody_knows_the_version_of_is_taken(monkeypatch):
+    install(monkeypatch, "annotated_types", None)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: require_metadata(name))
+    require("annotated_types")
+
+
+def require_metadata(name):
+    raise import_module("importlib.metadata").PackageNotFoundError(name)
+
+
+def test_metadata_say_the_version_where_the_package_does_not(monkeypatch):
+    install(monkeypatch, "annotated_types", None)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.5")
+    with pytest.raises(MissingPackageError, match=r"got: annotated_types 0\.5"):
+        require("annotated_types")
+
+
+def test_an_older_version_is_an_error_with_the_line_for_pip(monkeypatch):
+    install(monkeypatch, "transformers", "4.57.6")
+    with pytest.raises(MissingPackageError) as caught:
+        require("transformers", "`type: LinearWithWarmup`")
+    assert str(caught.value) == (
+        "`type: LinearWithWarmup`\n  got: transformers 4.57.6\n  expected: transformers>=5.4\n"
+        '  do: pip install "transformers>=5.4"'
+    )
+
+
+def test_a_missing_package_is_an_error_with_the_line_for_pip(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    with pytest.raises(MissingPackageError) as caught:
+        require("pydantic")
+    assert str(caught.value).startswith("pydantic\n  got: pydantic is not installed")
+    assert str(caught.value).endswith('do: pip install "pydantic>=2.11"')
+
+
+def test_a_package_that_is_installed_in_part_says_what_it_lacks(monkeypatch, tmp_path):
+    (tmp_path / "peft").mkdir()
+    (tmp_path / "peft" / "__init__.py").write_text("import peft.missing_part\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "peft"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(MissingPackageError, match=r"cannot be imported: .*missing_part[\s\S]*--force-reinstall"):
+        require("peft")
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "line"),
+    [
+        ("torch", "2.6.0", "from accmt import Trainer"),
+        ("pydantic", "2.8.2", "from accmt import HyperParameters; HyperParameters()"),
+    ],
+)
+def test_the_part_that_needs_an_older_package_says_so_when_it_is_imported(tmp_path, package, version, line):
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(f"__version__ = {version!r}\n", encoding="utf-8")
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; {line}"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 1
+    assert f"got: {package} {version}" in run.stderr
+    assert f'do: pip install "{package}>={FLOORS[package]}"' in run.stderr
+
+
+@pytest.mark.parametrize(("version", "is_exact"), [("3.6.0", False), ("5.0.1", False), ("5.1.0", True), ("6.0", True)])
+def test_states_of_streams_are_exact_from_a_version_on(monkeypatch, version, is_exact):
+    install(monkeypatch, "datasets", version)
+    assert (why_states_are_inexact() is None) is is_exact
+    assert is_exact or f"datasets {version}" in why_states_are_inexact()
+
+
+class Model:
+    """A transformers model of before 5.23."""
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs=None):
+        self.got = gradient_checkpointing_kwargs
+
+
+def test_activations_are_recomputed_by_the_method_that_older_models_have():
+    model = Model()
+    versions.checkpoint_activations(model, {"use_reentrant": False})
+    assert model.got == {"use_reentrant": False}

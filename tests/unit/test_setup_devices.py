@@ -1,0 +1,73 @@
+import pytest
+import torch
+
+from accmt.errors import DeviceError
+from accmt.setup.devices import explaining_device, touch
+from tests.toys import Linear, make_points, make_trainer
+
+BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nFor debugging consider CUDA_LAUNCH_BLOCKING=1"
+FULL = "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 1 MiB is free."
+OLD = "CUDA error: no kernel image is available for execution on the device"
+
+
+@pytest.mark.parametrize(
+    ("error", "do"),
+    [
+        (torch.AcceleratorError(BUSY), "which process holds it"),
+        (torch.OutOfMemoryError(FULL), "which process holds it"),
+        (RuntimeError(OLD), "driver and torch must be made for that GPU"),
+    ],
+    ids=["busy", "full", "old"],
+)
+def test_a_device_that_cannot_be_used_is_an_error_before_anything_is_built(monkeypatch, error, do):
+    def fail(device):
+        raise error
+
+    monkeypatch.setattr("accmt.setup.accelerator.touch", fail)
+    module = Linear()
+    with pytest.raises(DeviceError, match="the device of the run\n  got: CUDA") as caught:
+        make_trainer().fit(module, make_points())
+    assert do in str(caught.value)
+    assert "CUDA_LAUNCH_BLOCKING" not in str(caught.value)
+    assert caught.value.__cause__ is error
+
+
+def test_other_errors_stay_as_they_are():
+    error = RuntimeError("a group of another backend")
+
+    def fail():
+        raise error
+
+    with pytest.raises(RuntimeError, match="another backend") as caught, explaining_device():
+        fail()
+    assert caught.value is error
+
+
+def test_the_accelerator_itself_may_find_the_device_busy(monkeypatch):
+    def fail(**_):
+        raise torch.AcceleratorError(BUSY)
+
+    monkeypatch.setattr("accelerate.Accelerator.__init__", lambda self, **_: fail())
+    with pytest.raises(DeviceError, match="busy or unavailable"):
+        make_trainer().fit(Linear(), make_points())
+
+
+@pytest.mark.parametrize("name", ["cpu", "meta"])
+def test_what_has_no_driver_is_not_touched(monkeypatch, name):
+    monkeypatch.setattr(torch, "ones", None)
+    touch(torch.device(name))
+
+
+def test_a_device_is_used_and_its_result_is_waited_for(monkeypatch):
+    used = []
+
+    class Ones:
+        def add_(self, _):
+            return self
+
+        def item(self):
+            used.append("read")
+
+    monkeypatch.setattr(torch, "ones", lambda _, device: used.append(device) or Ones())
+    touch(torch.device("cuda", 1))
+    assert used == [torch.device("cuda", 1), "read"]
