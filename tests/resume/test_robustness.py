@@ -376,6 +376,22 @@ class TestAskingByHand:
         assert names_in(Path("out/checkpoint-b")) == ["step-00000003"]
         assert torch.equal(run("out/b", 4, resume=True), whole)
 
+    def test_an_update_that_waits_for_a_whole_epoch_is_still_unfinished(self):
+        class Rarely(ExtendedAcceleratorModule):
+            def __init__(self):
+                self.model = nn.Linear(3, 1)
+
+            def training_step(self, batch):
+                if self.state.batch_iteration == 5:  # the last batch of the first epoch
+                    self.backward(self.model(batch[0]).mean())
+                elif self.state.batch_iteration == 12:  # the first batch of the third
+                    self.step_optimizer()
+                    self.zero_grad()
+
+        trainer = make("out/m", {"scheduler": None}, checkpoint_every="epoch", max_checkpoints=9)
+        trainer.fit(Rarely(), make_points(24))
+        assert names_in(trainer.checkpoint_path) == ["step-00000001"]
+
 
 def test_a_module_that_cannot_be_copied_is_named():
     class Holding(Fragile):

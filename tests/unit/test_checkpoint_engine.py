@@ -434,3 +434,10 @@ def test_nan_in_an_optimizers_state_is_refused_and_infinity_is_not():
     optimizer.state[model.layers[2].weight]["exp_avg_sq"][1, 1] = math.nan
     with pytest.raises(CheckpointError, match=r"layers\.2\.weight\.exp_avg_sq"):
         require_numbers(collector.collect({}))
+
+
+def test_what_is_neither_weight_nor_optimizer_may_be_no_number():
+    """A callback may keep the worst value so far, or a loss that was not finite."""
+    model, optimizer = build()
+    collector = StateCollector(model, [optimizer])
+    require_numbers(collector.collect({"parts": {"module": torch.full((3,), math.nan)}, "metrics": {"loss": math.nan}}))

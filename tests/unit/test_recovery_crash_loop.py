@@ -2,8 +2,11 @@ import json
 
 import pytest
 
+from accmt import Callback
+from accmt.errors import Preempted
 from accmt.recovery import crash_loop
 from accmt.recovery.crash_loop import Start, describe_crash_loop, forget_starts, record_failure, record_start
+from tests.toys import Linear, make_points, make_trainer
 
 
 @pytest.fixture
@@ -125,3 +128,23 @@ def test_further_failures_are_counted(tmp_path):
 )
 def test_fewer_failures_or_others_are_not(tmp_path, step, ends):
     assert describe(tmp_path, step, *ends) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "is_failure"),
+    [(ValueError("x"), True), (MemoryError(), True), (KeyboardInterrupt(), False), (Preempted(143), False)],
+    ids=repr,
+)
+def test_a_run_that_somebody_ends_has_not_failed(error, is_failure):
+    class End(Callback):
+        def on_before_backward(self):
+            raise error
+
+    record = make_trainer().settings.checkpoint_folder / "starts.json"
+    for resume in ("auto", False):
+        with pytest.raises(type(error)):
+            make_trainer(checkpoint_every="epoch", resume=resume, callbacks=End()).fit(Linear(), make_points())
+        assert record.exists() == is_failure
+        assert not is_failure or len(json.loads(record.read_text())["starts"]) == 1
+    make_trainer(checkpoint_every="epoch", resume="auto").fit(Linear(), make_points())
+    assert not record.exists()

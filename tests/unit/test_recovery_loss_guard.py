@@ -165,6 +165,7 @@ def test_skip_tells_which_samples_were_left_out(tmp_path: Any, caplog: pytest.Lo
     train(make_data({10: NO_LOSS}), tmp_path, failures={"on_nonfinite": "skip"})
     told = caplog.text
     assert "loss nan at step 6 (epoch 1, batch 5) on process 0, samples [10, 11]: the step is skipped" in told
+    assert told.count("is skipped") == 2, "once in each epoch"
 
 
 class InfiniteGradient(Fit):
@@ -189,6 +190,7 @@ def test_skip_sees_gradients_that_are_not_finite_under_a_finite_loss(
     assert trainer.state.skipped_updates == 2
     assert all(parameter.isfinite().all() for parameter in module.model.parameters())
     assert "the gradients of step 6 are not finite, though its losses are" in caplog.text
+    assert caplog.text.count("is skipped") == 2, "once in each epoch"
 
 
 @pytest.mark.parametrize("every", ["1 step", "5 steps", "epoch"])
@@ -259,6 +261,19 @@ def test_a_batch_of_weight_0_may_have_a_loss_that_is_not_finite(tmp_path: Any) -
     trainer = make_trainer(HPS, str(tmp_path / "model"), shuffle_train=False, log_every=4)
     trainer.fit(Masked(), make_data({10: NO_LOSS, 11: NO_LOSS}))
     assert trainer.state.skipped_updates == 2
+
+
+@pytest.mark.parametrize(("index", "count", "found"), [(0, 2, 1), (1, 2, 0), (0, 3, 0)])
+def test_each_process_compares_with_its_own_losses_after_a_resume(
+    monkeypatch: pytest.MonkeyPatch, index: int, count: int, found: int
+) -> None:
+    """With another number of processes nobody knows whose losses they were, and the comparison starts again."""
+    monkeypatch.setattr("accmt.recovery.loss_guard.num_processes", lambda: count)
+    monkeypatch.setattr("accmt.recovery.loss_guard.process_index", lambda: index)
+    guard = LossGuard("stop", 8.0)
+    guard.load_state_dict({"recent": [[1.0, 1.1] * 10, [100.0, 101.0] * 10]})
+    guard.add(torch.tensor(50.0), 1, Place(21, 0, 20, 20))
+    assert len(guard.find()) == found
 
 
 def test_ordinary_losses_are_no_spikes(tmp_path: Any) -> None:
