@@ -39,6 +39,19 @@ def test_one_seed_sets_all_three_generators():
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
+def test_a_number_that_a_generator_has_drawn_ahead_is_dropped():
+    """Normal numbers are made in pairs, and the second one is kept for the next call."""
+
+    def draw_normal():
+        return random.gauss(0, 1), float(np.random.standard_normal()), torch.randn(1, dtype=torch.float64).item()
+
+    drawn = []
+    for _ in range(3):
+        seed_generators(5)
+        drawn.append(draw_normal())
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
 def test_seeds_of_64_bits_are_taken():
     seed_generators(2**63 - 1)
     first = draw()

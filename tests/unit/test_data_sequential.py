@@ -11,6 +11,7 @@ from accmt.checkpoint.typed_json import decode, encode
 from accmt.data import LoaderOptions, Shard, build_loader
 from accmt.errors import DataError
 from accmt.messages import speaking
+from tests.pairs import pairs
 
 
 class Stream(IterableDataset):
@@ -198,10 +199,9 @@ LOADERS = {
 ALL = {**STREAMS, **LOADERS}
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("settings", [{}, {"limit": 4}, {"drop_last": True}], ids=str)
-@pytest.mark.parametrize("make", ALL.values(), ids=ALL)
-def test_the_same_launch_resumes_as_if_it_had_never_stopped(make, settings, count):
+@pytest.mark.parametrize(("name", "settings", "count"), pairs(ALL, [{}, {"limit": 4}, {"drop_last": True}], [1, 2]))
+def test_the_same_launch_resumes_as_if_it_had_never_stopped(name, settings, count):
+    make = ALL[name]
     unbroken = build_all(make, 22, count, **settings)
     epochs = [read(unbroken, epoch)[0] for epoch in (0, 1, 2)]
     for first in (1, 3, len(epochs[1])):

@@ -79,3 +79,24 @@ def test_the_launcher_is_told_of_the_error_that_came_first(tmp_path: Path, monke
     record_for_launcher(ValueError("broke"))
     assert json.loads(file.read_text())["message"]["message"] == "ValueError: broke"
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("consequences", "tickets", "order"),
+    [
+        ([False, False, False], [3, 1, 2], [1, 2, 0]),
+        ([True, False, True], [1, 3, 2], [1, 0, 2]),
+        ([False, True, False], [3, 1, 2], [2, 0, 1]),
+        ([True, True, True], [2, 3, 1], [2, 0, 1]),
+    ],
+)
+def test_the_first_failure_is_blamed_and_none_that_followed_from_another(
+    consequences: list[bool], tickets: list[int], order: list[int]
+) -> None:
+    store = HashStore()
+    watch = Watch(Board(store, 0, 3), Interruption(is_listening=True), hang_timeout_s=None, progress=lambda: 0)
+    for index, (is_consequence, ticket) in enumerate(zip(consequences, tickets, strict=True)):
+        Board(store, index, 3).post("failed", {"is_consequence": is_consequence, "ticket": ticket})
+    assert list(watch.failures()) == order
+    watch._receiver.close()
+    watch._sender.close()

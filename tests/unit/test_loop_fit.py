@@ -716,9 +716,14 @@ def test_micro_batches_keep_the_batch_that_was_asked_for():
 
 
 @pytest.mark.feature("P21")
-def test_micro_batches_cannot_cut_the_batches_of_a_loader(caplog):
-    loader = torch.utils.data.DataLoader(Numbers(8), batch_size=4)
-    state = make_trainer({"batch_size": 4, "max_micro_batch_size": 1}).fit(Scripted(), loader)
+@pytest.mark.parametrize("cuts", ["loader", "batch sampler"])
+def test_micro_batches_cannot_cut_the_batches_that_a_user_cuts(cuts: str, caplog):
+    data, settings = Numbers(8), {}
+    if cuts == "loader":
+        data = torch.utils.data.DataLoader(data, batch_size=4)
+    else:
+        settings["batch_sampler"] = torch.utils.data.BatchSampler(range(8), batch_size=4, drop_last=False)
+    state = make_trainer({"batch_size": 4, "max_micro_batch_size": 1}, **settings).fit(Scripted(), data)
     assert state.global_step == 2
     assert "max_micro_batch_size has no effect" in caplog.text
 

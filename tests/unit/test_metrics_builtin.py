@@ -89,9 +89,10 @@ def test_the_area_under_the_curve_of_logits_does_not_depend_on_the_batches(scale
 @pytest.mark.parametrize("form", ["scores", "logits", "probabilities"])
 def test_of_two_classes_any_rising_score_will_do(scale, form, rng):
     scores, labels = torch.randn(COUNT, generator=rng) * scale, torch.arange(COUNT) % 2
+    other = torch.randn(COUNT, generator=rng) * scale  # only the difference of two logits says something
     forms = {
         "scores": scores,
-        "logits": torch.stack([torch.zeros(COUNT), scores], -1),
+        "logits": torch.stack([other, other + scores], -1),
         "probabilities": scores.double().div(scale).sigmoid(),
     }
     expected = sklearn_metrics.roc_auc_score(labels, scores)

@@ -10,6 +10,7 @@ from torch import nn
 
 from accmt.saving.load_weights import load_weights
 from accmt.saving.weights import save_adapter, save_weights
+from tests.pairs import pairs
 
 OPERATIONS = [
     (os, "replace"),
@@ -114,9 +115,7 @@ def save_until_it_survives(folder, new, old, *, kill):
 
 
 @pytest.mark.feature("D22")
-@pytest.mark.parametrize("kill", [False, True], ids=["error", "kill"])
-@pytest.mark.parametrize("new", KINDS)
-@pytest.mark.parametrize("old", KINDS)
+@pytest.mark.parametrize(("old", "new", "kill"), pairs(KINDS, KINDS, [False, True]))
 def test_interrupted_save_leaves_the_old_or_the_new_weights(tmp_path, old, new, kill):
     for name, content in FOREIGN.items():
         (tmp_path / name).write_text(content)

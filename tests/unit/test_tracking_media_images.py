@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from accmt.errors import ArgumentError, DataError, MissingPackageError
-from accmt.tracking.media import read_image, to_images, write_images
+from accmt.tracking.media import Media, read_image, to_images, write_images
 
 RGB = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
 
@@ -32,6 +32,15 @@ def assert_same(images, expected):
 def test_arrays_have_channels_last_and_tensors_first(tmp_path):
     assert_same(round_trip(RGB, tmp_path), RGB)
     assert_same(round_trip(torch.from_numpy(RGB).permute(0, 3, 1, 2), tmp_path), RGB)
+
+
+@pytest.mark.parametrize("count", [1, 2, 12, 101])
+def test_many_images_keep_their_order(tmp_path, count):
+    given = np.arange(count, dtype=np.uint8)[:, None, None].repeat(2, 1).repeat(2, 2)
+    write_images(to_images("samples", list(given)), tmp_path)
+    images = Media("images", "samples", 0, 0.0, tmp_path).images()
+    assert list(images) == (["samples"] if count == 1 else [f"samples/{number}" for number in range(count)])
+    assert_same(pixels(images.values()), given)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])

@@ -124,10 +124,15 @@ def test_a_continued_run_keeps_its_id_and_its_parameters(store):
     for _ in range(2):  # as after an outage
         second.store_init_configuration({"epochs": 2, "lr": 0.1})
     second.finish()
-    assert second.run_id == first.run_id
-    assert read(store, second).data.params == {"epochs": "1", "epochs.attempt_2": "2", "lr": "0.1"}
-    assert read(store, second).data.tags["accmt.attempt"] == "2"
-    assert read(store, second).info.status == "FINISHED"
+    third = MLFlowRun(store, is_quiet=True, experiment_name="adapters", resume=Resume(first.run_id, attempt=3))
+    third.start()
+    third.store_init_configuration({"epochs": 3, "lr": 0.1})
+    third.finish()
+    assert second.run_id == third.run_id == first.run_id
+    changed = {"epochs.attempt_2": "2", "epochs.attempt_3": "3"}
+    assert read(store, third).data.params == {"epochs": "1", "lr": "0.1", **changed}
+    assert read(store, third).data.tags["accmt.attempt"] == "3"
+    assert read(store, third).info.status == "FINISHED"
 
 
 def test_a_run_that_was_deleted_is_begun_anew_with_a_warning(store, caplog):

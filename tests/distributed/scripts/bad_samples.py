@@ -29,6 +29,7 @@ from tests.distributed.scripts.windows import (
     compute_loss,
     own_samples,
 )
+from tests.pairs import pairs
 
 SAMPLES = 29
 BAD = {
@@ -58,7 +59,7 @@ class Case:
 
 def make_cases() -> list[Case]:
     """Return the grid."""
-    cases = [Case(bad, a, w) for bad, a, w in itertools.product(BAD, (1, 2, 4), (False, True))]
+    cases = [Case(bad, a, w) for bad, a, w in pairs(BAD, (1, 2, 4), (False, True))]
     cases += [Case(bad, 2, data=data) for bad, data in itertools.product(BAD, ("loader", *OF_EACH))]
     return cases + [Case(bad, 2, workers=2) for bad in BAD]
 

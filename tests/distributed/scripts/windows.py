@@ -29,6 +29,7 @@ import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Callback, Trainer, read_history
 from accmt.processes import gather_objects, is_main_process, num_processes, process_index
 from accmt.sharded_tensors import make_whole
+from tests.pairs import pairs
 
 BATCH_SIZE = 4
 TOKENS = 5
@@ -66,14 +67,14 @@ def make_cases() -> list[Case]:
     """Return the grid."""
     sizes, accumulations = (1, 3, 17, 24, 29), (1, 2, 4)
     cases = [Case(n, a, w) for n, a, w in itertools.product(sizes, accumulations, (False, True))]
+    few, is_weighted = (1, 2), (False, True)
     cases += [
-        Case(n, a, w, data) for n in (3, 29) for a in (1, 2) for w in (False, True) for data in ("loader", "stream")
+        Case(n, a, w, data) for data in ("loader", "stream", "unshared") for n, a, w in pairs((3, 29), few, is_weighted)
     ]
-    cases += [Case(n, a, w, "unshared") for n in (3, 29) for a in (1, 2) for w in (False, True)]
-    cases += [Case(n, a, w, data) for n in (17, 29) for a in (1, 2) for w in (False, True) for data in COLLATED]
-    cases += [Case(24, a, w, "sampler") for a in (1, 2) for w in (False, True)]
-    cases += [Case(n, a, w, micro=m) for n in (17, 29) for a in (1, 2) for w in (False, True) for m in (1, 3)]
-    return cases + [Case(29, a, w, clip=CLIP) for a in (1, 2) for w in (False, True)]
+    cases += [Case(n, a, w, data) for data in COLLATED for n, a, w in pairs((17, 29), few, is_weighted)]
+    cases += [Case(24, a, w, "sampler") for a, w in pairs(few, is_weighted)]
+    cases += [Case(n, a, w, micro=m) for n, a, w, m in pairs((17, 29), few, is_weighted, (1, 3))]
+    return cases + [Case(29, a, w, clip=CLIP) for a, w in pairs(few, is_weighted)]
 
 
 def own_samples(samples: int, process: int, processes: int) -> list[int]:
