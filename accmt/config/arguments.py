@@ -11,6 +11,7 @@ import torch
 from accmt.config.faults import Fault, describe, nearest
 from accmt.config.numbers import whole
 from accmt.config.optimizer_names import name_of
+from accmt.libraries.versions import without_tensors
 
 COMPUTED = frozenset({"last_epoch", "num_training_steps", "total_steps", "epochs", "steps_per_epoch"})
 """Arguments of schedulers that only the run knows: accmt fills them in, and nobody else may."""
@@ -100,7 +101,7 @@ class _Call:
         annotation = _annotation(self.parameters[name])
         if _fits(value, annotation):
             return None
-        expected = inspect.formatannotation(annotation).replace(" | torch.Tensor", "")
+        expected = without_tensors(inspect.formatannotation(annotation))
         return Fault(path, describe(value), f"{expected} ({self.name}'s signature)", f"correct `{name}`")
 
     def _unknown(self, name: str, value: Any) -> Fault:

@@ -30,6 +30,7 @@ FLOORS: Mapping[str, str] = {
 
 BRANCHES: Mapping[str, tuple[str, str]] = {
     "may_deadlock_in_forks": ("python", "3.12"),
+    "without_tensors": ("torch", "2.10"),
     "checkpoint_activations": ("transformers", "5.23"),
     "prepare_alone": ("accelerate", "1.14"),
     "why_states_are_inexact": ("datasets", "5.1"),
@@ -75,6 +76,11 @@ def may_deadlock_in_forks() -> bool:
     Source: python/cpython#112275, mended in 3.11.8; pyproject.toml cannot ask for a patch release of one minor only.
     """
     return sys.version_info < (3, 12)
+
+
+def without_tensors(annotation: str) -> str:
+    """Return an annotation of an optimizer's argument without the tensors that it may be; torch 2.9 writes `Union`."""
+    return re.sub(r"(?:typing\.)?Union\[(\w+), torch\.Tensor\]", r"\1", annotation).replace(" | torch.Tensor", "")
 
 
 def checkpoint_activations(model: Any, kwargs: Mapping[str, Any]) -> None:

@@ -141,6 +141,19 @@ def test_states_of_streams_are_exact_from_a_version_on(monkeypatch, version, is_
     assert is_exact or f"datasets {version}" in why_states_are_inexact()
 
 
+@pytest.mark.parametrize(
+    ("annotation", "without"),
+    [
+        ("float | torch.Tensor", "float"),
+        ("Union[float, torch.Tensor]", "float"),
+        ("tuple[typing.Union[float, torch.Tensor], typing.Union[float, torch.Tensor]]", "tuple[float, float]"),
+        ("float | None", "float | None"),
+    ],
+)
+def test_annotations_are_shown_without_tensors(annotation, without):
+    assert versions.without_tensors(annotation) == without
+
+
 class Model:
     """A transformers model of before 5.23."""
 
