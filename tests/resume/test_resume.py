@@ -375,7 +375,8 @@ class TestWhatHasChanged:
         [
             ({"step_scheduler_per_epoch": False}, {"epochs": 4}),
             ({}, {"epochs": 4}),
-            ({}, {"epochs": 4, "batch_size": 8}),  # as many steps as before
+            ({}, {"epochs": 4, "batch_size": 8}),
+            ({}, {"epochs": 3, "batch_size": 8}),  # as many steps as before
             ({}, {"batch_size": 8}),
             ({}, {"batch_size": 2}),
             ({"epochs": 9, "max_steps": 12}, {"max_steps": 24}),
