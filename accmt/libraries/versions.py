@@ -32,6 +32,7 @@ BRANCHES: Mapping[str, tuple[str, str]] = {
     "may_deadlock_in_forks": ("python", "3.12"),
     "without_tensors": ("torch", "2.10"),
     "checkpoint_activations": ("transformers", "5.23"),
+    "parallel_size": ("accelerate", "1.12"),
     "prepare_alone": ("accelerate", "1.14"),
     "why_states_are_inexact": ("datasets", "5.1"),
 }
@@ -89,6 +90,12 @@ def checkpoint_activations(model: Any, kwargs: Mapping[str, Any]) -> None:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=dict(kwargs))
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(kwargs))
+
+
+def parallel_size(config: Any, name: str) -> int:
+    """Return one size of Accelerate's `ParallelismConfig`; before 1.12 it has none of sequences ("sp")."""
+    size: int = getattr(config, f"{name}_size", 1)
+    return size
 
 
 def why_states_are_inexact() -> str | None:

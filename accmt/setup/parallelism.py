@@ -17,6 +17,7 @@ import torch
 
 from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import use_fsdp
+from accmt.libraries.versions import parallel_size
 from accmt.settings import RunningSettings
 from accmt.settings.running import ParallelismOptions
 
@@ -211,7 +212,7 @@ def _check_sizes(asked: Parallelism) -> None:
         _reject(f"{asked.source}: version {plugin.fsdp_version} of FSDP", "FSDP2, which replaces it", do)
     if config is None:
         return
-    others = {name: getattr(config, f"{name}_size") for name in ("tp", "cp", "sp")}
+    others = {name: parallel_size(config, name) for name in ("tp", "cp", "sp")}
     beside = [f"{name}_size={size}" for name, size in others.items() if size > 1]
     if beside:
         expected = "shard and replicate: tensor, context and sequence parallelism are not built"

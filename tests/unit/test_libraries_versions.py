@@ -5,7 +5,7 @@ import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -152,6 +152,11 @@ def test_states_of_streams_are_exact_from_a_version_on(monkeypatch, version, is_
 )
 def test_annotations_are_shown_without_tensors(annotation, without):
     assert versions.without_tensors(annotation) == without
+
+
+def test_a_kind_of_parallelism_that_accelerate_does_not_have_yet_is_of_size_1():
+    config = SimpleNamespace(tp_size=2)
+    assert [versions.parallel_size(config, name) for name in ("tp", "sp")] == [2, 1]
 
 
 class Model:
