@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -130,6 +131,15 @@ class AcceleratorModule(LogsValues):
         """Run `forward`."""
         return self.forward(*args, **kwargs)
 
+    def configure_model(self) -> None:
+        """Make `self.model` where `__init__` has not: at the start of a run, when the processes know one another.
+
+        A model that is to be sharded need not be whole on any process then: `AcceleratorModule.from_hf` with
+        `in_fit=True` does this, and so do `from_pretrained(..., distributed_config=...)` and `fully_shard` in here.
+
+        Processes: all.
+        """
+
     def get_optimizer(self) -> torch.optim.Optimizer | None:
         """Return an optimizer of your own; None takes the hyper-parameters'."""
         return None
@@ -225,13 +235,20 @@ class AcceleratorModule(LogsValues):
 
     @classmethod
     def from_hf(
-        cls, path: str | PathLike[str], type: str | type[Any] | None = None, **kwargs: Any
-    ) -> AcceleratorModule:  # noqa: A002
+        cls,
+        path: str | PathLike[str],
+        type: str | type[Any] | None = None,  # noqa: A002
+        *,
+        in_fit: bool = False,
+        **kwargs: Any,
+    ) -> AcceleratorModule:
         """Make a module of a transformers model whose forward returns a loss.
 
         Args:
             path: A model folder, or a name on the hub. From the folder of an adapter the model under it is built, too.
             type: A transformers class or its name, such as "AutoModelForSequenceClassification"; None is AutoModel.
+            in_fit: Whether the model is built at the start of a run instead of now. Where FSDP2 shards it, each process
+                then reads its own part of the weights.
             **kwargs: For `from_pretrained`, such as `num_labels`; `processor=` is saved beside the model.
 
         Raises:
@@ -242,7 +259,10 @@ class AcceleratorModule(LogsValues):
         from accmt.module_kinds import HuggingFaceModule
 
         processor = kwargs.pop("processor", None)
-        return HuggingFaceModule(load_pretrained(path, type, **kwargs), processor)
+        module = HuggingFaceModule(partial(load_pretrained, path, type, **kwargs), processor)
+        if not in_fit:
+            module.configure_model()
+        return module
 
     @classmethod
     def from_functions(

@@ -60,13 +60,20 @@ class HuggingFaceModule(AcceleratorModule):
     """A transformers model that computes its own loss.
 
     Args:
-        model: The model.
+        model: The model, or what builds it at the start of a run.
         processor: Tokenizer or other processor that is saved beside it.
     """
 
-    def __init__(self, model: nn.Module, processor: Any = None) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module | Callable[[], nn.Module], processor: Any = None) -> None:
         self.processor = processor
+        if isinstance(model, nn.Module):
+            self.model = model
+        else:
+            self._build = model
+
+    def configure_model(self) -> None:
+        """Build the model."""
+        self.model = self._build()
 
     def step(self, batch: Any) -> Any:
         """Return the loss that the model computes of a batch with labels.

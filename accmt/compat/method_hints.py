@@ -18,7 +18,6 @@ FOREIGN_METHODS: Mapping[str, Mapping[str, str]] = {
         "clip_gradients": "Trainer(clip_grad=1.0)",
         "configure_callbacks": "def get_callbacks(self): return [callback]",
         "configure_gradient_clipping": "Trainer(clip_grad=1.0)",
-        "configure_model": "def __init__(self): self.model = MyNetwork()",
         "configure_optimizers": "def get_optimizer(self): return optimizer, and get_scheduler for its scheduler;"
         " or optim and scheduler in the hyper-parameters",
         "configure_sharded_model": "def __init__(self): self.model = MyNetwork()",

@@ -9,10 +9,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface.model_kinds import advise_wrapping, reject_injected_adapters
 from accmt.huggingface.peft_adapters import build_with_adapter, read_base_name
 from accmt.libraries.versions import require
+from accmt.parallel.shards import has_tied_shards, sizes_of_shards
 from accmt.saving.layout import ADAPTER_CONFIG
 from accmt.saving.load_weights import describe_shapes, misfit
 from accmt.saving.state_dict import plain_names
@@ -49,9 +52,30 @@ def load_pretrained(
     folder = Path(path)
     if (folder / ADAPTER_CONFIG).is_file():
         return build_with_adapter(_load(model_class, read_base_name(folder), kwargs), folder)
-    model = _load(model_class, os.fspath(path), kwargs)
+    model = _load_sharded(model_class, os.fspath(path), kwargs) or _load(model_class, os.fspath(path), kwargs)
     reject_injected_adapters(model)
     return model
+
+
+def _load_sharded(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:
+    """Let each process read its own part of the weights, where a run that shards has begun.
+
+    Returns:
+        None where it has not, where the run has settings of FSDP2 that transformers does not take, where the folder
+        lacks weights (each process would draw its part of them by itself), or where weights are tied.
+    """
+    sizes = sizes_of_shards()
+    if sizes is None or "distributed_config" in kwargs:
+        return None
+    try:
+        from transformers.distributed.configuration_utils import DistributedConfig
+    except ImportError:  # before transformers 5.23
+        return None
+    shard, replicate = sizes
+    config = DistributedConfig(fsdp_size=shard, dp_replicate_size=replicate)
+    with torch.random.fork_rng(devices=[]):  # a new head is drawn once, by the way that is taken in the end
+        model, report = _load(model_class, path, {**kwargs, "distributed_config": config, "output_loading_info": True})
+    return None if report["missing_keys"] or has_tied_shards(model) else model
 
 
 def _load(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:

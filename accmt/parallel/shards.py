@@ -55,6 +55,10 @@ def require_known_shards(model: nn.Module) -> None:
     Raises:
         ModuleContractError: It is sharded otherwise, so that processes would have to share batches.
     """
+    if has_tied_shards(model):
+        got = "a model with tied weights that transformers has sharded: one of them would not follow the other's steps"
+        do = "load it without distributed_config: AcceleratorModule.from_hf(path, type, in_fit=True)"
+        raise ModuleContractError(explain("self.model", got, "tied weights sharded as one", do))
     meshes = {parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter)}
     dimensions = {name for mesh in meshes for name in mesh.mesh_dim_names or ()}
     is_by_fsdp = next(_fsdp_modules(model), None) is model
@@ -66,6 +70,29 @@ def require_known_shards(model: nn.Module) -> None:
     got = f"a model sharded over meshes of {shapes}, on {num_processes()} processes"
     do = 'leave it whole, and let Trainer(parallelism={"fsdp": True}) shard it; tensor parallelism is not built'
     raise ModuleContractError(explain("self.model", got, "fully_shard(model) over all processes", do))
+
+
+def sizes_of_shards() -> tuple[int, int] | None:
+    """Return over how many processes a model that is built now is to be sharded, and how often it is replicated.
+
+    None where no run shards, or where the model has to be whole before: settings ask for more than sharding.
+    """
+    accelerate_state = sys.modules.get("accelerate.state")
+    if accelerate_state is None or not accelerate_state.is_initialized():
+        return None
+    state = accelerate_state.AcceleratorState()
+    if not state.is_fsdp2 or _does_more_than_shard(state.fsdp_plugin):
+        return None
+    config = state.parallelism_config
+    return (num_processes(), 1) if config is None else (config.dp_shard_size, config.dp_replicate_size)
+
+
+def _does_more_than_shard(plugin: Any) -> bool:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    asked = plugin.activation_checkpointing, plugin.ignored_modules, plugin.mixed_precision_policy
+    has_own_layers = plugin.transformer_cls_names_to_wrap is not None or plugin.reshard_after_forward is False
+    return any(asked) or has_own_layers or isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
 def as_shard(tensor: Tensor) -> Tensor:
@@ -85,6 +112,17 @@ def reshard(model: nn.Module) -> None:
     """
     for part in _fsdp_modules(model):
         part.reshard()
+
+
+def has_tied_shards(model: nn.Module) -> bool:
+    """Return whether transformers has sharded tied weights, each in a group of its own.
+
+    Each group gathers its own copy, and the optimizer changes that of one (seen with transformers 5.23 and torch 2.13).
+    Its mesh is known by the name of its dimension.
+    """
+    parameters = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
+    is_tied = len({id(parameter) for parameter in parameters}) < len(parameters)
+    return is_tied and any(is_dtensor(one) and "fsdp" in (one.device_mesh.mesh_dim_names or ()) for one in parameters)
 
 
 def _fsdp_modules(model: nn.Module) -> Iterator[Any]:

@@ -172,9 +172,19 @@ def detach_model(module: AcceleratorModule, model: nn.Module, accelerator: Accel
     module.model = own
 
 
+def configure_model(module: Any) -> None:
+    """Let a module make its model now, unless it has one; whether it is a module at all is checked later.
+
+    Processes: all, when they know one another.
+    """
+    if isinstance(module, AcceleratorModule) and getattr(module, "model", None) is None:
+        module.configure_model()
+
+
 def is_prepared(module: AcceleratorModule) -> bool:
     """Return whether a run works with the module's model."""
-    return private_names.is_prepared(module.model)
+    model = getattr(module, "model", None)
+    return model is not None and private_names.is_prepared(model)
 
 
 def _require_own_parameters(module: AcceleratorModule, optimizer: Any) -> None:

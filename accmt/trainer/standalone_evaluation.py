@@ -28,7 +28,7 @@ from accmt.setup.accelerator import build_accelerator
 from accmt.setup.build import connect_hooks, gather_callbacks
 from accmt.setup.datasets import Evaluation, build_evaluation_loader, end_workers, find_data
 from accmt.setup.inputs import metrics_of_sets
-from accmt.setup.model import attach_evaluation, detach_model, is_prepared, prepare_for_evaluation
+from accmt.setup.model import attach_evaluation, configure_model, detach_model, is_prepared, prepare_for_evaluation
 from accmt.setup.module_checks import adapt_validation_step, check_untrained_module, check_validation
 from accmt.setup.same_on_processes import find_same_data
 from accmt.setup.torch_flags import working
@@ -170,6 +170,9 @@ def predict_alone(request: Request, *, keeps: bool) -> Any:
 @contextmanager
 def _open(request: Request) -> Iterator[EvaluationRun]:
     module, function, last, settings = request.module, request.function, request.last_run, request.trainer.settings
+    if getattr(module, "model", None) is None:
+        build_accelerator(settings.running)
+        configure_model(module)
     check_untrained_module(module, function)
     _reject_another_module(request)
     if function != "predict":

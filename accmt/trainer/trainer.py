@@ -621,9 +621,9 @@ Trainer.own_steps = (Trainer.do_backward, Trainer.do_opt_step, Trainer.do_zero_g
 
 def _as_module(module: Any, kwargs: dict[str, Any]) -> AcceleratorModule:
     if isinstance(module, str | PathLike):
-        return AcceleratorModule.from_hf(module, **kwargs)
+        return AcceleratorModule.from_hf(module, in_fit=True, **kwargs)
     if isinstance(module, tuple):
-        return AcceleratorModule.from_hf(*module, **kwargs)
+        return AcceleratorModule.from_hf(*module, in_fit=True, **kwargs)
     if kwargs:
         got, expected = (
             f"the keywords {sorted(kwargs)}",

@@ -39,7 +39,7 @@ def test_a_sharded_model_gives_what_one_process_gives(outcomes: dict[Any, Any], 
 def test_what_was_saved_or_resumed_has_the_same_bits(outcomes: dict[Any, Any], way: str, name: str) -> None:
     flags = {key: value for key, value in flatten(outcomes[way][name]).items() if isinstance(value, bool)}
     assert all(flags.values())
-    assert bool(flags) == (name in ("averaged", "saved", "with_adapter"))
+    assert bool(flags) == (name in ("averaged", "saved", "with_adapter", "built_in_fit"))
 
 
 def test_what_cannot_work_on_shards_is_refused_with_the_line_to_write(outcomes: dict[Any, Any]) -> None:

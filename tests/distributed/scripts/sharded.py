@@ -255,6 +255,44 @@ class CallsPart(Texts):
         return self.model.model(input_ids=batch[0]).last_hidden_state.mean()
 
 
+class Labelled(torch.utils.data.Dataset[Any]):
+    """The texts as a transformers model takes them."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens, labels = make_texts()[index]
+        return {"input_ids": tokens, "labels": labels}
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+def built_in_fit(folder: Path) -> Any:
+    return {str(is_tied): build_in_fit(folder / str(is_tied), is_tied=is_tied) for is_tied in (False, True)}
+
+
+def build_in_fit(folder: Path, *, is_tied: bool) -> Any:
+    """Train a model that each process reads its part of, and one with a new head, which is whole at first."""
+    from accelerate import PartialState
+
+    PartialState(cpu=True).wait_for_everyone()
+    run_on_main_process(lambda: make_llama(tie_word_embeddings=is_tied).save_pretrained(folder / "base") and None)
+    module = AcceleratorModule.from_hf(folder / "base", "AutoModelForCausalLM", in_fit=True)
+    assert getattr(module, "model", None) is None
+    own: dict[str, Any] = {"model_saving": None, "seed": 5, "verbose": False, "logging_dir": folder / "logs"}
+    hps = {"max_steps": STEPS, "batch_size": 12 // trainer_processes(), "optim": {"type": "AdamW", "lr": 1e-2}}
+    trainer = Trainer(hps, folder / "model", **own, checkpoint_every="step", save_last=True)
+    trainer.fit(module, Labelled(), Labelled())
+    last = AutoModelForCausalLM.from_pretrained(folder / "model" / "last").state_dict()
+    whole = {name: make_whole(tensor) for name, tensor in module.unwrapped_model.state_dict().items()}
+    is_same = all(torch.equal(whole[name], tensor) for name, tensor in last.items())
+    torch.manual_seed(7)
+    options: dict[str, Any] = {"in_fit": True, "num_labels": 3, "pad_token_id": 0}
+    other = AcceleratorModule.from_hf(folder / "base", "AutoModelForSequenceClassification", **options)
+    Trainer(hps, folder / "other", **own, checkpoint_every=None).predict(other, Labelled(), return_predictions=False)
+    head = float(make_whole(other.model.score.weight.detach()).double().sum())
+    return {"results": dict(trainer.state.metrics), "weights": weights_of(module), "is_same": is_same, "head": head}
+
+
 def refused(folder: Path) -> Any:
     """Return what is said to what cannot work on shards; one process trains it."""
     asked: dict[str, Callable[[Path], Any]] = {
@@ -271,7 +309,7 @@ def refused(folder: Path) -> Any:
 
 
 _TRAINED = (plain, clipped_by_value, clipped_and_monitored, averaged, unfrozen, by_hand, guarded, half)
-CASES = {case.__name__: case for case in (*_TRAINED, saved, with_adapter, generated, compiled, refused)}
+CASES = {case.__name__: case for case in (*_TRAINED, saved, with_adapter, generated, compiled, built_in_fit, refused)}
 
 
 def main(result: str, folder: str, *names: str) -> None:
