@@ -178,6 +178,13 @@ class AcceleratorModule(LogsValues):
         """Return the number of samples in a batch; None lets accmt count them."""
         return None
 
+    def length_of(self, sample: Any) -> int | None:
+        """Return the tokens of a sample as it is read, for `max_tokens` in the hyper-parameters.
+
+        None lets accmt look them up: the sample's entry "length", else the length of its "input_ids".
+        """
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         """Return what has to survive a crash besides model, optimizer and scheduler: JSON values and tensors.
 

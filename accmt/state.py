@@ -31,6 +31,7 @@ class Status:
     stage: Stage | None = None
     status: Progress = "initializing"
     is_last_training_batch: bool = False
+    ends_step: bool | None = None  # of the current micro-batch; None where the number of micro-batches says it
     is_last_epoch: bool = False
     interrupted: bool = False
 
@@ -41,7 +42,8 @@ class Counters:
 
     Attributes:
         epoch: Finished epochs, which is also the index of the current epoch.
-        train_step: Batches, not optimizer steps, finished in this epoch; also the index of the current batch.
+        train_step: Batches, not optimizer steps, finished in this epoch; also the index of the current batch. With
+            `max_tokens` those as they were read: the micro-batches cut from those of a step are counted with its last.
         epoch_step: Optimizer steps finished in this epoch.
         batch_iteration: Batches finished since the start.
         global_step: Optimizer steps finished since the start.
@@ -152,11 +154,14 @@ class TrainingState(Counters):
 
     def is_grad_accum_boundary(self, *, is_last_batch: bool = False) -> bool:
         """Return whether the current batch ends an accumulation window."""
+        if self.now.ends_step is not None:
+            return self.now.ends_step
         return is_last_batch or (self.train_step + 1) % self.grad_accum_steps == 0
 
-    def count_batch(self) -> None:
-        self.train_step += 1
-        self.batch_iteration += 1
+    def count_batch(self, number: int = 1) -> None:
+        """Count finished batches; several, or none yet, where micro-batches are cut by a token budget."""
+        self.train_step += number
+        self.batch_iteration += number
 
     def count_samples(self, num_samples: int) -> None:
         """Count the samples of finished batches, over all processes."""

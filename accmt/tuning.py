@@ -132,7 +132,7 @@ def _fits_in_memory(trainer: TrainerProtocol, module: AcceleratorModule, data: A
 
     Processes: collective; it has to fit on all.
     """
-    hps = _changed_hps(trainer.settings, batch_size=size, max_steps=_STEPS, max_micro_batch_size=None)
+    hps = _changed_hps(trainer.settings, batch_size=size, max_steps=_STEPS, max_micro_batch_size=None, max_tokens=None)
     optimization = replace(trainer.settings.optimization, auto_micro_batch=True)
     try:
         trial = _try(trainer, module, data, callbacks=_EndIfSmaller(size), hps=hps, optimization=optimization)

@@ -24,6 +24,7 @@ FIELDS = (
     "max_steps",
     "step_scheduler_per_epoch",
     "max_micro_batch_size",
+    "max_tokens",
 )
 """The names of all hyper-parameters."""
 
@@ -47,6 +48,8 @@ class HyperParameters:
             are then in epochs.
         max_micro_batch_size: Largest number of train samples that go through the model at once; larger batches are
             split evenly and accumulated. None: batches are not split.
+        max_tokens: Largest number of tokens, padding included, that go through the model at once in training: the
+            samples of each step are sorted by length and cut into micro-batches within it. None: batches are as read.
         optimizer: Another name of `optim`.
         optimizer_kwargs: Another name of `optim_kwargs`.
 
@@ -75,6 +78,7 @@ class HyperParameters:
         step_scheduler_per_epoch: bool = False,
         max_micro_batch_size: int | None = None,
         *,
+        max_tokens: int | None = None,
         optimizer: str | type[torch.optim.Optimizer] | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -91,6 +95,7 @@ class HyperParameters:
             "max_steps": max_steps,
             "step_scheduler_per_epoch": step_scheduler_per_epoch,
             "max_micro_batch_size": max_micro_batch_size,
+            "max_tokens": max_tokens,
         }
         values = {key: read_numbers(value) for key, value in values.items() if value is not None}
         faults = _kwargs_faults(
@@ -137,6 +142,7 @@ class HyperParameters:
         self.max_steps: int | None = None if schema.max_steps == -1 else schema.max_steps
         self.step_scheduler_per_epoch = schema.step_scheduler_per_epoch
         self.max_micro_batch_size = schema.max_micro_batch_size
+        self.max_tokens = schema.max_tokens
         self._document = checked.document
 
     @property
@@ -189,6 +195,7 @@ class HyperParameters:
                 "max_steps": self.max_steps,
                 "step_scheduler_per_epoch": self.step_scheduler_per_epoch,
                 "max_micro_batch_size": self.max_micro_batch_size,
+                "max_tokens": self.max_tokens,
             }
         }
 

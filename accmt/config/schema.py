@@ -59,8 +59,13 @@ class Schema(BaseModel):
         description="a whole number from 1",
         examples=["max_micro_batch_size: 8"],
     )
+    max_tokens: PositiveInt | None = Field(
+        default=None,
+        description="a whole number from 1",
+        examples=["max_tokens: 4096"],
+    )
 
-    @field_validator("epochs", "batch_size", "max_steps", "max_micro_batch_size", mode="before")
+    @field_validator("epochs", "batch_size", "max_steps", "max_micro_batch_size", "max_tokens", mode="before")
     @classmethod
     def _read_whole_floats(cls, value: Any) -> Any:
         return [whole(item) for item in value] if isinstance(value, list | tuple) else whole(value)

@@ -15,5 +15,9 @@ from accmt.data.seeding import seed_generators as seed_generators
 from accmt.data.seeding import set_seed as set_seed
 from accmt.data.sharding import Shard as Shard
 from accmt.data.temperature import TemperatureSampler as TemperatureSampler
+from accmt.data.token_budget import TokenBudget as TokenBudget
+from accmt.data.token_budget import TokenBudgetLoader as TokenBudgetLoader
+from accmt.data.token_budget import keep_samples as keep_samples
+from accmt.data.token_budget import reader_of as reader_of
 from accmt.data.unsharded import UnshardedLoader as UnshardedLoader
 from accmt.data.workers import note_dead_worker as note_dead_worker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,22 @@ from accmt.messages import warn_once
 _ARRAYS = (torch.Tensor, np.ndarray)
 _MAX_SHAPES = 6
 _COUNT_YOURSELF = "if the collate function drops samples or adds some, define get_batch_size in the module"
+
+
+class WindowPart(NamedTuple):
+    """Which part of an optimizer step a micro-batch is, where the loader has cut the step's samples.
+
+    Attributes:
+        number: From 0 in the step.
+        num_parts: Micro-batches of the step, on each process at most.
+        num_batches: The batches as planned, of whose samples the step is made.
+        num_samples: Samples of the step over all processes; None where only the batches show it.
+    """
+
+    number: int
+    num_parts: int
+    num_batches: int
+    num_samples: int | None
 
 
 @dataclass(slots=True)
@@ -33,6 +49,8 @@ class MicroBatch:
         position: The position of the data after it, taken before reading ahead; None where it can be computed.
         bad: Samples of this process that were skipped, because they could not be read.
         num_bad: Those of all processes, in training.
+        part: Its part of an optimizer step whose samples were cut by a token budget; `index` is then the first batch's
+            of the step. None for a batch as planned.
     """
 
     index: int
@@ -44,6 +62,7 @@ class MicroBatch:
     position: dict[str, Any] | None = None
     bad: tuple[BadSample, ...] = ()
     num_bad: int = 0
+    part: WindowPart | None = None
 
 
 def find_batch_size(batch: Any, collated: int | None = None) -> int | None:

@@ -87,6 +87,8 @@ def _train_epoch(run: Run) -> bool:
     steps = ManualSteps(run, run.module) if isinstance(run.module, ExtendedAcceleratorModule) else AutomaticSteps(run)
     for micro_batch in run.train_loader.micro_batches(state.epoch, first=state.train_step):
         state.now.is_last_training_batch = is_used_up = micro_batch.is_last
+        part = micro_batch.part
+        state.now.ends_step = None if part is None else part.number == part.num_parts - 1
         if micro_batch.num_bad:
             count_bad_samples(run, micro_batch)
         window_is_full = steps.forward_backward(micro_batch)

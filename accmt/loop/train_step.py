@@ -71,7 +71,8 @@ class AutomaticSteps:
         else:
             with run.accelerator.no_sync(run.model):  # the last micro-batch of the window reduces for all
                 self._train_batch(window, micro_batch)
-        run.state.count_batch()
+        part = micro_batch.part
+        run.state.count_batch(1 if part is None else part.num_batches if is_full else 0)
         return is_full
 
     def optimizer_step(self) -> None:
@@ -96,11 +97,14 @@ class AutomaticSteps:
             samples: int | None = first.num_samples
         else:
             samples = loader.samples_in(first.index, end)
+        num_micro_batches = end - first.index
+        if first.part is not None:
+            num_micro_batches, samples = first.part.num_parts, first.part.num_samples
         samples_before = run.state.samples_seen
         return AccumulationWindow(
-            num_micro_batches=end - first.index,
+            num_micro_batches=num_micro_batches,
             known_samples=None if run.counts_own_samples else samples,
-            is_one_batch=self._is_alone and end - first.index == 1,
+            is_one_batch=self._is_alone and num_micro_batches == 1,
             samples_before=samples_before,
             is_skipped=samples_before in run.recovery.skipped_windows,
             is_judged=run.guard.judges_before_step(samples_before),
@@ -146,7 +150,10 @@ class AutomaticSteps:
                 run.weighting.decide(None, is_explicit=False)
             return
         batch = run.place(micro_batch.batch) if self._is_on_device else micro_batch.batch
-        seed = derive_seed(run.seed, "step", run.state.epoch, micro_batch.index, self._process_index)
+        numbers: tuple[int, ...] = (run.state.epoch, micro_batch.index, self._process_index)
+        if micro_batch.part is not None:
+            numbers = (*numbers, micro_batch.part.number)
+        seed = derive_seed(run.seed, "step", *numbers)
         seed_generators(seed, run.device)
         for hook in hooks.on_before_training_step:
             hook(batch=batch)
@@ -188,10 +195,12 @@ def _require_dynamic_graph(run: Run) -> None:
     Source: `Reducer::autograd_hook` in torch/csrc/distributed/c10d/reducer.cpp.
     """
     is_static = isinstance(run.model, DistributedDataParallel) and run.model.static_graph
-    if is_static and run.state.grad_accum_steps > 1:
-        got = f"static_graph=True, and {run.state.grad_accum_steps} micro-batches an optimizer step"
+    max_tokens = run.settings.hps.max_tokens
+    if is_static and (run.state.grad_accum_steps > 1 or max_tokens is not None):
+        number = f"{run.state.grad_accum_steps} micro-batches" if max_tokens is None else "max_tokens, which cuts"
+        got = f"static_graph=True, and {number} an optimizer step"
         expected = "one backward an optimizer step: a static graph has no micro-batch that leaves gradients unreduced"
-        do = "drop static_graph, or accumulate nothing (grad_accumulation_steps, max_micro_batch_size)"
+        do = "drop static_graph, or accumulate nothing (grad_accumulation_steps, max_micro_batch_size, max_tokens)"
         raise ArgumentError(explain("Trainer(ddp_kwargs=...)", got, expected, do))
 
 

@@ -10,7 +10,7 @@ import torch
 from accmt.callbacks import Callback
 from accmt.checkpoint.engine import load_state
 from accmt.config.changes import Change, changed_arguments
-from accmt.data import UnshardedLoader
+from accmt.data import UnshardedLoader, reader_of
 from accmt.data.sized import BatchLoader, SizedLoader
 from accmt.errors import CheckpointError, explain
 from accmt.libraries.private_names import note_optimizer_step
@@ -110,7 +110,7 @@ class LocalState:
         Unsharded data would wait for other processes. Planned data are a function of epoch and micro-batch, except
         between two epochs, where the position tells of the epoch before.
         """
-        loader, state = self._run.train_loader, self._run.state
+        loader, state = reader_of(self._run.train_loader), self._run.state
         if isinstance(loader, UnshardedLoader) or (state.train_step and isinstance(loader, SizedLoader | BatchLoader)):
             return None
         return loader.position(state.epoch, state.train_step)

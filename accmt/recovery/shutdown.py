@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from accmt.callbacks.averaging import EMA
-from accmt.data import Loader, MicroBatch, UnshardedLoader
+from accmt.data import Loader, MicroBatch, UnshardedLoader, reader_of
 from accmt.errors import Preempted, ProcessFailedError, explain, is_out_of_memory
 from accmt.failures import Interruption, Reason, Watch, is_consequence, kind_of
 from accmt.messages import say, warn
@@ -116,7 +116,7 @@ def _save_snapshot(run: Run) -> None:
         run.checkpoints.save_snapshot(run)
     elif run.is_sharded:
         warn("no emergency checkpoint: the shards of the other processes are gone with them; the newest one stays")
-    elif is_main_process() and not isinstance(run.train_loader, UnshardedLoader):
+    elif is_main_process() and not isinstance(reader_of(run.train_loader), UnshardedLoader):
         run.checkpoints.wait()  # its thread still acts with the others
         with acting_alone():
             run.checkpoints.save_snapshot(run, is_alone=True)

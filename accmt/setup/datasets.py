@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from accmt.data import Loader, LoaderOptions, Shard, UnshardedLoader, build_collate, build_loader
+from accmt.data import (
+    Loader,
+    LoaderOptions,
+    Shard,
+    TokenBudget,
+    TokenBudgetLoader,
+    UnshardedLoader,
+    build_collate,
+    build_loader,
+    keep_samples,
+)
+from accmt.data.collate import collate_or_explain
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.messages import warn
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
@@ -127,6 +139,8 @@ def build_train_loader(
     _reject_iterator(data, settings)
     micro_batches_per_batch = _count_micro_batches(data, settings, max_micro_batch_size)
     shard = _shard(data_settings)
+    is_cut = settings.hps.max_tokens is not None and _can_be_cut(module, data, settings)
+    collate = _collate(module, data_settings, "collate_fn_train")
     options = LoaderOptions(
         purpose="train",
         batch_size=settings.hps.train_batch_size // micro_batches_per_batch,
@@ -138,15 +152,51 @@ def build_train_loader(
         sampler=find_sampler(module, data, settings, num_shards=shard.count),
         batch_sampler=data_settings.batch_sampler,
         drop_last=data_settings.dataloader_drop_last,
-        collate=_collate(module, data_settings, "collate_fn_train"),
+        collate=keep_samples if is_cut else collate,
         num_workers=data_settings.dataloader_num_workers,
         persistent_workers=data_settings.dataloader_persistent_workers,
-        pin_memory=_pins_memory(data_settings, device),
+        pin_memory=_pins_memory(data_settings, device) and not is_cut,
         skips_bad=data_settings.on_bad_sample == "skip",
         also_read=also_read,
         agree_on=device if data_settings.shard_dataloaders and num_processes() > 1 else None,
     )
-    return _end_together(build_loader(data, options), device)
+    loader = _end_together(build_loader(data, options), device)
+    if not is_cut:
+        return loader
+    return _cut_by_tokens(module, loader, settings, collate=collate or collate_or_explain, seed=seed)
+
+
+def _cut_by_tokens(
+    module: AcceleratorModule, loader: Loader, settings: Settings, *, collate: Callable[[Any], Any], seed: int
+) -> Loader:
+    hps = settings.hps
+    return TokenBudgetLoader(
+        loader,
+        TokenBudget(hps.max_tokens or 1, hps.max_micro_batch_size or sys.maxsize),
+        collate=collate,
+        length_of=module.length_of,
+        seed=seed,
+        batches_per_step=settings.optimization.accumulation_at,
+    )
+
+
+def _can_be_cut(module: AcceleratorModule, data: Any, settings: Settings) -> bool:
+    """Return whether the samples of a step can be cut by a budget of tokens; else say why not.
+
+    Raises:
+        ArgumentError: Something else decides what goes through the model at once.
+    """
+    others = {
+        "a module that steps by itself": isinstance(module, ExtendedAcceleratorModule),
+        "auto_micro_batch=True, which cuts by samples": settings.optimization.auto_micro_batch,
+    }
+    for got in (what for what, is_so in others.items() if is_so):
+        where, expected = "max_tokens in the hyper-parameters", "one of the two"
+        raise ArgumentError(explain(where, f"{got} beside it", expected, "leave one of them out"))
+    if isinstance(data, DataLoader):
+        warn("max_tokens has no effect: a DataLoader of yours collates its batches; pass its dataset to fit instead")
+        return False
+    return True
 
 
 def build_evaluation_loader(
@@ -207,6 +257,8 @@ def _reject_iterator(data: Any, settings: Settings) -> None:
 
 
 def _count_micro_batches(data: Any, settings: Settings, limit: int | None) -> int:
+    if settings.hps.max_tokens is not None and not isinstance(data, DataLoader):
+        return 1  # the cut by tokens keeps to it
     count = settings.hps.train_batch_size // settings.hps.micro_batch_size_within(limit)
     if count > 1 and (isinstance(data, DataLoader) or settings.data.batch_sampler is not None):
         warn("max_micro_batch_size has no effect: a DataLoader or a batch sampler of yours decides the size of batches")

@@ -129,6 +129,8 @@ def test_a_required_key_that_is_missing_is_named_with_what_to_write(key):
         ("step_scheduler_per_epoch", "yes please", "true or false"),
         ("step_scheduler_per_epoch", 1, "true or false"),
         ("max_micro_batch_size", 0, "a whole number from 1"),
+        ("max_tokens", 0, "a whole number from 1"),
+        ("max_tokens", 2.5, "a whole number from 1"),
         ("optim", ["SGD"], "an optimizer"),
         ("optim", {"lr": 0.1}, "an optimizer, with its `type`"),
         ("optim", {"type": 5}, "an optimizer, with its `type`"),

@@ -49,6 +49,7 @@ class Case:
     data: str = "sized"
     clip: float | None = None
     micro: int | None = None
+    max_tokens: int | None = None
     epochs: int = 2
 
     @property
@@ -60,6 +61,7 @@ def make_sharded_cases() -> list[Case]:
     """Return those of the grid that sharded models are trained on: each kind of data, and every kind of window."""
     cases = [Case(n, a, w) for n, a in ((1, 1), (3, 2), (17, 1), (29, 4)) for w in (False, True)]
     cases += [Case(29, 2, w, data) for w in (False, True) for data in ("loader", "stream", "unshared", *COLLATED)]
+    cases += [Case(29, a, w, max_tokens=9) for a in (1, 2) for w in (False, True)]
     return [*cases, Case(29, 2, micro=3), Case(29, 2, weighted=True, clip=CLIP), Case(29, 1, clip=CLIP)]
 
 
@@ -74,6 +76,9 @@ def make_cases() -> list[Case]:
     cases += [Case(n, a, w, data) for data in COLLATED for n, a, w in pairs((17, 29), few, is_weighted)]
     cases += [Case(24, a, w, "sampler") for a, w in pairs(few, is_weighted)]
     cases += [Case(n, a, w, micro=m) for n, a, w, m in pairs((17, 29), few, is_weighted, (1, 3))]
+    cases += [Case(29, a, w, max_tokens=9) for a, w in itertools.product(few, is_weighted)]
+    cut = pairs(("stream", "unshared", "adding"), (3, 29), few, is_weighted)
+    cases += [Case(n, a, w, data, max_tokens=9) for data, n, a, w in cut]
     return cases + [Case(29, a, w, clip=CLIP) for a, w in pairs(few, is_weighted)]
 
 
@@ -159,6 +164,9 @@ class Regression(AcceleratorModule):
         self.model = build_model()
         self.weighted = weighted
 
+    def length_of(self, sample: Any) -> int:
+        return int(sample["mask"].sum())
+
     def training_step(self, batch: Any) -> Any:
         loss, weight = compute_loss(self.model, batch, weighted=self.weighted)
         return {"loss": loss, "weight": weight} if self.weighted else loss
@@ -197,7 +205,7 @@ def run_case(case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
     """Train one case and return what its updates were made of."""
     recorder = GradientRecorder()
     hps = {"epochs": case.epochs, "batch_size": BATCH_SIZE, "optim": {"type": "SGD", "lr": LR}}
-    hps["max_micro_batch_size"] = case.micro
+    hps["max_micro_batch_size"], hps["max_tokens"] = case.micro, case.max_tokens
     if "stream" not in case.data:
         hps["scheduler"] = {"type": "LinearWithWarmup", "warmup_ratio": WARMUP}
     trainer = Trainer(

@@ -1,0 +1,110 @@
+"""The samples of an optimizer step, cut into micro-batches by a budget of tokens."""
+
+from __future__ import annotations
+
+import random
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+
+from accmt.data.token_budget import TokenBudget, cut_by_tokens, find_length, padded_tokens
+from accmt.errors import DataError
+
+
+def lengths_of_texts(number: int, seed: int) -> list[int]:
+    """Return lengths as those of paragraphs: most short, a few long."""
+    draw = random.Random(seed)
+    return [min(512, max(5, int(draw.lognormvariate(4.2, 0.75)))) for _ in range(number)]
+
+
+def tokens_of(own: list[list[int]], lengths: list[int]) -> int:
+    return sum(padded_tokens(group, lengths) for group in own)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+@pytest.mark.parametrize("number", [1, 2, 7, 33, 128, 256])
+@pytest.mark.parametrize("max_samples", [5, 10**6])
+def test_every_sample_is_in_one_micro_batch_within_the_budget(processes: int, number: int, max_samples: int) -> None:
+    for seed in range(5):
+        lengths = lengths_of_texts(number, seed)
+        cut = cut_by_tokens(lengths, TokenBudget(1024, max_samples), processes)
+        groups = list(chain(*cut))
+        assert len(cut) == processes
+        assert sorted(chain(*groups)) == list(range(number))
+        assert all(1 <= len(group) <= max_samples for group in groups)
+        assert all(padded_tokens(group, lengths) <= 1024 for group in groups)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+def test_processes_have_equally_many_micro_batches_if_there_are_samples_enough(processes: int) -> None:
+    for number in (processes, 16 * processes, 50 * processes + 1):
+        lengths = lengths_of_texts(number, seed=number)
+        cut = cut_by_tokens(lengths, TokenBudget(2048, 10**6), processes)
+        assert len({len(own) for own in cut}) == 1
+
+
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_tokens_are_balanced_over_processes(processes: int) -> None:
+    lengths = lengths_of_texts(256 * processes, seed=1)
+    every = [tokens_of(own, lengths) for own in cut_by_tokens(lengths, TokenBudget(4096, 10**6), processes)]
+    assert max(every) <= 1.05 * min(every)
+
+
+def test_fewer_samples_than_processes_leave_some_without_a_batch() -> None:
+    assert cut_by_tokens([9, 3], TokenBudget(100, 10), 3) == [[[0]], [[1]], []]
+    assert cut_by_tokens([], TokenBudget(100, 10), 2) == [[], []]
+
+
+def test_like_lengths_are_together_and_no_micro_batch_is_spent_in_vain() -> None:
+    lengths = [100, 1, 100, 1, 100, 1, 100, 1]
+    assert cut_by_tokens(lengths, TokenBudget(400, 100)) == [[[0, 2, 4, 6], [1, 3, 5, 7]]]
+    assert cut_by_tokens(lengths, TokenBudget(800, 100)) == [[[0, 2, 4, 6, 1, 3, 5, 7]]]
+
+
+def test_a_sample_longer_than_the_budget_is_a_micro_batch_of_its_own() -> None:
+    [own] = cut_by_tokens([50, 10, 10, 70, 10], TokenBudget(30, 100))
+    assert sorted(map(sorted, own)) == [[0], [1, 2, 4], [3]]
+
+
+def test_samples_of_length_0_count_as_1() -> None:
+    [own] = cut_by_tokens([0] * 10, TokenBudget(4, 100))
+    assert sorted(map(len, own)) == [3, 3, 4] or max(map(len, own)) <= 4
+
+
+def test_padding_is_much_less_than_that_of_batches_as_read() -> None:
+    lengths = lengths_of_texts(128, seed=3)
+    as_read = sum(padded_tokens(range(start, start + 16), lengths) for start in range(0, 128, 16))
+    [own] = cut_by_tokens(lengths, TokenBudget(2048, 10**6))
+    assert tokens_of(own, lengths) < 0.6 * as_read
+
+
+@pytest.mark.parametrize(
+    ("sample", "length"),
+    [
+        ({"input_ids": [1, 2, 3]}, 3),
+        ({"input_ids": torch.ones(1, 4)}, 4),
+        ({"length": 7, "input_ids": [1]}, 7),
+        ({"length": torch.tensor(2)}, 2),
+        (({"input_ids": []}, 1), 0),
+    ],
+)
+def test_the_length_is_looked_up_in_the_sample(sample: Any, length: int) -> None:
+    assert find_length(sample) == find_length(sample, lambda sample: None) == length
+
+
+def test_the_module_says_the_length_first() -> None:
+    assert find_length({"input_ids": [1]}, lambda sample: 5) == 5
+
+
+@pytest.mark.parametrize("sample", [[1, 2], (), {"tokens": [1]}, "text"])
+def test_a_sample_without_a_length_is_an_error_that_says_what_to_define(sample: Any) -> None:
+    with pytest.raises(DataError, match=r"def length_of\(self, sample\)"):
+        find_length(sample)
+
+
+@pytest.mark.parametrize("length", [-1, 2.5, "3", True])
+def test_a_length_that_is_no_number_from_0_is_an_error(length: Any) -> None:
+    with pytest.raises(DataError, match="a whole number from 0"):
+        find_length({"length": length})
