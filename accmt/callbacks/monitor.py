@@ -75,6 +75,7 @@ class Throughput(MainProcessCallback):
         self._tokens = 0
         self._before: dict[str, float] = {}
         self._before_s = 0.0
+        self._padded_before = 0
 
     def on_fit_start(self) -> None:
         self._before, self._before_s = self._counts(), self._stopwatch.training_s
@@ -89,12 +90,27 @@ class Throughput(MainProcessCallback):
         counts, now_s = self._counts(), self._stopwatch.training_s
         before, passed_s = self._before, now_s - self._before_s
         self._before, self._before_s = counts, now_s
-        return {f"{name}_per_s": (n - before.get(name, 0)) / passed_s for name, n in counts.items() if passed_s > 0}
+        done = {name: _since(n, before.get(name, 0)) for name, n in counts.items()}
+        rates = {f"{name}_per_s": n / passed_s for name, n in done.items() if passed_s > 0}
+        return rates | self._padding(done.get("real_tokens", 0))
+
+    def _padding(self, real: float) -> dict[str, float]:
+        """Return the share of padding since the last row, where a token budget knows it."""
+        padded = getattr(self.trainer.run.train_loader, "padded_tokens", 0)
+        done, self._padded_before = _since(padded, self._padded_before), padded
+        return {"padding": 1 - real / done} if done else {}
 
     def _counts(self) -> dict[str, float]:
         tokens = {"tokens": self._tokens} if self._tokens else {}
+        real = getattr(self.trainer.run.train_loader, "real_tokens", None)
+        tokens |= {} if real is None else {"real_tokens": real}
         batches = self.state.batch_iteration * self.state.num_processes
         return {"samples": self.state.samples_seen, "batches": batches, **tokens}
+
+
+def _since(number: float, before: float) -> float:
+    """Return what was counted since; loaders that are reloaded count from 0 again."""
+    return number - before if number >= before else number
 
 
 class TimeSplit(MainProcessCallback):

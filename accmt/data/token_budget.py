@@ -227,6 +227,10 @@ class TokenBudgetLoader:
         length_of: What the module says is the length of a sample.
         seed: The run's.
         batches_per_step: How many batches make an optimizer step in an epoch.
+
+    Attributes:
+        real_tokens: Tokens of the steps begun so far, over all processes, by the lengths of their samples.
+        padded_tokens: The same with padding.
     """
 
     def __init__(
@@ -248,6 +252,7 @@ class TokenBudgetLoader:
         self.end_workers = own.end_workers
         self.position = own.position
         self.resume_from = own.resume_from
+        self.real_tokens = self.padded_tokens = 0
         self._budget = budget
         self._collate = collate
         self._knows_samples = keeps_number(collate)
@@ -281,6 +286,8 @@ class TokenBudgetLoader:
         lengths = list(chain(*every))
         self._warn_of_long(lengths)
         cut = cut_by_tokens(lengths, self._budget, len(every))
+        self.real_tokens += sum(lengths)
+        self.padded_tokens += sum(padded_tokens(group, lengths) for own in cut for group in own)
         first_own = sum(map(len, every[: process_index()]))
         groups = _exchange(samples, first_own, cut)
         num_parts = max(1, *map(len, cut))

@@ -26,7 +26,8 @@ class Monitor:
             True is the 2-norm; a number, or "inf", is another order.
         epoch: `epoch`, the epochs that are done, with the fraction of the current one.
         throughput: `samples_per_s` and `batches_per_s` of all processes since the last row, evaluations and saving left
-            out; and `tokens_per_s`, where batches have `input_ids`.
+            out; and `tokens_per_s`, where batches have `input_ids`; with `max_tokens` in the hyper-parameters
+            `real_tokens_per_s` and the share of `padding`.
         time_split: `seconds_data`, `seconds_compute`, `seconds_evaluation`, `seconds_saving` and `seconds_other` since
             the last row.
         cpu_utilization: `CPU_PROCESS_0`, the memory of the main process in GB; `CPU`, the use of all cores, and `RAM`,

@@ -325,3 +325,27 @@ class Manual(ExtendedAcceleratorModule):
 def test_what_decides_on_micro_batches_too_is_rejected(tmp_path: Path, settings: Any, module: Any) -> None:
     with pytest.raises(ArgumentError, match="max_tokens in the hyper-parameters"):
         run(tmp_path, module=module, **settings)
+
+
+def test_the_monitor_logs_real_tokens_and_the_share_of_padding(tmp_path: Path) -> None:
+    module, recorder = run(tmp_path, monitor={"throughput": True}, log_every=3)
+    rows = [row["values"] for row in read_history(recorder.log_dir) if "values" in row]
+    rows = [row for row in rows if "padding" in row]
+    batches_of_row = iter(zip(module.batches, module.shapes, strict=True))
+    steps = iter(recorder.steps)
+    assert len(rows) == 4
+    for row in rows:
+        left = sum(len(next(steps)) for _ in range(3))
+        real = padded = 0
+        while left:
+            indices, (height, width) = next(batches_of_row)
+            left, real, padded = left - len(indices), real + sum(LENGTHS[i] for i in indices), padded + height * width
+        assert row["padding"] == pytest.approx(1 - real / padded)
+        assert row["real_tokens_per_s"] > 0
+
+
+def test_batches_of_a_batch_sampler_are_cut_too(tmp_path: Path) -> None:
+    sampler = [list(range(start, min(start + 9, NUMBER))) for start in range(0, NUMBER, 9)]
+    module, recorder = run(tmp_path, batch_sampler=sampler, hps={"epochs": 1})
+    assert recorder.steps == [set(batch) for batch in sampler]
+    assert all(rows * width <= TOKENS for rows, width in module.shapes)
