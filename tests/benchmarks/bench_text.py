@@ -5,7 +5,7 @@
 BBC News articles (cut at 512 tokens), their paragraphs and their sentences; a MiniLM classifier, one process, two
 threads, forward, backward and AdamW. All contestants train on the same samples, as many in each optimizer step; "by
 hand" is the loop of Accelerate's documentation. Each round runs every contestant once, in alternating order; times are
-medians, and ratios those of the rounds' pairs.
+medians, and ratios those of the rounds' pairs. `--padding` trains nothing and prints the shares of padding alone.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, logging
 
 from accmt import AcceleratorModule, Callback, Trainer
+from accmt.data.token_budget import TokenBudget, cut_by_tokens, padded_tokens
 
 LONGEST = 512
 LR = 1e-5
+BUDGETS = (1024, 2048, 4096)
 UNITS: dict[str, Callable[[str], list[str]]] = {
     "articles": lambda text: [text],
     "paragraphs": lambda text: text.split("\n\n"),
@@ -160,6 +162,29 @@ def compare(unit: str, arguments: argparse.Namespace) -> None:
         )
 
 
+def print_padding(arguments: argparse.Namespace) -> None:
+    """Print how much of what a model computes is padding, by the lengths alone."""
+    tokenizer, number = AutoTokenizer.from_pretrained(MODEL_DIR), 10 * arguments.step
+    print(f"| {number} texts | batches of {arguments.batch} | " + " | ".join(f"max_tokens {n}" for n in BUDGETS) + " |")
+    print("|---|---|" + "---|" * len(BUDGETS))
+    for unit in arguments.units:
+        lengths = [len(sample["input_ids"]) for sample in read_samples(unit, tokenizer, number)]
+        steps = _cut(lengths, arguments.step)
+        padded = [sum(map(_padded, _cut(lengths, arguments.batch)))]
+        for max_tokens in BUDGETS:
+            cuts = [cut_by_tokens(step, TokenBudget(max_tokens, arguments.step))[0] for step in steps]
+            padded.append(sum(padded_tokens(g, step) for step, cut in zip(steps, cuts, strict=True) for g in cut))
+        print(f"| {unit} | " + " | ".join(f"{1 - sum(lengths) / tokens:.1%}" for tokens in padded) + " |")
+
+
+def _cut(lengths: list[int], size: int) -> list[list[int]]:
+    return [lengths[start : start + size] for start in range(0, len(lengths), size)]
+
+
+def _padded(lengths: list[int]) -> int:
+    return max(lengths) * len(lengths)
+
+
 def main() -> None:
     """Print a table for each kind of text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -169,9 +194,13 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=128, help="samples of an optimizer step")
     parser.add_argument("--batch", type=int, default=16, help="samples of a batch as read")
     parser.add_argument("--max-tokens", type=int, default=2048)
+    parser.add_argument("--padding", action="store_true", help="print the shares of padding alone")
     arguments = parser.parse_args()
     torch.set_num_threads(2)
     logging.set_verbosity_error()
+    if arguments.padding:
+        print_padding(arguments)
+        return
     for unit in arguments.units:
         compare(unit, arguments)
 
