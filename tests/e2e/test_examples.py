@@ -129,6 +129,22 @@ def test_the_perplexity_of_the_language_model_is_that_of_its_target_tokens(tmp_p
 
 
 @pytest.mark.slow
+def test_the_perplexity_of_the_sharded_model_is_that_of_the_saved_whole_one(tmp_path: Path, import_example):
+    printed = torchrun(EXAMPLES / "finetune_sharded.py", "--output", "model", "--limit", "10", processes=2)
+    assert "processes     2" in printed
+    example = import_example("finetune_sharded")
+    tokenizer = example.AutoTokenizer.from_pretrained("model")
+    model = example.AutoModelForCausalLM.from_pretrained("model").eval()
+    total = count = 0.0
+    for sample in example.tokenize(example.read_articles()[:10], tokenizer):
+        ids, labels = (torch.tensor([sample[name]]) for name in ("input_ids", "labels"))
+        with torch.inference_mode():
+            targets = int((labels[:, 1:] != -100).sum())
+            total, count = total + targets * model(input_ids=ids, labels=labels).loss.item(), count + targets
+    assert read_number(r"perplexity +([\d.]+)", printed) == pytest.approx(math.exp(total / count), rel=1e-3)
+
+
+@pytest.mark.slow
 @pytest.mark.feature("D32")
 def test_the_student_is_smaller_and_as_like_its_teacher_as_printed(tmp_path: Path, import_example):
     printed = run_example("distill_text_encoder", "--output", "student", "--limit", "12")
