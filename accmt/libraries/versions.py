@@ -11,9 +11,12 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accmt.errors import MissingPackageError, explain
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 FLOORS: Mapping[str, str] = {
     "torch": "2.9",
@@ -33,6 +36,7 @@ BRANCHES: Mapping[str, tuple[str, str]] = {
     "without_tensors": ("torch", "2.10"),
     "checkpoint_activations": ("transformers", "5.23"),
     "parallel_size": ("accelerate", "1.12"),
+    "make_accelerator": ("accelerate", "1.13"),
     "prepare_alone": ("accelerate", "1.14"),
     "why_states_are_inexact": ("datasets", "5.1"),
 }
@@ -96,6 +100,17 @@ def parallel_size(config: Any, name: str) -> int:
     """Return one size of Accelerate's `ParallelismConfig`; before 1.12 it has none of sequences ("sp")."""
     size: int = getattr(config, f"{name}_size", 1)
     return size
+
+
+def make_accelerator(arguments: Mapping[str, Any]) -> Accelerator:
+    """Return an Accelerator; before 1.13 one after a first with a mesh fails where that is not among its arguments."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, is_initialized
+
+    own = dict(arguments)
+    if own.get("parallelism_config") is None and is_initialized():
+        own["parallelism_config"] = AcceleratorState().parallelism_config
+    return Accelerator(**own)
 
 
 def why_states_are_inexact() -> str | None:

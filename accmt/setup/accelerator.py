@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accmt.errors import ArgumentError, explain
-from accmt.libraries.versions import require
+from accmt.libraries.versions import make_accelerator, require
 from accmt.messages import warn_once
 from accmt.parallel.shards import is_sharded
 from accmt.processes import leave_process_group
@@ -72,15 +72,13 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
 
 
 def _build(arguments: dict[str, Any], parallelism: Parallelism) -> Accelerator:
-    from accelerate import Accelerator
-
     if parallelism.is_plain:
-        return Accelerator(**arguments)
+        return make_accelerator(arguments)
     if not arguments.get("cpu", False):
-        return Accelerator(**{**arguments, **accelerator_arguments(parallelism)})
+        return make_accelerator({**arguments, **accelerator_arguments(parallelism)})
     own = {name: value for name, value in arguments.items() if name not in accelerator_arguments(parallelism)}
     with hidden_from_accelerate():
-        accelerator = Accelerator(**own)
+        accelerator = make_accelerator(own)
     shard_on_cpu(accelerator, parallelism)
     return accelerator
 

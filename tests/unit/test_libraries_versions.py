@@ -159,6 +159,17 @@ def test_a_kind_of_parallelism_that_accelerate_does_not_have_yet_is_of_size_1():
     assert [versions.parallel_size(config, name) for name in ("tp", "sp")] == [2, 1]
 
 
+def test_an_accelerator_after_one_with_a_mesh_is_built_with_that_mesh(monkeypatch):
+    first = versions.make_accelerator({"cpu": True})
+    assert first.state.parallelism_config is None
+    mesh = {"get_device_mesh": lambda device: f"mesh on {device}", "_validate_accelerator": lambda other: None}
+    config = SimpleNamespace(**mesh)
+    monkeypatch.setattr(first.state, "parallelism_config", config)
+    monkeypatch.setattr(first.state, "device_mesh", None)
+    assert versions.make_accelerator({"cpu": True}).state.device_mesh == "mesh on cpu"
+    assert versions.make_accelerator({"parallelism_config": None}).state.parallelism_config is config
+
+
 class Model:
     """A transformers model of before 5.23."""
 
