@@ -71,6 +71,8 @@ def _load_sharded(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:
         from transformers.distributed.configuration_utils import DistributedConfig
     except ImportError:  # before transformers 5.23
         return None
+    if not hasattr(DistributedConfig, "fsdp_size"):  # before 5.23 it is there, but shards experts only
+        return None
     shard, replicate = sizes
     config = DistributedConfig(fsdp_size=shard, dp_replicate_size=replicate)
     with torch.random.fork_rng(devices=[]):  # a new head is drawn once, by the way that is taken in the end
