@@ -106,9 +106,9 @@ def shard_on_cpu(accelerator: Accelerator, parallelism: Parallelism) -> None:
         if accelerator.mixed_precision != "no":
             parallelism.plugin.set_mixed_precision(accelerator.mixed_precision)
         use_fsdp(accelerator, parallelism.plugin)
-    if parallelism.config is not None:
-        accelerator.state.parallelism_config = parallelism.config
-        accelerator.state.device_mesh = parallelism.config.get_device_mesh("cpu")
+    config = parallelism.config  # also where there is none: the state may be that of a Trainer before
+    accelerator.state.parallelism_config = config
+    accelerator.state.device_mesh = None if config is None else config.get_device_mesh("cpu")
 
 
 def require_effect(accelerator: Accelerator, parallelism: Parallelism) -> None:
