@@ -3,6 +3,7 @@ from accelerate.state import PartialState
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from accmt.tracking.run_folder import RunPlace
+from accmt.tracking.trackers import tensorboard
 from accmt.tracking.trackers.tensorboard import TensorBoard, TensorBoardRun
 
 
@@ -24,3 +25,13 @@ def test_tensorboard_keeps_the_configuration_in_the_runs_own_event_file(tmp_path
 def test_the_dashboard_is_started_on_the_folder_of_all_runs(tmp_path):
     place = RunPlace(str(tmp_path), "t", "r")
     assert TensorBoard().dashboard_command(place) == ["tensorboard", "--logdir", str(tmp_path)]
+
+
+def test_a_further_event_file_is_read_after_those_that_are_there(tmp_path, monkeypatch):
+    seconds, folder = iter([100.2, 100.9, 101.0]), tmp_path / "run"
+    folder.mkdir()
+    (folder / "events.out.tfevents.0000000100.host.7.9").touch()
+    monkeypatch.setattr(tensorboard.time, "time", lambda: next(seconds))
+    monkeypatch.setattr(tensorboard.time, "sleep", lambda _: None)
+    tensorboard._wait_for_a_later_name(folder)
+    assert next(seconds, None) is None, "it waited for the second after that of the file"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -11,6 +13,8 @@ from accmt.tracking.replay import Rewinding, Row
 from accmt.tracking.run_folder import RunPlace
 from accmt.tracking.spec import RunStart, TrackerRun, TrackerSpec
 from accmt.tracking.values import Scalar
+
+_POLL_S = 0.02
 
 
 class TensorBoard(TrackerSpec):
@@ -28,10 +32,23 @@ class TensorBoard(TrackerSpec):
 
     def build(self, start: RunStart) -> TrackerRun:
         folder, options = start.place.run_folder, {"purge_step": start.resume.first_step, **start.kwargs}
+        _wait_for_a_later_name(folder)
         return TensorBoardRun(run_name=folder.name, logging_dir=folder.parent, **options)
 
     def dashboard_command(self, place: RunPlace) -> list[str]:
         return ["tensorboard", "--logdir", str(place.base_folder)]
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """Wait until a further event file gets a name after those of the folder, in whose order they are read.
+
+    A name has the second, and then numbers that are compared as text: "10" comes before "9". So the withdrawal of a
+    run's second attempt would follow the rows of its third, where both begin in one second, and withdraw them.
+
+    Source: `EventFileWriter.__init__` in tensorboard/summary/writer/event_file_writer.py.
+    """
+    while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+        time.sleep(_POLL_S)
 
 
 class TensorBoardRun(TrackerRun):
