@@ -184,9 +184,9 @@ class TrainingState(Counters):
         self.train_step = 0
         self.epoch_step = 0
 
-    def count_validation_batch(self) -> None:
-        self.val_step += 1
-        self.eval_global_step += 1
+    def count_validation_batch(self, number: int = 1) -> None:
+        self.val_step += number
+        self.eval_global_step += number
 
     def count_evaluation(self) -> None:
         self.evaluations_done += 1

@@ -48,8 +48,9 @@ class HyperParameters:
             are then in epochs.
         max_micro_batch_size: Largest number of train samples that go through the model at once; larger batches are
             split evenly and accumulated. None: batches are not split.
-        max_tokens: Largest number of tokens, padding included, that go through the model at once in training: the
-            samples of each step are sorted by length and cut into micro-batches within it. None: batches are as read.
+        max_tokens: Largest number of tokens, padding included, that go through the model at once: the
+            samples of each step are sorted by length and cut into micro-batches within it, and so are those of
+            evaluations. None: batches are as read.
         optimizer: Another name of `optim`.
         optimizer_kwargs: Another name of `optim_kwargs`.
 

@@ -19,13 +19,13 @@ _COUNT_YOURSELF = "if the collate function drops samples or adds some, define ge
 
 
 class WindowPart(NamedTuple):
-    """Which part of an optimizer step a micro-batch is, where the loader has cut the step's samples.
+    """Which part of a window a micro-batch is, where the loader has cut the window's samples.
 
     Attributes:
-        number: From 0 in the step.
-        num_parts: Micro-batches of the step, on each process at most.
-        num_batches: The batches as planned, of whose samples the step is made.
-        num_samples: Samples of the step over all processes; None where only the batches show it.
+        number: From 0 in the window.
+        num_parts: Micro-batches of the window, on each process at most.
+        num_batches: The batches as planned, of whose samples the window is made.
+        num_samples: Samples of the window over all processes; None where only the batches show it.
     """
 
     number: int
@@ -49,8 +49,10 @@ class MicroBatch:
         position: The position of the data after it, taken before reading ahead; None where it can be computed.
         bad: Samples of this process that were skipped, because they could not be read.
         num_bad: Those of all processes, in training.
-        part: Its part of an optimizer step whose samples were cut by a token budget; `index` is then the first batch's
-            of the step. None for a batch as planned.
+        part: Its part of a window (an optimizer step; in an evaluation some batches) whose samples were cut by a token
+            budget; `index` is then that of the window's first batch. None for a batch as planned.
+        places: For each sample of this process's batch the index of the batch in which it was read, and its place in
+            it, where the samples of an evaluation were cut by a token budget; None where they stand as they were read.
     """
 
     index: int
@@ -63,6 +65,15 @@ class MicroBatch:
     bad: tuple[BadSample, ...] = ()
     num_bad: int = 0
     part: WindowPart | None = None
+    places: list[tuple[int, int]] | None = None
+
+    @property
+    def num_finished(self) -> int:
+        """Batches as planned that end with it: one; of a window that was cut, all with its last part."""
+        part = self.part
+        if part is None:
+            return 1
+        return part.num_batches if part.number == part.num_parts - 1 else 0
 
 
 def find_batch_size(batch: Any, collated: int | None = None) -> int | None:

@@ -1,4 +1,4 @@
-"""Micro-batches of samples of like length: the samples of one optimizer step, cut by a budget of tokens.
+"""Micro-batches of samples of like length: samples that another loader reads, cut by a budget of tokens.
 
 Which samples make an optimizer step stays as planned. Only how they go through the model changes: they are sorted by
 length and cut into micro-batches of at most `max_tokens` padded tokens (the longest sample times their number). The
@@ -12,164 +12,24 @@ resumed run cuts as before.
 from __future__ import annotations
 
 import pickle
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import get_worker_info
 
 from accmt.data.batches import MicroBatch, WindowPart
 from accmt.data.collate import Collate, keeps_number
-from accmt.data.options import Loader
+from accmt.data.lengths import find_length
+from accmt.data.options import Loader, WrappedLoader
 from accmt.data.seeding import derive_seed, seed_generators
-from accmt.errors import DataError, explain
+from accmt.data.token_cut import Groups, TokenBudget, cut_by_tokens, padded_tokens
 from accmt.messages import warn_once
 from accmt.processes import gather_objects, process_index
 
-Groups = list[list[int]]
-"""Micro-batches of one process, each as positions of its samples."""
-
-_SWEEPS = 8
-
-
-@dataclass(frozen=True)
-class TokenBudget:
-    """What a micro-batch may hold at most.
-
-    Attributes:
-        max_tokens: Padded tokens: the length of the longest sample times their number.
-        max_samples: Samples.
-    """
-
-    max_tokens: int
-    max_samples: int
-
-
-def padded_tokens(group: Sequence[int], lengths: Sequence[int]) -> int:
-    """Return the tokens of a micro-batch with its padding."""
-    return max((lengths[position] for position in group), default=0) * len(group)
-
-
-def cut_by_tokens(lengths: Sequence[int], budget: TokenBudget, num_processes: int = 1) -> list[Groups]:
-    """Cut the samples of one optimizer step into the micro-batches of each process.
-
-    Each process gets as many micro-batches as the others, if there are samples enough, and as few as the budget allows;
-    all are made as even as possible. A sample longer than the budget is a micro-batch of its own.
-
-    Args:
-        lengths: The length of each sample.
-        budget: What a micro-batch may hold.
-        num_processes: Processes that share the samples.
-
-    Returns:
-        For each process its micro-batches, those with most tokens first.
-    """
-    order = sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
-    groups = _cut_evenly(order, lengths, budget, multiple=num_processes)
-    shared = [groups, _with_less_padding(groups, lengths, budget)]
-    cuts = [_share(groups, lengths, num_processes) for groups in shared]
-    if num_processes > 1:
-        hands = _deal_and_cut(order, lengths, budget, num_processes)
-        cuts += [hands, [_with_less_padding(hand, lengths, budget) for hand in hands]]
-
-    def busiest(cut: list[Groups]) -> int:
-        return max(sum(padded_tokens(group, lengths) for group in own) for own in cut)
-
-    return min(cuts, key=busiest)
-
-
-def _cut_evenly(
-    order: list[int], lengths: Sequence[int], budget: TokenBudget, *, multiple: int = 1, fewest: int = 0
-) -> Groups:
-    """Cut sorted samples into groups of neighbours whose largest is as small as possible.
-
-    Args:
-        order: Positions of samples, the longest first.
-        multiple: Their number is one of its multiples, if there are samples enough.
-        fewest: Groups at least.
-    """
-    widths = [max(lengths[position], 1) for position in order]
-    fewest = max(fewest, len(_fill(widths, budget.max_tokens, budget.max_samples)))
-    wanted = min(-(-fewest // multiple) * multiple, len(order))
-    # The fewest groups that a smaller budget needs only become more, so the smallest one that suffices can be bisected.
-    smallest = 1 + bisect_left(
-        range(1, budget.max_tokens),
-        True,  # noqa: FBT003 - the value that is looked for
-        key=lambda tokens: len(_fill(widths, tokens, budget.max_samples)) <= wanted,
-    )
-    groups = [order[part.start : part.stop] for part in _fill(widths, smallest, budget.max_samples)]
-    while len(groups) < wanted:
-        largest = max((g for g in groups if len(g) > 1), key=lambda group: padded_tokens(group, lengths))
-        at, middle = groups.index(largest), len(largest) // 2
-        groups[at : at + 1] = [largest[:middle], largest[middle:]]
-    return groups
-
-
-def _fill(widths: list[int], max_tokens: int, max_samples: int) -> list[range]:
-    """Cut samples, the longest first, into as few groups of neighbours as hold so much at most."""
-    groups, start = [], 0
-    while start < len(widths):
-        count = max(1, min(max_tokens // widths[start], max_samples))
-        groups.append(range(start, min(start + count, len(widths))))
-        start += count
-    return groups
-
-
-def _share(groups: Groups, lengths: Sequence[int], num_processes: int) -> list[Groups]:
-    """Give each group, the largest first, to the process that has least and still has room."""
-    room = -(-len(groups) // num_processes)
-    cut: list[Groups] = [[] for _ in range(num_processes)]
-    tokens = [0] * num_processes
-    for group in sorted(groups, key=lambda group: -padded_tokens(group, lengths)):
-        process = min((p for p in range(num_processes) if len(cut[p]) < room), key=tokens.__getitem__)
-        cut[process].append(group)
-        tokens[process] += padded_tokens(group, lengths)
-    return cut
-
-
-def _deal_and_cut(order: list[int], lengths: Sequence[int], budget: TokenBudget, num_processes: int) -> list[Groups]:
-    """Deal sorted samples to the processes, so that all have like ones, and cut those of each.
-
-    Where groups are few and large this is more even than sharing them.
-    """
-    hands: Groups = [[] for _ in range(num_processes)]
-    for start in range(0, len(order), num_processes):
-        hands.sort(key=lambda hand: sum(lengths[position] for position in hand))  # who has least gets the longest
-        for hand, position in zip(hands, order[start : start + num_processes], strict=False):
-            hand.append(position)
-    most = max(len(_cut_evenly(hand, lengths, budget)) for hand in hands)
-    return [_cut_evenly(hand, lengths, budget, fewest=most) for hand in hands]
-
-
-def _with_less_padding(groups: Groups, lengths: Sequence[int], budget: TokenBudget) -> Groups:
-    """Move the bounds between groups of sorted samples, each to where it is best while the others stay."""
-    groups = list(groups)
-    for _ in range(_SWEEPS):
-        before = list(groups)
-        for first in range(len(groups) - 1):
-            both = groups[first] + groups[first + 1]
-            middle = _best_bound(both, lengths, budget)
-            groups[first : first + 2] = [both[:middle], both[middle:]]
-        if groups == before:
-            break
-    return groups
-
-
-def _best_bound(both: list[int], lengths: Sequence[int], budget: TokenBudget) -> int:
-    """Return how many of sorted samples the first of two groups has for the least padding; one bound must fit."""
-    widest, number, best, best_tokens = max(lengths[both[0]], 1), len(both), 0, 0
-    most = max(1, min(budget.max_tokens // widest, budget.max_samples, number - 1))
-    for middle in range(1, most + 1):
-        width, rest = max(lengths[both[middle]], 1), number - middle
-        tokens = widest * middle + width * rest
-        fits = rest == 1 or (rest <= budget.max_samples and width * rest <= budget.max_tokens)
-        if fits and (best == 0 or tokens < best_tokens):
-            best, best_tokens = middle, tokens
-    return best
+_FIRST_WINDOW = 2
+_SAMPLES_OF_WINDOW = 1024
 
 
 def keep_samples(samples: list[Any]) -> Any:
@@ -180,45 +40,11 @@ def keep_samples(samples: list[Any]) -> Any:
     return samples if get_worker_info() is None else pickle.dumps(samples)
 
 
-def find_length(sample: Any, length_of: Callable[[Any], Any] | None = None) -> int:
-    """Return the length of a sample: what `length_of` says, if anything; else its "length", or that of its "input_ids".
-
-    Raises:
-        DataError: It has none, or one that is no whole number from 0.
-    """
-    length = None if length_of is None else length_of(sample)
-    length = _look_up(sample) if length is None else length
-    if isinstance(length, torch.Tensor) and length.ndim == 0:
-        length = length.item()
-    if isinstance(length, int | np.integer) and not isinstance(length, bool) and length >= 0:
-        return int(length)
-    where = "max_tokens in the hyper-parameters: the length of a sample"
-    do = 'def length_of(self, sample): return len(sample["tokens"]) in the module, say; or leave max_tokens out'
-    if length is not None:
-        raise DataError(explain(where, f"{length!r}", "a whole number from 0", do))
-    held = f"the entries {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
-    expected = '"length" or "input_ids" in each sample, or a method length_of in the module'
-    raise DataError(explain(where, f"{held}, which do not say it", expected, do))
-
-
-def _look_up(sample: Any) -> Any:
-    if isinstance(sample, tuple) and sample:  # inputs and target
-        return _look_up(sample[0])
-    if not isinstance(sample, Mapping):
-        return None
-    if "length" in sample:
-        return sample["length"]
-    ids = sample.get("input_ids")
-    if ids is None:
-        return None
-    return ids.shape[-1] if isinstance(ids, torch.Tensor | np.ndarray) else len(ids)
-
-
-class TokenBudgetLoader:
-    """Cuts the samples of each optimizer step, which another loader reads, into micro-batches by a budget of tokens.
+class _BudgetLoader(WrappedLoader):
+    """What the loaders below have in common.
 
     What is counted and planned stays the other loader's: the index of each micro-batch is that of the first batch of
-    its optimizer step, and its `part` says which one it is.
+    its window, and its `part` says which one of the window it is.
 
     Args:
         own: Yields the samples of batches instead of batches: its collate function is `keep_samples`.
@@ -226,6 +52,70 @@ class TokenBudgetLoader:
         collate: Makes a batch of samples.
         length_of: What the module says is the length of a sample.
         seed: The run's.
+        purpose: As in `LoaderOptions`.
+    """
+
+    def __init__(
+        self,
+        own: Loader,
+        budget: TokenBudget,
+        *,
+        collate: Collate,
+        length_of: Callable[[Any], Any] | None,
+        seed: int,
+        purpose: str,
+    ) -> None:
+        super().__init__(own)
+        self._budget = budget
+        self._collate = collate
+        self._length_of = length_of
+        self._seed = seed
+        self._purpose = f"collate {purpose}"
+
+    def samples_of(self, epoch: int, index: int) -> list[int] | None:
+        return None  # the samples of a window are spread over its micro-batches
+
+    def _fill(self, micro_batch: MicroBatch, epoch: int, samples: list[Any], lengths: list[int]) -> MicroBatch:
+        """Set a micro-batch's batch, collated under a seed of its own."""
+        if samples and micro_batch.part is not None:
+            place = epoch, micro_batch.index, micro_batch.part.number, process_index()
+            seed_generators(derive_seed(self._seed, self._purpose, *place))
+            micro_batch.batch = self._make_batch(samples, lengths)
+        return micro_batch
+
+    def _make_batch(self, samples: list[Any], lengths: list[int]) -> Any:
+        longest = max(lengths)
+        try:
+            batch = self._collate(samples)
+        except Exception as error:
+            error.add_note(f"This was raised while making a batch of {len(samples)} samples of up to {longest} tokens.")
+            raise
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if isinstance(ids, torch.Tensor) and ids.numel() > max(self._budget.max_tokens, longest):
+            warn_once(
+                f"a batch has {' x '.join(map(str, ids.shape))} input_ids, more than max_tokens: "
+                f"{self._budget.max_tokens}, though its longest sample is said to have {longest} tokens: correct the "
+                "lengths, or count what the collate function adds",
+                about="lengths of samples that are not true",
+            )
+        return batch
+
+    def _warn_of_long(self, lengths: list[int]) -> None:
+        longest = max(lengths, default=0)
+        if longest > self._budget.max_tokens:
+            number = sum(length > self._budget.max_tokens for length in lengths)
+            warn_once(
+                f"{number} of {len(lengths)} samples that are cut together are longer than max_tokens: "
+                f"{self._budget.max_tokens} (up to {longest} tokens); each such sample is a micro-batch of its own",
+                about="samples longer than max_tokens",
+            )
+
+
+class TokenBudgetLoader(_BudgetLoader):
+    """Cuts the samples of each optimizer step, over all processes.
+
+    Args:
+        own: As for the base, and so are all others.
         batches_per_step: How many batches make an optimizer step in an epoch.
 
     Attributes:
@@ -239,33 +129,13 @@ class TokenBudgetLoader:
         budget: TokenBudget,
         *,
         collate: Collate,
-        length_of: Callable[[Any], Any] | None,
-        seed: int,
         batches_per_step: Callable[[int], int],
+        **others: Any,
     ) -> None:
-        self.own = own
-        self.dataloader: DataLoader[Any] = own.dataloader
-        self.micro_batches_per_batch = own.micro_batches_per_batch
-        self.shard = own.shard
-        self.samples_in = own.samples_in
-        self.set_epoch_again = own.set_epoch_again
-        self.end_workers = own.end_workers
-        self.position = own.position
-        self.resume_from = own.resume_from
+        super().__init__(own, budget, collate=collate, purpose="train", **others)
         self.real_tokens = self.padded_tokens = 0
-        self._budget = budget
-        self._collate = collate
         self._knows_samples = keeps_number(collate)
-        self._length_of = length_of
-        self._seed = seed
         self._batches_per_step = batches_per_step
-
-    @property
-    def num_micro_batches(self) -> int | None:
-        return self.own.num_micro_batches
-
-    def samples_of(self, epoch: int, index: int) -> list[int] | None:
-        return None  # the samples of an optimizer step are spread over its micro-batches
 
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
         """Yield the micro-batches of an epoch from that of batch `first` on.
@@ -295,7 +165,6 @@ class TokenBudgetLoader:
         for number in range(num_parts):
             sizes = [len(own[number]) if number < len(own) else 0 for own in cut]
             positions = cut[process_index()][number] if sizes[process_index()] else []
-            part = WindowPart(number, num_parts, len(step), known_samples)
             micro_batch = MicroBatch(
                 index=step[0].index,
                 batch=None,
@@ -304,42 +173,79 @@ class TokenBudgetLoader:
                 is_last=step[-1].is_last and number == num_parts - 1,
                 is_partial=0 in sizes,
                 position=step[-1].position,
-                part=part,
+                part=WindowPart(number, num_parts, len(step), known_samples),
             )
             if number == 0:
-                micro_batch.bad = tuple(chain(*(batch.bad for batch in step)))
-                micro_batch.num_bad = sum(batch.num_bad for batch in step)
-            if positions:
-                seed_generators(derive_seed(self._seed, "collate", epoch, step[0].index, number, process_index()))
-                micro_batch.batch = self._make_batch(groups[number], [lengths[position] for position in positions])
-            yield micro_batch
+                _add_bad(micro_batch, step)
+            own_samples = groups[number] if positions else []
+            yield self._fill(micro_batch, epoch, own_samples, [lengths[position] for position in positions])
 
-    def _make_batch(self, samples: list[Any], lengths: list[int]) -> Any:
-        longest = max(lengths)
-        try:
-            batch = self._collate(samples)
-        except Exception as error:
-            error.add_note(f"This was raised while making a batch of {len(samples)} samples of up to {longest} tokens.")
-            raise
-        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        if isinstance(ids, torch.Tensor) and ids.numel() > max(self._budget.max_tokens, longest):
-            warn_once(
-                f"a batch has {' x '.join(map(str, ids.shape))} input_ids, more than max_tokens: "
-                f"{self._budget.max_tokens}, though its longest sample is said to have {longest} tokens: correct the "
-                "lengths, or count what the collate function adds",
-                about="lengths of samples that are not true",
-            )
-        return batch
 
-    def _warn_of_long(self, lengths: list[int]) -> None:
-        longest = max(lengths, default=0)
-        if longest > self._budget.max_tokens:
-            number = sum(length > self._budget.max_tokens for length in lengths)
-            warn_once(
-                f"{number} of the {len(lengths)} samples of an optimizer step are longer than max_tokens: "
-                f"{self._budget.max_tokens} (up to {longest} tokens); each such sample is a micro-batch of its own",
-                about="samples longer than max_tokens",
+class EvaluationBudgetLoader(_BudgetLoader):
+    """Cuts the samples of an evaluation, about a thousand at a time; each process cuts those that it reads.
+
+    So processes need not keep in step. Each sample keeps its place, by which results get their order back. The first
+    windows are small, because a trial before training wants a few batches only.
+
+    Args:
+        own: As for the base, and so are all others.
+        batch_size: Samples of a batch of `own`.
+        keeps_in_step: Whether all processes need equally many micro-batches, as for a sharded model.
+    """
+
+    def __init__(
+        self, own: Loader, budget: TokenBudget, *, batch_size: int, keeps_in_step: bool, **others: Any
+    ) -> None:
+        super().__init__(own, budget, **others)
+        self._largest_window = max(1, _SAMPLES_OF_WINDOW // batch_size)
+        self._keeps_in_step = keeps_in_step
+
+    def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of an epoch from that of batch `first` on.
+
+        Processes: collective for each window where they keep in step.
+        """
+        window: list[MicroBatch] = []
+        num_batches = min(_FIRST_WINDOW, self._largest_window)
+        for batch in self.own.micro_batches(epoch, first):
+            window.append(batch)
+            if batch.is_last or len(window) == num_batches:
+                yield from self._cut(epoch, window)
+                window, num_batches = [], min(2 * num_batches, self._largest_window)
+
+    def _cut(self, epoch: int, window: list[MicroBatch]) -> Iterator[MicroBatch]:
+        samples: list[Any] = []
+        places: list[tuple[int, int]] = []
+        for batch in window:
+            read = _unpack(batch.batch)
+            samples += read
+            places += [(batch.index, place) for place in range(len(read))]
+        lengths = [find_length(sample, self._length_of) for sample in samples]
+        self._warn_of_long(lengths)
+        [groups] = cut_by_tokens(lengths, self._budget)
+        every = gather_objects(len(groups)) if self._keeps_in_step else [len(groups)]
+        num_parts = max(1, *every)
+        for number in range(num_parts):
+            positions = groups[number] if number < len(groups) else []
+            micro_batch = MicroBatch(
+                index=window[0].index,
+                batch=None,
+                own_samples=len(positions),
+                is_last=window[-1].is_last and number == num_parts - 1,
+                is_partial=number >= min(every),
+                part=WindowPart(number, num_parts, len(window), None),
+                places=[places[position] for position in positions],
             )
+            if number == 0:
+                _add_bad(micro_batch, window)
+            chosen = [samples[position] for position in positions]
+            yield self._fill(micro_batch, epoch, chosen, [lengths[position] for position in positions])
+
+
+def _add_bad(micro_batch: MicroBatch, window: list[MicroBatch]) -> None:
+    """Let the first micro-batch of a window say which of its samples were skipped."""
+    micro_batch.bad = tuple(chain(*(batch.bad for batch in window)))
+    micro_batch.num_bad = sum(batch.num_bad for batch in window)
 
 
 def reader_of(loader: Loader) -> Loader:

@@ -170,7 +170,7 @@ def _evaluate_set(
     for micro_batch in _first_batches(loader, max_batches, keeps_in_step=run.is_sharded):
         with without_gradients(run, stage):
             loss, weight = evaluation.take(micro_batch)
-        run.state.count_validation_batch()
+        run.state.count_validation_batch(micro_batch.num_finished)
         if reports_batches:
             _report_batch(run, key, loss, weight)
     outputs = evaluation.finish()
@@ -184,12 +184,19 @@ def _first_batches(loader: Loader, max_batches: int | None, *, keeps_in_step: bo
     Args:
         keeps_in_step: Whether all count, so that no process reads another one.
     """
-    num_micro_batches = 0
+    num_batches = 0
     for micro_batch in loader.micro_batches(0):
         yield micro_batch
-        num_micro_batches += keeps_in_step or micro_batch.batch is not None or not micro_batch.bad
-        if num_micro_batches == max_batches:
+        if keeps_in_step or micro_batch.batch is not None or not micro_batch.bad:
+            num_batches += micro_batch.num_finished
+        if max_batches is not None and num_batches >= max_batches:
             return
+
+
+def place_of_step(micro_batch: MicroBatch) -> tuple[int, ...]:
+    """Return what the randomness of a step of an evaluation depends on."""
+    place = micro_batch.index, process_index()
+    return place if micro_batch.part is None else (*place, micro_batch.part.number)
 
 
 class _SetEvaluation:
@@ -221,7 +228,7 @@ class _SetEvaluation:
                 self._take_part(borrowed)
             return 0.0, 0.0
         batch = run.place(micro_batch.batch)
-        seed_generators(derive_seed(run.seed, "validation_step", micro_batch.index, process_index()), run.device)
+        seed_generators(derive_seed(run.seed, "validation_step", *place_of_step(micro_batch)), run.device)
         for hook in self._hooks_before:
             hook(batch=batch)
         with autocast(run.accelerator), run.explaining_parts():
@@ -230,7 +237,7 @@ class _SetEvaluation:
         self._gave_weight.add(weight is not None)
         if weight is None:
             weight = run.count_samples(micro_batch, batch)
-        self._collector.add(entries, weight, micro_batch.index)
+        self._collector.add(entries, weight, micro_batch.places or micro_batch.index)
         for hook in self._hooks_after:
             hook(batch=batch, outputs=output)
         return entries.get(loss_name, 0.0), weight

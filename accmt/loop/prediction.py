@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any, NoReturn
 
 import numpy as np
@@ -13,17 +12,17 @@ from accmt.data import Loader, MicroBatch, derive_seed, find_batch_size, seed_ge
 from accmt.data.bad_samples import BadSamples
 from accmt.errors import DataError, ModuleContractError, explain
 from accmt.loop.bad_sample_counts import report_bad_samples
-from accmt.loop.evaluation import without_gradients, without_training
-from accmt.metrics.gathering import gather_on_main_process, to_cpu
+from accmt.loop.evaluation import place_of_step, without_gradients, without_training
+from accmt.metrics.gathering import Position, gather_on_main_process, order_parts, put_in_order, to_cpu
 from accmt.module import defines
 from accmt.parallel.reduction import broadcast_buffers
 from accmt.parallel.shards import borrow_batch
 from accmt.precision import autocast
-from accmt.processes import is_main_process, process_index
+from accmt.processes import is_main_process
 from accmt.run import EvaluationRun
 
 _KEEP_SAMPLES = "keep the dimension of samples: squeeze(-1) instead of squeeze(), say; or return a list of them"
-_Numbered = tuple[int, Any]  # the micro-batch of a batch, and its predictions
+_Placed = tuple[Position, Any]  # where samples stand in the data, and their predictions
 
 
 def predict(run: EvaluationRun, *, keeps: bool) -> dict[str, Any]:
@@ -47,8 +46,8 @@ def predict(run: EvaluationRun, *, keeps: bool) -> dict[str, Any]:
     return predictions
 
 
-def _predict_set(run: EvaluationRun, key: str, loader: Loader, *, keeps: bool) -> list[_Numbered]:
-    kept: list[_Numbered] = []
+def _predict_set(run: EvaluationRun, key: str, loader: Loader, *, keeps: bool) -> list[_Placed]:
+    kept: list[_Placed] = []
     bad, has_batch = BadSamples(), False
     run.state.begin_evaluation()
     for micro_batch in loader.micro_batches(0):
@@ -58,13 +57,13 @@ def _predict_set(run: EvaluationRun, key: str, loader: Loader, *, keeps: bool) -
         if micro_batch.batch is None and borrowed is not None:
             _predict_batch(run, key, run.place(borrowed))  # for the others' sake
         if micro_batch.batch is not None:
-            seed_generators(derive_seed(run.seed, "predict_step", micro_batch.index, process_index()), run.device)
+            seed_generators(derive_seed(run.seed, "predict_step", *place_of_step(micro_batch)), run.device)
             batch = run.place(micro_batch.batch)
             output = _predict_batch(run, key, batch)
             if keeps:
                 _require_one_each(run, micro_batch, batch, _count_predictions("predictions", output))
-                kept.append((micro_batch.index, to_cpu(output)))
-        run.state.count_validation_batch()
+                kept.append((micro_batch.places or micro_batch.index, to_cpu(output)))
+        run.state.count_validation_batch(micro_batch.num_finished)
     report_bad_samples(run, key, bad, has_batch=has_batch)
     return kept
 
@@ -90,6 +89,9 @@ def _require_one_each(run: EvaluationRun, micro_batch: MicroBatch, batch: Any, c
         return
     said = run.module.get_batch_size(batch) if run.counts_own_samples else None
     numbers = {number for number in (micro_batch.own_samples, held, said) if number is not None}
+    if micro_batch.places is not None and count != len(micro_batch.places):
+        got = f"{count} predictions for {len(micro_batch.places)} samples, which max_tokens has cut by length"
+        _reject(got, "return one for each, so that they get the order of the data back; or leave max_tokens out")
     if numbers and count not in numbers:
         got = f"{count} predictions for a batch of {' or '.join(map(str, sorted(numbers)))} samples"
         _reject(got, _KEEP_SAMPLES)
@@ -122,15 +124,13 @@ def _reject(got: str, do: str = "return the logits, without the loss, say") -> N
     raise ModuleContractError(explain("predict_step", got, expected, do))
 
 
-def _bring_together(run: EvaluationRun, own: list[_Numbered]) -> Any:
+def _bring_together(run: EvaluationRun, own: list[_Placed]) -> Any:
     every = gather_on_main_process(own, run.settings.evaluation.chunk_bytes)
     if not is_main_process():
         return None
-    parts = list(chain(*every))
-    if run.settings.data.shard_dataloaders:  # else each process had data of its own, which stay together
-        # Processes share each micro-batch in their order, and sorting keeps equal micro-batches as they stand.
-        parts.sort(key=lambda part: part[0])
-    return _join([predictions for _, predictions in parts])
+    # Without sharding each process had data of its own, which stay together.
+    parts, order = order_parts(every, are_shared=run.settings.data.shard_dataloaders)
+    return put_in_order(_join([predictions for _, predictions in parts]), order)
 
 
 def _join(parts: list[Any]) -> Any:

@@ -71,8 +71,7 @@ class AutomaticSteps:
         else:
             with run.accelerator.no_sync(run.model):  # the last micro-batch of the window reduces for all
                 self._train_batch(window, micro_batch)
-        part = micro_batch.part
-        run.state.count_batch(1 if part is None else part.num_batches if is_full else 0)
+        run.state.count_batch(1 if micro_batch.part is None else micro_batch.num_finished)
         return is_full
 
     def optimizer_step(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accmt.errors import MetricError, ModuleContractError, explain
-from accmt.metrics.gathering import CHUNK_BYTES
+from accmt.metrics.gathering import CHUNK_BYTES, Position
 from accmt.metrics.logged import LoggedValues, combine
 from accmt.metrics.metric import Metric
 from accmt.metrics.results import describe, find_scalar, is_pair, metric_error
@@ -42,13 +42,14 @@ class ValidationCollector:
         self._num_entries: Counter[str] = Counter()
         self._num_batches = 0
 
-    def add(self, outputs: Mapping[str, Any], weight: Weight, position: int | None = None) -> None:
+    def add(self, outputs: Mapping[str, Any], weight: Weight, position: Position | None = None) -> None:
         """Add what `validation_step` returned for one batch.
 
         Args:
             outputs: Scalars by name, and under the names of metrics what these take: `(predictions, references)`.
             weight: What scalars weigh: samples in the batch, or the weight that the step returned.
-            position: The index of the micro-batch, by which the order of the data is restored; None is the next.
+            position: The index of the micro-batch, or places of its samples, by which the order of the data is
+                restored; None is the next.
         """
         position = self._num_batches if position is None else position
         self._num_batches += 1

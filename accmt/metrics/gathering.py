@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,7 +23,9 @@ CHUNK_BYTES = 32_000_000
 """How much of each process is sent at a time, by default."""
 
 
-Pair = tuple[int, Any, Any]
+Position = int | list[tuple[int, int]]
+"""The index of a batch; where samples were put together anew, for each the index of its batch and its place in that."""
+Pair = tuple[Position, Any, Any]
 """The position of a batch, its predictions and its references."""
 
 
@@ -34,7 +36,7 @@ class GatheredPairs:
         self._metric = metric
         self._pairs: list[Pair] = []
 
-    def add(self, entry: Any, position: int) -> None:
+    def add(self, entry: Any, position: Position) -> None:
         predictions, references = require_pair(self._metric.name, entry)
         self._pairs.append((position, to_cpu(predictions), to_cpu(references)))
 
@@ -44,8 +46,7 @@ class GatheredPairs:
         return run_on_main_process(lambda: self._compute(every))
 
     def _compute(self, every: list[list[Pair]]) -> dict[str, float]:
-        # Processes share each micro-batch in their order, and sorting keeps the order of equal positions.
-        predictions, references = join_pairs(self._metric.name, sorted(chain(*every), key=lambda pair: pair[0]))
+        predictions, references = join_pairs(self._metric.name, every)
         metric = self._metric
         return read_result(metric.name, metric.main_metric, metric.compute(predictions, references))
 
@@ -115,10 +116,58 @@ def to_cpu(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def join_pairs(name: str, pairs: Sequence[Pair]) -> tuple[Any, Any]:
-    """Return the predictions and the references of all batches, each joined, for the metric `name`."""
+def join_pairs(name: str, every: list[list[Pair]]) -> tuple[Any, Any]:
+    """Return the predictions and the references of all processes, each joined, for the metric `name`.
+
+    They have the order of the data; where samples were put together anew and not all have one entry each, that of the
+    batches.
+    """
+    pairs, order = order_parts(every)
     predictions = _join(name, [predictions for _, predictions, _ in pairs])
-    return predictions, _join(name, [references for _, _, references in pairs])
+    references = _join(name, [references for _, _, references in pairs])
+    if order is not None and not (_has_samples(predictions, len(order)) and _has_samples(references, len(order))):
+        order = None  # both keep the order in which they match
+    return put_in_order(predictions, order), put_in_order(references, order)
+
+
+def order_parts(every: list[list[T]], *, are_shared: bool = True) -> tuple[list[T], list[int] | None]:
+    """Put the parts of all processes into one list, in the order of the data.
+
+    Args:
+        every: The parts of each process; each is a tuple that begins with its position.
+        are_shared: Whether processes share the data; else those of each stay together.
+
+    Returns:
+        The parts, and where samples were put together anew the order of the joined samples; else None.
+    """
+    parts: list[Any] = list(chain(*every))
+    if not any(isinstance(part[0], list) for part in parts):
+        if are_shared:
+            # Processes share each micro-batch in their order, and sorting keeps the order of equal positions.
+            parts.sort(key=lambda part: part[0])
+        return parts, None
+    keys: list[tuple[int, ...]] = []
+    for process, of_process in enumerate(every):
+        places: Iterator[tuple[int, int]] = chain(*(part[0] for part in of_process))  # type: ignore[index]
+        keys += [(batch, process, place) if are_shared else (process, batch, place) for batch, place in places]
+    return parts, sorted(range(len(keys)), key=keys.__getitem__)
+
+
+def put_in_order(joined: Any, order: list[int] | None) -> Any:
+    """Return joined samples in another order; None is the one that they have."""
+    if order is None:
+        return joined
+    if isinstance(joined, Mapping):
+        return {name: put_in_order(value, order) for name, value in joined.items()}
+    if isinstance(joined, tuple):
+        return tuple(put_in_order(value, order) for value in joined)
+    return joined[order] if isinstance(joined, torch.Tensor) else [joined[index] for index in order]
+
+
+def _has_samples(joined: Any, number: int) -> bool:
+    if isinstance(joined, Mapping):
+        return all(_has_samples(value, number) for value in joined.values())
+    return len(joined) == number
 
 
 def _join(name: str, parts: list[Any]) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from accmt.errors import MetricError, explain
-from accmt.metrics.gathering import CHUNK_BYTES, GatheredPairs
+from accmt.metrics.gathering import CHUNK_BYTES, GatheredPairs, Position
 
 IsBetter = Callable[[float, float], bool]
 
@@ -24,12 +24,13 @@ _COMPARATORS: dict[str, IsBetter] = {
 class Accumulation(Protocol):
     """What a metric has accumulated of one validation set, on this process."""
 
-    def add(self, entry: Any, position: int) -> None:
+    def add(self, entry: Any, position: Position) -> None:
         """Take in what `validation_step` returned for one batch.
 
         Args:
             entry: What it returned under the metric's name, such as `(predictions, references)`.
-            position: The batch's index in the order of the data; of equal ones, the lower rank comes first.
+            position: The batch's index in the order of the data; of equal ones, the lower rank comes first. Where
+                samples were put together anew, for each the index of its batch and its place in that.
         """
 
     def compute(self, chunk_bytes: int | None = CHUNK_BYTES) -> dict[str, float]:

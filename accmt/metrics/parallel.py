@@ -11,7 +11,7 @@ import torch
 
 from accmt.errors import MetricError, explain
 from accmt.messages import say_once
-from accmt.metrics.gathering import GatheredPairs, join_pairs
+from accmt.metrics.gathering import GatheredPairs, Position, join_pairs
 from accmt.metrics.metric import Accumulation, Metric
 from accmt.metrics.results import read_result, read_scalars, require_pair
 from accmt.metrics.weighted_sum import COMPACT_AT, exact_sum
@@ -114,7 +114,7 @@ class _OfProcess(GatheredPairs):
         if not pairs:
             return {}
         metric = self._metric
-        predictions, references = join_pairs(metric.name, pairs)
+        predictions, references = join_pairs(metric.name, [pairs])
         values = read_result(metric.name, metric.main_metric, metric.compute(predictions, references))
         return {name: (value, _count_samples(predictions)) for name, value in values.items()}
 
@@ -127,7 +127,7 @@ class _OfBatches:
         self._values: list[tuple[dict[str, torch.Tensor], int]] = []
         self._reduced: dict[str, Part] = {}
 
-    def add(self, entry: Any, position: int) -> None:
+    def add(self, entry: Any, position: Position) -> None:
         metric = self._metric
         predictions, references = require_pair(metric.name, entry)
         values = read_scalars(metric.name, metric.main_metric, metric.compute(predictions, references))

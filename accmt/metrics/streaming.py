@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from accmt.metrics.gathering import Position
 from accmt.metrics.metric import Accumulation, Metric
 from accmt.metrics.results import metric_error, read_result, require_pair
 from accmt.metrics.weighted_sum import COMPACT_AT, exact_sum
@@ -66,7 +67,7 @@ class _Sums:
         self._metric = metric
         self._counted: list[torch.Tensor] = []
 
-    def add(self, entry: Any, position: int) -> None:
+    def add(self, entry: Any, position: Position) -> None:
         predictions, references = require_pair(self._metric.name, entry)
         counted = torch.as_tensor(self._metric.count(predictions, references))
         if self._counted and counted.shape != self._counted[0].shape:

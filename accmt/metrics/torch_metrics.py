@@ -22,7 +22,7 @@ from torch import nn
 from accmt.errors import MetricError, explain
 from accmt.libraries.private_names import list_states, reduction_of, set_update_count
 from accmt.libraries.versions import require
-from accmt.metrics.gathering import CHUNK_BYTES, gather_on_main_process, to_cpu
+from accmt.metrics.gathering import CHUNK_BYTES, Position, gather_on_main_process, to_cpu
 from accmt.metrics.metric import Accumulation, IsBetter, Metric
 from accmt.metrics.results import describe, find_scalar, is_pair, metric_error
 from accmt.processes import num_processes, run_on_main_process
@@ -165,7 +165,7 @@ class _States:
         self._kept = [_KeptLists(member) for member in self._members]
         self._dtype = None if any(map(_has_network, self._members)) else torch.float64
 
-    def add(self, entry: Any, position: int) -> None:
+    def add(self, entry: Any, position: Position) -> None:
         from accelerate.utils import find_device
 
         inputs = self._metric.prepare(entry)

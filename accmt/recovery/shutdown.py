@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from accmt.callbacks.averaging import EMA
-from accmt.data import Loader, MicroBatch, UnshardedLoader, reader_of
+from accmt.data import Loader, MicroBatch, UnshardedLoader, WrappedLoader, reader_of
 from accmt.errors import Preempted, ProcessFailedError, explain, is_out_of_memory
 from accmt.failures import Interruption, Reason, Watch, is_consequence, kind_of
 from accmt.messages import say, warn
@@ -146,7 +146,7 @@ def _restore_trained_weights(run: Run) -> None:
             callback.on_fit_end()
 
 
-class InterruptibleLoader:
+class InterruptibleLoader(WrappedLoader):
     """Validation data whose micro-batches end early, on all processes, when the run is to stop.
 
     A process that learns of it stops reading at once. At the end of the data, where processes wait for one another
@@ -154,22 +154,13 @@ class InterruptibleLoader:
     """
 
     def __init__(self, own: Loader, trainer: TrainerProtocol) -> None:
-        self.dataloader = own.dataloader
-        self.micro_batches_per_batch = own.micro_batches_per_batch
-        self.shard = own.shard
-        self._own = own
+        super().__init__(own)
         self._trainer = trainer
-        self.samples_in = own.samples_in
-        self.samples_of = own.samples_of
-        self.set_epoch_again = own.set_epoch_again
-        self.end_workers = own.end_workers
-        self.position = own.position
-        self.resume_from = own.resume_from
 
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
         reason: Reason | None = None
         may_stop = self._may_stop()
-        for micro_batch in self._own.micro_batches(epoch, first):
+        for micro_batch in self.own.micro_batches(epoch, first):
             reason = self._interruption.reason_to_leave if may_stop else None
             if reason is not None:
                 break
@@ -178,10 +169,6 @@ class InterruptibleLoader:
             agreed = next((one for one in gather_objects(reason) if one is not None), None)
             if agreed is not None:
                 stop_run(self._trainer.run, agreed)
-
-    @property
-    def num_micro_batches(self) -> int | None:
-        return self._own.num_micro_batches
 
     @property
     def _interruption(self) -> Interruption:

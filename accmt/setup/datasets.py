@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from accmt.data import (
+    EvaluationBudgetLoader,
     Loader,
     LoaderOptions,
     Shard,
@@ -23,7 +24,7 @@ from accmt.data import (
 )
 from accmt.data.collate import collate_or_explain
 from accmt.errors import ArgumentError, DataError, explain
-from accmt.messages import warn
+from accmt.messages import warn, warn_once
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
 from accmt.processes import num_processes, process_index
 from accmt.settings import DataSettings, Settings
@@ -139,7 +140,8 @@ def build_train_loader(
     _reject_iterator(data, settings)
     micro_batches_per_batch = _count_micro_batches(data, settings, max_micro_batch_size)
     shard = _shard(data_settings)
-    is_cut = settings.hps.max_tokens is not None and _can_be_cut(module, data, settings)
+    _reject_other_cuts(module, settings)
+    is_cut = _can_be_cut(data, settings, "train")
     collate = _collate(module, data_settings, "collate_fn_train")
     options = LoaderOptions(
         purpose="train",
@@ -163,38 +165,38 @@ def build_train_loader(
     loader = _end_together(build_loader(data, options), device)
     if not is_cut:
         return loader
-    return _cut_by_tokens(module, loader, settings, collate=collate or collate_or_explain, seed=seed)
-
-
-def _cut_by_tokens(
-    module: AcceleratorModule, loader: Loader, settings: Settings, *, collate: Callable[[Any], Any], seed: int
-) -> Loader:
-    hps = settings.hps
     return TokenBudgetLoader(
         loader,
-        TokenBudget(hps.max_tokens or 1, hps.max_micro_batch_size or sys.maxsize),
-        collate=collate,
+        TokenBudget(settings.hps.max_tokens or 1, settings.hps.max_micro_batch_size or sys.maxsize),
+        collate=collate or collate_or_explain,
         length_of=module.length_of,
         seed=seed,
         batches_per_step=settings.optimization.accumulation_at,
     )
 
 
-def _can_be_cut(module: AcceleratorModule, data: Any, settings: Settings) -> bool:
-    """Return whether the samples of a step can be cut by a budget of tokens; else say why not.
-
-    Raises:
-        ArgumentError: Something else decides what goes through the model at once.
-    """
+def _reject_other_cuts(module: AcceleratorModule, settings: Settings) -> None:
+    """Reject what decides, beside a budget of tokens, on what goes through the model at once in training."""
     others = {
         "a module that steps by itself": isinstance(module, ExtendedAcceleratorModule),
         "auto_micro_batch=True, which cuts by samples": settings.optimization.auto_micro_batch,
     }
-    for got in (what for what, is_so in others.items() if is_so):
+    for got in (what for what, is_so in others.items() if is_so and settings.hps.max_tokens is not None):
         where, expected = "max_tokens in the hyper-parameters", "one of the two"
         raise ArgumentError(explain(where, f"{got} beside it", expected, "leave one of them out"))
+
+
+def _can_be_cut(data: Any, settings: Settings, purpose: str) -> bool:
+    """Return whether samples are cut by a budget of tokens; where they cannot be, say why not."""
+    if settings.hps.max_tokens is None:
+        return False
     if isinstance(data, DataLoader):
-        warn("max_tokens has no effect: a DataLoader of yours collates its batches; pass its dataset to fit instead")
+        kind = "training" if purpose == "train" else "evaluation"
+        warn_once(
+            f"max_tokens has no effect on a DataLoader of yours as {kind} data, which collates its batches: pass its "
+            "dataset instead",
+            about=f"max_tokens and a DataLoader: {kind}",
+        )
         return False
     return True
 
@@ -208,6 +210,11 @@ def build_evaluation_loader(
     """
     data_settings = settings.data
     is_validation = purpose == "validate"
+    # Losses that are logged batch by batch are those of batches as read.
+    logs_batches = is_validation and not settings.evaluation.report_loss_after_eval
+    is_cut = not logs_batches and _can_be_cut(data, settings, purpose)
+    collate = _collate(module, data_settings, "collate_fn_val")
+    keeps_in_step = must_keep_in_step(module.model)
     options = LoaderOptions(
         purpose=purpose,
         batch_size=_evaluation_batch_size(settings, purpose),
@@ -216,14 +223,26 @@ def build_evaluation_loader(
         limit=getattr(data_settings, _DATA[purpose].limit),
         shuffle=is_validation and data_settings.shuffle_validation,
         sampler=data_settings.sampler_val if is_validation else None,
-        collate=_collate(module, data_settings, "collate_fn_val"),
+        collate=keep_samples if is_cut else collate,
         num_workers=data_settings.dataloader_num_workers,
         persistent_workers=data_settings.dataloader_persistent_workers,
-        pin_memory=_pins_memory(data_settings, device),
+        pin_memory=_pins_memory(data_settings, device) and not is_cut,
         skips_bad=data_settings.on_bad_sample == "skip",
-        agree_on=device if must_keep_in_step(module.model) else None,
+        agree_on=device if keeps_in_step else None,
     )
-    return _end_together(build_loader(data, options), device)
+    loader = _end_together(build_loader(data, options), device)
+    if not is_cut:
+        return loader
+    return EvaluationBudgetLoader(
+        loader,
+        TokenBudget(settings.hps.max_tokens or 1, sys.maxsize),
+        collate=collate or collate_or_explain,
+        length_of=module.length_of,
+        seed=seed,
+        purpose=purpose,
+        batch_size=options.batch_size,
+        keeps_in_step=keeps_in_step,
+    )
 
 
 def _evaluation_batch_size(settings: Settings, purpose: Evaluation) -> int:

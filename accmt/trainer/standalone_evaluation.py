@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from accmt.callbacks.averaging import EMA
 from accmt.callbacks.progress import draw_batches
-from accmt.data import Loader, MicroBatch, draw_seed
+from accmt.data import Loader, MicroBatch, WrappedLoader, draw_seed
 from accmt.errors import ArgumentError, explain
 from accmt.files import dumps, require_writable_folder, write_text
 from accmt.huggingface import computing_without_cache
@@ -274,24 +274,21 @@ def _build(request: Request, sets: Mapping[str, Any], accelerator: Accelerator, 
     )
 
 
-class _Drawn:
+class _Drawn(WrappedLoader):
     """A loader whose micro-batches are shown to people."""
 
     def __init__(self, own: Loader, draw: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]) -> None:
-        self._own = own
+        super().__init__(own)
         self._draw = draw
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
-        return self._draw(self._own.micro_batches(epoch, first))
+        return self._draw(self.own.micro_batches(epoch, first))
 
 
 def _draw(request: Request, name: str, loader: Loader) -> Loader:
     text = f"{request.function} {name}".strip()
     draw = partial(draw_batches, enable=request.draws_progress, text=text, total=loader.num_micro_batches)
-    return cast("Loader", _Drawn(loader, draw))
+    return _Drawn(loader, draw)
 
 
 def _choose_seed(request: Request) -> int:

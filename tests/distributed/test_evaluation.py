@@ -45,19 +45,32 @@ def test_every_value_is_that_of_one_process(answers: Answers, function: str, len
 
 @pytest.mark.parametrize("processes", LAUNCHES)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_metrics_see_the_samples_in_their_order(answers: Answers, length: int, processes: int | str):
+@pytest.mark.parametrize("function", ["validate", "test"])
+def test_every_value_is_the_same_with_a_budget_of_tokens(
+    answers: Answers, function: str, length: int, processes: int | str
+):
+    expected = answers[1][0]["lengths"][str(length)][function]
     for answer in answers[processes]:
-        values = answer["lengths"][str(length)]["validate"]
+        assert answer["lengths"][f"{length} cut"][function] == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("cut", ["", " cut"])
+@pytest.mark.parametrize("processes", LAUNCHES)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_metrics_see_the_samples_in_their_order(answers: Answers, length: int, processes: int | str, cut: str):
+    for answer in answers[processes]:
+        values = answer["lengths"][f"{length}{cut}"]["validate"]
         for name, count in (("a", length), ("b", OTHER_LENGTH)):
             assert values[f"in_order__{name}"] == sum((place + 1) * place for place in range(count))
 
 
+@pytest.mark.parametrize("cut", ["", " cut"])
 @pytest.mark.parametrize("processes", LAUNCHES)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_predictions_are_in_the_order_of_the_data_on_the_main_process_alone(
-    answers: Answers, length: int, processes: int | str
+    answers: Answers, length: int, processes: int | str, cut: str
 ):
-    main, *others = [answer["lengths"][str(length)] for answer in answers[processes]]
+    main, *others = [answer["lengths"][f"{length}{cut}"] for answer in answers[processes]]
     assert main["predict"]["index"] == list(range(length))
     assert main["predict"]["text"] == [f"text {index}" for index in range(length)]
     assert [row[0] for row in main["predict"]["ragged"]] == list(range(length))
@@ -71,8 +84,9 @@ def test_predictions_are_in_the_order_of_the_data_on_the_main_process_alone(
 def test_every_process_uses_the_main_processs_weights(answers: Answers, processes: int | str):
     for length in map(str, LENGTHS):
         expected = answers[1][0]["lengths"][length]["predict"]["scores"]
-        scores = answers[processes][0]["lengths"][length]["predict"]["scores"]
-        assert sum(scores, []) == pytest.approx(sum(expected, []), rel=1e-6, abs=1e-6)
+        for name in (length, f"{length} cut"):
+            scores = answers[processes][0]["lengths"][name]["predict"]["scores"]
+            assert sum(scores, []) == pytest.approx(sum(expected, []), rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("processes", LAUNCHES)
@@ -95,9 +109,9 @@ def test_data_that_are_cut_otherwise_are_predicted_in_their_order(answers: Answe
 
 @pytest.mark.parametrize("processes", LAUNCHES)
 def test_of_data_that_each_process_has_for_itself_each_processs_stay_together(answers: Answers, processes: int | str):
-    assert answers[processes][0]["otherwise"]["alone"]["index"] == [
-        index for process in range(count_of(processes)) for index in range(7 + process)
-    ]
+    expected = [index for process in range(count_of(processes)) for index in range(7 + process)]
+    otherwise = answers[processes][0]["otherwise"]
+    assert otherwise["alone"]["index"] == otherwise["alone cut"]["index"] == expected
 
 
 @pytest.mark.parametrize("processes", LAUNCHES)

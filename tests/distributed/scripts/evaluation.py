@@ -21,6 +21,7 @@ from accmt.processes import gather_objects, is_main_process, process_index
 
 LENGTHS = (1, 4, 7, 8, 9, 17)
 BATCH_SIZE = 4
+MAX_TOKENS = 11
 OTHER_LENGTH = 6
 
 
@@ -33,7 +34,14 @@ class Texts(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(100 * self.seed + index)
         inputs = torch.randn(4, generator=generator)
-        return {"index": index, "inputs": inputs, "label": int(inputs.sum() > 0), "text": f"text {index}"}
+        length = 1 + 3 * index % 7  # for a budget of tokens
+        return {
+            "index": index,
+            "inputs": inputs,
+            "label": int(inputs.sum() > 0),
+            "text": f"text {index}",
+            "length": length,
+        }
 
     def __len__(self) -> int:
         return self.length
@@ -95,9 +103,9 @@ def ragged(index: torch.Tensor) -> torch.Tensor:
     return index[:, None].repeat(1, int(index.max()) + 1)
 
 
-def make_trainer(folder: Path, **settings: Any) -> Trainer:
+def make_trainer(folder: Path, max_tokens: int | None = None, **settings: Any) -> Trainer:
     """Make a quiet trainer."""
-    hps = {"epochs": 1, "batch_size": BATCH_SIZE, "optim": {"type": "AdamW", "lr": 0.01}}
+    hps = {"epochs": 1, "batch_size": BATCH_SIZE, "optim": {"type": "AdamW", "lr": 0.01}, "max_tokens": max_tokens}
     told = {"model_saving": None, "checkpoint_every": None, "logging_dir": folder / "logs", "verbose": False, "seed": 5}
     metrics = [Accuracy(), InOrder("in_order"), Margin("margin")]
     return Trainer(hps, folder / "model", metrics=metrics, collate_fn=collate, **told | settings)
@@ -113,16 +121,18 @@ def plain(predictions: Any) -> Any:
 
 
 def evaluate_lengths(folder: Path) -> dict[str, Any]:
-    """Evaluate and predict sets of every length, each with another one beside it."""
+    """Evaluate and predict sets of every length, each with another one beside it, as read and cut by tokens."""
     module, answers = Classifier(), {}
     for length in LENGTHS:
-        trainer, sets = make_trainer(folder), {"a": Texts(length), "b": Texts(OTHER_LENGTH, seed=1)}
-        answers[str(length)] = {
-            "validate": trainer.validate(module, sets),
-            "test": trainer.test(module, Texts(length)),
-            "predict": plain(trainer.predict(module, Texts(length))),
-            "predict_sets": plain(trainer.predict(module, sets)),
-        }
+        sets = {"a": Texts(length), "b": Texts(OTHER_LENGTH, seed=1)}
+        for name, max_tokens in ((str(length), None), (f"{length} cut", MAX_TOKENS)):
+            trainer = make_trainer(folder, max_tokens)
+            answers[name] = {
+                "validate": trainer.validate(module, sets),
+                "test": trainer.test(module, Texts(length)),
+                "predict": plain(trainer.predict(module, Texts(length))),
+                "predict_sets": plain(trainer.predict(module, sets)),
+            }
     return answers
 
 
@@ -148,13 +158,16 @@ def predict_otherwise(folder: Path) -> dict[str, Any]:
     """Predict data that are cut or shared otherwise."""
     module, data = Classifier(), Texts(9)
     loader = DataLoader(data, batch_size=2, collate_fn=collate)
-    alone = make_trainer(folder, shard_dataloaders=False).predict(module, Texts(7 + process_index()))
+    own = Texts(7 + process_index())
+    alone = make_trainer(folder, shard_dataloaders=False).predict(module, own)
+    alone_cut = make_trainer(folder, MAX_TOKENS, shard_dataloaders=False).predict(module, own)
     return {
         "loader": plain(make_trainer(folder).predict(module, loader)),
         "chunked": plain(make_trainer(folder, metric_options={"gather_chunk_size": 1}).predict(module, data)),
         "unchunked": plain(make_trainer(folder, metric_options={"gather_chunk_size": None}).predict(module, data)),
         "limited": plain(make_trainer(folder, limit_batches={"predict": 1}).predict(module, data)),
         "alone": plain(alone),
+        "alone cut": plain(alone_cut),
     }
 
 

@@ -1,0 +1,148 @@
+"""Cuts the samples of one optimizer step by a budget of tokens: into micro-batches of like length, for each process."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Groups = list[list[int]]
+"""Micro-batches of one process, each as positions of its samples."""
+
+_SWEEPS = 8
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """What a micro-batch may hold at most.
+
+    Attributes:
+        max_tokens: Padded tokens: the length of the longest sample times their number.
+        max_samples: Samples.
+    """
+
+    max_tokens: int
+    max_samples: int
+
+
+def padded_tokens(group: Sequence[int], lengths: Sequence[int]) -> int:
+    """Return the tokens of a micro-batch with its padding."""
+    return max((lengths[position] for position in group), default=0) * len(group)
+
+
+def cut_by_tokens(lengths: Sequence[int], budget: TokenBudget, num_processes: int = 1) -> list[Groups]:
+    """Cut the samples of one optimizer step into the micro-batches of each process.
+
+    Each process gets as many micro-batches as the others, if there are samples enough, and as few as the budget allows;
+    all are made as even as possible. A sample longer than the budget is a micro-batch of its own.
+
+    Args:
+        lengths: The length of each sample.
+        budget: What a micro-batch may hold.
+        num_processes: Processes that share the samples.
+
+    Returns:
+        For each process its micro-batches, those with most tokens first.
+    """
+    order = sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
+    groups = _cut_evenly(order, lengths, budget, multiple=num_processes)
+    shared = [groups, _with_less_padding(groups, lengths, budget)]
+    cuts = [_share(groups, lengths, num_processes) for groups in shared]
+    if num_processes > 1:
+        hands = _deal_and_cut(order, lengths, budget, num_processes)
+        cuts += [hands, [_with_less_padding(hand, lengths, budget) for hand in hands]]
+
+    def busiest(cut: list[Groups]) -> int:
+        return max(sum(padded_tokens(group, lengths) for group in own) for own in cut)
+
+    return min(cuts, key=busiest)
+
+
+def _cut_evenly(
+    order: list[int], lengths: Sequence[int], budget: TokenBudget, *, multiple: int = 1, fewest: int = 0
+) -> Groups:
+    """Cut sorted samples into groups of neighbours whose largest is as small as possible.
+
+    Args:
+        order: Positions of samples, the longest first.
+        multiple: Their number is one of its multiples, if there are samples enough.
+        fewest: Groups at least.
+    """
+    widths = [max(lengths[position], 1) for position in order]
+    fewest = max(fewest, len(_fill(widths, budget.max_tokens, budget.max_samples)))
+    wanted = min(-(-fewest // multiple) * multiple, len(order))
+    # The fewest groups that a smaller budget needs only become more, so the smallest one that suffices can be bisected.
+    smallest = 1 + bisect_left(
+        range(1, budget.max_tokens),
+        True,  # noqa: FBT003 - the value that is looked for
+        key=lambda tokens: len(_fill(widths, tokens, budget.max_samples)) <= wanted,
+    )
+    groups = [order[part.start : part.stop] for part in _fill(widths, smallest, budget.max_samples)]
+    while len(groups) < wanted:
+        largest = max((g for g in groups if len(g) > 1), key=lambda group: padded_tokens(group, lengths))
+        at, middle = groups.index(largest), len(largest) // 2
+        groups[at : at + 1] = [largest[:middle], largest[middle:]]
+    return groups
+
+
+def _fill(widths: list[int], max_tokens: int, max_samples: int) -> list[range]:
+    """Cut samples, the longest first, into as few groups of neighbours as hold so much at most."""
+    groups, start = [], 0
+    while start < len(widths):
+        count = max(1, min(max_tokens // widths[start], max_samples))
+        groups.append(range(start, min(start + count, len(widths))))
+        start += count
+    return groups
+
+
+def _share(groups: Groups, lengths: Sequence[int], num_processes: int) -> list[Groups]:
+    """Give each group, the largest first, to the process that has least and still has room."""
+    room = -(-len(groups) // num_processes)
+    cut: list[Groups] = [[] for _ in range(num_processes)]
+    tokens = [0] * num_processes
+    for group in sorted(groups, key=lambda group: -padded_tokens(group, lengths)):
+        process = min((p for p in range(num_processes) if len(cut[p]) < room), key=tokens.__getitem__)
+        cut[process].append(group)
+        tokens[process] += padded_tokens(group, lengths)
+    return cut
+
+
+def _deal_and_cut(order: list[int], lengths: Sequence[int], budget: TokenBudget, num_processes: int) -> list[Groups]:
+    """Deal sorted samples to the processes, so that all have like ones, and cut those of each.
+
+    Where groups are few and large this is more even than sharing them.
+    """
+    hands: Groups = [[] for _ in range(num_processes)]
+    for start in range(0, len(order), num_processes):
+        hands.sort(key=lambda hand: sum(lengths[position] for position in hand))  # who has least gets the longest
+        for hand, position in zip(hands, order[start : start + num_processes], strict=False):
+            hand.append(position)
+    most = max(len(_cut_evenly(hand, lengths, budget)) for hand in hands)
+    return [_cut_evenly(hand, lengths, budget, fewest=most) for hand in hands]
+
+
+def _with_less_padding(groups: Groups, lengths: Sequence[int], budget: TokenBudget) -> Groups:
+    """Move the bounds between groups of sorted samples, each to where it is best while the others stay."""
+    groups = list(groups)
+    for _ in range(_SWEEPS):
+        before = list(groups)
+        for first in range(len(groups) - 1):
+            both = groups[first] + groups[first + 1]
+            middle = _best_bound(both, lengths, budget)
+            groups[first : first + 2] = [both[:middle], both[middle:]]
+        if groups == before:
+            break
+    return groups
+
+
+def _best_bound(both: list[int], lengths: Sequence[int], budget: TokenBudget) -> int:
+    """Return how many of sorted samples the first of two groups has for the least padding; one bound must fit."""
+    widest, number, best, best_tokens = max(lengths[both[0]], 1), len(both), 0, 0
+    most = max(1, min(budget.max_tokens // widest, budget.max_samples, number - 1))
+    for middle in range(1, most + 1):
+        width, rest = max(lengths[both[middle]], 1), number - middle
+        tokens = widest * middle + width * rest
+        fits = rest == 1 or (rest <= budget.max_samples and width * rest <= budget.max_tokens)
+        if fits and (best == 0 or tokens < best_tokens):
+            best, best_tokens = middle, tokens
+    return best
