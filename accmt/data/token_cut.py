@@ -5,11 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 Groups = list[list[int]]
 """Micro-batches of one process, each as positions of its samples."""
 
 _SWEEPS = 8
+_EXCHANGES = 16
+_UNBALANCED = 0.05  # of the tokens of the busiest process
+_AS_GOOD = 0.02
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,25 @@ def cut_by_tokens(lengths: Sequence[int], budget: TokenBudget, num_processes: in
         hands = _deal_and_cut(order, lengths, budget, num_processes)
         cuts += [hands, [_with_less_padding(hand, lengths, budget) for hand in hands]]
 
-    def busiest(cut: list[Groups]) -> int:
-        return max(sum(padded_tokens(group, lengths) for group in own) for own in cut)
+    for cut in cuts:
+        _balance(cut, lengths, budget)
+    best = _choose([_tokens_of(cut, lengths) for cut in cuts])
+    return [sorted(own, key=lambda group: -padded_tokens(group, lengths)) for own in cuts[best]]
 
-    return min(cuts, key=busiest)
+
+def _choose(tokens: list[list[int]]) -> int:
+    """Return which cut leaves the busiest process least, and of those that are about as good one that is balanced."""
+    busiest = [max(of_cut) for of_cut in tokens]
+    good = [cut for cut, most in enumerate(busiest) if most <= (1 + _AS_GOOD) * min(busiest)]
+    return min(good, key=lambda cut: (not _is_balanced(tokens[cut]), busiest[cut]))
+
+
+def _is_balanced(tokens: list[int]) -> bool:
+    return max(tokens) - min(tokens) <= _UNBALANCED * max(tokens)
+
+
+def _tokens_of(cut: list[Groups], lengths: Sequence[int]) -> list[int]:
+    return [sum(padded_tokens(group, lengths) for group in own) for own in cut]
 
 
 def _cut_evenly(
@@ -119,6 +138,72 @@ def _deal_and_cut(order: list[int], lengths: Sequence[int], budget: TokenBudget,
             hand.append(position)
     most = max(len(_cut_evenly(hand, lengths, budget)) for hand in hands)
     return [_cut_evenly(hand, lengths, budget, fewest=most) for hand in hands]
+
+
+def _balance(cut: list[Groups], lengths: Sequence[int], budget: TokenBudget) -> None:
+    """Let the process that has most tokens exchange samples with one that has few, until all have alike."""
+    for _ in range(_EXCHANGES):
+        tokens = _tokens_of(cut, lengths)
+        if _is_balanced(tokens):
+            return
+        most = max(tokens)
+        giver = cut[tokens.index(most)]
+        for process in sorted(range(len(cut)), key=tokens.__getitem__)[:-1]:
+            taker = cut[process]
+            found = _best_exchange(giver, taker, lengths, budget, most=most, least=tokens[process])
+            if found is not None:
+                a, b, given, taken = found
+                giver[a], taker[b] = (
+                    _replace(giver[a], given, taken, lengths),
+                    _replace(taker[b], taken, given, lengths),
+                )
+                break
+        else:
+            return
+
+
+def _best_exchange(
+    giver: Groups, taker: Groups, lengths: Sequence[int], budget: TokenBudget, *, most: int, least: int
+) -> tuple[int, int, int | None, int | None] | None:
+    """Find the exchange after which the busier of two processes has least.
+
+    A micro-batch gives its longest or its shortest sample, for one of another micro-batch or for nothing.
+
+    Returns:
+        The two micro-batches, and the sample that each gives; None where no exchange helps.
+    """
+    best, found = most, None
+    for (a, one), (b, other) in product(enumerate(giver), enumerate(taker)):
+        rest_one, rest_other = most - padded_tokens(one, lengths), least - padded_tokens(other, lengths)
+        for given, taken in product((None, *_ends(one)), (None, *_ends(other))):
+            new_one = _tokens_after(one, given, taken, lengths, budget)
+            new_other = _tokens_after(other, taken, given, lengths, budget)
+            if new_one is None or new_other is None:
+                continue
+            busier = max(rest_one + new_one, rest_other + new_other)
+            if busier < best:
+                best, found = busier, (a, b, given, taken)
+    return found
+
+
+def _ends(group: list[int]) -> list[int]:
+    return group if len(group) == 1 else [group[0], group[-1]]
+
+
+def _tokens_after(
+    group: list[int], gone: int | None, come: int | None, lengths: Sequence[int], budget: TokenBudget
+) -> int | None:
+    """Return the padded tokens of a micro-batch after an exchange; None where it would be empty or too large."""
+    count = len(group) - (gone is not None) + (come is not None)
+    kept = group[1:2] if group[0] == gone else group[:1]
+    width = max(lengths[kept[0]] if kept else 0, 0 if come is None else lengths[come])
+    fits = count == 1 or (1 < count <= budget.max_samples and max(width, 1) * count <= budget.max_tokens)
+    return width * count if fits else None
+
+
+def _replace(group: list[int], gone: int | None, come: int | None, lengths: Sequence[int]) -> list[int]:
+    kept = [position for position in group if position != gone]
+    return sorted(kept if come is None else [*kept, come], key=lambda position: (-lengths[position], position))
 
 
 def _with_less_padding(groups: Groups, lengths: Sequence[int], budget: TokenBudget) -> Groups:
