@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 _is_alone = False
 _index_after_leaving = 0
+_host_group: tuple[Any, dist.ProcessGroup] | None = None  # the default group, and the one beside it for host memory
 
 
 @contextmanager
@@ -66,18 +67,33 @@ def leave_process_group() -> None:
     dist.destroy_process_group()
 
 
-def sum_over_processes(values: Sequence[float], device: torch.device) -> list[float]:
-    """Add up each value over all processes, in double precision where the device has it.
+def sum_over_processes(values: Sequence[float]) -> list[float]:
+    """Add up each value over all processes, in double precision.
 
     Processes: collective; every process passes the same number of values.
     """
     if num_processes() == 1:
         return [float(value) for value in values]
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    total = torch.tensor(values, dtype=dtype, device=device)
-    dist.all_reduce(total)
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total, group=_group_of_host())
     result: list[float] = total.tolist()
     return result
+
+
+def _group_of_host() -> dist.ProcessGroup | None:
+    """Return the group for what is in host memory; None, which is the default group, where that one can do it.
+
+    On GPUs the default group takes tensors of the device only: a number of the host would stand there behind all that
+    is queued, and the host would wait for the backward pass at each step.
+
+    Processes: collective, at the first call with a default group.
+    """
+    global _host_group  # noqa: PLW0603 - as long-lived as the default group of torch
+    if "cpu:" in dist.get_backend_config():
+        return None
+    if _host_group is None or _host_group[0] is not dist.group.WORLD:
+        _host_group = dist.group.WORLD, dist.new_group(backend="gloo")
+    return _host_group[1]
 
 
 def new_cpu_group() -> dist.ProcessGroup | None:
@@ -105,19 +121,19 @@ def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[
     if num_processes() == 1:
         return [value]
     gathered: list[Any] = [None] * num_processes()
-    dist.all_gather_object(gathered, value, group=group)
+    dist.all_gather_object(gathered, value, group=group or _group_of_host())
     return gathered
 
 
-def broadcast_object(value: T, *, group: dist.ProcessGroup | None = None) -> T:
-    """Return the main process's picklable value on every process.
+def broadcast_object(value: T, *, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """Return the picklable value of one process, the main one by default, on every process.
 
     Processes: collective; what the others pass is ignored.
     """
     if num_processes() == 1:
         return value
     holder: list[Any] = [value]
-    dist.broadcast_object_list(holder, src=0, group=group)
+    dist.broadcast_object_list(holder, src=source, group=group or _group_of_host())
     result: T = holder[0]
     return result
 

@@ -44,7 +44,7 @@ def without_bad_samples(
 ) -> Iterator[MicroBatch]:
     """Unpack the batches of micro-batches, which are `Kept`, and set what the micro-batches say of their samples.
 
-    Processes: collective in each micro-batch with `options.agree_on`.
+    Processes: collective in each micro-batch with `options.agrees_each_batch`.
     """
     unread, has_any = 0, not is_whole_epoch
     for micro_batch in micro_batches:
@@ -68,9 +68,9 @@ def _take_bad(micro_batch: MicroBatch) -> None:
 
 def _count(micro_batch: MicroBatch, options: LoaderOptions) -> int | None:
     """Set what the processes agree on, and return how many samples were read; None where each counts its own."""
-    if options.agree_on is not None:
+    if options.agrees_each_batch:
         own = float(micro_batch.batch is not None), float(micro_batch.own_samples or 0), float(len(micro_batch.bad))
-        present, samples, bad = map(int, sum_over_processes(own, options.agree_on))
+        present, samples, bad = map(int, sum_over_processes(own))
         micro_batch.is_partial, micro_batch.num_bad = present < num_processes(), bad
         return samples
     micro_batch.num_bad = len(micro_batch.bad)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from accmt.data.batches import MicroBatch
@@ -125,7 +124,7 @@ class LoaderOptions:
         pin_memory: Whether batches are pinned.
         skips_bad: Whether samples that cannot be read are skipped.
         also_read: Other data that are read meanwhile, which may be the same.
-        agree_on: The device on which processes agree in every micro-batch who has a batch; None where they need not.
+        agrees_each_batch: Whether processes agree in every micro-batch who has a batch.
     """
 
     purpose: str
@@ -144,7 +143,7 @@ class LoaderOptions:
     pin_memory: bool = False
     skips_bad: bool = False
     also_read: Sequence[Any] = ()
-    agree_on: torch.device | None = None
+    agrees_each_batch: bool = False
 
     @property
     def kind(self) -> str:
@@ -186,12 +185,12 @@ class LoaderOptions:
         if sharding is None:
             return self
         seed = derive_seed(self.seed, "process", sharding.rank)
-        return replace(self, shard=Shard(), seed=seed, agree_on=None)
+        return replace(self, shard=Shard(), seed=seed, agrees_each_batch=False)
 
 
 def require_batch(batch: Any, options: LoaderOptions) -> None:
     """Check that the collate function made a batch, where other processes rely on this one to have one."""
-    if batch is not None or options.agree_on is None or options.skips_bad:
+    if batch is not None or not options.agrees_each_batch or options.skips_bad:
         return
     got = "None: the collate function made no batch of the samples of this process"
     do = 'raise an error in __getitem__ and pass Trainer(on_bad_sample="skip"), or filter the dataset beforehand'

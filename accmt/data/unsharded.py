@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch.utils.data import DataLoader
 
 from accmt.data.batches import MicroBatch
@@ -32,12 +31,11 @@ class UnshardedLoader:
     Processes: collective.
     """
 
-    def __init__(self, own: Loader, device: torch.device) -> None:
+    def __init__(self, own: Loader) -> None:
         self.dataloader: DataLoader[Any] = own.dataloader
         self.micro_batches_per_batch = own.micro_batches_per_batch
         self.shard = own.shard
         self._own = own
-        self._device = device
         self._measure()
 
     def samples_in(self, first: int, last: int) -> int | None:
@@ -86,7 +84,7 @@ class UnshardedLoader:
 
     def _sum(self, micro_batch: MicroBatch | None) -> _Sums:
         own = (0, 0, 0) if micro_batch is None else (1, micro_batch.batch is not None, micro_batch.num_bad)
-        return _Sums(*map(int, sum_over_processes(own, self._device)))
+        return _Sums(*map(int, sum_over_processes(own)))
 
 
 def _require_positions(position: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -270,7 +270,7 @@ def _report_batch(run: EvaluationRun, key: str, loss: Any, weight: Any) -> None:
     step = run.state.eval_global_step
     if step % max(run.settings.tracking.log_steps, 1):
         return
-    total, total_weight = sum_over_processes((float(loss) * float(weight), float(weight)), run.device)
+    total, total_weight = sum_over_processes((float(loss) * float(weight), float(weight)))
     name = run.loss_name + (f"__{key}" if key else "")
     for hook in run.hooks.on_log if total_weight else ():
         hook(values={name: total / total_weight}, step=step)

@@ -90,7 +90,7 @@ class ManualSteps:
         Processes: collective where they were not planned.
         """
         if micro_batch.num_samples is None or self._run.counts_own_samples or num_processes() == 1:
-            return int(sum_over_processes((float(own),), self._run.device)[0])
+            return int(sum_over_processes((float(own),))[0])
         require_planned(micro_batch, own)
         return micro_batch.num_samples
 

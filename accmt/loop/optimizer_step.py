@@ -60,7 +60,7 @@ def _count(run: Run, samples: int, *, made_step: bool) -> None:
 
 
 def _has_run_out_of_memory(run: Run, window: AccumulationWindow) -> bool:
-    return sum_over_processes((float(window.ran_out_of_memory),), run.device)[0] > 0
+    return sum_over_processes((float(window.ran_out_of_memory),))[0] > 0
 
 
 def _is_finite(run: Run, window: AccumulationWindow) -> bool:

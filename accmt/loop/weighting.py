@@ -108,8 +108,7 @@ class Weighting:
         reference: Mean weight of a batch in the last window whose sum was not known beforehand.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._num_processes = num_processes()
         self.is_explicit: bool | None = None
         self.reference = 1.0
@@ -124,7 +123,7 @@ class Weighting:
             is_explicit: Whether the step returned that weight.
         """
         own = (0.0 if weight is None else float(weight), float(weight is not None), float(is_explicit))
-        total, batches, explicit = sum_over_processes(own, self._device)
+        total, batches, explicit = sum_over_processes(own)
         self.is_explicit = explicit > 0 if batches else None  # no process has one, so the next decides
         self.reference = total / batches if total > 0 else 1.0
 
@@ -155,7 +154,7 @@ class Weighting:
         if window.known_samples is not None and self.uses_plan(window):
             return float(window.known_samples > 0), window.known_samples
         own = (window.own_weight, float(window.own_batches), float(window.own_samples))
-        total, batches, samples = sum_over_processes(own, self._device)
+        total, batches, samples = sum_over_processes(own)
         if total <= 0:
             return 0.0, int(samples)
         factor = self._num_processes * self.reference / total

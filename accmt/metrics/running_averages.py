@@ -29,8 +29,7 @@ class _Mean(NamedTuple):
 class RunningAverages:
     """Means of training values since the last log row, and of the loss since the last evaluation and of the epoch."""
 
-    def __init__(self, device: torch.device, logged: LoggedValues | None = None) -> None:
-        self._device = device
+    def __init__(self, logged: LoggedValues | None = None) -> None:
         self._loss = WeightedSum()
         self._logged = LoggedValues() if logged is None else logged
         self._since_log = _Mean()
@@ -110,7 +109,7 @@ class RunningAverages:
             self._logged.add_state(part["logged"])
 
     def _collect(self) -> bool:
-        loss, weight, num_others = sum_over_processes((*self._loss.take(), len(self._logged)), self._device)
+        loss, weight, num_others = sum_over_processes((*self._loss.take(), len(self._logged)))
         self._since_log = self._since_log.plus(loss, weight)
         self._since_evaluation = self._since_evaluation.plus(loss, weight)
         if self._is_epoch_over and weight:

@@ -6,13 +6,12 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from accmt.errors import ModuleContractError, explain
 from accmt.libraries.private_names import generate_together, shard_by_plugin
 from accmt.parallel.reduction import broadcast_tensors
-from accmt.processes import gather_objects, num_processes
+from accmt.processes import broadcast_object, gather_objects, num_processes
 from accmt.sharded_tensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -140,7 +139,5 @@ def borrow_batch(own: Any) -> Any:
     has_batch = gather_objects(own is not None)
     if all(has_batch) or not any(has_batch):
         return own
-    lender = has_batch.index(True)
-    holder = [own if dist.get_rank() == lender else None]
-    dist.broadcast_object_list(holder, src=lender)
-    return holder[0] if own is None else own
+    lent = broadcast_object(own, source=has_batch.index(True))
+    return lent if own is None else own

@@ -160,9 +160,9 @@ def build_train_loader(
         pin_memory=_pins_memory(data_settings, device) and not is_cut,
         skips_bad=data_settings.on_bad_sample == "skip",
         also_read=also_read,
-        agree_on=device if data_settings.shard_dataloaders and num_processes() > 1 else None,
+        agrees_each_batch=data_settings.shard_dataloaders and num_processes() > 1,
     )
-    loader = _end_together(build_loader(data, options), device)
+    loader = _end_together(build_loader(data, options))
     if not is_cut:
         return loader
     return TokenBudgetLoader(
@@ -228,9 +228,9 @@ def build_evaluation_loader(
         persistent_workers=data_settings.dataloader_persistent_workers,
         pin_memory=_pins_memory(data_settings, device) and not is_cut,
         skips_bad=data_settings.on_bad_sample == "skip",
-        agree_on=device if keeps_in_step else None,
+        agrees_each_batch=keeps_in_step,
     )
-    loader = _end_together(build_loader(data, options), device)
+    loader = _end_together(build_loader(data, options))
     if not is_cut:
         return loader
     return EvaluationBudgetLoader(
@@ -262,10 +262,10 @@ def _pins_memory(settings: DataSettings, device: torch.device) -> bool:
     return settings.dataloader_pin_memory and device.type != "cpu"
 
 
-def _end_together(loader: Loader, device: torch.device) -> Loader:
+def _end_together(loader: Loader) -> Loader:
     """Return a loader whose epochs end on all processes together, also where each has data of its own."""
     has_own_data = num_processes() > 1 and loader.shard.count == 1
-    return UnshardedLoader(loader, device) if has_own_data else loader
+    return UnshardedLoader(loader) if has_own_data else loader
 
 
 def _reject_iterator(data: Any, settings: Settings) -> None:

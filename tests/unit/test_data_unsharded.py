@@ -28,7 +28,7 @@ def make(kind, rank):
     numbers = list(range(100 * rank, 100 * rank + (5, 12)[rank]))
     data = Stream(numbers) if kind == "stream" else numbers
     options = LoaderOptions(purpose="train", batch_size=2, shuffle=True)
-    return UnshardedLoader(build_loader(data, options), torch.device("cpu"))
+    return UnshardedLoader(build_loader(data, options))
 
 def take(loader, first, last=None):
     batches = []
@@ -65,7 +65,7 @@ class Stream(IterableDataset):
 
 
 def make(data, **settings):
-    return UnshardedLoader(build_loader(data, LoaderOptions(purpose="train", batch_size=2, **settings)), CPU)
+    return UnshardedLoader(build_loader(data, LoaderOptions(purpose="train", batch_size=2, **settings)))
 
 
 def numbers(micro_batches):
@@ -108,7 +108,7 @@ def test_one_process_with_data_of_its_own_goes_on_too(make_data):
 
 def test_the_rounds_of_a_resumed_epoch_are_those_of_that_epoch_alone():
     position = make(list(range(40))).position(0, 3)
-    loader = UnshardedLoader(build_loader(list(range(40)), LoaderOptions(purpose="train", batch_size=5)), CPU)
+    loader = UnshardedLoader(build_loader(list(range(40)), LoaderOptions(purpose="train", batch_size=5)))
     assert loader.num_micro_batches == 8
     loader.resume_from(0, 3, position)
     assert loader.num_micro_batches == 3 + 7

@@ -133,7 +133,7 @@ def test_exact_sum_never_raises(values, expected):
 
 
 def window_of(*losses, others=None):
-    averages = RunningAverages(CPU)
+    averages = RunningAverages()
     for loss, weight in losses:
         averages.add(torch.tensor(loss), weight, others)
     return averages
@@ -162,7 +162,7 @@ def test_means_since_the_log_and_since_the_evaluation_are_independent():
 
 @pytest.mark.feature("D03")
 def test_other_values_have_means_of_their_own():
-    averages = RunningAverages(CPU)
+    averages = RunningAverages()
     averages.add(torch.tensor(1.0), 1.0, {"a": torch.tensor(2.0)})
     averages.add(torch.tensor(1.0), 3.0, {"a": torch.tensor(6.0), "b": torch.tensor(1.0)})
     averages.add(torch.tensor(1.0), 1.0)
@@ -200,7 +200,7 @@ def test_the_mean_of_an_epoch_survives_in_the_state(ends_epoch):
     if ends_epoch:
         averages.end_epoch()
     averages.add(torch.tensor(0.1), 3.0)
-    resumed = RunningAverages(CPU)
+    resumed = RunningAverages()
     resumed.load_state_dict(averages.state_dict())
     averages.take_row("loss")
     resumed.take_row("loss")

@@ -2,7 +2,6 @@ import json
 import pickle
 
 import pytest
-import torch
 
 from accmt import processes
 from accmt.processes import (
@@ -16,18 +15,16 @@ from accmt.processes import (
 )
 from tests.launching import SCRIPTS, launch
 
-CPU = torch.device("cpu")
-
 
 def test_without_a_process_group_there_is_one_process_and_it_is_the_main_one():
     assert (num_processes(), process_index(), is_main_process()) == (1, 0, True)
 
 
 def test_one_process_is_its_own_sum():
-    sums = sum_over_processes((1, 2.5), CPU)
+    sums = sum_over_processes((1, 2.5))
     assert sums == [1.0, 2.5]
     assert [type(value) for value in sums] == [float, float]  # as with several processes
-    assert sum_over_processes([], CPU) == []
+    assert sum_over_processes([]) == []
 
 
 def test_one_process_gathers_and_hands_on_the_very_same_object():
@@ -126,3 +123,27 @@ def test_after_errors_the_processes_are_still_in_step(answers):
 def test_generators_with_another_seed_on_each_process_neither_repeat_nor_lose_a_sample(answers, name):
     first, second = (answer["read"][name] for answer in answers)
     assert sorted(first + second) == list(range(13))
+
+
+@pytest.fixture(scope="module")
+def answers_on_gpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("host_numbers") / "result.json"
+    launch(SCRIPTS / "host_numbers.py", str(path), processes=2, result=path)
+    return json.loads(path.read_text())
+
+
+@pytest.mark.feature("A30")
+def test_what_is_in_host_memory_does_not_go_through_a_group_of_gpus(answers_on_gpus):
+    first, second = answers_on_gpus["first"]
+    assert "No backend type associated with device type cpu" in first["refusal"]
+    assert first["devices"] == second["devices"] == ["cpu"]
+    same = {"sums": [3.0, 0.2], "gathered": [0, 1], "broadcast": ["of", 0], "on_main": 0, "on_every": [0, 1]}
+    for own in (first, second):
+        assert {name: own[name] for name in same} == same
+        assert own["borrowed"] == [7]
+        # Weights of 3 + 4 and of 4 + 5; the reference is 1, then the mean weight of the four batches before.
+        assert own["windows"] == [[2 * 1.0 / 7, 12], [2 * (7 / 4) / 9, 12]]
+
+
+def test_a_group_that_ended_is_not_used_for_the_next(answers_on_gpus):
+    assert answers_on_gpus["next"] == [[2.0], [2.0]]

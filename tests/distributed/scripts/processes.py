@@ -29,8 +29,6 @@ from accmt.processes import (
     sum_over_processes,
 )
 
-CPU = torch.device("cpu")
-
 
 class AwkwardError(Exception):
     """Can be pickled, but not be read back: as many errors whose constructor takes two arguments."""
@@ -96,8 +94,8 @@ def answer() -> dict[str, Any]:
         "num_processes": num_processes(),
         "process_index": process_index(),
         "is_main_process": is_main_process(),
-        "sums": sum_over_processes([process_index() + 1, 0.1, 1e15 + process_index()], CPU),
-        "no_sums": sum_over_processes([], CPU),
+        "sums": sum_over_processes([process_index() + 1, 0.1, 1e15 + process_index()]),
+        "no_sums": sum_over_processes([]),
         "gathered": gather_objects({"rank": process_index()}),
         "broadcast": broadcast_object(["of", process_index()]),
         "on_main": run_on_main_process(lambda: acted.append("acted") or "done"),

@@ -70,11 +70,11 @@ def learn_unevenly() -> float:
 
 def continue_row() -> dict[str, float]:
     """Add values of each process to those that a run of one process had not logged yet."""
-    window = RunningAverages(torch.device("cpu"))
+    window = RunningAverages()
     with acting_alone():
         window.add(torch.tensor(1.0), 2)
         state = window.state_dict()
-    window = RunningAverages(torch.device("cpu"))
+    window = RunningAverages()
     window.load_state_dict(state)
     window.add(torch.tensor(4.0), 1)
     return window.take_row("loss")
