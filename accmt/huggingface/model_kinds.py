@@ -10,6 +10,7 @@ from torch import nn
 
 from accmt.errors import ModuleContractError, explain
 from accmt.libraries.private_names import has_injected_adapter
+from accmt.libraries.versions import require
 
 _WRAP = "AcceleratorModule.from_functions(model, lambda batch, trainer: loss_fn(trainer.model(batch[0]), batch[1]))"
 _WRAP_TRANSFORMERS = "AcceleratorModule.from_functions(model, lambda batch, trainer: trainer.model(**batch).loss)"
@@ -39,6 +40,18 @@ def advise_wrapping(value: object) -> str | None:
     if is_transformers_model(value) or is_peft_model(value):
         return f"{_WRAP_TRANSFORMERS}; or pass its path"
     return f"{_WRAP}; or your own class" if isinstance(value, nn.Module) else None
+
+
+def require_library(model: object) -> None:
+    """Check that the library that a model comes from is one that accmt works with.
+
+    Raises:
+        MissingPackageError: It is older.
+    """
+    if is_transformers_model(model):
+        require("transformers", "self.model")
+    elif is_peft_model(model):
+        require("peft", "self.model")
 
 
 def reject_injected_adapters(model: object) -> None:

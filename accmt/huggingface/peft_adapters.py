@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accmt.errors import WeightsError, explain
+from accmt.libraries.versions import require
 from accmt.saving.layout import ADAPTER_NAMES
 from accmt.saving.load_weights import read_weights, require_fit
 from accmt.saving.state_dict import give_own_memory, plain_names
@@ -70,6 +71,7 @@ def load_adapters(model: PeftModel, folder: Path, *, strict: bool = True) -> Non
 
 def read_base_name(folder: Path) -> str:
     """Return the path or the hub's name of the model with which the adapter in `folder` was trained."""
+    require("peft", f"the adapter in {folder}")
     from peft import PeftConfig
 
     name: str | None = PeftConfig.from_pretrained(str(folder)).base_model_name_or_path

@@ -129,10 +129,14 @@ def _version_of(module: Any) -> str | None:
     version = getattr(module, "__version__", None)
     if isinstance(version, str):
         return version
+    return _version_in_metadata(module.__name__)
+
+
+def _version_in_metadata(name: str) -> str | None:
     from importlib import metadata  # costs milliseconds, and most packages have the attribute
 
     try:
-        return metadata.version(module.__name__)
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
 
@@ -140,6 +144,9 @@ def _version_of(module: Any) -> str | None:
 def _unusable(name: str, where: str, wanted: str, error: ImportError) -> MissingPackageError:
     if isinstance(error, ModuleNotFoundError) and error.name == name:
         return MissingPackageError(explain(where, f"{name} is not installed", wanted, f'pip install "{wanted}"'))
-    got = f"{name} is installed, but cannot be imported: {error}"
+    if (version := _version_in_metadata(name)) is not None and release_of(version) < release_of(FLOORS[name]):
+        return MissingPackageError(explain(where, f"{name} {version}", wanted, f'pip install "{wanted}"'))
+    why, _, _ = str(error).partition("\n")
+    got = f"{name} is installed, but cannot be imported: {why}"
     do = f'pip install --force-reinstall --no-deps "{wanted}", or install what the message names'
     return MissingPackageError(explain(where, got, wanted, do))

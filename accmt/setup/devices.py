@@ -27,10 +27,15 @@ def explaining_device() -> Iterator[None]:
         yield
     except RuntimeError as error:
         is_full = is_out_of_memory(error)
-        if not is_full and "CUDA" not in str(error) and not isinstance(error, torch.AcceleratorError):
+        is_of_device = any(word in str(error) for word in ("CUDA", "NVIDIA")) or isinstance(
+            error, torch.AcceleratorError
+        )
+        if not is_full and not is_of_device:
             raise
+        expected = "a device with free memory"
         do = "see with `nvidia-smi` which process holds it, and end that one, or choose another: CUDA_VISIBLE_DEVICES=1"
         if not is_full and "busy" not in str(error):
+            expected = "a device that this torch can use"
             do = "see `nvidia-smi`: driver and torch must be made for that GPU; or leave it out: CUDA_VISIBLE_DEVICES="
         got = str(error).splitlines()[0]  # what follows is about debugging kernels
-        raise DeviceError(explain("the device of the run", got, "a device with free memory", do)) from error
+        raise DeviceError(explain("the device of the run", got, expected, do)) from error

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accmt.errors import ArgumentError, ModuleContractError, explain
-from accmt.huggingface import enable_gradient_checkpointing, reject_injected_adapters
+from accmt.huggingface import enable_gradient_checkpointing, reject_injected_adapters, require_library
 from accmt.libraries import private_names
 from accmt.libraries.private_names import compile_in_place, forget_prepared, is_compiled, prepare_alone
 from accmt.loop.cadence import Cadence, RunLength
@@ -65,6 +65,7 @@ def prepare(
     Processes: collective.
     """
     running = settings.running
+    require_library(module.model)
     reject_injected_adapters(module.model)
     if running.gradient_checkpointing is not False:
         kwargs = running.gradient_checkpointing if isinstance(running.gradient_checkpointing, Mapping) else None

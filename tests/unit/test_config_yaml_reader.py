@@ -111,7 +111,7 @@ def test_a_missing_file_is_a_file_not_found_error(tmp_path):
         ("a.yaml", "a: 1\n---\nb: 2\n", r"a\.yaml:2\n  got: but found another document"),
         ("a.yaml", "a: !!python/name:os.system x\n", r"a\.yaml:1\n  got: could not determine a constructor"),
         ("a.yaml", "a: &a [*a]\n", "recursi"),
-        ("a.json", '{"a": 1,\n}', r"a\.json:2\n  got: .*\n  expected: JSON\n  do: correct line 2"),
+        ("a.json", '{"a": 1,\n"b"}', r"a\.json:2\n  got: .*\n  expected: JSON\n  do: correct line 2"),
         ("a.yaml", b"a: \xff", "bytes that are no text"),
         ("a.txt", "a: 1", r"a file ending in '\.txt'"),
     ],

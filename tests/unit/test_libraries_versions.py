@@ -10,8 +10,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from accmt.errors import MissingPackageError
+from accmt.huggingface import require_library
 from accmt.libraries import private_names, versions
 from accmt.libraries.versions import BRANCHES, FLOORS, release_of, require, why_states_are_inexact
+from tests.toys import Linear, make_points, make_trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,6 +117,44 @@ def test_a_package_that_is_installed_in_part_says_what_it_lacks(monkeypatch, tmp
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(MissingPackageError, match=r"cannot be imported: .*missing_part[\s\S]*--force-reinstall"):
         require("peft")
+
+
+def test_an_older_version_that_cannot_be_imported_is_named(monkeypatch, tmp_path):
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").write_text("raise ImportError('hub<1 is required\\nTry: pip')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(MissingPackageError, match=r"cannot be imported: hub<1 is required\n  expected"):
+        require("transformers")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.57.1")
+    with pytest.raises(MissingPackageError, match=r"got: transformers 4\.57\.1\n.*\n  do: pip install"):
+        require("transformers")
+
+
+@pytest.mark.parametrize("name", ["transformers", "peft"])
+def test_a_model_of_an_older_library_is_an_error(monkeypatch, name):
+    part = {"transformers": "transformers.modeling_utils", "peft": "peft.peft_model"}[name]
+    kind = {"transformers": "PreTrainedModel", "peft": "PeftModel"}[name]
+    for each in ("transformers.modeling_utils", "peft.peft_model"):
+        monkeypatch.setitem(sys.modules, each, None)
+    install(monkeypatch, name, "0.1")
+    install(monkeypatch, part, None)
+    monkeypatch.setattr(sys.modules[part], kind, type(kind, (), {}), raising=False)
+    require_library(object())
+    with pytest.raises(MissingPackageError, match=rf"self\.model\n  got: {name} 0\.1"):
+        require_library(getattr(sys.modules[part], kind)())
+
+
+def test_a_run_rejects_a_model_of_an_older_library(monkeypatch):
+    module = Linear()
+    install(monkeypatch, "transformers.modeling_utils", None)
+    monkeypatch.setattr(
+        sys.modules["transformers.modeling_utils"], "PreTrainedModel", type(module.model), raising=False
+    )
+    install(monkeypatch, "transformers", "5.3.1")
+    with pytest.raises(MissingPackageError, match=r"self\.model\n  got: transformers 5\.3\.1"):
+        make_trainer().fit(module, make_points(8))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from tests.toys import Linear, make_points, make_trainer
 
 BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nFor debugging consider CUDA_LAUNCH_BLOCKING=1"
 FULL = "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 1 MiB is free."
+OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"
 OLD = "CUDA error: no kernel image is available for execution on the device"
 
 
@@ -16,8 +17,9 @@ OLD = "CUDA error: no kernel image is available for execution on the device"
         (torch.AcceleratorError(BUSY), "which process holds it"),
         (torch.OutOfMemoryError(FULL), "which process holds it"),
         (RuntimeError(OLD), "driver and torch must be made for that GPU"),
+        (RuntimeError(OLD_DRIVER), "driver and torch must be made for that GPU"),
     ],
-    ids=["busy", "full", "old"],
+    ids=["busy", "full", "old", "old driver"],
 )
 def test_a_device_that_cannot_be_used_is_an_error_before_anything_is_built(monkeypatch, error, do):
     def fail(device):
@@ -25,7 +27,7 @@ def test_a_device_that_cannot_be_used_is_an_error_before_anything_is_built(monke
 
     monkeypatch.setattr("accmt.setup.accelerator.touch", fail)
     module = Linear()
-    with pytest.raises(DeviceError, match="the device of the run\n  got: CUDA") as caught:
+    with pytest.raises(DeviceError, match="the device of the run\n  got: (CUDA|The NVIDIA driver)") as caught:
         make_trainer().fit(module, make_points())
     assert do in str(caught.value)
     assert "CUDA_LAUNCH_BLOCKING" not in str(caught.value)
