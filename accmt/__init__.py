@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from accmt.metrics import gather_on_cpu as gather_on_cpu
     from accmt.module import AcceleratorModule as AcceleratorModule
     from accmt.module import ExtendedAcceleratorModule as ExtendedAcceleratorModule
+    from accmt.optimization import ChainedOptimizer as ChainedOptimizer
     from accmt.precision import allow_tf32 as allow_tf32
     from accmt.processes import on_last_process as on_last_process
     from accmt.processes import on_local_main_process as on_local_main_process
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from accmt.settings.running import TorchFlags as TorchFlags
     from accmt.settings.saving import Checkpointer as Checkpointer
     from accmt.settings.tracking import Delivery as Delivery
+    from accmt.setup.model import create_optimizer as create_optimizer
     from accmt.state import TrainingState as TrainingState
     from accmt.tracking import Aim as Aim
     from accmt.tracking import ClearML as ClearML
@@ -95,6 +97,7 @@ _HOMES = {
     "CallbackNotFoundError": "accmt.errors",
     "CheckpointCorruptError": "accmt.errors",
     "CheckpointError": "accmt.errors",
+    "ChainedOptimizer": "accmt.optimization",
     "Checkpointer": "accmt.settings.saving",
     "ClearML": "accmt.tracking",
     "Clipping": "accmt.settings.optimization",
@@ -151,6 +154,7 @@ _HOMES = {
     "WandB": "accmt.tracking",
     "WeightsError": "accmt.errors",
     "allow_tf32": "accmt.precision",
+    "create_optimizer": "accmt.setup.model",
     "gather_on_cpu": "accmt.metrics",
     "on_last_process": "accmt.processes",
     "on_local_main_process": "accmt.processes",

@@ -95,7 +95,7 @@ def _take_rate(hps: HyperParameters, rate: float | None) -> None:
     if rate is None:
         warn(f"tune: the loss falls at no learning rate, so lr stays {hps.optim_kwargs.get('lr')}")
         return
-    hps.optim_kwargs = {**hps.optim_kwargs, "lr": rate}
+    hps.set_learning_rate(rate)
     say(f"tune: the loss falls fastest at lr {rate:.3g}")
 
 
@@ -206,8 +206,10 @@ class _Sweep(Callback):
         self._mean = self._lowest = math.inf
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
+        rate = self._rates[min(self.state.global_step, len(self._rates) - 1)]
+        begin = self.trainer.settings.hps.learning_rate
         for group in optimizer.param_groups:
-            group["lr"] = self._rates[min(self.state.global_step, len(self._rates) - 1)]
+            group["lr"] = rate * (group["initial_lr"] / begin if begin and "initial_lr" in group else 1.0)
 
     def on_log(self, values: Mapping[str, float], step: int) -> None:
         loss = broadcast_object(values.get(self.trainer.settings.tracking.train_loss_metric_name, math.nan))

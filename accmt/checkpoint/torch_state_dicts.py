@@ -86,7 +86,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
     entries = {names[index]: entry for index, entry in state["state"].items()}
     added = {key: entry for key, entry in state.items() if key not in ("state", "param_groups")}
-    kept = {"class": type(optimizer).__qualname__, "state": entries, "param_groups": groups}
+    kept = {"class": _class_of(optimizer), "state": entries, "param_groups": groups}
     return {**kept, "added": added} if added else kept
 
 
@@ -99,8 +99,8 @@ def restore_model(model: nn.Module, state: State) -> None:
 
 def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> None:
     """Give the optimizer a state as `optimizer_state` returns it, with the groups that were added during the run."""
-    if state["class"] != type(optimizer).__qualname__:
-        raise _other_groups(optimizer, f"a {type(optimizer).__qualname__}; the checkpoint's is a {state['class']}")
+    if state["class"] != _class_of(optimizer):
+        raise _other_groups(optimizer, f"{_class_of(optimizer)}; the checkpoint's is {state['class']}")
     _add_later_groups(model, optimizer, state["param_groups"][len(optimizer.param_groups) :])
     names = _parameter_names(model, optimizer)
     groups = optimizer.state_dict()["param_groups"]
@@ -120,6 +120,11 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> N
         }
     )
     _restore_dtypes(optimizer, names, state["state"])
+
+
+def _class_of(optimizer: Optimizer) -> str:
+    """Return the name of an optimizer's class, or the names of those that it chains."""
+    return str(getattr(optimizer, "class_names", type(optimizer).__qualname__))
 
 
 def _add_later_groups(model: nn.Module, optimizer: Optimizer, groups: Sequence[State]) -> None:

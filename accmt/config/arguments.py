@@ -8,9 +8,21 @@ from typing import Any, get_origin
 
 import torch
 
-from accmt.config.faults import Fault, describe, nearest
+from accmt.config.faults import Fault, KeyPath, describe, nearest
 from accmt.config.numbers import whole
-from accmt.config.optimizer_names import name_of
+from accmt.config.optimizer_names import find_optimizer, name_of
+from accmt.config.parameter_groups import (
+    GROUPING,
+    SELECTORS,
+    Group,
+    Grouping,
+    group_entries,
+    own_arguments,
+    read_kinds,
+    read_layer_decay,
+    read_patterns,
+    split_grouping,
+)
 from accmt.libraries.versions import without_tensors
 
 COMPUTED = frozenset({"last_epoch", "num_training_steps", "total_steps", "epochs", "steps_per_epoch"})
@@ -32,30 +44,95 @@ def parameters_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def optimizer_arguments(optimizer_class: type[torch.optim.Optimizer], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments to call an optimizer with, from those that the user wrote.
+    """Return the arguments to call an optimizer with, from those that the user wrote, groups left aside.
 
     transformers' Adafactor finds its own learning rate by default, and rejects one beside it; whoever
     writes `lr` means that one.
     """
-    if name_of(optimizer_class) == "Adafactor" and values.get("lr") is not None:
-        return {"relative_step": False, **values}
-    return dict(values)
+    arguments, _ = split_grouping(values)
+    if name_of(optimizer_class) == "Adafactor" and arguments.get("lr") is not None:
+        return {"relative_step": False, **arguments}
+    return arguments
 
 
 def check_optimizer(
     optimizer_class: type[torch.optim.Optimizer], values: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[Fault]]:
-    """Return the arguments as the optimizer takes them, and all that is wrong with them."""
-    call = _Call("optim", optimizer_class)
-    arguments, faults = call.check(values)
+    """Return the arguments as the optimizer takes them, groups among them, and all that is wrong with them."""
+    own, about_groups = split_grouping(values)
+    arguments, faults = _check_call(("optim",), optimizer_class, own)
+    _, group_faults = read_grouping(optimizer_class, values)
+    return {**arguments, **about_groups}, [*faults, *group_faults]
+
+
+def read_grouping(
+    optimizer_class: type[torch.optim.Optimizer], values: Mapping[str, Any]
+) -> tuple[Grouping, list[Fault]]:
+    """Return how `groups`, `no_decay` and `layer_decay` put parameters into groups, and all that is wrong with them."""
+    defaults, about_groups = split_grouping(values)
+    faults: list[Fault] = []
+    read: dict[str, Any] = {}
+    if "groups" in about_groups:
+        entries = group_entries(("optim", "groups"), about_groups["groups"], faults)
+        read["groups"] = tuple(_read_group(path, entry, optimizer_class, defaults, faults) for path, entry in entries)
+    if "no_decay" in about_groups:
+        path = ("optim", "no_decay")
+        read["no_decay"] = read_kinds(path, about_groups["no_decay"], faults)
+        if "weight_decay" not in parameters_of(optimizer_class):
+            got = f"no_decay for {name_of(optimizer_class)}, which takes no weight_decay"
+            faults.append(Fault(path, got, "an optimizer that decays weights", "remove `no_decay`"))
+    if "layer_decay" in about_groups:
+        read["layer_decay"] = read_layer_decay(("optim", "layer_decay"), about_groups["layer_decay"], faults)
+    grouping = Grouping(**read)
+    rates = [defaults.get("lr"), *(group.arguments.get("lr", defaults.get("lr")) for group in grouping.groups)]
+    if grouping.groups and all(rate == 0 and rate is not None for rate in rates):
+        got = "a learning rate of 0 in every group: nothing would be trained"
+        faults.append(Fault(("optim", "lr"), got, "a rate above 0 in one group at least", "write `lr: 1e-3`"))
+    return grouping, faults
+
+
+def _read_group(
+    path: KeyPath,
+    entry: Mapping[str, Any],
+    default_class: type[torch.optim.Optimizer],
+    defaults: Mapping[str, Any],
+    faults: list[Fault],
+) -> Group:
+    """Return one entry of `groups`; without a `type`, its arguments are those of the optimizer of all the rest."""
+    match = read_patterns((*path, "match"), entry["match"], faults) if "match" in entry else ()
+    kinds = read_kinds((*path, "kind"), entry["kind"], faults) if "kind" in entry else ()
+    own = own_arguments(entry)
+    if "type" not in entry:
+        arguments, wrong = _check_call(path, default_class, own, beside=defaults)
+        faults += wrong
+        return Group(match, kinds, None, arguments)
+    found = find_optimizer(entry["type"])
+    if isinstance(found, Fault):
+        faults.append(Fault((*path, "type"), found.got, found.expected, found.do))
+        return Group(match, kinds, None, own)
+    arguments, wrong = _check_call(path, found, own)
+    faults += wrong
+    return Group(match, kinds, found, arguments)
+
+
+def _check_call(
+    path: KeyPath,
+    optimizer_class: type[torch.optim.Optimizer],
+    values: Mapping[str, Any],
+    beside: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, Any], list[Fault]]:
+    """Return arguments in the types of the signature, and all that is wrong with them; `beside` are known as well."""
+    call = _Call(path, optimizer_class)
+    beside = beside or {}
+    arguments, faults = call.check(values, known=beside)
     if not faults and optimizer_class.__module__.startswith(("torch.", "transformers.")):
-        faults = list(_trial(call, optimizer_class, arguments))
+        faults = list(_trial(call, optimizer_class, arguments, beside))
     return arguments, faults
 
 
 def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
     """Return the arguments as the scheduler takes them, warm-up as the user wrote it, and all that is wrong."""
-    call = _Call("scheduler", factory)
+    call = _Call(("scheduler",), factory)
     warmup = {name: whole(values[name]) for name in ("warmup_ratio", "num_warmup_steps") if name in values}
     if "num_warmup_steps" not in call.parameters or not warmup:
         return call.check(values)
@@ -67,8 +144,8 @@ def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> t
 class _Call:
     """A call that will be made with the user's arguments."""
 
-    def __init__(self, key: str, factory: Callable[..., Any]) -> None:
-        self.key = key
+    def __init__(self, path: KeyPath, factory: Callable[..., Any]) -> None:
+        self.path = path
         self.name = name_of(factory)
         parameters = parameters_of(factory)
         kinds = {parameter.kind for parameter in parameters.values()}
@@ -78,11 +155,16 @@ class _Call:
         extra = {"warmup_ratio"} if "num_warmup_steps" in parameters else set()
         self.names = sorted((set(self.parameters) | extra) - COMPUTED)
 
-    def check(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
+    @property
+    def where(self) -> str:
+        """The place of the call in the hyper-parameters."""
+        return ".".join(map(str, self.path))
+
+    def check(self, values: Mapping[str, Any], known: Iterable[str] = ()) -> tuple[dict[str, Any], list[Fault]]:
         """Return `values` in the types of the signature, and a fault for each argument that is wrong or missing."""
         arguments = {name: self._convert(name, value) for name, value in values.items()}
         faults = [self._fault(name, value) for name, value in arguments.items()]
-        return arguments, [*filter(None, faults), *self._missing(values)]
+        return arguments, [*filter(None, faults), *self._missing({*values, *known})]
 
     def _convert(self, name: str, value: Any) -> Any:
         annotation = _annotation(self.parameters.get(name))
@@ -93,7 +175,7 @@ class _Call:
         return value
 
     def _fault(self, name: str, value: Any) -> Fault | None:
-        path = (self.key, name)
+        path = (*self.path, name)
         if name in COMPUTED and name in self.parameters:
             return Fault(path, describe(value), "nothing: accmt computes it from the run", f"remove `{name}`")
         if name not in self.parameters:
@@ -106,16 +188,19 @@ class _Call:
 
     def _unknown(self, name: str, value: Any) -> Fault:
         synonym = _SYNONYMS.get(name)
-        meant = synonym if synonym in self.names else nearest(name, self.names)
+        beside = GROUPING if self.path == ("optim",) else SELECTORS if self.path[0] == "optim" else ()
+        meant = synonym if synonym in self.names else nearest(name, [*self.names, *beside])
         do = f"write `{meant}`" if meant else f"remove `{name}`"
         takes = ", ".join(self.names) or "nothing"
-        return Fault((self.key, name), f"{name} = {describe(value)}", f"an argument of {self.name}: {takes}", do)
+        return Fault((*self.path, name), f"{name} = {describe(value)}", f"an argument of {self.name}: {takes}", do)
 
     def _missing(self, values: Iterable[str]) -> Iterable[Fault]:
         for name, parameter in self.parameters.items():
             is_filled = name in COMPUTED or name in FILLED_IF_MISSING or name in values
             if parameter.default is parameter.empty and not is_filled:
-                yield Fault((self.key, name), "nothing", f"{self.name} needs {name}", f"add `{name}:` to {self.key}")
+                yield Fault(
+                    (*self.path, name), "nothing", f"{self.name} needs {name}", f"add `{name}:` to {self.where}"
+                )
 
 
 def _annotation(parameter: inspect.Parameter | None) -> Any:
@@ -157,16 +242,21 @@ def _warmup_faults(warmup: Mapping[str, Any]) -> Iterable[Fault]:
         yield Fault(("scheduler", name), describe(value), "a whole number of steps from 0", do)
 
 
-def _trial(call: _Call, optimizer_class: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> Iterable[Fault]:
+def _trial(
+    call: _Call,
+    optimizer_class: type[torch.optim.Optimizer],
+    arguments: Mapping[str, Any],
+    beside: Mapping[str, Any],
+) -> Iterable[Fault]:
     """Build the optimizer over one number, so that a value that it rejects is known now; find whose value it is."""
-    refusal = _refusal(optimizer_class, arguments)
-    if refusal is None:
+    refusal = _refusal(optimizer_class, {**beside, **arguments})
+    if refusal is None or (beside and _refusal(optimizer_class, beside) is not None):  # which is said of those
         return
     others = {name: {key: arguments[key] for key in arguments if key != name} for name in arguments}
-    culprit = next((name for name in arguments if _refusal(optimizer_class, others[name]) is None), None)
-    path = (call.key,) if culprit is None else (call.key, culprit)
+    culprit = next((name for name in arguments if _refusal(optimizer_class, {**beside, **others[name]}) is None), None)
+    path = call.path if culprit is None else (*call.path, culprit)
     got = describe(dict(arguments) if culprit is None else arguments[culprit])
-    yield Fault(path, got, f"what {call.name} accepts: {refusal}", f"correct `{culprit or call.key}`")
+    yield Fault(path, got, f"what {call.name} accepts: {refusal}", f"correct `{culprit or call.where}`")
 
 
 def _refusal(optimizer_class: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> str | None:

@@ -11,6 +11,7 @@ from accmt.config.arguments import optimizer_arguments, parameters_of
 from accmt.config.faults import Fault
 from accmt.config.hyperparameters import HyperParameters
 from accmt.config.optimizer_names import find_optimizer, find_scheduler
+from accmt.config.parameter_groups import GROUPING
 from accmt.errors import HyperParameterError, explain
 
 Rule = Literal["apply", "keep", "reject"]
@@ -68,6 +69,11 @@ RULES = (
     KeyRule("step_scheduler_per_epoch", "reject", "The scheduler has counted in the other unit so far."),
     KeyRule("optim.type", "reject", "The optimizer's state belongs to the other class."),
     KeyRule("optim.lr", "apply", "From here on the rate is the one of a run that had the new value from its start."),
+    KeyRule(
+        "optim.groups",
+        "apply",
+        "Their values hold from the next step on; which parameters are in a group, and its `type`, have to stay.",
+    ),
     KeyRule("optim.*", "apply", "Holds from the next step on; the optimizer's state stays."),
     KeyRule("scheduler.*", "reject", "A position in the old scheduler means nothing in the new one."),
     KeyRule("*", "apply", "It is no part of what a checkpoint holds."),
@@ -96,12 +102,22 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, resets_optimizer:
 
 
 def changed_arguments(changes: Iterable[Change]) -> dict[str, tuple[Any, Any]]:
-    """Return the optimizer's arguments that are to be applied: name to (old value, new value)."""
-    return {
+    """Return the optimizer's arguments that are to be applied: name to (old value, new value).
+
+    Of changed groups these are all arguments that a group has of its own, with None for both values.
+    """
+    changed = {
         change.key.removeprefix("optim."): (change.old, change.new)
         for change in changes
         if change.key.startswith("optim.") and change.rule == "apply"
     }
+    about_groups = [pair for name, pair in changed.items() if name in GROUPING]
+    if not about_groups:
+        return changed
+    lists = [value for pair in about_groups for value in pair if isinstance(value, list)]
+    names = {name for groups in lists for entry in groups if isinstance(entry, Mapping) for name in entry}
+    own = dict.fromkeys({"lr", "weight_decay", *names}, (None, None))
+    return {**own, **{name: pair for name, pair in changed.items() if name not in GROUPING}}
 
 
 def require_allowed(changes: Iterable[Change], where: str) -> None:

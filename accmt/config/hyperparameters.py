@@ -170,13 +170,31 @@ class HyperParameters:
         """Let training have batches of another size; those of validation and test stay as they are."""
         self.batch_size = (size, self.val_batch_size, self.test_batch_size)
 
+    @property
+    def learning_rate(self) -> float | None:
+        """The learning rate of the optimizer, for parameters that are in no group with a rate of its own."""
+        rate = self.optim_kwargs.get("lr")
+        return _standard_rate(self.optimizer_class) if rate is None else rate
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Let the optimizer have another learning rate; those of groups keep their proportion to it."""
+        before, kwargs = self.learning_rate, dict(self.optim_kwargs)
+        if before and kwargs.get("groups"):
+            from accmt.config.optimizer_names import find_optimizer
+
+            kwargs["groups"] = [dict(group) for group in kwargs["groups"]]
+            for group in kwargs["groups"]:
+                own = group.get("lr", _standard_rate(find_optimizer(group["type"])) if "type" in group else None)
+                group |= {} if own is None else {"lr": own * (rate / before)}
+        self.optim_kwargs = {**kwargs, "lr": rate}
+
     def micro_batch_size_within(self, limit: int | None) -> int:
         """Return the largest even part of a batch within a limit and `max_micro_batch_size`."""
         size = self.train_batch_size
         largest = min(size, self.max_micro_batch_size or size, limit or size)
         return next(part for part in range(largest, 0, -1) if size % part == 0)
 
-    def where(self, *path: str) -> str:
+    def where(self, *path: str | int) -> str:
         """Return the place of a key for messages: `hps/digits.yaml:7 optim.lr`."""
         return self._document.where(path)
 
@@ -238,7 +256,19 @@ def _kwargs_faults(**values: Mapping[str, Any] | None) -> Iterable[Fault]:
         yield Fault(("optimizer_kwargs",), got, "one of the two", "leave out `optimizer_kwargs`")
 
 
+def _standard_rate(optimizer_class: Any) -> float | None:
+    """Return the learning rate of an optimizer that is given none."""
+    from accmt.config.arguments import parameters_of
+
+    rate = parameters_of(optimizer_class)["lr"].default if "lr" in parameters_of(optimizer_class) else None
+    return rate if isinstance(rate, int | float) else None
+
+
 def _plain(value: Any) -> Any:
+    if isinstance(value, type):  # of an optimizer in a group
+        from accmt.config.optimizer_names import name_of
+
+        return name_of(value)
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from accmt.config import HyperParameters
-from accmt.config.arguments import optimizer_arguments, parameters_of
+from accmt.config.arguments import optimizer_arguments, parameters_of, read_grouping
+from accmt.config.parameter_groups import Grouping
 from accmt.errors import HyperParameterError, ModuleContractError, explain
+from accmt.optimization.chained import ChainedOptimizer
+from accmt.optimization.parameter_groups import Assigned, assign
 
 _IMPLEMENTATIONS = frozenset({"fused", "foreach", "differentiable", "capturable"})
 
 
-def build_optimizer(
-    hps: HyperParameters,
-    parameters: Iterable[torch.nn.Parameter],
-    *,
-    as_trained: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> Optimizer:
-    """Build the optimizer of `hps` over `parameters`.
+AsTrained = Callable[[torch.Tensor], torch.Tensor]
+
+
+def build_optimizer(hps: HyperParameters, model: nn.Module, *, as_trained: AsTrained = torch.clone) -> Optimizer:
+    """Build the optimizer of `hps` over the parameters of a model, or several that are chained into one.
 
     All of them are handed over, frozen ones too: the optimizer skips those without a gradient, and trains them
     from the moment they are thawed. `fused=True` is set where the class, the devices and the types of the parameters
@@ -29,16 +31,15 @@ def build_optimizer(
 
     Args:
         hps: The hyper-parameters.
-        parameters: The parameters.
+        model: The model.
         as_trained: Makes a tensor of the kind that the parameters will be, where they are sharded later.
 
     Raises:
         ModuleContractError: No parameter requires a gradient.
-        HyperParameterError: The optimizer refuses its arguments or these parameters.
+        HyperParameterError: The optimizer refuses its arguments or these parameters, or its groups do not fit them.
     """
-    parameters = list(parameters)
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trainable:
+    parameters = list(model.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
         message = explain(
             "the parameters to optimize",
             f"{len(parameters)} parameters, none with requires_grad=True",
@@ -46,28 +47,83 @@ def build_optimizer(
             "unfreeze a part of the model, or override get_optimizer",
         )
         raise ModuleContractError(message)
-    optimizer_class = hps.optimizer_class
-    arguments = optimizer_arguments(optimizer_class, hps.optim_kwargs)
-    if _can_fuse(optimizer_class, arguments, trainable, as_trained or torch.clone):
+    grouping, _ = read_grouping(hps.optimizer_class, hps.optim_kwargs)
+    if not grouping:
+        return _build(hps.optimizer_class, parameters, hps.optim_kwargs, as_trained, hps.where("optim"))
+    return _build_groups(hps, assign(model, grouping, hps.where("optim")), grouping, as_trained)
+
+
+def _build_groups(
+    hps: HyperParameters, assigned: Sequence[Sequence[Assigned]], grouping: Grouping, as_trained: AsTrained
+) -> Optimizer:
+    """Build the default optimizer over its own groups and those without a type, and one for each other group."""
+    numbered = list(enumerate(assigned))
+    mine = [part for number, parts in numbered for part in parts if part.optimizer_class is None]
+    optimizers = [_build_grouped(hps.optimizer_class, mine, hps.optim_kwargs, as_trained, hps.where("optim"))]
+    for number, parts in numbered[1:]:
+        own_class = grouping.groups[number - 1].optimizer_class
+        if own_class is not None:
+            where = hps.where("optim", "groups", number - 1)
+            arguments = grouping.groups[number - 1].arguments
+            optimizers.append(_build_grouped(own_class, parts, arguments, as_trained, where))
+    return optimizers[0] if len(optimizers) == 1 else ChainedOptimizer(optimizers)
+
+
+def _build_grouped(
+    optimizer_class: type[Optimizer],
+    parts: Sequence[Assigned],
+    arguments: Mapping[str, Any],
+    as_trained: AsTrained,
+    where: str,
+) -> Optimizer:
+    """Build an optimizer with a parameter group for each part; `initial_lr` says where each rate began."""
+    groups = [{"params": list(part.parameters.values()), **part.arguments} for part in parts]
+    optimizer = _build(optimizer_class, groups, arguments, as_trained, where)
+    strange = {name for part in parts for name in part.arguments if name not in optimizer.defaults}
+    if strange:
+        got = f"{', '.join(sorted(strange))}, which {optimizer_class.__name__} has for all parameters alike"
+        do = "move it to `optim`, or give the group a `type` of its own"
+        raise HyperParameterError(explain(where, got, "arguments that can differ by group", do))
+    for group, part in zip(optimizer.param_groups, parts, strict=True):
+        if group["lr"] is not None:
+            group["lr"] = group["initial_lr"] = group["lr"] * part.rate
+    return optimizer
+
+
+def _build(
+    optimizer_class: type[Optimizer],
+    parameters: Sequence[nn.Parameter] | Sequence[dict[str, Any]],
+    written: Mapping[str, Any],
+    as_trained: AsTrained,
+    where: str,
+) -> Optimizer:
+    arguments = optimizer_arguments(optimizer_class, written)
+    if _can_fuse(optimizer_class, arguments, _trainable(parameters), as_trained):
         arguments["fused"] = True
     try:
         return optimizer_class(parameters, **arguments)
     except (TypeError, ValueError) as error:
         name = optimizer_class.__name__
         message = explain(
-            hps.where("optim"),
+            where,
             f"{name}: {error}",
             f"arguments and parameters that {name} accepts",
-            "correct them, choose another optimizer, or override get_optimizer",
+            "correct them, choose another optimizer, let it have only some parameters (`groups`), "
+            "or override get_optimizer",
         )
         raise HyperParameterError(message) from error
+
+
+def _trainable(parameters: Sequence[nn.Parameter] | Sequence[dict[str, Any]]) -> list[nn.Parameter]:
+    several = (one["params"] if isinstance(one, dict) else [one] for one in parameters)
+    return [parameter for some in several for parameter in some if parameter.requires_grad]
 
 
 def _can_fuse(
     optimizer_class: type[Optimizer],
     arguments: Mapping[str, Any],
-    trainable: Iterable[torch.nn.Parameter],
-    as_trained: Callable[[torch.Tensor], torch.Tensor],
+    trainable: Iterable[nn.Parameter],
+    as_trained: AsTrained,
 ) -> bool:
     """Try a fused step on one number of each device and type that the parameters have."""
     if "fused" not in parameters_of(optimizer_class) or _IMPLEMENTATIONS & set(arguments):

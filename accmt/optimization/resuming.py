@@ -68,6 +68,7 @@ def restore_scheduler(
         kept = _kept_constants(scheduler, saved)
         scheduler.load_state_dict(saved)
         now = _scaled(loaded, built, *changed["lr"]) if "lr" in changed else built
+    names |= {"initial_lr"} if "lr" in names else set()
     for group, theirs, ours in zip(optimizer.param_groups, loaded, now, strict=True):
         group.update({**theirs, **{name: ours[name] for name in names & ours.keys()}})
     if not {"fused", "capturable"}.isdisjoint(names):
@@ -117,9 +118,12 @@ def _walk(optimizer: Optimizer, scheduler: LRScheduler, built: GroupArguments, s
 
 def _scaled(loaded: GroupArguments, built: GroupArguments, old: Any, new: Any) -> GroupArguments:
     """Return what was built, its rates lowered as far as the scheduler had lowered the old ones."""
+    pairs = list(zip(loaded, built, strict=True))
+    if all(theirs.get("initial_lr") and "initial_lr" in ours for theirs, ours in pairs):  # groups of hyper-parameters
+        return [{**ours, "lr": theirs["lr"] * (ours["initial_lr"] / theirs["initial_lr"])} for theirs, ours in pairs]
     if not old or new is None:
         return built
-    return [{**ours, "lr": theirs["lr"] * (new / old)} for theirs, ours in zip(loaded, built, strict=True)]
+    return [{**ours, "lr": theirs["lr"] * (new / old)} for theirs, ours in pairs]
 
 
 def _place_step_counts(optimizer: Optimizer) -> None:

@@ -46,6 +46,7 @@ def build_scheduler(
     factory = hps.scheduler_class
     if factory is None:
         return None
+    _require_rates_of_groups(hps, optimizer)
     length = _length(hps, total_steps, steps_per_epoch, num_epochs)
     parameters = parameters_of(factory)
     arguments = dict(hps.scheduler_kwargs)
@@ -116,6 +117,17 @@ def _unknown_length(hps: HyperParameters, argument: str, do: str) -> HyperParame
     got = "data without a length, so the end of the run is not known"
     expected = f"a known number of steps, which {argument} is computed from"
     return HyperParameterError(explain(hps.where("scheduler"), got, expected, do))
+
+
+def _require_rates_of_groups(hps: HyperParameters, optimizer: Optimizer) -> None:
+    """Reject one rate for all groups where they have rates of their own, which it would replace silently."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    absolute = [name for name in ("max_lr", "base_lr") if isinstance(hps.scheduler_kwargs.get(name), int | float)]
+    if absolute and len(set(rates)) > 1:
+        got = f"one {absolute[0]} for groups whose rates differ: {', '.join(f'{rate:g}' for rate in rates)}"
+        do = f"write a list of {len(rates)}, in this order, or choose a scheduler that multiplies the rates"
+        where = hps.where("scheduler", absolute[0])
+        raise HyperParameterError(explain(where, got, "a rate for each group", do))
 
 
 def _refusal(hps: HyperParameters, optimizer: Optimizer, error: Exception) -> HyperParameterError:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accmt.config import HyperParameters
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface import enable_gradient_checkpointing, reject_injected_adapters, require_library
 from accmt.libraries import private_names
@@ -27,7 +28,7 @@ from accmt.parallel.reduction import (
     require_equal_weights,
     settle_buckets,
 )
-from accmt.parallel.shards import as_shard, is_sharded, require_known_shards, shard_model
+from accmt.parallel.shards import as_shard, is_sharded, require_known_shards, shard_model, sizes_of_shards
 from accmt.parallel.sync_batchnorm import restore_batch_norm, synchronize_if_asked
 from accmt.run import Run
 from accmt.settings import RunningSettings, Settings
@@ -98,9 +99,25 @@ def prepare(
     return Prepared(model, unwrapped, stepper, scheduler)
 
 
+def create_optimizer(model: nn.Module, optim: str | type[torch.optim.Optimizer], **optim_kwargs: Any) -> Any:
+    """Return an optimizer as the hyper-parameters would build it, for `get_optimizer` of a module.
+
+    Args:
+        model: The model: `self.model`.
+        optim: Name, import path or class of the optimizer.
+        **optim_kwargs: Its arguments, `groups`, `no_decay` and `layer_decay` among them.
+
+    Raises:
+        HyperParameterError: An argument is wrong, or a group does not fit the model.
+    """
+    hps = HyperParameters(optim=optim, optim_kwargs=optim_kwargs)
+    is_in_parts = sizes_of_shards() is not None or is_sharded(model)
+    return build_optimizer(hps, model, as_trained=as_shard if is_in_parts else torch.clone)
+
+
 def _build_optimizer(model: nn.Module, settings: Settings, accelerator: Accelerator) -> torch.optim.Optimizer:
     is_in_parts = accelerator.is_fsdp2 or is_sharded(model)
-    return build_optimizer(settings.hps, model.parameters(), as_trained=as_shard if is_in_parts else None)
+    return build_optimizer(settings.hps, model, as_trained=as_shard if is_in_parts else torch.clone)
 
 
 def _wrap(own: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> nn.Module:

@@ -2,6 +2,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch import nn
 
 from accmt.config import HyperParameters
 from accmt.config.optimizer_names import optimizer_names
@@ -35,13 +36,13 @@ def train(optimizer, weight, steps):
 def test_every_optimizer_builds_steps_and_continues_from_its_state(name):
     hps = HyperParameters(optim=name, optim_kwargs={"lr": 0.01})
     weight = weights()
-    optimizer = build_optimizer(hps, [weight])
+    optimizer = build_optimizer(hps, nn.ParameterList([weight]))
     assert type(optimizer) is hps.optimizer_class
     train(optimizer, weight, 10)
     assert not torch.equal(weight, weights())
 
     copy = torch.nn.Parameter(weight.detach().clone())
-    resumed = build_optimizer(hps, [copy])
+    resumed = build_optimizer(hps, nn.ParameterList([copy]))
     resumed.load_state_dict(deepcopy(optimizer.state_dict()))  # loading shares its tensors
     train(optimizer, weight, 3)
     train(resumed, copy, 3)
@@ -51,20 +52,20 @@ def test_every_optimizer_builds_steps_and_continues_from_its_state(name):
 @pytest.mark.feature("D16")
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
 def test_the_fused_implementation_is_used_where_it_works(name):
-    assert build_optimizer(HyperParameters(optim=name), [weights()]).defaults["fused"] is True
+    assert build_optimizer(HyperParameters(optim=name), nn.ParameterList([weights()])).defaults["fused"] is True
 
 
 @pytest.mark.parametrize(
     "said", [{"fused": False}, {"fused": None}, {"foreach": True}, {"foreach": False}, {"differentiable": True}]
 )
 def test_an_implementation_that_the_user_chose_stays(said):
-    optimizer = build_optimizer(HyperParameters(optim="AdamW", optim_kwargs=said), [weights()])
+    optimizer = build_optimizer(HyperParameters(optim="AdamW", optim_kwargs=said), nn.ParameterList([weights()]))
     assert not optimizer.defaults["fused"]
 
 
 def test_types_that_cannot_be_fused_are_left_to_the_ordinary_implementation():
     weight = weights(torch.complex64)
-    optimizer = build_optimizer(HyperParameters(optim="AdamW"), [weight])
+    optimizer = build_optimizer(HyperParameters(optim="AdamW"), nn.ParameterList([weight]))
     assert not optimizer.defaults["fused"]
     train(optimizer, weight, 1)
     assert weight.isfinite().all()
@@ -72,7 +73,7 @@ def test_types_that_cannot_be_fused_are_left_to_the_ordinary_implementation():
 
 def test_the_fused_trial_does_not_touch_random_numbers_weights_or_the_hyper_parameters():
     hps, weight, before = HyperParameters(optim="AdamW"), weights(), torch.get_rng_state()
-    build_optimizer(hps, [weight])
+    build_optimizer(hps, nn.ParameterList([weight]))
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(weight, weights())
     assert "optim.fused" not in hps.get_config()
@@ -80,15 +81,19 @@ def test_the_fused_trial_does_not_touch_random_numbers_weights_or_the_hyper_para
 
 def test_adafactor_with_lr_moves_by_that_lr():
     optimizer = build_optimizer(
-        HyperParameters(optim="Adafactor", optim_kwargs={"lr": 0.5, "scale_parameter": False}), [weights()]
+        HyperParameters(optim="Adafactor", optim_kwargs={"lr": 0.5, "scale_parameter": False}),
+        nn.ParameterList([weights()]),
     )
     assert (optimizer.defaults["relative_step"], optimizer.defaults["scale_parameter"]) == (False, False)
-    assert build_optimizer(HyperParameters(optim="Adafactor"), [weights()]).defaults["relative_step"] is True
+    assert (
+        build_optimizer(HyperParameters(optim="Adafactor"), nn.ParameterList([weights()])).defaults["relative_step"]
+        is True
+    )
 
 
 def test_a_frozen_parameter_is_trained_once_it_is_thawed():
     frozen, trained = weights().requires_grad_(False), weights()
-    optimizer = build_optimizer(HyperParameters(optim_kwargs={"lr": 1.0}), iter([frozen, trained]))
+    optimizer = build_optimizer(HyperParameters(optim_kwargs={"lr": 1.0}), nn.ParameterList([frozen, trained]))
     train(optimizer, trained, 1)
     assert torch.equal(frozen, weights())
     frozen.requires_grad_(True)
@@ -99,7 +104,7 @@ def test_a_frozen_parameter_is_trained_once_it_is_thawed():
 @pytest.mark.parametrize("parameters", [[], [weights().requires_grad_(False)]])
 def test_nothing_to_train_is_a_contract_error(parameters):
     with pytest.raises(ModuleContractError, match=f"{len(parameters)} parameters, none with requires_grad=True"):
-        build_optimizer(HyperParameters(), parameters)
+        build_optimizer(HyperParameters(), nn.ParameterList(parameters))
 
 
 @pytest.mark.parametrize(
@@ -111,4 +116,4 @@ def test_nothing_to_train_is_a_contract_error(parameters):
 )
 def test_a_refusal_of_the_real_parameters_names_the_place(optim, parameter, message):
     with pytest.raises(HyperParameterError, match=message):
-        build_optimizer(HyperParameters(optim=optim), [parameter])
+        build_optimizer(HyperParameters(optim=optim), nn.ParameterList([parameter]))

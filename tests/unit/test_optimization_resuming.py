@@ -325,7 +325,9 @@ def test_the_choice_of_kernel_is_the_one_of_now_and_the_next_update_works():
     weights = {"foreach": False, "fused": None}
     old = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], **weights)
     update(old)
-    optimizer = build_optimizer(HyperParameters(optim="AdamW"), [torch.nn.Parameter(torch.ones(2))])
+    optimizer = build_optimizer(
+        HyperParameters(optim="AdamW"), torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2))])
+    )
     resume(optimizer, None, saved_after(old, None), {"foreach": (False, None), "fused": (None, None)})
     assert (optimizer.param_groups[0]["foreach"], optimizer.param_groups[0]["fused"]) == (None, True)
     update(optimizer)
@@ -343,7 +345,7 @@ def test_a_step_count_that_a_fused_kernel_cannot_read_is_converted():
 
 
 def test_adafactor_that_found_its_own_rate_takes_a_given_one():
-    parameters = [torch.nn.Parameter(torch.ones(2, 2))]
+    parameters = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, 2))])
     old = build_optimizer(HyperParameters(optim="Adafactor"), parameters)
     update(old)
     optimizer = build_optimizer(HyperParameters(optim="Adafactor", optim_kwargs={"lr": 0.01}), parameters)

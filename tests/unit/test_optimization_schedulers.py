@@ -36,7 +36,7 @@ def with_schedule(name, kwargs=None, **others):
 
 
 def optimizer_of(hps):
-    return build_optimizer(hps, [torch.nn.Parameter(torch.ones(2))])
+    return build_optimizer(hps, torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2))]))
 
 
 def scheduled(hps, total=10, per_epoch=5):

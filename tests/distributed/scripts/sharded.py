@@ -72,7 +72,8 @@ class Last(Callback):
 def fit(module: AcceleratorModule, folder: Path, callbacks: Any = (), **settings: Any) -> dict[str, Any]:
     """Train, and return losses, norms and results; the samples of a step are the same on every launch."""
     own: dict[str, Any] = {"model_saving": None, "checkpoint_every": None, "seed": 5, "verbose": False} | settings
-    hps = {"max_steps": STEPS, "batch_size": 12 // trainer_processes(), "optim": {"type": "AdamW", "lr": 1e-2}}
+    optim = own.pop("optim", {"type": "AdamW", "lr": 1e-2})
+    hps = {"max_steps": STEPS, "batch_size": 12 // trainer_processes(), "optim": optim}
     recorder = Last()
     trainer = Trainer(hps, folder / "model", logging_dir=folder / "logs", callbacks=[recorder, *callbacks], **own)
     trainer.fit(module, make_texts(), make_texts())
@@ -104,6 +105,15 @@ def clipped_by_value(folder: Path) -> Any:
 
 def clipped_and_monitored(folder: Path) -> Any:
     return fit(Texts(), folder, clip_grad=0.1, monitor={"grad_norm": True})
+
+
+def grouped(folder: Path) -> Any:
+    """Train in groups with a rate for each layer, and with an optimizer of its own for matrices."""
+    groups = [{"kind": "matrix", "type": "SGD", "lr": 0.5, "momentum": 0.9}]
+    optim = {"type": "AdamW", "lr": 1e-2, "weight_decay": 0.1, "no_decay": "norm", "layer_decay": 0.8, "groups": groups}
+    module = Texts()
+    outcome = fit(module, folder, optim=optim, clip_grad=0.1)
+    return {**outcome, "weights": weights_of(module)}
 
 
 def averaged(folder: Path) -> Any:
@@ -308,7 +318,7 @@ def refused(folder: Path) -> Any:
     return said
 
 
-_TRAINED = (plain, clipped_by_value, clipped_and_monitored, averaged, unfrozen, by_hand, guarded, half)
+_TRAINED = (plain, grouped, clipped_by_value, clipped_and_monitored, averaged, unfrozen, by_hand, guarded, half)
 CASES = {case.__name__: case for case in (*_TRAINED, saved, with_adapter, generated, compiled, built_in_fit, refused)}
 
 

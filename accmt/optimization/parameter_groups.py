@@ -1,0 +1,197 @@
+"""Putting the parameters of a model into groups, with arguments or an optimizer of their own."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from accmt.config.parameter_groups import Group, Grouping
+from accmt.errors import HyperParameterError, explain
+from accmt.optimization.parameter_kinds import kinds_of
+
+_SHOWN = 5
+
+
+@dataclass
+class Assigned:
+    """Parameters that share their optimizer and its arguments.
+
+    Attributes:
+        label: What the group is, for people: `default`, or what it was matched by.
+        optimizer_class: The optimizer of its own; None is the default one.
+        arguments: Arguments other than the optimizer's.
+        parameters: The parameters by name.
+        rate: What the learning rate is multiplied by.
+    """
+
+    label: str
+    optimizer_class: type[Optimizer] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    rate: float = 1.0
+
+
+def assign(model: nn.Module, grouping: Grouping, where: str) -> list[list[Assigned]]:
+    """Put every parameter of a model, frozen ones too, into a group.
+
+    Args:
+        model: The model.
+        grouping: What is asked for.
+        where: The place of `optim`, for messages.
+
+    Returns:
+        For the default and then for each of `grouping.groups` what it is split into by `no_decay` and `layer_decay`.
+
+    Raises:
+        HyperParameterError: A group matches nothing, nothing is left for the default, a tied weight has two
+            optimizers, or the layers of the model cannot be told apart.
+    """
+    kinds = kinds_of(model)
+    names = _names(model)
+    chosen = {parameter: _choose(parameter, names[parameter], kinds, grouping, where) for parameter in kinds}
+    _require_used(chosen, names, kinds, grouping, where)
+    depth = _rates(model, grouping.layer_decay, where)
+    heads = [Assigned("default"), *(Assigned(_label(one), one.optimizer_class) for one in grouping.groups)]
+    parts: list[dict[tuple[bool, float], Assigned]] = [{} for _ in heads]
+    for parameter, number in chosen.items():
+        is_spared = bool(kinds[parameter] & set(grouping.no_decay))
+        rate, head = depth.get(parameter, 1.0), heads[number]
+        if (is_spared, rate) not in parts[number]:
+            own = {} if number == 0 else dict(grouping.groups[number - 1].arguments)
+            label = f"{head.label}, no decay" if is_spared else head.label
+            arguments = {**own, "weight_decay": 0.0} if is_spared else own
+            parts[number][is_spared, rate] = Assigned(label, head.optimizer_class, arguments, {}, rate)
+        parts[number][is_spared, rate].parameters[names[parameter][0]] = parameter
+    return [sorted(part.values(), key=lambda one: ("no decay" in one.label, -one.rate)) for part in parts]
+
+
+def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return the names of each parameter; one that is tied has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _choose(
+    parameter: nn.Parameter,
+    names: Sequence[str],
+    kinds: Mapping[nn.Parameter, set[str]],
+    grouping: Grouping,
+    where: str,
+) -> int:
+    """Return the number of the first group that fits, from 1; 0 is the default."""
+    by_name = {
+        name: next((i for i, group in enumerate(grouping.groups, 1) if _fits(group, name, kinds[parameter])), 0)
+        for name in names
+    }
+    classes = {number and grouping.groups[number - 1].optimizer_class for number in by_name.values()}
+    if len(classes - {0}) > 1:
+        got = f"two optimizers for one parameter, which has the names {' and '.join(names)}"
+        do = "match both of its names in one group"
+        raise HyperParameterError(explain(f"{where}.groups", got, "one optimizer for a tied weight", do))
+    return min((number for number in by_name.values() if number), default=0)
+
+
+def _fits(group: Group, name: str, kinds: set[str]) -> bool:
+    is_named = not group.match or any(re.search(pattern, name) for pattern in group.match)
+    return is_named and (not group.kinds or not kinds.isdisjoint(group.kinds))
+
+
+def _require_used(
+    chosen: Mapping[nn.Parameter, int],
+    names: Mapping[nn.Parameter, list[str]],
+    kinds: Mapping[nn.Parameter, set[str]],
+    grouping: Grouping,
+    where: str,
+) -> None:
+    """Check that every pattern and kind is of use, and that the default has something."""
+    for number, group in enumerate(grouping.groups):
+        place = f"{where}.groups.{number}"
+        for pattern in group.match:
+            if not any(re.search(pattern, name) for several in names.values() for name in several):
+                all_names = [several[0] for several in names.values()]
+                do = f"correct it: names are such as {', '.join(_nearest(pattern, all_names))}"
+                got = f"{pattern!r}, which is in no parameter's name"
+                raise HyperParameterError(explain(f"{place}.match", got, "a part of a name in the model", do))
+        if number + 1 not in chosen.values():
+            fitting = [
+                names[parameter][0]
+                for parameter in chosen
+                if any(_fits(group, name, kinds[parameter]) for name in names[parameter])
+            ]
+            got = f"{_label(group)}: no parameter of the model"
+            if fitting:
+                got = f"{_label(group)}: all that it fits is in groups before it, such as {fitting[0]}"
+            do = "remove the group, or put it before the others: the first one that fits a parameter has it"
+            raise HyperParameterError(explain(place, got, "a group of one parameter at least", do))
+    if grouping.groups and 0 not in chosen.values():
+        got = f"groups that take all {len(chosen)} parameters, so that nothing is left for the optimizer beside them"
+        do = "move what the last group says to `optim` itself, and remove the group"
+        raise HyperParameterError(explain(f"{where}.groups", got, "parameters that are in no group", do))
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return the names that are most like a pattern, or the first ones."""
+    parts = {part for name in names for part in (name, *name.split("."))}
+    near = difflib.get_close_matches(pattern.replace("\\", ""), sorted(parts), n=1, cutoff=0.6)
+    found = [name for name in names if near and near[0] in name]
+    return (found or list(names))[:_SHOWN]
+
+
+def _label(group: Group) -> str:
+    return " in ".join(filter(None, (" or ".join(group.kinds), " or ".join(group.match))))
+
+
+def _rates(model: nn.Module, decay: float, where: str) -> dict[nn.Parameter, float]:
+    """Return what the rate of each parameter is multiplied by: less with each layer further from the output.
+
+    What stands before the stack of layers (embeddings) is one layer below the first, what stands behind it (the head)
+    keeps the rate. That is the rule of ELECTRA and of timm's `layer_decay`.
+
+    Source:
+        Clark et al., https://arxiv.org/abs/2003.10555, appendix A.
+    """
+    if decay == 1:
+        return {}
+    path, stack = _stack(model, where)
+    rates: dict[nn.Parameter, float] = {}
+    is_before = True
+    for name, parameter in model.named_parameters():
+        if name.startswith(f"{path}."):
+            is_before = False
+            rates[parameter] = decay ** (len(stack) - int(name[len(path) + 1 :].split(".")[0]))
+        else:
+            rates[parameter] = decay ** (len(stack) + 1) if is_before else 1.0
+    return rates
+
+
+def _stack(model: nn.Module, where: str) -> tuple[str, nn.ModuleList | nn.Sequential]:
+    """Return the one outermost list of alike modules with parameters, which is the model's layers."""
+    found = dict(_stacks(model, ""))
+    if len(found) == 1:
+        return next(iter(found.items()))
+    got = f"a model with {len(found)} lists of layers{': ' if found else ''}{', '.join(found)}"
+    do = "remove `layer_decay`, and write `groups` with the rate of each part"
+    raise HyperParameterError(explain(f"{where}.layer_decay", got, "one list of layers, which follow each other", do))
+
+
+def _stacks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
+    for name, child in module.named_children():
+        inner = f"{path}.{name}".removeprefix(".")
+        if isinstance(child, nn.ModuleList | nn.Sequential) and _is_stack(child):
+            yield inner, child
+        else:
+            yield from _stacks(child, inner)
+
+
+def _is_stack(layers: nn.ModuleList | nn.Sequential) -> bool:
+    kinds = Counter(type(layer) for layer in layers if next(layer.parameters(), None) is not None)
+    return len(layers) > 1 and len(kinds) == 1 and kinds.total() == len(layers)

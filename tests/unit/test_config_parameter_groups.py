@@ -1,0 +1,102 @@
+"""Groups of parameters in the hyper-parameters: what is read, and what is wrong."""
+
+import pytest
+import torch
+
+from accmt.config import HyperParameters
+from accmt.config.arguments import read_grouping
+from accmt.config.parameter_groups import Group, Grouping
+from accmt.errors import HyperParameterError
+
+YAML = """\
+hps:
+  epochs: 1
+  batch_size: 4
+  optim:
+    type: AdamW
+    lr: 1e-3
+    {}
+"""
+
+
+def message_of(tmp_path, line):
+    path = tmp_path / "x.yaml"
+    path.write_text(YAML.format(line))
+    with pytest.raises(HyperParameterError) as raised:
+        HyperParameters.from_config(path)
+    return str(raised.value).removeprefix(f"{path}:")
+
+
+def test_groups_are_read_in_the_types_of_the_signature(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        YAML.format(
+            "groups: [{match: head, lr: '3e-3', betas: [0.8, 0.9]}, {kind: [norm, bias], weight_decay: 0},"
+            " {kind: matrix, match: [layers, blocks], type: Muon, lr: 2e-2}]\n    no_decay: bias\n    layer_decay: 0.9"
+        )
+    )
+    hps = HyperParameters.from_config(path)
+    grouping, faults = read_grouping(hps.optimizer_class, hps.optim_kwargs)
+    assert not faults
+    assert grouping == Grouping(
+        (
+            Group(("head",), (), None, {"lr": 0.003, "betas": (0.8, 0.9)}),
+            Group((), ("norm", "bias"), None, {"weight_decay": 0}),
+            Group(("layers", "blocks"), ("matrix",), torch.optim.Muon, {"lr": 0.02}),
+        ),
+        ("bias",),
+        0.9,
+    )
+    assert HyperParameters.from_config(hps.to_dict()) == hps
+
+
+def test_an_optimizer_may_be_a_class_in_python_and_has_its_name_in_the_dict():
+    groups = [{"kind": "matrix", "type": torch.optim.Muon, "lr": 0.02}]
+    hps = HyperParameters(optim="AdamW", optim_kwargs={"lr": 1e-3, "groups": groups})
+    assert hps.to_dict()["hps"]["optim"]["groups"] == [{"kind": "matrix", "type": "Muon", "lr": 0.02}]
+    assert HyperParameters.from_config(hps.to_dict()) == hps
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("groups: norm", "7 optim.groups\n  got: 'norm' (str)\n  expected: a list of groups"),
+        ("groups: []", "7 optim.groups\n  got: [] (list)\n  expected: a list of groups"),
+        ("groups: [{lr: 1}]", "7 optim.groups.0\n  got: {'lr': 1} (dict)\n  expected: a mapping with `match` or"),
+        ("groups: [{match: a}]", "7 optim.groups.0\n  got: {'match': 'a'} (dict)\n  expected: an argument that is"),
+        ("groups: [{match: 'a(', lr: 1}]", "7 optim.groups.0.match\n  got: 'a(': missing ), unterminated subpattern"),
+        ("groups: [{match: 3, lr: 1}]", "7 optim.groups.0.match\n  got: 3 (int)\n  expected: a regular expression"),
+        ("groups: [{kind: norms, lr: 1}]", "7 optim.groups.0.kind\n  got: 'norms' (str)"),
+        ("groups: [{kind: norms, lr: 1}]", "do: write `norm`"),
+        ("groups: [{kind: [norm, bais], lr: 1}]", "do: write `bias`"),
+        ("groups: [{kind: norm, weigth_decay: 0}]", "7 optim.groups.0.weigth_decay\n  got: weigth_decay = 0 (int)"),
+        ("groups: [{kind: norm, weigth_decay: 0}]", "do: write `weight_decay`"),
+        ("groups: [{kind: norm, lr: [1]}]", "7 optim.groups.0.lr\n  got: [1] (list)"),
+        ("groups: [{kind: norm, lr: -1}]", "7 optim.groups.0.lr\n  got: -1 (int)\n  expected: what AdamW accepts"),
+        ("groups: [{kind: matrix, type: Moun, lr: 1}]", "7 optim.groups.0.type\n  got: 'Moun' (str)"),
+        ("groups: [{kind: matrix, type: Muon, betas: [0, 1]}]", "7 optim.groups.0.betas"),
+        ("no_decay: weights", "7 optim.no_decay\n  got: 'weights' (str)"),
+        ("layer_decay: 1.5", "7 optim.layer_decay\n  got: 1.5 (float)\n  expected: a number above 0, up to 1"),
+        ("layer_decay: true", "7 optim.layer_decay\n  got: True (bool)"),
+        ("layer_decays: 0.9", "do: write `layer_decay`"),
+    ],
+)
+def test_what_is_wrong_has_its_line_and_what_to_write(tmp_path, line, message):
+    assert message in message_of(tmp_path, line)
+
+
+def test_no_decay_needs_an_optimizer_that_decays():
+    with pytest.raises(HyperParameterError, match=r"no_decay for Rprop, which takes no weight_decay"):
+        HyperParameters(optim="Rprop", optim_kwargs={"no_decay": ["bias"]})
+
+
+def test_a_rate_of_0_in_every_group_is_an_error():
+    groups = [{"kind": "norm", "weight_decay": 0}, {"match": "head", "lr": 0}]
+    with pytest.raises(HyperParameterError, match=r"a learning rate of 0 in every group"):
+        HyperParameters(optim="AdamW", optim_kwargs={"lr": 0, "groups": groups})
+    HyperParameters(optim="AdamW", optim_kwargs={"lr": 1e-3, "groups": groups})
+
+
+def test_all_faults_of_groups_are_in_one_error(tmp_path):
+    message = message_of(tmp_path, "groups: [{kind: norms, lr: 1}, {match: a, eps: x}]\n    no_decay: wights")
+    assert message.startswith("3 faults in") or "3 faults in" in message

@@ -1,0 +1,314 @@
+"""Parameters in groups, and optimizers that are chained."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+)
+
+from accmt import ChainedOptimizer, HyperParameters, create_optimizer
+from accmt.errors import ArgumentError, HyperParameterError
+from accmt.optimization import build_optimizer, build_scheduler
+from accmt.optimization.parameter_kinds import kinds_of
+
+SMALL = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 20}
+
+
+def bert():
+    return BertForSequenceClassification(BertConfig(num_hidden_layers=2, **SMALL))
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=2, vocab_size=20))
+
+
+def llama(**more):
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SMALL, **more))
+
+
+def t5():
+    return T5ForConditionalGeneration(T5Config(d_model=8, d_kv=4, d_ff=16, num_heads=2, num_layers=2, vocab_size=20))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.final = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.embed(x).mean(1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        return self.head(self.final(x))
+
+
+def built(model, **optim_kwargs):
+    return build_optimizer(HyperParameters(optim="AdamW", optim_kwargs={"lr": 1.0, **optim_kwargs}), model)
+
+
+def table(model, optimizer):
+    """Return for each parameter its rate and its decay."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        names[parameter]: (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+@pytest.mark.parametrize("make", [bert, gpt2, llama, t5])
+def test_no_decay_spares_what_transformers_spares(make, tmp_path):
+    model = make()
+    decayed = {
+        name
+        for name, (_, decay) in table(model, built(model, weight_decay=0.1, no_decay=["bias", "norm"])).items()
+        if decay
+    }
+    assert decayed == set(Trainer.get_decay_parameter_names(None, model)) & {n for n, _ in model.named_parameters()}
+
+
+def test_the_first_group_that_fits_has_a_parameter():
+    model = Net()
+    optimizer = built(
+        model,
+        groups=[
+            {"match": r"^head\.", "lr": 5.0},
+            {"kind": "bias", "weight_decay": 0.0},
+            {"match": [r"layers\.0", r"layers\.1"], "kind": "matrix", "lr": 0.5},
+        ],
+        weight_decay=0.1,
+    )
+    found = table(model, optimizer)
+    assert found["head.weight"] == found["head.bias"] == (5.0, 0.1)
+    assert found["layers.0.bias"] == found["final.bias"] == (1.0, 0.0)
+    assert found["layers.0.weight"] == found["layers.1.weight"] == (0.5, 0.1)
+    assert found["layers.2.weight"] == found["embed.weight"] == found["final.weight"] == (1.0, 0.1)
+    assert optimizer.param_groups[0]["lr"] == 1.0  # the default is the one that a progress bar shows
+
+
+def test_no_decay_holds_in_groups_too_and_keeps_their_rates():
+    model = Net()
+    found = table(model, built(model, groups=[{"match": "head", "lr": 5.0}], no_decay="bias", weight_decay=0.1))
+    assert found["head.weight"] == (5.0, 0.1)
+    assert found["head.bias"] == (5.0, 0.0)
+    assert found["layers.0.bias"] == (1.0, 0.0)
+
+
+def test_layer_decay_lowers_the_rate_with_each_layer_from_the_head():
+    model = Net()
+    found = {name: rate for name, (rate, _) in table(model, built(model, layer_decay=0.5)).items()}
+    assert found["head.weight"] == found["final.weight"] == 1.0
+    assert [found[f"layers.{i}.weight"] for i in range(3)] == [0.125, 0.25, 0.5]
+    assert found["embed.weight"] == 0.0625
+
+
+@pytest.mark.parametrize(("make", "stack"), [(bert, "encoder.layer"), (gpt2, "transformer.h"), (llama, "model.layers")])
+def test_layer_decay_finds_the_layers_of_transformers(make, stack):
+    model = make()
+    found = {name: rate for name, (rate, _) in table(model, built(model, layer_decay=0.5)).items()}
+    assert {rate for name, rate in found.items() if f"{stack}.1." in name} == {0.5}
+    assert {rate for name, rate in found.items() if f"{stack}.0." in name} == {0.25}
+    assert {rate for name, rate in found.items() if "embed" in name or "wte" in name} == {0.125}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (t5, "a model with 2 lists of layers: encoder.block, decoder.block"),
+        (lambda: nn.Linear(2, 2), "a model with 0 lists of layers"),
+    ],
+)
+def test_layer_decay_needs_one_list_of_layers(make, message):
+    with pytest.raises(HyperParameterError, match=message):
+        built(make(), layer_decay=0.5)
+
+
+def test_kinds_of_parameters():
+    model = llama(tie_word_embeddings=False)
+    kinds = kinds_of(model)
+    of = {name: kinds[parameter] for name, parameter in model.named_parameters()}
+    assert of["model.embed_tokens.weight"] == {"embedding"}
+    assert of["lm_head.weight"] == set()  # no matrix: Muon is not meant for the output layer
+    assert of["model.layers.0.self_attn.q_proj.weight"] == {"matrix"}
+    assert of["model.norm.weight"] == of["model.layers.1.input_layernorm.weight"] == {"norm"}
+    net = kinds_of(Net())
+    assert [sorted(found) for found in net.values()][-4:] == [["norm"], ["bias", "norm"], ["matrix"], ["bias"]]
+
+
+def test_adapters_of_peft_are_a_kind():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(bert(), LoraConfig(target_modules=["query"], task_type="SEQ_CLS"))
+    adapters = {name for name, parameter in model.named_parameters() if "adapter" in kinds_of(model)[parameter]}
+    assert adapters == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([{"match": "haed", "lr": 2}], r"groups\.0\.match\n  got: 'haed', which .*\n.*\n  do: .* head\.weight"),
+        ([{"match": "head", "lr": 2}, {"match": r"head\.weight", "lr": 3}], r"groups\.1\n.*all that it fits is in"),
+        ([{"kind": "adapter", "lr": 2}], r"groups\.0\n  got: adapter: no parameter of the model"),
+        ([{"match": "", "lr": 2}], r"groups\n  got: groups that take all 11 parameters"),
+    ],
+)
+def test_groups_that_do_not_fit_the_model(groups, message):
+    with pytest.raises(HyperParameterError, match=message):
+        built(Net(), groups=groups)
+
+
+def test_a_tied_weight_has_one_optimizer():
+    model = gpt2()
+    groups = [{"match": "wte", "type": "SGD", "lr": 1}, {"match": "lm_head", "type": "Adam", "lr": 1}]
+    with pytest.raises(HyperParameterError, match=r"two optimizers for one parameter, which has the names"):
+        built(model, groups=groups)
+    found = built(model, groups=[{"match": ["wte", "lm_head"], "type": "SGD", "lr": 1}])
+    assert [type(one).__name__ for one in found._chained] == ["AdamW", "SGD"]
+
+
+def test_an_argument_that_cannot_differ_by_group_is_an_error():
+    class Fixed(torch.optim.SGD):
+        def __init__(self, params, lr=0.1, smoothing=0.5):
+            super().__init__(params, lr=lr)
+
+    hps = HyperParameters(optim=Fixed, optim_kwargs={"groups": [{"match": "head", "smoothing": 0.1}]})
+    with pytest.raises(HyperParameterError, match="smoothing, which Fixed has for all parameters alike"):
+        build_optimizer(hps, Net())
+
+
+MUON = [{"kind": "matrix", "type": "Muon", "lr": 0.05, "weight_decay": 0.1}]
+
+
+def backward(model, step):
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randint(0, 6, (8, 5), generator=generator)
+    nn.functional.cross_entropy(model(inputs), inputs[:, 0] % 2).backward()
+
+
+def test_chained_optimizers_step_as_each_by_itself():
+    torch.manual_seed(0)
+    model = Net()
+    reference = deepcopy(model)
+    chained = built(model, groups=MUON, no_decay=["bias"], weight_decay=0.1)
+    matrices = [p for n, p in reference.named_parameters() if p.dim() == 2 and not n.startswith("embed")]
+    biases = [p for n, p in reference.named_parameters() if "bias" in n]
+    rest = [p for n, p in reference.named_parameters() if n in ("embed.weight", "final.weight")]
+    adam = torch.optim.AdamW(
+        [{"params": rest}, {"params": biases, "weight_decay": 0.0}], lr=1.0, weight_decay=0.1, fused=True
+    )
+    muon = torch.optim.Muon(matrices, lr=0.05, weight_decay=0.1)
+    for step in range(5):
+        for one, optimizers in ((model, [chained]), (reference, [adam, muon])):
+            backward(one, step)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_one_scheduler_drives_all_groups():
+    hps = HyperParameters(
+        optim="AdamW",
+        optim_kwargs={"lr": 1.0, "groups": MUON},
+        scheduler="LinearWithWarmup",
+        scheduler_kwargs={"num_warmup_steps": 2},
+    )
+    optimizer = build_optimizer(hps, Net())
+    scheduler = build_scheduler(hps, optimizer, total_steps=10, steps_per_epoch=10)
+    optimizer.step()
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.025]
+    assert [one.param_groups[0]["lr"] for one in optimizer._chained] == [0.5, 0.025]
+
+
+@pytest.mark.parametrize("copying", [deepcopy, lambda optimizer: optimizer])
+def test_a_state_that_was_loaded_goes_on_with_the_same_bits(copying):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = built(model, groups=MUON)
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    other = Net()
+    other.load_state_dict(model.state_dict())
+    resumed = built(other, groups=MUON)
+    resumed.load_state_dict(deepcopy(optimizer.state_dict()))
+    for step in range(3, 6):
+        for one, its in ((model, optimizer), (other, resumed)):
+            backward(one, step)
+            its.step()
+            its.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert len(copying(resumed).state) == len(list(model.parameters()))
+
+
+def test_groups_that_are_added_later_go_to_the_first_optimizer():
+    late = nn.Linear(3, 3)
+    model = Net()
+    optimizer = built(model, groups=MUON)
+    optimizer.add_param_group({"params": list(late.parameters()), "lr": 0.5})
+    before = [parameter.clone() for parameter in late.parameters()]
+    late(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, late.parameters(), strict=True))
+    assert type(optimizer._chained[0]).__name__ == "AdamW"
+    assert optimizer._chained[0].param_groups[-1]["lr"] == 0.5
+
+
+class Remembering(torch.optim.SGD):
+    def state_dict(self):
+        return {**super().state_dict(), "more": 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda a, b: [], "expected: torch optimizers, one at least"),
+        (lambda a, b: [torch.optim.SGD([a]), torch.optim.Adam([a, b])], "two optimizers for one parameter"),
+        (lambda a, b: [torch.optim.SGD([a]), Remembering([b])], "Remembering, which has a `state_dict` of its own"),
+    ],
+)
+def test_what_cannot_be_chained(make, message):
+    with pytest.raises(ArgumentError, match=message):
+        ChainedOptimizer(make(nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))))
+
+
+def test_an_optimizer_in_python_is_that_of_the_yaml():
+    model, groups = Net(), [{"match": "head", "lr": 5.0}, *MUON]
+    rest = {"lr": 1.0, "weight_decay": 0.1, "groups": groups, "no_decay": ["bias"], "layer_decay": 0.5}
+    assert table(model, create_optimizer(model, "AdamW", **rest)) == table(model, built(model, **rest))
+    with pytest.raises(HyperParameterError, match="HyperParameters optim.weigth_decay"):
+        create_optimizer(model, "AdamW", weigth_decay=0.1)
+
+
+def test_a_new_rate_keeps_the_proportions_of_groups():
+    hps = HyperParameters(optim="AdamW", optim_kwargs={"lr": 1.0, "groups": [{"match": "head", "lr": 5.0}, *MUON]})
+    hps.set_learning_rate(0.1)
+    assert [group["lr"] for group in build_optimizer(hps, Net()).param_groups] == pytest.approx([0.1, 0.5, 0.005])
+    standard = HyperParameters(optim="AdamW", optim_kwargs={"groups": [{"kind": "matrix", "type": "Muon"}]})
+    standard.set_learning_rate(1e-2)  # tenfold, as that of Muon, which is 1e-3 too
+    assert standard.optim_kwargs == {"lr": 1e-2, "groups": [{"kind": "matrix", "type": "Muon", "lr": 1e-2}]}
+
+
+def test_one_rate_for_all_groups_is_no_schedule_for_groups_with_rates_of_their_own():
+    kwargs = {"lr": 1.0, "groups": [{"match": "head", "lr": 5.0}]}
+    hps = HyperParameters(optim="AdamW", optim_kwargs=kwargs, scheduler="OneCycleLR", scheduler_kwargs={"max_lr": 0.1})
+    optimizer = build_optimizer(hps, Net())
+    with pytest.raises(HyperParameterError, match=r"one max_lr for groups whose rates differ"):
+        build_scheduler(hps, optimizer, total_steps=10, steps_per_epoch=10)
