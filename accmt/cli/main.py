@@ -15,6 +15,7 @@ COMMANDS = {
     "example": "print or write a script to start with",
     "get": "write the weights in a checkpoint as a model folder",
     "launch": "start a training script on one process or several",
+    "params": "print the parameter groups of hyper-parameters",
     "report": "write one HTML page about a run or several",
     "strats": "list what `accmt launch --strat` takes",
     "sync": "deliver the missing rows to the trackers of a run",
@@ -37,8 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return WRONG_USE
     except OSError as error:
+        is_explained = error.errno is None  # raised with a message of four parts, not by the system
         expected, do = "files and folders that can be read and written", "check the path and its permissions"
-        print(explain(f"accmt {options.called}", str(error), expected, do), file=sys.stderr)
+        message = str(error) if is_explained else explain(f"accmt {options.called}", str(error), expected, do)
+        print(message, file=sys.stderr)
         return WRONG_USE
     return exit_code
 

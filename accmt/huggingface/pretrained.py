@@ -51,10 +51,35 @@ def load_pretrained(
     model_class = _find_model_class(type)
     folder = Path(path)
     if (folder / ADAPTER_CONFIG).is_file():
-        return build_with_adapter(_load(model_class, read_base_name(folder), kwargs), folder)
-    model = _load_sharded(model_class, os.fspath(path), kwargs) or _load(model_class, os.fspath(path), kwargs)
+        return build_with_adapter(_read(model_class, read_base_name(folder), **kwargs), folder)
+    model = _load_sharded(model_class, os.fspath(path), kwargs) or _read(model_class, os.fspath(path), **kwargs)
     reject_injected_adapters(model)
     return model
+
+
+def build_empty(path: str | os.PathLike[str], type: str | None = None) -> Any:  # noqa: A002
+    """Build a transformers model without its weights: its tensors have shapes only.
+
+    An adapter is built with the weights of its model, for PEFT reads them.
+
+    Args:
+        path: A model folder, or a name on the hub.
+        type: The name of the class; None is the one that the configuration names, or `AutoModel`.
+
+    Raises:
+        ArgumentError, FileNotFoundError, ModuleContractError: As from `load_pretrained`.
+    """
+    import torch
+    import transformers
+
+    _require_path(path)
+    if (Path(path) / ADAPTER_CONFIG).is_file():
+        return load_pretrained(path, type)
+    config = _read(transformers.AutoConfig, os.fspath(path))
+    named = next(iter(config.architectures or ()), None)
+    model_class = _find_model_class(type or (named if hasattr(transformers, named or "") else None))
+    with torch.device("meta"):
+        return model_class.from_config(config) if hasattr(model_class, "from_config") else model_class(config)
 
 
 def _load_sharded(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:
@@ -76,14 +101,15 @@ def _load_sharded(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:
     shard, replicate = sizes
     config = DistributedConfig(fsdp_size=shard, dp_replicate_size=replicate)
     with torch.random.fork_rng(devices=[]):  # a new head is drawn once, by the way that is taken in the end
-        model, report = _load(model_class, path, {**kwargs, "distributed_config": config, "output_loading_info": True})
+        model, report = _read(model_class, path, **kwargs, distributed_config=config, output_loading_info=True)
     return None if report["missing_keys"] or has_tied_shards(model) else model
 
 
-def _load(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:
+def _read(kind: Any, path: str, **kwargs: Any) -> Any:
+    """Let a class of transformers read a model folder, or from the hub."""
     _require_model_folder(path)
     try:
-        return model_class.from_pretrained(path, **kwargs)
+        return kind.from_pretrained(path, **kwargs)
     except OSError as error:
         message = explain(
             f"from_hf(path={path!r})",

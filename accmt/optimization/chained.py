@@ -45,6 +45,10 @@ class ChainedOptimizer(Optimizer):
         """The chained optimizers by name: `AdamW + Muon`."""
         return " + ".join(type(one).__qualname__ for one in self._chained)
 
+    def class_name_of(self, number: int) -> str:
+        """Return the name of the optimizer that a parameter group belongs to."""
+        return type(self._chained[self._owners[number]]).__qualname__
+
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Let all of them step.
 

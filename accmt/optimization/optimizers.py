@@ -76,7 +76,7 @@ def _build_grouped(
     as_trained: AsTrained,
     where: str,
 ) -> Optimizer:
-    """Build an optimizer with a parameter group for each part; `initial_lr` says where each rate began."""
+    """Build an optimizer with a parameter group for each part, and with a `name` and an `initial_lr` in it."""
     groups = [{"params": list(part.parameters.values()), **part.arguments} for part in parts]
     optimizer = _build(optimizer_class, groups, arguments, as_trained, where)
     strange = {name for part in parts for name in part.arguments if name not in optimizer.defaults}
@@ -85,6 +85,7 @@ def _build_grouped(
         do = "move it to `optim`, or give the group a `type` of its own"
         raise HyperParameterError(explain(where, got, "arguments that can differ by group", do))
     for group, part in zip(optimizer.param_groups, parts, strict=True):
+        group["name"] = part.label
         if group["lr"] is not None:
             group["lr"] = group["initial_lr"] = group["lr"] * part.rate
     return optimizer

@@ -121,7 +121,7 @@ def _unknown_length(hps: HyperParameters, argument: str, do: str) -> HyperParame
 
 def _require_rates_of_groups(hps: HyperParameters, optimizer: Optimizer) -> None:
     """Reject one rate for all groups where they have rates of their own, which it would replace silently."""
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [group["lr"] for group in optimizer.param_groups if "name" in group]  # which those of `optim.groups` have
     absolute = [name for name in ("max_lr", "base_lr") if isinstance(hps.scheduler_kwargs.get(name), int | float)]
     if absolute and len(set(rates)) > 1:
         got = f"one {absolute[0]} for groups whose rates differ: {', '.join(f'{rate:g}' for rate in rates)}"

@@ -1,0 +1,65 @@
+"""Print the groups of parameters that hyper-parameters make of a model, with their numbers, rates and decays.
+
+The model is built without its weights, so that this takes no memory. Nothing is written. Exit code: 0, or 2 for groups
+that do not fit the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+_HEAD = ("group", "optimizer", "lr", "weight_decay", "tensors", "numbers", "trained", "such as")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("hps", help="the file of hyper-parameters")
+    parser.add_argument("--model", required=True, metavar="PATH", help="a model folder, or a name on the hub")
+    parser.add_argument("--type", help="its class in transformers; left out: the one that its configuration names")
+    parser.add_argument("--names", action="store_true", help="list the names of all parameters under each group")
+
+
+def run(options: argparse.Namespace) -> int:
+    from accmt.config import HyperParameters
+    from accmt.huggingface import build_empty
+    from accmt.optimization import build_optimizer
+
+    hps = HyperParameters.from_config(options.hps)
+    model = build_empty(options.model, options.type)
+    optimizer = build_optimizer(hps, model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    rows = [_row(group, number, optimizer, names) for number, group in enumerate(optimizer.param_groups)]
+    print("\n".join(_lines(rows, optimizer, names if options.names else None)))
+    return 0
+
+
+def _row(
+    group: Mapping[str, Any], number: int, optimizer: Optimizer, names: Mapping[nn.Parameter, str]
+) -> tuple[str, ...]:
+    parameters = group["params"]
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return (
+        group.get("name", "all"),
+        optimizer.class_name_of(number) if hasattr(optimizer, "class_name_of") else type(optimizer).__name__,
+        f"{group['lr']:g}" if group["lr"] is not None else "its own",
+        f"{group['weight_decay']:g}" if "weight_decay" in group else "",
+        f"{len(parameters):,}",
+        f"{sum(parameter.numel() for parameter in parameters):,}",
+        f"{trained:,}",
+        names[parameters[0]],
+    )
+
+
+def _lines(
+    rows: list[tuple[str, ...]], optimizer: Optimizer, names: Mapping[nn.Parameter, str] | None
+) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in [_HEAD, *rows]) for column in range(len(_HEAD))]
+    for number, row in enumerate([_HEAD, *rows]):
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        if names is not None and number:
+            yield from (f"    {names[parameter]}" for parameter in optimizer.param_groups[number - 1]["params"])
