@@ -312,7 +312,7 @@ class TestOptimizerAndSchedule:
             kind = torch.optim.AdamW
 
         train("out/m", module=Own(), stop=5)
-        with pytest.raises(CheckpointError, match=r"(?s)AdamW; the checkpoint's is a Adam.*reset_optimizer_on_resume"):
+        with pytest.raises(CheckpointError, match=r"(?s)AdamW; the checkpoint's is Adam.*reset_optimizer_on_resume"):
             train("out/m", module=Other(), resume=True)
 
     def test_another_schedule_is_refused_and_another_constant_said(self, caplog):
