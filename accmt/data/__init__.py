@@ -5,6 +5,7 @@ from accmt.data.batches import find_batch_size as find_batch_size
 from accmt.data.collate import DataCollatorForLongestSequence as DataCollatorForLongestSequence
 from accmt.data.collate import build_collate as build_collate
 from accmt.data.fetching import BadSample as BadSample
+from accmt.data.lengths import known_lengths as known_lengths
 from accmt.data.loaders import build_loader as build_loader
 from accmt.data.options import Loader as Loader
 from accmt.data.options import LoaderOptions as LoaderOptions
@@ -20,6 +21,9 @@ from accmt.data.token_budget import EvaluationBudgetLoader as EvaluationBudgetLo
 from accmt.data.token_budget import TokenBudgetLoader as TokenBudgetLoader
 from accmt.data.token_budget import keep_samples as keep_samples
 from accmt.data.token_budget import reader_of as reader_of
+from accmt.data.token_budget import take_apart as take_apart
 from accmt.data.token_cut import TokenBudget as TokenBudget
+from accmt.data.token_cut import cut_by_tokens as cut_by_tokens
+from accmt.data.token_cut import padded_tokens as padded_tokens
 from accmt.data.unsharded import UnshardedLoader as UnshardedLoader
 from accmt.data.workers import note_dead_worker as note_dead_worker

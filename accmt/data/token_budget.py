@@ -11,13 +11,14 @@ resumed run cuts as before.
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from accmt.data.batches import MicroBatch, WindowPart
 from accmt.data.collate import Collate, keeps_number
@@ -25,6 +26,8 @@ from accmt.data.lengths import find_length
 from accmt.data.options import Loader, WrappedLoader
 from accmt.data.seeding import derive_seed, seed_generators
 from accmt.data.token_cut import Groups, TokenBudget, cut_by_tokens, padded_tokens
+from accmt.errors import DataError, explain
+from accmt.libraries.private_names import pin_memory
 from accmt.messages import warn_once
 from accmt.processes import gather_objects, process_index
 
@@ -40,6 +43,21 @@ def keep_samples(samples: list[Any]) -> Any:
     return samples if get_worker_info() is None else pickle.dumps(samples)
 
 
+def take_apart(user_loader: DataLoader[Any]) -> tuple[DataLoader[Any], Collate] | None:
+    """Return a copy of a user's DataLoader that yields the samples of its batches, and what collates these.
+
+    Returns:
+        The two; None for a loader with an `__iter__` or a state of its own, or one that makes no batches of samples.
+    """
+    is_plain = type(user_loader).__iter__ is DataLoader.__iter__ and not hasattr(user_loader, "state_dict")
+    if not is_plain or user_loader.batch_sampler is None and user_loader.batch_size is None:
+        return None
+    reader = copy.copy(user_loader)
+    # Through vars: DataLoader.__setattr__ rejects changes after construction.
+    vars(reader).update(collate_fn=keep_samples, pin_memory=False, _iterator=None)
+    return reader, user_loader.collate_fn
+
+
 class _BudgetLoader(WrappedLoader):
     """What the loaders below have in common.
 
@@ -53,6 +71,8 @@ class _BudgetLoader(WrappedLoader):
         length_of: What the module says is the length of a sample.
         seed: The run's.
         purpose: As in `LoaderOptions`.
+        pins_memory: Whether batches are pinned.
+        rejects_long: Whether a sample longer than the budget is an error.
     """
 
     def __init__(
@@ -64,6 +84,8 @@ class _BudgetLoader(WrappedLoader):
         length_of: Callable[[Any], Any] | None,
         seed: int,
         purpose: str,
+        pins_memory: bool = False,
+        rejects_long: bool = False,
     ) -> None:
         super().__init__(own)
         self._budget = budget
@@ -71,6 +93,8 @@ class _BudgetLoader(WrappedLoader):
         self._length_of = length_of
         self._seed = seed
         self._purpose = f"collate {purpose}"
+        self._pins_memory = pins_memory
+        self._rejects_long = rejects_long
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         return None  # the samples of a window are spread over its micro-batches
@@ -98,17 +122,24 @@ class _BudgetLoader(WrappedLoader):
                 "lengths, or count what the collate function adds",
                 about="lengths of samples that are not true",
             )
-        return batch
+        return pin_memory(batch) if self._pins_memory else batch
 
-    def _warn_of_long(self, lengths: list[int]) -> None:
-        longest = max(lengths, default=0)
-        if longest > self._budget.max_tokens:
-            number = sum(length > self._budget.max_tokens for length in lengths)
-            warn_once(
-                f"{number} of {len(lengths)} samples that are cut together are longer than max_tokens: "
-                f"{self._budget.max_tokens} (up to {longest} tokens); each such sample is a micro-batch of its own",
-                about="samples longer than max_tokens",
-            )
+    def _check_longest(self, lengths: list[int]) -> None:
+        longest, max_tokens = max(lengths, default=0), self._budget.max_tokens
+        if longest <= max_tokens:
+            return
+        number = sum(length > max_tokens for length in lengths)
+        which = f"{number} of {len(lengths)} samples that are cut together"
+        if self._rejects_long:
+            where, got = f"max_tokens: {max_tokens}", f"{which} are longer, up to {longest} tokens"
+            do = f"tokenizer(..., truncation=True, max_length={max_tokens}), filter them, or raise max_tokens"
+            expected = 'none, because of Trainer(on_long_sample="raise")'
+            raise DataError(explain(where, got, expected, do))
+        warn_once(
+            f"{which} are longer than max_tokens: {max_tokens} (up to {longest} tokens); each such sample is a "
+            "micro-batch of its own",
+            about="samples longer than max_tokens",
+        )
 
 
 class TokenBudgetLoader(_BudgetLoader):
@@ -154,7 +185,7 @@ class TokenBudgetLoader(_BudgetLoader):
         samples = [sample for batch in step for sample in _unpack(batch.batch)]
         every = gather_objects([find_length(sample, self._length_of) for sample in samples])
         lengths = list(chain(*every))
-        self._warn_of_long(lengths)
+        self._check_longest(lengths)
         cut = cut_by_tokens(lengths, self._budget, len(every))
         self.real_tokens += sum(lengths)
         self.padded_tokens += sum(padded_tokens(group, lengths) for own in cut for group in own)
@@ -221,7 +252,7 @@ class EvaluationBudgetLoader(_BudgetLoader):
             samples += read
             places += [(batch.index, place) for place in range(len(read))]
         lengths = [find_length(sample, self._length_of) for sample in samples]
-        self._warn_of_long(lengths)
+        self._check_longest(lengths)
         [groups] = cut_by_tokens(lengths, self._budget)
         every = gather_objects(len(groups)) if self._keeps_in_step else [len(groups)]
         num_parts = max(1, *every)

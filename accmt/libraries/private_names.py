@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+from torch.utils.data._utils.pin_memory import pin_memory as pin_as_loaders_do
 
 if TYPE_CHECKING:
     import torchmetrics
@@ -83,6 +84,11 @@ def is_batch_norm(module: nn.Module) -> bool:
 def has_running_statistics(module: nn.Module) -> bool:
     """Return whether a module is of a kind that may keep running statistics."""
     return isinstance(module, _NormBase)
+
+
+def pin_memory(batch: Any) -> Any:
+    """Return a batch in pinned memory, as a DataLoader pins it: tensors, and what has a method `pin_memory`."""
+    return pin_as_loaders_do(batch)  # type: ignore[no-untyped-call]
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -61,6 +61,8 @@ class DataSettings:
         batch_device_placement: Whether batches are moved to the device before a step sees them.
         on_bad_sample: "raise" ends the run where a sample cannot be read, with an error that names it; "skip" leaves it
             out of its batch, counts it (`bad_samples`) and warns. Has no effect on streams.
+        on_long_sample: With `max_tokens` in the hyper-parameters: "warn" makes a sample that is longer a micro-batch of
+            its own, and warns once; "raise" ends the run.
     """
 
     shuffle_train: bool = True
@@ -81,6 +83,7 @@ class DataSettings:
     overfit_batches: int | float = 0.0
     batch_device_placement: bool = True
     on_bad_sample: str = "raise"
+    on_long_sample: str = "warn"
 
     def __post_init__(self) -> None:
         require_flags(self)
@@ -90,6 +93,7 @@ class DataSettings:
         else:
             require_int("reload_dataloaders_every_n_epochs", self.reload_dataloaders_every_n_epochs, at_least=0)
         require_choice("on_bad_sample", self.on_bad_sample, ("raise", "skip"))
+        require_choice("on_long_sample", self.on_long_sample, ("warn", "raise"))
         _require_limit("overfit_batches", self.overfit_batches, at_least=0)
         is_dict = isinstance(self.limit_batches, Mapping)
         if is_dict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
@@ -11,24 +10,21 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from accmt.data import (
-    EvaluationBudgetLoader,
     Loader,
     LoaderOptions,
     Shard,
-    TokenBudget,
-    TokenBudgetLoader,
     UnshardedLoader,
     build_collate,
     build_loader,
     keep_samples,
 )
-from accmt.data.collate import collate_or_explain
 from accmt.errors import ArgumentError, DataError, explain
-from accmt.messages import warn, warn_once
+from accmt.messages import warn
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
 from accmt.processes import num_processes, process_index
 from accmt.settings import DataSettings, Settings
 from accmt.setup.accelerator import must_keep_in_step
+from accmt.setup.cutting import find_cutting, reject_other_cuts
 from accmt.setup.same_on_processes import find_same_data
 
 if TYPE_CHECKING:
@@ -138,11 +134,11 @@ def build_train_loader(
     data_settings = settings.data
     _reject_sampler_beside_loader(data, data_settings)
     _reject_iterator(data, settings)
-    micro_batches_per_batch = _count_micro_batches(data, settings, max_micro_batch_size)
+    reject_other_cuts(module, settings)
+    collate, pins_memory = _collate(module, data_settings, "collate_fn_train"), _pins_memory(data_settings, device)
+    cutting = find_cutting(module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="training")
+    micro_batches_per_batch = 1 if cutting else _count_micro_batches(data, settings, max_micro_batch_size)
     shard = _shard(data_settings)
-    _reject_other_cuts(module, settings)
-    is_cut = _can_be_cut(data, settings, "train")
-    collate = _collate(module, data_settings, "collate_fn_train")
     options = LoaderOptions(
         purpose="train",
         batch_size=settings.hps.train_batch_size // micro_batches_per_batch,
@@ -154,51 +150,16 @@ def build_train_loader(
         sampler=find_sampler(module, data, settings, num_shards=shard.count),
         batch_sampler=data_settings.batch_sampler,
         drop_last=data_settings.dataloader_drop_last,
-        collate=keep_samples if is_cut else collate,
+        collate=keep_samples if cutting else collate,
         num_workers=data_settings.dataloader_num_workers,
         persistent_workers=data_settings.dataloader_persistent_workers,
-        pin_memory=_pins_memory(data_settings, device) and not is_cut,
+        pin_memory=pins_memory and not cutting,
         skips_bad=data_settings.on_bad_sample == "skip",
         also_read=also_read,
         agrees_each_batch=data_settings.shard_dataloaders and num_processes() > 1,
     )
-    loader = _end_together(build_loader(data, options))
-    if not is_cut:
-        return loader
-    return TokenBudgetLoader(
-        loader,
-        TokenBudget(settings.hps.max_tokens or 1, settings.hps.max_micro_batch_size or sys.maxsize),
-        collate=collate or collate_or_explain,
-        length_of=module.length_of,
-        seed=seed,
-        batches_per_step=settings.optimization.accumulation_at,
-    )
-
-
-def _reject_other_cuts(module: AcceleratorModule, settings: Settings) -> None:
-    """Reject what decides, beside a budget of tokens, on what goes through the model at once in training."""
-    others = {
-        "a module that steps by itself": isinstance(module, ExtendedAcceleratorModule),
-        "auto_micro_batch=True, which cuts by samples": settings.optimization.auto_micro_batch,
-    }
-    for got in (what for what, is_so in others.items() if is_so and settings.hps.max_tokens is not None):
-        where, expected = "max_tokens in the hyper-parameters", "one of the two"
-        raise ArgumentError(explain(where, f"{got} beside it", expected, "leave one of them out"))
-
-
-def _can_be_cut(data: Any, settings: Settings, purpose: str) -> bool:
-    """Return whether samples are cut by a budget of tokens; where they cannot be, say why not."""
-    if settings.hps.max_tokens is None:
-        return False
-    if isinstance(data, DataLoader):
-        kind = "training" if purpose == "train" else "evaluation"
-        warn_once(
-            f"max_tokens has no effect on a DataLoader of yours as {kind} data, which collates its batches: pass its "
-            "dataset instead",
-            about=f"max_tokens and a DataLoader: {kind}",
-        )
-        return False
-    return True
+    loader = _end_together(build_loader(cutting.data if cutting else data, options))
+    return cutting.of_training(loader) if cutting else loader
 
 
 def build_evaluation_loader(
@@ -212,8 +173,12 @@ def build_evaluation_loader(
     is_validation = purpose == "validate"
     # Losses that are logged batch by batch are those of batches as read.
     logs_batches = is_validation and not settings.evaluation.report_loss_after_eval
-    is_cut = not logs_batches and _can_be_cut(data, settings, purpose)
-    collate = _collate(module, data_settings, "collate_fn_val")
+    collate, pins_memory = _collate(module, data_settings, "collate_fn_val"), _pins_memory(data_settings, device)
+    cutting = None
+    if not logs_batches:
+        cutting = find_cutting(
+            module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="evaluation"
+        )
     keeps_in_step = must_keep_in_step(module.model)
     options = LoaderOptions(
         purpose=purpose,
@@ -223,26 +188,17 @@ def build_evaluation_loader(
         limit=getattr(data_settings, _DATA[purpose].limit),
         shuffle=is_validation and data_settings.shuffle_validation,
         sampler=data_settings.sampler_val if is_validation else None,
-        collate=keep_samples if is_cut else collate,
+        collate=keep_samples if cutting else collate,
         num_workers=data_settings.dataloader_num_workers,
         persistent_workers=data_settings.dataloader_persistent_workers,
-        pin_memory=_pins_memory(data_settings, device) and not is_cut,
+        pin_memory=pins_memory and not cutting,
         skips_bad=data_settings.on_bad_sample == "skip",
         agrees_each_batch=keeps_in_step,
     )
-    loader = _end_together(build_loader(data, options))
-    if not is_cut:
+    loader = _end_together(build_loader(cutting.data if cutting else data, options))
+    if cutting is None:
         return loader
-    return EvaluationBudgetLoader(
-        loader,
-        TokenBudget(settings.hps.max_tokens or 1, sys.maxsize),
-        collate=collate or collate_or_explain,
-        length_of=module.length_of,
-        seed=seed,
-        purpose=purpose,
-        batch_size=options.batch_size,
-        keeps_in_step=keeps_in_step,
-    )
+    return cutting.of_evaluation(loader, purpose, batch_size=options.batch_size, keeps_in_step=keeps_in_step)
 
 
 def _evaluation_batch_size(settings: Settings, purpose: Evaluation) -> int:
@@ -276,8 +232,6 @@ def _reject_iterator(data: Any, settings: Settings) -> None:
 
 
 def _count_micro_batches(data: Any, settings: Settings, limit: int | None) -> int:
-    if settings.hps.max_tokens is not None and not isinstance(data, DataLoader):
-        return 1  # the cut by tokens keeps to it
     count = settings.hps.train_batch_size // settings.hps.micro_batch_size_within(limit)
     if count > 1 and (isinstance(data, DataLoader) or settings.data.batch_sampler is not None):
         warn("max_micro_batch_size has no effect: a DataLoader or a batch sampler of yours decides the size of batches")

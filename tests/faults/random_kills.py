@@ -6,6 +6,7 @@ Each run is killed three times (SIGKILL), continued each time by the same comman
 with 0 and 2 loader workers, with and without asynchronous checkpoints. `--trainer transformers` does the same to
 transformers' Trainer; a run that cannot be continued counts as different. `--launch 2` kills runs of two processes, all
 at once or one of them, after which the other ends by itself; `--launch fsdp-2` does so with sharded models.
+`--max-tokens 12` cuts the samples of each step by a token budget.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ class Variant(NamedTuple):
         workers: Loader workers.
         is_async: "1" where checkpoints are written while training goes on.
         launch: How many processes, and with which engine, as `tests.launching.launch` takes it.
+        max_tokens: The token budget; "" is none.
     """
 
     trainer: str
     workers: str
     is_async: str
     launch: str
+    max_tokens: str
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Running:
     def __init__(self, folder: Path, variant: Variant) -> None:
         (folder / "started").unlink(missing_ok=True)
         command = [SCRIPT_OF[variant.trainer], "run", variant.workers, variant.is_async]
+        command += [variant.max_tokens] if variant.max_tokens else []
         with (folder / "log").open("ab") as log:
             if variant.launch == "1":
                 self.forks, self.store = [Fork(*command, files=[log, log], folder=folder)], None
@@ -141,11 +145,11 @@ def try_run(variant: Variant, expected: str, seconds: float, rng: random.Random)
     return Outcome(result == expected, sum(hit for hit, _ in hits), sum(ended for _, ended in hits))
 
 
-def main(runs: int, seed: int, trainer: str = "accmt", launch: str = "1") -> bool:
+def main(runs: int, seed: int, trainer: str = "accmt", launch: str = "1", max_tokens: str = "") -> bool:
     """Try so many runs; return whether all were the same as the unbroken one."""
     rng = random.Random(seed)
     print(f"seed {seed}")
-    variants = [Variant(trainer, *others, launch) for others in product(("0", "2"), ("1", "0"))]
+    variants = [Variant(trainer, *others, launch, max_tokens) for others in product(("0", "2"), ("1", "0"))]
     unbroken: dict[Variant, tuple[str, float]] = {}
     outcomes = []
     for number in range(runs):
@@ -170,5 +174,5 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--trainer", choices=SCRIPT_OF, default="accmt")
     parser.add_argument("--launch", default="1", metavar="1, 2, fsdp-2, hsdp-4")
-    arguments = parser.parse_args()
-    sys.exit(0 if main(arguments.runs, arguments.seed, arguments.trainer, arguments.launch) else 1)
+    parser.add_argument("--max-tokens", default="")
+    sys.exit(0 if main(**vars(parser.parse_args())) else 1)

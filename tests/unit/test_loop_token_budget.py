@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer, read_history
+from accmt.data import LoaderOptions, TokenBudget, TokenBudgetLoader, build_loader, keep_samples
 from accmt.errors import ArgumentError, DataError
 
 NUMBER = 45
@@ -305,10 +308,93 @@ def test_an_error_of_the_collate_function_names_the_batch(tmp_path: Path) -> Non
     assert "while making a batch of" in "".join(caught.value.__notes__)
 
 
-def test_a_loader_of_the_users_keeps_its_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    module, _ = run(tmp_path, data=DataLoader(Texts(), 5, collate_fn=pad), hps={"epochs": 1})
-    assert "max_tokens has no effect" in caplog.text
+@pytest.mark.parametrize("make_data", [Texts, Stream], ids=["sized", "stream"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_batches_of_a_loader_of_the_users_are_cut_too(tmp_path: Path, workers: int, make_data: Any) -> None:
+    def make_loader() -> DataLoader[Any]:
+        return DataLoader(make_data(), BATCH, collate_fn=pad, num_workers=workers)
+
+    settings = {"collate_fn": None, "grad_accumulation_steps": 2}
+    plain, expected = run(tmp_path / "plain", data=make_loader(), hps={"max_tokens": None}, **settings)
+    module, got = run(tmp_path / "cut", data=make_loader(), **settings)
+    assert got.steps == expected.steps
+    assert got.counts == expected.counts
+    assert module.batches != plain.batches
+    assert all(rows * width <= TOKENS for rows, width in module.shapes)
+    for gradient, reference in zip(got.gradients, expected.gradients, strict=True):
+        assert (gradient - reference).norm() <= 1e-5 * reference.norm()
+
+
+class OwnLoader(DataLoader[Any]):
+    """Makes its batches in a way of its own."""
+
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+def test_a_loader_with_an_iter_of_its_own_keeps_its_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module, _ = run(tmp_path, data=OwnLoader(Texts(), 5, collate_fn=pad), hps={"epochs": 1})
+    assert caplog.text.count("max_tokens has no effect on your DataLoader of training data") == 1
     assert {rows for rows, _ in module.shapes} == {5}
+
+
+class Pinned(dict[str, Any]):
+    """A batch that notes whether it was pinned."""
+
+    is_pinned = False
+
+    def pin_memory(self) -> Pinned:
+        self.is_pinned = True
+        return self
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_micro_batches_are_pinned_as_batches_are(pins: bool) -> None:
+    samples = [Texts()[index] for index in range(8)]
+    loader = build_loader(samples, LoaderOptions(purpose="train", batch_size=8, collate=keep_samples))
+    cut = TokenBudgetLoader(
+        loader,
+        TokenBudget(TOKENS, 100),
+        collate=lambda samples: Pinned(pad(samples)),
+        length_of=None,
+        seed=0,
+        pins_memory=pins,
+        batches_per_step=lambda epoch: 1,
+    )
+    assert {micro_batch.batch.is_pinned for micro_batch in cut.micro_batches(0)} == {pins}
+
+
+def test_a_sample_longer_than_the_budget_is_an_error_where_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"are longer, up to 23 tokens(.|\n)*truncation=True, max_length=20"):
+        run(tmp_path, hps={"max_tokens": 20}, on_long_sample="raise")
+
+
+class WithLengths(Texts):
+    """Says its lengths."""
+
+    lengths = LENGTHS
+
+
+@pytest.mark.parametrize(
+    ("make_data", "said"),
+    [
+        (Stream, "the 16 samples of an optimizer step are cut by their lengths"),
+        (Texts, "the 16 samples of an optimizer step are cut by their lengths"),
+        (
+            WithLengths,
+            r"the 16 samples .* .* into about 6 micro-batches on each process, 8% of their tokens padding",
+        ),
+        (lambda: DataLoader(WithLengths(), 4, collate_fn=pad), "the 8 samples .* into about 3 micro-batches"),
+    ],
+)
+def test_the_summary_says_what_to_expect_and_reads_nothing(
+    tmp_path: Path, make_data: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    data = make_data()
+    with pytest.raises(BrokenError):
+        run(tmp_path, data=data, callbacks=[Break(0)], verbose=True, grad_accumulation_steps=2)
+    assert re.search(f"max_tokens=64: {said}", caplog.text)
 
 
 class Manual(ExtendedAcceleratorModule):
@@ -349,3 +435,26 @@ def test_batches_of_a_batch_sampler_are_cut_too(tmp_path: Path) -> None:
     module, recorder = run(tmp_path, batch_sampler=sampler, hps={"epochs": 1})
     assert recorder.steps == [set(batch) for batch in sampler]
     assert all(rows * width <= TOKENS for rows, width in module.shapes)
+
+
+class Large(Texts):
+    """Ten million samples; which are read is written down."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return super().__getitem__(index % NUMBER) | {"index": index}
+
+    def __len__(self) -> int:
+        return 10_000_000
+
+
+def test_a_resume_among_ten_million_samples_reads_those_of_the_step_only(tmp_path: Path) -> None:
+    settings = {"hps": {"epochs": -1, "max_steps": 4}, "checkpoint_every": "1 step", "grad_accumulation_steps": 2}
+    whole, expected = run(tmp_path / "whole", data=Large(), **settings)
+    with pytest.raises(BrokenError):  # in the middle of the third step
+        run(tmp_path / "broken", data=Large(), **settings | {"callbacks": [Break(len(whole.batches) // 2 + 1)]})
+    data = Large()
+    resumed, got = run(tmp_path / "broken", data=data, resume="auto", **settings)
+    assert got.steps == expected.steps[2:]
+    assert data.reads.total() == 2 * 2 * BATCH
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)

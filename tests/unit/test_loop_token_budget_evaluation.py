@@ -198,11 +198,13 @@ def test_losses_that_are_logged_batch_by_batch_are_those_of_batches_as_read(tmp_
     assert [rows for rows, _ in module.shapes] == [4, 4, 1]
 
 
-def test_a_loader_of_the_users_keeps_its_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_batches_of_a_loader_of_the_users_are_cut_too(tmp_path: Path) -> None:
+    predictions = make_trainer(tmp_path, collate_fn=None).predict(Classifier(), DataLoader(Texts(), 5, collate_fn=pad))
+    assert predictions["pair"][0].tolist() == list(range(NUMBER))
     module = Classifier()
-    make_trainer(tmp_path).validate(module, DataLoader(Texts(10), 5, collate_fn=pad))
-    assert "max_tokens has no effect on a DataLoader of yours as evaluation data" in caplog.text
-    assert [rows for rows, _ in module.shapes] == [5, 5]
+    results = make_trainer(tmp_path, collate_fn=None).validate(module, DataLoader(Texts(), 5, collate_fn=pad))
+    assert results == pytest.approx(make_trainer(tmp_path, None).validate(Classifier(), Texts()), rel=1e-6)
+    assert all(rows * width <= TOKENS for rows, width in module.shapes)
 
 
 def test_data_without_lengths_say_what_to_define(tmp_path: Path) -> None:

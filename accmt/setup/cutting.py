@@ -1,0 +1,159 @@
+"""Whether and how the samples of some data are cut by a budget of tokens, and what is said of it when a run begins."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accmt.data import (
+    EvaluationBudgetLoader,
+    Loader,
+    TokenBudget,
+    TokenBudgetLoader,
+    cut_by_tokens,
+    known_lengths,
+    padded_tokens,
+    take_apart,
+)
+from accmt.data.collate import collate_or_explain
+from accmt.errors import ArgumentError, explain
+from accmt.messages import say_once, warn_once
+from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
+from accmt.processes import num_processes
+from accmt.settings import Settings
+
+_STEPS = 8
+_SAMPLES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cutting:
+    """How the samples of some data are cut.
+
+    Attributes:
+        module: The module.
+        settings: The Trainer's settings.
+        data: What is read: the user's dataset, or a copy of the user's DataLoader that collates nothing.
+        options: What all loaders that cut have in common.
+    """
+
+    module: AcceleratorModule
+    settings: Settings
+    data: Any
+    options: dict[str, Any]
+
+    def of_training(self, loader: Loader) -> Loader:
+        """Return a loader that cuts the samples of optimizer steps."""
+        budget = TokenBudget(self._max_tokens, self.settings.hps.max_micro_batch_size or sys.maxsize)
+        self._say_what_is_expected(budget)
+        batches_per_step = self.settings.optimization.accumulation_at
+        return TokenBudgetLoader(loader, budget, batches_per_step=batches_per_step, **self.options)
+
+    def of_evaluation(self, loader: Loader, purpose: str, *, batch_size: int, keeps_in_step: bool) -> Loader:
+        """Return a loader that cuts the samples of an evaluation."""
+        return EvaluationBudgetLoader(
+            loader,
+            TokenBudget(self._max_tokens, sys.maxsize),
+            purpose=purpose,
+            batch_size=batch_size,
+            keeps_in_step=keeps_in_step,
+            **self.options,
+        )
+
+    @property
+    def _max_tokens(self) -> int:
+        return self.settings.hps.max_tokens or 1
+
+    def _say_what_is_expected(self, budget: TokenBudget) -> None:
+        """Say into how many micro-batches a step is cut, by the lengths of a few steps of samples drawn at random."""
+        batch_size = self.data.batch_size if isinstance(self.data, DataLoader) else self.settings.hps.train_batch_size
+        if batch_size is None:
+            return
+        number, count = num_processes(), self.settings.optimization.accumulation_at(0)
+        step = batch_size * count * number
+        what = f"max_tokens={budget.max_tokens}: the {step} samples of an optimizer step"
+        lengths = self._draw_lengths(step)
+        if lengths is None:
+            say_once(f"{what} are cut by their lengths, which show when they are read")
+            return
+        parts, padded = [], 0
+        for start in range(0, len(lengths), step):
+            of_step = lengths[start : start + step]
+            cut = cut_by_tokens(of_step, budget, number)
+            parts.append(max(map(len, cut)))
+            padded += sum(padded_tokens(group, of_step) for own in cut for group in own)
+        say_once(
+            f"{what} are cut into about {statistics.mean(parts):.0f} micro-batches on each process, "
+            f"{1 - sum(lengths) / max(1, padded):.0%} of their tokens padding, by the lengths of {len(lengths)} samples"
+        )
+
+    def _draw_lengths(self, step: int) -> list[int] | None:
+        data = self.data.dataset if isinstance(self.data, DataLoader) else self.data
+        if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+            return None
+        number = min(step * max(1, min(_STEPS, _SAMPLES // step)), max(step, len(data)))
+        chosen = torch.randint(len(data), (number - number % step,), generator=torch.Generator().manual_seed(0))
+        length_of = self.module.length_of if defines(self.module, "length_of") else None
+        lengths = known_lengths(data, length_of, chosen.tolist())
+        return None if lengths is None else lengths.tolist()
+
+
+def find_cutting(
+    module: AcceleratorModule,
+    data: Any,
+    settings: Settings,
+    *,
+    collate: Callable[[Any], Any] | None,
+    seed: int,
+    pins_memory: bool,
+    kind: str,
+) -> Cutting | None:
+    """Return how the samples of some data are cut; None where batches stay as they are read.
+
+    Args:
+        module: The module.
+        data: The data.
+        settings: The Trainer's settings.
+        collate: Makes a batch of samples; None is torch's.
+        seed: The run's.
+        pins_memory: Whether batches are pinned.
+        kind: What a warning calls the data.
+    """
+    if settings.hps.max_tokens is None:
+        return None
+    if isinstance(data, DataLoader):
+        parts = take_apart(data)
+        if parts is None:
+            warn_once(
+                f"max_tokens has no effect on your DataLoader of {kind} data, which makes its batches in its own way: "
+                "pass its dataset instead",
+                about=f"max_tokens and a DataLoader: {kind}",
+            )
+            return None
+        pins_memory = pins_memory and data.pin_memory
+        data, collate = parts
+    options = {
+        "collate": collate or collate_or_explain,
+        "length_of": module.length_of,
+        "seed": seed,
+        "pins_memory": pins_memory,
+        "rejects_long": settings.data.on_long_sample == "raise",
+    }
+    return Cutting(module=module, settings=settings, data=data, options=options)
+
+
+def reject_other_cuts(module: AcceleratorModule, settings: Settings) -> None:
+    """Reject what decides, beside a budget of tokens, on what goes through the model at once in training."""
+    others = {
+        "a module that steps by itself": isinstance(module, ExtendedAcceleratorModule),
+        "auto_micro_batch=True, which cuts by samples": settings.optimization.auto_micro_batch,
+    }
+    for got in (what for what, is_so in others.items() if is_so and settings.hps.max_tokens is not None):
+        where, expected = "max_tokens in the hyper-parameters", "one of the two"
+        raise ArgumentError(explain(where, f"{got} beside it", expected, "leave one of them out"))
