@@ -17,6 +17,7 @@ from accmt.callbacks import Callback, Hooks
 from accmt.data import Loader, MicroBatch, find_batch_size
 from accmt.data.bad_samples import BadSamples
 from accmt.errors import DataError, ModuleContractError, explain
+from accmt.huggingface import PackingGuard
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.trained_parameters import TrainedParameters
 from accmt.loop.weighting import Weighting
@@ -388,6 +389,7 @@ class Run(EvaluationRun):
         watch: Listens to signals and to other processes; None where a process is alone.
         is_resumed: Whether the run continues from a checkpoint.
         length: The optimizer steps of the run, as planned.
+        packing: Looks after packed documents.
     """
 
     training_step: Callable[[Any], Any]
@@ -411,6 +413,7 @@ class Run(EvaluationRun):
     watch: Watch | None
     is_resumed: bool
     length: RunLength
+    packing: PackingGuard
     bad_samples: BadSamples = field(default_factory=BadSamples)
 
     @property

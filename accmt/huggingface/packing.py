@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,41 +12,193 @@ import torch
 from torch import nn
 
 from accmt.errors import DataError, explain
+from accmt.huggingface.isolation import PackedCall, Verdict, try_packing
 from accmt.huggingface.model_kinds import is_transformers_model
+from accmt.libraries.private_names import is_compiled
+from accmt.messages import warn_once
 
-_ISOLATING = frozenset(
-    "gemma3 gemma3_text gpt2 gpt_neox llama mistral mixtral phi3 qwen2 qwen3".split()  # noqa: SIM905 - easier to read
+_EXPECTED = "documents that do not attend to one another"
+_PAD = (
+    "pad instead of packing: a collate function such as DataCollatorWithPadding, and max_tokens in the "
+    "hyper-parameters, which leaves little padding"
 )
-"""Model types that keep the documents of a row apart, as `tests/unit/test_huggingface_packing.py` shows."""
-
-_DO = "pad instead of packing: DataCollatorWithPadding, or DataCollatorForLanguageModeling, in place of flattening"
 
 
-@contextmanager
-def computing_without_cache(model: nn.Module) -> Iterator[None]:
-    """Let transformers models build no cache of keys and values, unless a call asks for one, as `generate` does.
+class PackingGuard:
+    """Lets no run work on packed documents that its model would mix.
 
-    Nothing reads it in training. And transformers keeps packed documents apart only without a cache: if they attend to
-    one another, gradients differ, without an error.
+    It looks at each call of the model, because a batch may be the first packed one at any step, and a step may pass on
+    other arguments than the batch holds. Whether the model keeps documents apart is tried once for each form of call.
 
     Args:
-        model: The model, without the wrapper of the launch; transformers models inside it are found.
-
-    Raises:
-        DataError: In a call: positions start again within a row, and the model would mix the documents.
-
-    Source: `_preprocess_mask_arguments` in transformers/masking_utils.py, and `_prepare_for_training` of its Trainer,
-        which sets `config.use_cache`. The configuration is not changed here, because a model may be saved meanwhile.
+        model: The model, without the wrapper of the launch. Transformers models in it are watched, else itself.
+        precision: Returns the context in which the steps of the run compute.
+        is_sharded: Whether each forward needs all processes. Packed rows may come to one process alone, so the trial is
+            then made in the first call already, which all processes make together.
     """
-    handles = [
-        own.register_forward_pre_hook(partial(_before_forward, takes_cache=_takes_cache(own)), with_kwargs=True)
-        for own in _outermost(model)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        is_sharded: bool = False,
+    ) -> None:
+        self._model = model
+        self._watched = _find_watched(model)  # with the arguments that each takes
+        self._is_compiled = is_compiled(model) or any(map(is_compiled, self._watched))
+        self._precision = precision
+        self._is_sharded = is_sharded
+        self._verdicts: dict[tuple[Any, ...], Verdict] = {}
+        self._caller: nn.Module | None = None
+        self._is_in_root = False
+        self._is_packed: bool | None = None
+        self._was_passed = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at each call, and let transformers models build no cache unless a call asks for one, as `generate` does.
+
+        Nothing reads a cache in training, and transformers keeps packed documents apart only without one.
+
+        Raises:
+            DataError: In a call: documents are packed, and the model would mix them.
+
+        Source: `_preprocess_mask_arguments` in transformers/masking_utils.py, and `_prepare_for_training` of its
+            Trainer, which sets `config.use_cache`. The configuration is not changed here, because a model may be saved
+            meanwhile.
+        """
+        with ExitStack() as stack:
+            if self._is_sharded:
+                stack.callback(self._model.register_forward_pre_hook(self._note_root).remove)
+                stack.callback(self._model.register_forward_hook(self._note_root, always_call=True).remove)
+            for model, takes in self._watched.items():
+                before = partial(self._before_forward, takes_cache="use_cache" in takes)
+                stack.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+                if not self._is_compiled:  # which would have to compile this, too
+                    stack.callback(model.register_forward_hook(self._after_forward, always_call=True).remove)
+            yield
+
+    def look(self, batch: Any) -> None:
+        """Look at a batch of a training step before it is on the device, where looking would wait for all its work."""
+        self._caller, self._is_packed, self._was_passed = None, None, False
+        held = _find_arguments(batch)
+        if held is None:
+            return
+        self._is_packed = _is_packed(held)
+        if self._is_packed and self._is_compiled and len(self._watched) == 1:  # compiled calls are not looked at
+            self._require_isolation(next(iter(self._watched)), held)
+
+    def require_passed(self) -> None:
+        """Check after a training step that it told the model where the documents of its batch begin.
+
+        Raises:
+            DataError: The batch was packed, and no call of the model had its positions.
+        """
+        is_packed, self._is_packed = self._is_packed, None
+        if not is_packed or self._was_passed or self._is_compiled or not any(map(is_transformers_model, self._watched)):
+            return
+        called = list(_outermost(self._model))
+        names = ", ".join(type(model).__name__ for model in called)
+        got = f"a batch with position_ids that start again within a row, and {names} was called without them"
+        takes = any("position_ids" in self._watched[model] for model in called)
+        do = "pass them on, as self.model(**batch) does" if takes else _PAD
+        raise DataError(explain("packed documents", got, _EXPECTED, do))
+
+    def _before_forward(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, takes_cache: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if takes_cache and kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None:
+            kwargs["use_cache"] = False
+        if self._caller is None and not self._is_compiled:
+            self._caller = model  # what it calls in turn is its own affair
+            self._look_at_call(model, {**dict(zip(self._watched[model], args, strict=False)), **kwargs})
+        return args, kwargs
+
+    def _note_root(self, *call: Any) -> None:
+        self._is_in_root = len(call) == 2  # module and arguments; with what it returned it is over
+
+    def _after_forward(self, model: nn.Module, _args: Any, _outputs: Any) -> None:
+        if self._caller is model:
+            self._caller = None
+
+    def _look_at_call(self, model: Any, arguments: Mapping[str, Any]) -> None:
+        if self._is_sharded and self._is_in_root:  # a part that is called by itself cannot compute at all
+            self._try_together(model, arguments)
+        mask = arguments.get("attention_mask")
+        says_who_attends = mask is not None and getattr(mask, "ndim", 2) != 2
+        positions = _positions_in(arguments)
+        self._was_passed |= says_who_attends or positions is not None or _has_bounds(arguments)
+        if says_who_attends or (positions is None and not _has_bounds(arguments)):
+            return
+        # Positions that a step makes on the device are the only ones that have to be waited for.
+        is_known = self._is_packed is not None and positions is not None and positions.device.type != "cpu"
+        if self._is_packed if is_known else _is_packed(arguments):
+            self._require_isolation(model, arguments)
+
+    def _require_isolation(self, model: Any, arguments: Mapping[str, Any]) -> None:
+        where = f"packed documents in {type(model).__name__}"
+        if arguments.get("attention_mask") is not None:
+            got = "position_ids that start again within a row, beside an attention_mask, which covers the whole row"
+            do = "leave attention_mask out of the batch: packed rows have no padding"
+            raise DataError(explain(where, got, _EXPECTED, do))
+        if arguments.get("use_cache") or arguments.get("past_key_values") is not None:
+            got = "a call with use_cache=True or past_key_values: with a cache, transformers mixes the documents"
+            raise DataError(explain(where, got, _EXPECTED, "leave them out of the call: training needs no cache"))
+        verdict = self._find_verdict(model, arguments)
+        if not verdict.is_isolated:
+            self._reject(model, where, verdict)
+
+    def _find_verdict(self, model: nn.Module, arguments: Mapping[str, Any]) -> Verdict:
+        call = PackedCall(model, arguments)
+        if self._is_sharded:
+            self._try_together(model, arguments)  # nothing, since the first call
+            call = _plain_call(model, arguments, call.rows)
+        elif call.key not in self._verdicts:
+            self._verdicts[call.key] = try_packing(model, call, self._precision())
+        return self._verdicts[call.key]
+
+    def _try_together(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
+        if not _takes_positions(self._watched[model]):
+            return
+        for rows in (1, 2):
+            call = _plain_call(model, arguments, rows)
+            if call.key not in self._verdicts:  # one draw, since all have to make the same number of calls
+                self._verdicts[call.key] = try_packing(model, call, self._precision(), draws=1)
+
+    def _reject(self, model: Any, where: str, verdict: Verdict) -> None:
+        attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        by = "" if attention is None else f" with attn_implementation={attention!r}"
+        by += "" if "position_ids" in self._watched[model] else ", in a model that takes no position_ids"
+        if verdict.failure is None:
+            place = f"before its layer {verdict.layer}" if verdict.layer else "in what it returns"
+            got = (
+                f"documents that are mixed{by}: {place} one changes by {verdict.difference:.0%} with another beside it"
+            )
+            do = f"{_PAD}; or take a model or an attn_implementation that keeps packed documents apart"
+            raise DataError(explain(where, got, _EXPECTED, do))
+        got = f"the trial of two packed documents{by} failed: {verdict.failure}"
+        if is_transformers_model(model):
+            raise DataError(explain(where, got, _EXPECTED, _PAD))
+        warn_once(f"{where}: {got}; whether they attend to one another is unknown", about="packed documents")
+
+
+def _plain_call(model: nn.Module, arguments: Mapping[str, Any], rows: int) -> PackedCall:
+    """Return the form of call that all processes of a sharded model try, whatever their batches hold."""
+    name = "inputs_embeds" if arguments.get("input_ids") is None else "input_ids"
+    attention = str(getattr(getattr(model, "config", None), "_attn_implementation", None))
+    return PackedCall(model, {name: arguments.get(name)}, rows if "flash" in attention else 1)
+
+
+def _find_watched(model: nn.Module) -> dict[nn.Module, Mapping[str, inspect.Parameter]]:
+    """Return the models whose calls are looked at, and the arguments that each takes.
+
+    Those inside another one are called by it, and by a step that computes its loss in parts.
+    """
+    found = list(_outermost(model)) if is_compiled(model) else list(filter(is_transformers_model, model.modules()))
+    if not found and "position_ids" in inspect.signature(model.forward).parameters:
+        found = [model]
+    return {part: inspect.signature(part.forward).parameters for part in found}
 
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:
@@ -58,40 +210,36 @@ def _outermost(model: nn.Module) -> Iterator[nn.Module]:
         yield from _outermost(child)
 
 
-def _takes_cache(model: nn.Module) -> bool:
-    return "use_cache" in inspect.signature(model.forward).parameters
+def _takes_positions(takes: Mapping[str, inspect.Parameter]) -> bool:
+    return "position_ids" in takes or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
 
 
-def _before_forward(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, takes_cache: bool
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if takes_cache and kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None:
-        kwargs["use_cache"] = False
-    positions = kwargs.get("position_ids")
-    if isinstance(positions, torch.Tensor) and positions.ndim == 2:
-        _require_isolation(model, positions, kwargs)
-    return args, kwargs
+def _find_arguments(batch: Any) -> Mapping[str, Any] | None:
+    """Return the part of a batch that says where packed documents begin, if any."""
+    if isinstance(batch, Mapping):
+        return batch if _positions_in(batch) is not None or _has_bounds(batch) else None
+    parts = batch if isinstance(batch, tuple | list) else ()
+    return next((part for part in parts if isinstance(part, Mapping) and _find_arguments(part) is not None), None)
 
 
-def _require_isolation(model: Any, positions: torch.Tensor, kwargs: dict[str, Any]) -> None:
-    mask = kwargs.get("attention_mask")
-    is_of_user = mask is not None and getattr(mask, "ndim", 2) != 2  # it defines who attends to whom
-    if is_of_user or kwargs.get("cu_seq_lens_q") is not None or not _start_again(positions, mask):
-        return
-    expected = "documents that do not attend to one another"
-    where = f"packed documents in {type(model).__name__}"
-    if mask is not None:
-        got = "position_ids that start again within a row, beside an attention_mask, which covers the whole row"
-        do = "leave attention_mask out of the batch: packed rows have no padding"
-        raise DataError(explain(where, got, expected, do))
-    if model.config.model_type not in _ISOLATING:
-        got = f"position_ids that start again within a row; {model.config.model_type!r} may mix the documents"
-        raise DataError(explain(where, got, expected, _DO))
+def _positions_in(arguments: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the positions of a row's tokens; those of images, which have three dimensions, are no documents'."""
+    positions = arguments.get("position_ids")
+    return positions if isinstance(positions, torch.Tensor) and positions.ndim in (1, 2) else None
 
 
-def _start_again(positions: torch.Tensor, mask: Any) -> bool:
-    """Return whether positions stop rising somewhere within a row, padding aside."""
-    falls = positions[:, 1:] <= positions[:, :-1]
-    if mask is not None and mask.shape == positions.shape:
-        falls = falls & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+def _has_bounds(arguments: Mapping[str, Any]) -> bool:
+    """Return whether the bounds of several documents are there, as varlen kernels take them."""
+    bounds = arguments.get("cu_seq_lens_q")
+    return isinstance(bounds, torch.Tensor) and bounds.numel() > 2
+
+
+def _is_packed(arguments: Mapping[str, Any]) -> bool:
+    """Return whether positions stop rising somewhere within a row, padding aside, or bounds say so."""
+    positions, mask = _positions_in(arguments), arguments.get("attention_mask")
+    if positions is None:
+        return _has_bounds(arguments)
+    falls = positions[..., 1:] <= positions[..., :-1]
+    if isinstance(mask, torch.Tensor) and mask.shape == positions.shape:
+        falls = falls & (mask[..., 1:] != 0) & (mask[..., :-1] != 0)
     return bool(falls.any())

@@ -53,6 +53,7 @@ class ManualSteps:
         run.trained.update()
         if run.reduces_by_hand:
             broadcast_buffers(run.unwrapped_model)
+        run.packing.look(micro_batch.batch)
         batch = run.place(micro_batch.batch)
         own = run.count_samples(micro_batch, batch)
         samples = self._count_over_processes(micro_batch, own)
@@ -64,6 +65,7 @@ class ManualSteps:
         counting = counting_calls(run.model) if run.is_wrapped else nullcontext([])
         with autocast(run.accelerator), counting as self._calls:
             outputs = run.training_step(batch)
+        run.packing.require_passed()
         run.trained.require_unchanged()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):

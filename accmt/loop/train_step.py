@@ -148,6 +148,7 @@ class AutomaticSteps:
             if run.weighting.is_explicit is None:
                 run.weighting.decide(None, is_explicit=False)
             return
+        run.packing.look(micro_batch.batch)
         batch = run.place(micro_batch.batch) if self._is_on_device else micro_batch.batch
         numbers: tuple[int, ...] = (run.state.epoch, micro_batch.index, self._process_index)
         if micro_batch.part is not None:
@@ -157,6 +158,7 @@ class AutomaticSteps:
         for hook in hooks.on_before_training_step:
             hook(batch=batch)
         outputs = self._run_in_context(batch) if self._needs_context else run.training_step(batch)
+        run.packing.require_passed()
         output = read_training_output(outputs)
         loss, detached = output.loss, output.loss.detach()
         weight = _weigh(run, window, micro_batch, batch, output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -11,12 +12,15 @@ from accmt.callbacks import Callback, Hooks, build_callbacks
 from accmt.data import Loader, draw_seed
 from accmt.errors import ArgumentError, explain
 from accmt.failures import Board, Clock, Interruption, Watch
+from accmt.huggingface import PackingGuard
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.logging import logging_step
 from accmt.loop.trained_parameters import TrainedParameters
 from accmt.loop.weighting import Weighting
 from accmt.metrics import RunningAverages
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
+from accmt.parallel.shards import is_sharded
+from accmt.precision import autocast
 from accmt.processes import broadcast_object, is_main_process, num_processes
 from accmt.recovery.checkpoints import Checkpoints
 from accmt.recovery.loss_guard import LossGuard
@@ -147,6 +151,11 @@ def _make_parts(
         **watch,
         "trained": TrainedParameters(
             module, *parts, watch["watch"], set_to_none=trainer.settings.optimization.set_to_none
+        ),
+        "packing": PackingGuard(
+            prepared.unwrapped_model,
+            precision=partial(autocast, accelerator),
+            is_sharded=is_sharded(prepared.unwrapped_model),
         ),
         "counts_own_samples": defines(module, "get_batch_size"),
     }

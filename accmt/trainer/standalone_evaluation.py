@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -17,11 +17,12 @@ from accmt.callbacks.progress import draw_batches
 from accmt.data import Loader, MicroBatch, WrappedLoader, draw_seed
 from accmt.errors import ArgumentError, explain
 from accmt.files import dumps, require_writable_folder, write_text
-from accmt.huggingface import computing_without_cache
+from accmt.huggingface import PackingGuard
 from accmt.loop.evaluation import call_hooks, evaluate, in_evaluation_mode, reported
 from accmt.loop.prediction import predict
 from accmt.messages import say
 from accmt.module import AcceleratorModule, defines
+from accmt.parallel.shards import is_sharded
 from accmt.processes import broadcast_object, is_main_process, num_processes, run_on_main_process
 from accmt.run import EvaluationRun, Run
 from accmt.setup.accelerator import build_accelerator
@@ -182,7 +183,7 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
         _lending_model(request) as (accelerator, model),
         _taking_data(request, accelerator) as sets,
         using_weights(module, settings, request.ckpt_path, function),
-        nullcontext() if function == "predict" else computing_without_cache(module.model),
+        nullcontext() if function == "predict" else _watch_packing(module.model),
         using_average(() if last is None or request.ckpt_path is not None else last.callbacks),
     ):
         run = _build(request, sets, accelerator, model)
@@ -194,6 +195,10 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
             end_workers(run.val_loaders.values())
             if request.current_run is not None:
                 request.current_run.train_loader.set_epoch_again()
+
+
+def _watch_packing(model: nn.Module) -> AbstractContextManager[None]:
+    return PackingGuard(model, is_sharded=is_sharded(model)).watching()
 
 
 def _reject_another_module(request: Request) -> None:
