@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 os.environ["DO_NOT_TRACK"] = "true"
+
+if sys.version_info >= (3, 14):  # where workers of a DataLoader would come from a fork server, which wants to pickle
+    multiprocessing.set_start_method("fork")  # their data, and those of tests are often classes within functions
 
 _FEW_FILES = 10
 _LIBRARIES_OWN = (

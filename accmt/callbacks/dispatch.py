@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -102,9 +103,13 @@ def find_hooks(callback: object) -> dict[str, list[Hook]]:
         method = getattr(callback, attribute)
         if name in HOOKS and callable(method) and not isinstance(method, nn.Module):
             hooks.setdefault(name, []).append(_with_wanted_keywords(callback, attribute, method, HOOKS[name]))
-        elif name not in HOOKS and inspect.isroutine(method):  # not a layer or a value of that name
+        elif name not in HOOKS and _is_method(method):  # not a layer or a value of that name
             reject_unknown_hook(callback, attribute)
     return hooks
+
+
+def _is_method(value: object) -> bool:
+    return inspect.isroutine(value) and not isinstance(value, partial)  # which is a routine from Python 3.14 on
 
 
 def describe_hooks(callbacks: Sequence[object]) -> str:
