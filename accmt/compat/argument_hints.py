@@ -64,7 +64,6 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "gradient_accumulation_steps": "Trainer(grad_accumulation_steps=4)",
         "gradient_checkpointing_kwargs": 'Trainer(gradient_checkpointing={"use_reentrant": False})',
         "greater_is_better": 'Trainer(model_saving="best_f1", metrics=["f1"])',
-        "group_by_length": "Trainer(batch_sampler=sampler)",
         "hub_model_id": "after fit `hf upload user/name out/model`, or module.unwrapped_model.push_to_hub",
         "hub_strategy": "after fit `hf upload user/name out/model`, or module.unwrapped_model.push_to_hub",
         "hub_token": "after fit `hf upload user/name out/model`, or module.unwrapped_model.push_to_hub",

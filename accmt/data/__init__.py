@@ -5,8 +5,11 @@ from accmt.data.batches import find_batch_size as find_batch_size
 from accmt.data.collate import DataCollatorForLongestSequence as DataCollatorForLongestSequence
 from accmt.data.collate import build_collate as build_collate
 from accmt.data.fetching import BadSample as BadSample
+from accmt.data.length_groups import StreamGroups as StreamGroups
+from accmt.data.length_groups import group_dataset as group_dataset
 from accmt.data.lengths import known_lengths as known_lengths
 from accmt.data.loaders import build_loader as build_loader
+from accmt.data.loaders import is_stream as is_stream
 from accmt.data.options import Loader as Loader
 from accmt.data.options import LoaderOptions as LoaderOptions
 from accmt.data.options import WrappedLoader as WrappedLoader

@@ -25,8 +25,8 @@ def find_length(sample: Any, length_of: Callable[[Any], Any] | None = None) -> i
         length = length.item()
     if isinstance(length, int | np.integer) and not isinstance(length, bool) and length >= 0:
         return int(length)
-    where = "max_tokens in the hyper-parameters: the length of a sample"
-    do = 'def length_of(self, sample): return len(sample["tokens"]) in the module, say; or leave max_tokens out'
+    where = "the length of a sample, for max_tokens or group_by_length"
+    do = 'def length_of(self, sample): return len(sample["tokens"]) in the module, say; or leave them out'
     if length is not None:
         raise DataError(explain(where, f"{length!r}", "a whole number from 0", do))
     held = f"the entries {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"

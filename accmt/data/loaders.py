@@ -22,8 +22,7 @@ def build_loader(data: Any, options: LoaderOptions) -> Loader:
         return _wrap_user_loader(data, options)
     if isinstance(data, Mapping | str | bytes):
         raise _wrong_kind(data, options)
-    has_length = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    if has_length and not isinstance(data, IterableDataset):
+    if not is_stream(data):
         if options.batch_sampler is None:
             return SizedLoader(data, options)
         torch_options = options.torch_options(data)
@@ -31,6 +30,11 @@ def build_loader(data: Any, options: LoaderOptions) -> Loader:
     if not hasattr(data, "__iter__"):
         raise _wrong_kind(data, options)
     return StreamLoader(data, options)
+
+
+def is_stream(data: Any) -> bool:
+    """Return whether data can only be read from the start: they have no length, or no samples by index."""
+    return isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
 
 
 def _wrong_kind(data: Any, options: LoaderOptions) -> DataError:

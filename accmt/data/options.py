@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from accmt.data.batches import MicroBatch
 from accmt.data.collate import collate_or_explain
+from accmt.data.length_groups import StreamGroups
 from accmt.data.seeding import derive_seed
 from accmt.data.sharding import Shard
 from accmt.data.workers import WorkerStart
@@ -124,6 +125,7 @@ class LoaderOptions:
         pin_memory: Whether batches are pinned.
         skips_bad: Whether samples that cannot be read are skipped.
         also_read: Other data that are read meanwhile, which may be the same.
+        groups: How a stream's samples are grouped by length; None is not at all.
         agrees_each_batch: Whether processes agree in every micro-batch who has a batch.
     """
 
@@ -143,6 +145,7 @@ class LoaderOptions:
     pin_memory: bool = False
     skips_bad: bool = False
     also_read: Sequence[Any] = ()
+    groups: StreamGroups | None = None
     agrees_each_batch: bool = False
 
     @property

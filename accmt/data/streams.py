@@ -38,10 +38,13 @@ class StreamLoader(SequentialLoader):
     def __init__(self, data: Any, options: LoaderOptions) -> None:
         if not isinstance(data, IterableDataset):
             options = replace(options, num_workers=min(options.num_workers, 1))
+        source = data
+        if options.groups is not None:
+            data = options.groups.group(data, options.seed)
         self._data = data
         self._readers = _count_readers(options.num_workers)
         self._global_batch_size = options.batch_size * options.shard.count
-        self._state = StreamState(data, num_workers=options.num_workers, also_read=options.also_read)
+        self._state = StreamState(data, source=source, num_workers=options.num_workers, also_read=options.also_read)
         # Each of several readers may end with a short batch, so the length does not give the number of batches.
         length = length_of(data) if self._readers == 1 else None
         multiple = self._global_batch_size if options.drop_last else 1

@@ -61,6 +61,9 @@ class DataSettings:
         batch_device_placement: Whether batches are moved to the device before a step sees them.
         on_bad_sample: "raise" ends the run where a sample cannot be read, with an error that names it; "skip" leaves it
             out of its batch, counts it (`bad_samples`) and warns. Has no effect on streams.
+        group_by_length: Whether training batches are made of samples of like length: some 50 batches of neighbours in
+            the random order are sorted by length. It changes which samples meet in a step; `max_tokens` in the
+            hyper-parameters does not.
         on_long_sample: With `max_tokens` in the hyper-parameters: "warn" makes a sample that is longer a micro-batch of
             its own, and warns once; "raise" ends the run.
     """
@@ -83,6 +86,7 @@ class DataSettings:
     overfit_batches: int | float = 0.0
     batch_device_placement: bool = True
     on_bad_sample: str = "raise"
+    group_by_length: bool = False
     on_long_sample: str = "warn"
 
     def __post_init__(self) -> None:
@@ -101,6 +105,9 @@ class DataSettings:
         for stage in Limits.__annotations__:
             name = f"limit_batches.{stage}" if is_dict else "limit_batches"
             _require_limit(name, self._limit(stage), at_least=1 if stage == "train" else 0)
+        if self.group_by_length and (self.sampler is not None or self.batch_sampler is not None):
+            got = "a sampler beside it, which decides the order"
+            raise ArgumentError(explain("Trainer(group_by_length=True)", got, "one of the two", "drop one of them"))
         if self.sampler is not None and self.batch_sampler is not None:
             raise ArgumentError(
                 explain(

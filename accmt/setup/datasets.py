@@ -13,14 +13,17 @@ from accmt.data import (
     Loader,
     LoaderOptions,
     Shard,
+    StreamGroups,
     UnshardedLoader,
     build_collate,
     build_loader,
+    group_dataset,
+    is_stream,
     keep_samples,
 )
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.messages import warn
-from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
+from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
 from accmt.processes import num_processes, process_index
 from accmt.settings import DataSettings, Settings
 from accmt.setup.accelerator import must_keep_in_step
@@ -148,6 +151,7 @@ def build_train_loader(
         limit=data_settings.limit_train_batches,
         shuffle=data_settings.shuffle_train,
         sampler=find_sampler(module, data, settings, num_shards=shard.count),
+        groups=_find_groups(module, settings) if is_stream(data) else None,
         batch_sampler=data_settings.batch_sampler,
         drop_last=data_settings.dataloader_drop_last,
         collate=keep_samples if cutting else collate,
@@ -252,6 +256,9 @@ def _collate(module: AcceleratorModule, settings: DataSettings, phase: str) -> C
 
 
 def _reject_sampler_beside_loader(data: Any, settings: DataSettings) -> None:
+    if isinstance(data, DataLoader) and settings.group_by_length:
+        got, do = "a DataLoader as training data, which has an order of its own", "pass its dataset to fit"
+        raise ArgumentError(explain("Trainer(group_by_length=True)", got, "a dataset or a stream", do))
     if isinstance(data, DataLoader) and (settings.sampler is not None or settings.batch_sampler is not None):
         expected = "a dataset beside sampler=, or a DataLoader that has its own sampler"
         raise ArgumentError(
@@ -268,7 +275,10 @@ def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, nu
     if not isinstance(data, Curriculum):
         if isinstance(data, DataLoader) and isinstance(data.dataset, Curriculum):
             _reject("a DataLoader around it", "fit(module, curriculum)")
-        return settings.data.sampler
+        groups = _find_groups(module, settings)
+        if groups is None or is_stream(data):
+            return settings.data.sampler
+        return group_dataset(data, groups.length_of, groups.batch_size, shuffle=settings.data.shuffle_train)
     _check_settings(module, settings)
     max_steps = settings.hps.max_steps
     if max_steps is None:
@@ -282,10 +292,20 @@ def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, nu
     return data.order(max_steps, samples_per_update=per_process * num_shards, shuffle=settings.data.shuffle_train)
 
 
+def _find_groups(module: AcceleratorModule, settings: Settings) -> StreamGroups | None:
+    """Return how training samples are grouped by length; None where they are not."""
+    if not settings.data.group_by_length:
+        return None
+    length_of = module.length_of if defines(module, "length_of") else None
+    return StreamGroups(settings.hps.train_batch_size, length_of)
+
+
 def _check_settings(module: AcceleratorModule, settings: Settings) -> None:
     data_settings = settings.data
     if isinstance(module, ExtendedAcceleratorModule):
         _reject("a module that steps by itself", "accmt.AcceleratorModule, whose steps are known beforehand")
+    if data_settings.group_by_length:
+        _reject("group_by_length=True", "leave it out: a curriculum decides the order")
     if data_settings.sampler is not None or data_settings.batch_sampler is not None:
         _reject("sampler= or batch_sampler=", "leave it out: a curriculum decides the order")
     is_limited = (

@@ -111,6 +111,7 @@ class Trainer(TrainerProperties):
         fast_dev_run: bool | int = False,
         batch_device_placement: bool = True,
         on_bad_sample: Literal["raise", "skip"] = "raise",
+        group_by_length: bool = False,
         on_long_sample: Literal["warn", "raise"] = "warn",
         min_length: str | Sequence[str] | None = None,
         max_time: str | timedelta | Mapping[str, float] | None = None,

@@ -281,6 +281,7 @@ def test_every_argument_that_was_added_is_told_to_somebody_or_is_our_own():
         "collate_fn_train",
         "collate_fn_val",
         "sampler_val",
+        "batch_sampler",
         "on_bad_sample",
         "on_long_sample",
         "batch_device_placement",
