@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accmt.errors import ModuleContractError, explain
+from accmt.huggingface.model_kinds import predicts_next_token
 from accmt.module import AcceleratorModule
 
 Step = Callable[[Any, Any], Any]
@@ -109,8 +110,6 @@ def _count_targets(model: Any, labels: Any) -> torch.Tensor | None:
     is_tokens = getattr(labels, "ndim", 0) == 2 and not (labels.is_floating_point() or labels.is_complex())
     if not is_tokens or getattr(model.config, "problem_type", None) == "multi_label_classification":
         return None
-    # A causal model predicts each token from those before it: the first one is no target. None means causal, too:
-    # transformers takes that loss where the name of a class (such as GPT2LMHeadModel) says none.
-    is_causal = getattr(model, "loss_type", None) in (None, "ForCausalLM") and not model.config.is_encoder_decoder
+    is_causal = predicts_next_token(model)
     count: torch.Tensor = ((labels[:, 1:] if is_causal else labels) != -100).sum()
     return count

@@ -219,6 +219,8 @@ class EvaluationRun:
         Raises:
             DataError: The number cannot be found, and nothing else says what the batch weighs.
         """
+        if micro_batch.num_targets is not None:
+            return micro_batch.own_samples or 0  # of which the shape of a packed row says nothing
         samples = self.module.get_batch_size(batch) if self.counts_own_samples else None
         if samples is not None:
             return samples

@@ -25,6 +25,7 @@ FIELDS = (
     "step_scheduler_per_epoch",
     "max_micro_batch_size",
     "max_tokens",
+    "packing",
 )
 """The names of all hyper-parameters."""
 
@@ -51,6 +52,7 @@ class HyperParameters:
         max_tokens: Largest number of tokens, padding included, that go through the model at once: the
             samples of each step are sorted by length and cut into micro-batches within it, and so are those of
             evaluations. None: batches are as read.
+        packing: Pack the samples of each training step end to end into rows of `max_tokens` instead of padding them.
         optimizer: Another name of `optim`.
         optimizer_kwargs: Another name of `optim_kwargs`.
 
@@ -80,6 +82,7 @@ class HyperParameters:
         max_micro_batch_size: int | None = None,
         *,
         max_tokens: int | None = None,
+        packing: bool = False,
         optimizer: str | type[torch.optim.Optimizer] | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -97,6 +100,7 @@ class HyperParameters:
             "step_scheduler_per_epoch": step_scheduler_per_epoch,
             "max_micro_batch_size": max_micro_batch_size,
             "max_tokens": max_tokens,
+            "packing": packing,
         }
         values = {key: read_numbers(value) for key, value in values.items() if value is not None}
         faults = _kwargs_faults(
@@ -144,6 +148,7 @@ class HyperParameters:
         self.step_scheduler_per_epoch = schema.step_scheduler_per_epoch
         self.max_micro_batch_size = schema.max_micro_batch_size
         self.max_tokens = schema.max_tokens
+        self.packing = schema.packing
         self._document = checked.document
 
     @property
@@ -215,6 +220,7 @@ class HyperParameters:
                 "step_scheduler_per_epoch": self.step_scheduler_per_epoch,
                 "max_micro_batch_size": self.max_micro_batch_size,
                 "max_tokens": self.max_tokens,
+                "packing": self.packing or None,  # as all that is not written
             }
         }
 

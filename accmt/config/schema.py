@@ -64,6 +64,11 @@ class Schema(BaseModel):
         description="a whole number from 1",
         examples=["max_tokens: 4096"],
     )
+    packing: bool = Field(
+        default=False,
+        description="true or false",
+        examples=["packing: true"],
+    )
 
     @field_validator("epochs", "batch_size", "max_steps", "max_micro_batch_size", "max_tokens", mode="before")
     @classmethod
@@ -105,7 +110,8 @@ def check(document: Document) -> Checked:
     schema, schema_faults = _parse(document)
     optim, optim_faults = _check_component(document.values.get("optim"), find_optimizer, check_optimizer)
     scheduler, scheduler_faults = _check_component(document.values.get("scheduler"), find_scheduler, check_scheduler)
-    faults += [*document.faults, *schema_faults, *_endless(document), *optim_faults, *scheduler_faults]
+    faults += [*document.faults, *schema_faults, *_endless(document), *_unbounded(document)]
+    faults += [*optim_faults, *scheduler_faults]
     if faults or schema is None:
         raise document.reject(faults)
     return Checked(document, schema, optim, scheduler)
@@ -154,6 +160,13 @@ def _fault(path: KeyPath, kind: str, document: Document) -> Fault:
     got = "nothing" if kind == "missing" else describe(value["type"] if path[1:] and isinstance(value, dict) else value)
     expected = f"{info.description}, with its `type`" if path[1:] == ("type",) else str(info.description)
     return Fault(path, got, expected, f"write `{(info.examples or [''])[0]}`")
+
+
+def _unbounded(document: Document) -> Iterable[Fault]:
+    """Yield what is wrong with rows of packed documents that nothing bounds."""
+    if document.values.get("packing") is True and document.values.get("max_tokens") is None:
+        expected = "packing beside max_tokens, the tokens that a row holds at most"
+        yield Fault(("packing",), "true, and no max_tokens", expected, "add `max_tokens: 4096`, say")
 
 
 def _endless(document: Document) -> Iterable[Fault]:

@@ -13,6 +13,9 @@ from accmt.data.loaders import is_stream as is_stream
 from accmt.data.options import Loader as Loader
 from accmt.data.options import LoaderOptions as LoaderOptions
 from accmt.data.options import WrappedLoader as WrappedLoader
+from accmt.data.packing import DocumentPacker as DocumentPacker
+from accmt.data.packing import pack_by_tokens as pack_by_tokens
+from accmt.data.packing import packed_tokens as packed_tokens
 from accmt.data.seeding import derive_seed as derive_seed
 from accmt.data.seeding import draw_seed as draw_seed
 from accmt.data.seeding import preserve_generators as preserve_generators

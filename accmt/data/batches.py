@@ -53,6 +53,7 @@ class MicroBatch:
             budget; `index` is then that of the window's first batch. None for a batch as planned.
         places: For each sample of this process's batch the index of the batch in which it was read, and its place in
             it, where the samples of an evaluation were cut by a token budget; None where they stand as they were read.
+        num_targets: Tokens with a label in a row of packed documents, which its loss is the mean of; None elsewhere.
     """
 
     index: int
@@ -66,6 +67,7 @@ class MicroBatch:
     num_bad: int = 0
     part: WindowPart | None = None
     places: list[tuple[int, int]] | None = None
+    num_targets: int | None = None
 
     @property
     def num_finished(self) -> int:

@@ -24,6 +24,7 @@ from accmt.data.batches import MicroBatch, WindowPart
 from accmt.data.collate import Collate, keeps_number
 from accmt.data.lengths import find_length
 from accmt.data.options import Loader, WrappedLoader
+from accmt.data.packing import DocumentPacker, count_targets, pack_by_tokens, packed_tokens
 from accmt.data.seeding import derive_seed, seed_generators
 from accmt.data.token_cut import Groups, TokenBudget, cut_by_tokens, padded_tokens
 from accmt.errors import DataError, explain
@@ -148,6 +149,7 @@ class TokenBudgetLoader(_BudgetLoader):
     Args:
         own: As for the base, and so are all others.
         batches_per_step: How many batches make an optimizer step in an epoch.
+        collate: Makes a batch of samples. With a `DocumentPacker` they are packed into rows instead of padded.
 
     Attributes:
         real_tokens: Tokens of the steps begun so far, over all processes, by the lengths of their samples.
@@ -166,6 +168,7 @@ class TokenBudgetLoader(_BudgetLoader):
         super().__init__(own, budget, collate=collate, purpose="train", **others)
         self.real_tokens = self.padded_tokens = 0
         self._knows_samples = keeps_number(collate)
+        self._packs = isinstance(collate, DocumentPacker)
         self._batches_per_step = batches_per_step
 
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
@@ -186,9 +189,10 @@ class TokenBudgetLoader(_BudgetLoader):
         every = gather_objects([find_length(sample, self._length_of) for sample in samples])
         lengths = list(chain(*every))
         self._check_longest(lengths)
-        cut = cut_by_tokens(lengths, self._budget, len(every))
+        cut_up, tokens_of = (pack_by_tokens, packed_tokens) if self._packs else (cut_by_tokens, padded_tokens)
+        cut = cut_up(lengths, self._budget, len(every))
         self.real_tokens += sum(lengths)
-        self.padded_tokens += sum(padded_tokens(group, lengths) for own in cut for group in own)
+        self.padded_tokens += sum(tokens_of(group, lengths) for own in cut for group in own)
         first_own = sum(map(len, every[: process_index()]))
         groups = _exchange(samples, first_own, cut)
         num_parts = max(1, *map(len, cut))
@@ -209,7 +213,10 @@ class TokenBudgetLoader(_BudgetLoader):
             if number == 0:
                 _add_bad(micro_batch, step)
             own_samples = groups[number] if positions else []
-            yield self._fill(micro_batch, epoch, own_samples, [lengths[position] for position in positions])
+            self._fill(micro_batch, epoch, own_samples, [lengths[position] for position in positions])
+            if self._packs and micro_batch.batch is not None:
+                micro_batch.num_targets = count_targets(micro_batch.batch)
+            yield micro_batch
 
 
 class EvaluationBudgetLoader(_BudgetLoader):

@@ -32,6 +32,15 @@ def is_peft_model(model: object) -> TypeGuard[PeftModel]:
     return modeling is not None and isinstance(model, modeling.PeftModel)
 
 
+def predicts_next_token(model: Any) -> bool:
+    """Return whether the loss of a transformers model is that of each token from those before it.
+
+    The first token is no target then. A loss type of None means so, too: transformers takes that loss where the name of
+    a class (such as GPT2LMHeadModel) says none.
+    """
+    return getattr(model, "loss_type", None) in (None, "ForCausalLM") and not model.config.is_encoder_decoder
+
+
 def advise_wrapping(value: object) -> str | None:
     """Return how to make a module from a model or the configuration of one; None for anything else."""
     configurations = sys.modules.get("transformers.configuration_utils")

@@ -6,22 +6,30 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from accmt.errors import DataError, explain
 from accmt.huggingface.isolation import PackedCall, Verdict, try_packing
-from accmt.huggingface.model_kinds import is_transformers_model
+from accmt.huggingface.model_kinds import is_transformers_model, predicts_next_token
 from accmt.libraries.private_names import is_compiled
 from accmt.messages import warn_once
 
+_IGNORED = -100
 _EXPECTED = "documents that do not attend to one another"
 _PAD = (
     "pad instead of packing: a collate function such as DataCollatorWithPadding, and max_tokens in the "
     "hyper-parameters, which leaves little padding"
 )
+
+
+class _Looked(NamedTuple):
+    """What was seen of a batch, or of a call's arguments."""
+
+    is_packed: bool
+    has_crossing_labels: bool
 
 
 class PackingGuard:
@@ -52,7 +60,7 @@ class PackingGuard:
         self._verdicts: dict[tuple[Any, ...], Verdict] = {}
         self._caller: nn.Module | None = None
         self._is_in_root = False
-        self._is_packed: bool | None = None
+        self._looked: _Looked | None = None
         self._was_passed = False
 
     @contextmanager
@@ -81,13 +89,13 @@ class PackingGuard:
 
     def look(self, batch: Any) -> None:
         """Look at a batch of a training step before it is on the device, where looking would wait for all its work."""
-        self._caller, self._is_packed, self._was_passed = None, None, False
+        self._caller, self._looked, self._was_passed = None, None, False
         held = _find_arguments(batch)
         if held is None:
             return
-        self._is_packed = _is_packed(held)
-        if self._is_packed and self._is_compiled and len(self._watched) == 1:  # compiled calls are not looked at
-            self._require_isolation(next(iter(self._watched)), held)
+        self._looked = _look_at(held)
+        if self._looked.is_packed and self._is_compiled and len(self._watched) == 1:  # compiled calls are not looked at
+            self._require_isolation(next(iter(self._watched)), held, self._looked)
 
     def require_passed(self) -> None:
         """Check after a training step that it told the model where the documents of its batch begin.
@@ -95,7 +103,8 @@ class PackingGuard:
         Raises:
             DataError: The batch was packed, and no call of the model had its positions.
         """
-        is_packed, self._is_packed = self._is_packed, None
+        looked, self._looked = self._looked, None
+        is_packed = looked is not None and looked.is_packed
         if not is_packed or self._was_passed or self._is_compiled or not any(map(is_transformers_model, self._watched)):
             return
         called = list(_outermost(self._model))
@@ -132,12 +141,18 @@ class PackingGuard:
         if says_who_attends or (positions is None and not _has_bounds(arguments)):
             return
         # Positions that a step makes on the device are the only ones that have to be waited for.
-        is_known = self._is_packed is not None and positions is not None and positions.device.type != "cpu"
-        if self._is_packed if is_known else _is_packed(arguments):
-            self._require_isolation(model, arguments)
+        is_waited_for = positions is None or positions.device.type != "cpu"
+        looked = self._looked if is_waited_for and self._looked is not None else _look_at(arguments)
+        if looked.is_packed:
+            self._require_isolation(model, arguments, looked)
 
-    def _require_isolation(self, model: Any, arguments: Mapping[str, Any]) -> None:
+    def _require_isolation(self, model: Any, arguments: Mapping[str, Any], looked: _Looked) -> None:
         where = f"packed documents in {type(model).__name__}"
+        is_causal = is_transformers_model(model) and predicts_next_token(model)
+        if looked.has_crossing_labels and is_causal and arguments.get("labels") is not None:
+            got = "labels that cross documents: the first token of one is the target of the last token of another"
+            do = "labels[position_ids == 0] = -100, as DataCollatorWithFlattening does"
+            raise DataError(explain(where, got, "-100 as the label of each document's first token", do))
         if arguments.get("attention_mask") is not None:
             got = "position_ids that start again within a row, beside an attention_mask, which covers the whole row"
             do = "leave attention_mask out of the batch: packed rows have no padding"
@@ -234,12 +249,19 @@ def _has_bounds(arguments: Mapping[str, Any]) -> bool:
     return isinstance(bounds, torch.Tensor) and bounds.numel() > 2
 
 
-def _is_packed(arguments: Mapping[str, Any]) -> bool:
-    """Return whether positions stop rising somewhere within a row, padding aside, or bounds say so."""
+def _look_at(arguments: Mapping[str, Any]) -> _Looked:
+    """Return whether positions stop rising somewhere within a row, padding aside, or bounds say so.
+
+    And whether the token at which they start again has a label.
+    """
     positions, mask = _positions_in(arguments), arguments.get("attention_mask")
+    labels: Any = arguments.get("labels")
     if positions is None:
-        return _has_bounds(arguments)
+        return _Looked(_has_bounds(arguments), has_crossing_labels=False)
     falls = positions[..., 1:] <= positions[..., :-1]
     if isinstance(mask, torch.Tensor) and mask.shape == positions.shape:
         falls = falls & (mask[..., 1:] != 0) & (mask[..., :-1] != 0)
-    return bool(falls.any())
+    if not falls.any():
+        return _Looked(is_packed=False, has_crossing_labels=False)
+    crossing = falls & (labels[..., 1:] != _IGNORED) if getattr(labels, "shape", None) == positions.shape else falls[:0]
+    return _Looked(is_packed=True, has_crossing_labels=bool(crossing.any()))

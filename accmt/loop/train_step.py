@@ -160,6 +160,8 @@ class AutomaticSteps:
         outputs = self._run_in_context(batch) if self._needs_context else run.training_step(batch)
         run.packing.require_passed()
         output = read_training_output(outputs)
+        if micro_batch.num_targets is not None and (output.weight is None or not micro_batch.num_targets):
+            output = output._replace(weight=float(micro_batch.num_targets))  # which is known without the device
         loss, detached = output.loss, output.loss.detach()
         weight = _weigh(run, window, micro_batch, batch, output)
         for hook in hooks.on_before_backward:

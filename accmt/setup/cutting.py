@@ -6,18 +6,21 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accmt.data import (
+    DocumentPacker,
     EvaluationBudgetLoader,
     Loader,
     TokenBudget,
     TokenBudgetLoader,
     cut_by_tokens,
     known_lengths,
+    pack_by_tokens,
+    packed_tokens,
     padded_tokens,
     take_apart,
 )
@@ -51,9 +54,10 @@ class Cutting:
     def of_training(self, loader: Loader) -> Loader:
         """Return a loader that cuts the samples of optimizer steps."""
         budget = TokenBudget(self._max_tokens, self.settings.hps.max_micro_batch_size or sys.maxsize)
+        options = self.options | ({"collate": self._make_packer()} if self.settings.hps.packing else {})
         self._say_what_is_expected(budget)
         batches_per_step = self.settings.optimization.accumulation_at
-        return TokenBudgetLoader(loader, budget, batches_per_step=batches_per_step, **self.options)
+        return TokenBudgetLoader(loader, budget, batches_per_step=batches_per_step, **options)
 
     def of_evaluation(self, loader: Loader, purpose: str, *, batch_size: int, keeps_in_step: bool) -> Loader:
         """Return a loader that cuts the samples of an evaluation."""
@@ -66,6 +70,11 @@ class Cutting:
             **self.options,
         )
 
+    def _make_packer(self) -> DocumentPacker:
+        """Return what packs samples into rows, with the bounds of documents for kernels that take them."""
+        config = getattr(self.module.model, "config", None)
+        return DocumentPacker(gives_bounds="flash" in str(getattr(config, "_attn_implementation", None)))
+
     @property
     def _max_tokens(self) -> int:
         return self.settings.hps.max_tokens or 1
@@ -77,6 +86,8 @@ class Cutting:
             return
         number, count = num_processes(), self.settings.optimization.accumulation_at(0)
         step = batch_size * count * number
+        packs = self.settings.hps.packing
+        cut_up, tokens_of = (pack_by_tokens, packed_tokens) if packs else (cut_by_tokens, padded_tokens)
         what = f"max_tokens={budget.max_tokens}: the {step} samples of an optimizer step"
         lengths = self._draw_lengths(step)
         if lengths is None:
@@ -85,9 +96,9 @@ class Cutting:
         parts, padded = [], 0
         for start in range(0, len(lengths), step):
             of_step = lengths[start : start + step]
-            cut = cut_by_tokens(of_step, budget, number)
+            cut = cut_up(of_step, budget, number)
             parts.append(max(map(len, cut)))
-            padded += sum(padded_tokens(group, of_step) for own in cut for group in own)
+            padded += sum(tokens_of(group, of_step) for own in cut for group in own)
         say_once(
             f"{what} are cut into about {statistics.mean(parts):.0f} micro-batches on each process, "
             f"{1 - sum(lengths) / max(1, padded):.0%} of their tokens padding, by the lengths of {len(lengths)} samples"
@@ -129,6 +140,8 @@ def find_cutting(
         return None
     if isinstance(data, DataLoader):
         parts = take_apart(data)
+        if parts is None and settings.hps.packing and kind == "training":
+            _reject("packing", "a DataLoader that makes its batches in its own way beside it")
         if parts is None:
             warn_once(
                 f"max_tokens has no effect on your DataLoader of {kind} data, which makes its batches in its own way: "
@@ -155,5 +168,12 @@ def reject_other_cuts(module: AcceleratorModule, settings: Settings) -> None:
         "auto_micro_batch=True, which cuts by samples": settings.optimization.auto_micro_batch,
     }
     for got in (what for what, is_so in others.items() if is_so and settings.hps.max_tokens is not None):
-        where, expected = "max_tokens in the hyper-parameters", "one of the two"
-        raise ArgumentError(explain(where, f"{got} beside it", expected, "leave one of them out"))
+        _reject("max_tokens", f"{got} beside it")
+    collates = module.collate_fn_train is not None or settings.data.collate_fn_train is not None
+    if settings.hps.packing and collates:
+        _reject("packing", "collate_fn_train beside it")
+
+
+def _reject(name: str, got: str) -> NoReturn:
+    where, expected = f"{name} in the hyper-parameters", "one of the two"
+    raise ArgumentError(explain(where, got, expected, "leave one of them out"))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.scripts.packed import LENGTHS, NUMBER, STEP, TOKENS
 from tests.distributed.scripts.packed_on_one import STEPS
 from tests.launching import SCRIPTS, launch, run_together
 
@@ -38,3 +39,16 @@ def test_all_processes_end_where_one_alone_has_packed_rows_that_its_model_mixes(
     assert "packed documents in" in printed
     assert "documents that are mixed with attn_implementation='sdpa'" in printed
     assert not path.exists()
+
+
+@pytest.mark.parametrize("way", [1, 2, 3, "fsdp-2"])
+def test_packed_documents_give_the_weights_of_each_document_by_itself(tmp_path: Path, way: int | str) -> None:
+    path = tmp_path / "result.json"
+    launch(SCRIPTS / "packed.py", str(path), str(tmp_path), processes=way, result=path)
+    found = json.loads(path.read_text())
+    assert found["difference"] < 1e-7  # transformers computes the loss in float32
+    assert found["counters"] == [-(-NUMBER // STEP), NUMBER]
+    assert all(tokens <= TOKENS for own in found["tokens"] for tokens in own)
+    sums = list(map(sum, found["tokens"]))
+    assert sum(sums) >= sum(LENGTHS)
+    assert max(sums) - min(sums) < 0.1 * max(sums)

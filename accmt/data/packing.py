@@ -1,0 +1,181 @@
+"""Micro-batches without padding: the documents of one optimizer step, packed end to end into rows of so many tokens."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from accmt.data.token_cut import Groups, TokenBudget
+from accmt.errors import DataError, explain
+
+IGNORED = -100
+"""The label of a token that is no target."""
+
+_WHERE = "packing in the hyper-parameters"
+_MADE_HERE = ("attention_mask", "length")
+
+
+def packed_tokens(group: Sequence[int], lengths: Sequence[int]) -> int:
+    """Return the tokens of a row."""
+    return sum(lengths[position] for position in group)
+
+
+def pack_by_tokens(lengths: Sequence[int], budget: TokenBudget, num_processes: int = 1) -> list[Groups]:
+    """Pack the samples of one optimizer step into the rows of each process.
+
+    Each process gets as many rows as the others, if there are samples enough, and about as many tokens. A sample longer
+    than the budget is a row of its own.
+
+    Args:
+        lengths: The length of each sample.
+        budget: What a row may hold.
+        num_processes: Processes that share the samples.
+
+    Returns:
+        For each process its rows, those with most tokens first.
+    """
+    order = sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
+    fewest = _fill_rows(order, lengths, budget)
+    number = min(-(-len(fewest) // num_processes) * num_processes, len(order))
+    rows = _spread(order, lengths, budget, number) or _split(fewest, lengths, number)
+    rows.sort(key=lambda row: -packed_tokens(row, lengths))
+    each, further = divmod(len(rows), num_processes)
+    cut: list[Groups] = [[] for _ in range(num_processes)]
+    tokens = [0] * num_processes
+    for row in rows:
+        room = each + (sum(len(own) > each for own in cut) < further)
+        process = min((p for p in range(num_processes) if len(cut[p]) < room), key=tokens.__getitem__)
+        cut[process].append(sorted(row))
+        tokens[process] += packed_tokens(row, lengths)
+    return cut
+
+
+def _fill_rows(order: list[int], lengths: Sequence[int], budget: TokenBudget) -> Groups:
+    """Put each sample, the longest first, into the row that it fills best."""
+    rows: Groups = []
+    room: list[tuple[int, int]] = []  # tokens left in a row, and the row: in ascending order
+    for position in order:
+        length = max(lengths[position], 1)
+        best = bisect_left(room, (length, -1))
+        if best == len(room):
+            left, row = max(budget.max_tokens - length, 0), len(rows)
+            rows.append([position])
+        else:
+            left, row = room.pop(best)
+            left -= length
+            rows[row].append(position)
+        if left and len(rows[row]) < budget.max_samples:
+            insort(room, (left, row))
+    return rows
+
+
+def _spread(order: list[int], lengths: Sequence[int], budget: TokenBudget, number: int) -> Groups | None:
+    """Put each sample, the longest first, into the emptiest of so many rows; None if the budget does not suffice."""
+    rows: Groups = [[] for _ in range(number)]
+    emptiest = [(0, row) for row in range(number)]
+    for position in order:
+        if not emptiest:
+            return None
+        tokens, row = heapq.heappop(emptiest)
+        if rows[row] and tokens + max(lengths[position], 1) > budget.max_tokens:
+            return None
+        rows[row].append(position)
+        if len(rows[row]) < budget.max_samples:
+            heapq.heappush(emptiest, (tokens + max(lengths[position], 1), row))
+    return rows
+
+
+def _split(rows: Groups, lengths: Sequence[int], number: int) -> Groups:
+    """Split the rows that hold most into two until there are so many."""
+    while len(rows) < number:
+        largest = max((row for row in rows if len(row) > 1), key=lambda row: packed_tokens(row, lengths))
+        rows.remove(largest)
+        rows += [largest[::2], largest[1::2]]
+    return rows
+
+
+class DocumentPacker:
+    """Makes one row of samples: their tokens end to end, with positions that start again with each.
+
+    The first token of a sample has no label, since a token of another sample stands before it. Samples without labels
+    are their own.
+
+    Shapes:
+        All entries `[1, tokens]`; `cu_seq_lens_q` and `cu_seq_lens_k` `[documents + 1]`.
+
+    Args:
+        gives_bounds: Whether the model's attention is a kernel that takes the bounds of documents.
+    """
+
+    def __init__(self, *, gives_bounds: bool = False) -> None:
+        self._gives_bounds = gives_bounds
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        """Make a row.
+
+        Raises:
+            DataError: A sample is no dict with `input_ids`, is padded, or has an entry without one value a token.
+        """
+        documents = [document for document in map(_read, samples) if len(document["input_ids"])]
+        if not documents:
+            do = "filter the data: samples without tokens have nothing to learn from"
+            raise DataError(explain(_WHERE, "a row of samples of length 0", "tokens", do))
+        for document in documents[1:]:
+            _require_same_entries(documents[0], document)
+        row: dict[str, Any] = {name: torch.cat([one[name] for one in documents])[None] for name in documents[0]}
+        if self._gives_bounds:
+            lengths = torch.tensor([0, *(len(document["input_ids"]) for document in documents)])
+            bounds, longest = lengths.cumsum(0).to(torch.int32), int(lengths.max())
+            row |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+        return row
+
+
+def count_targets(row: Mapping[str, Any]) -> int:
+    """Return the tokens of a row that have a label."""
+    return int((row["labels"] != IGNORED).sum())
+
+
+def _read(sample: Any) -> dict[str, torch.Tensor]:
+    """Return the entries of a sample, one value for each token."""
+    if not isinstance(sample, Mapping) or "input_ids" not in sample:
+        got = f"a sample with the entries {list(sample)}" if isinstance(sample, Mapping) else type(sample).__name__
+        expected = 'dicts with "input_ids"'
+        raise DataError(explain(_WHERE, got, expected, 'return {"input_ids": ids} from the dataset'))
+    ids = _as_tensor("input_ids", sample["input_ids"], None)
+    if not all(sample.get("attention_mask", ())):
+        do = "tokenizer(..., padding=False): packing needs none"
+        raise DataError(explain(_WHERE, "a sample that is padded: its attention_mask has zeros", "no padding", do))
+    document = {"input_ids": ids}
+    for name in (name for name in sample if name not in (*_MADE_HERE, "input_ids")):
+        document[name] = _as_tensor(name, sample[name], len(ids))
+    document["labels"] = document.get("labels", ids).clone()
+    document["labels"][:1] = IGNORED
+    document.setdefault("position_ids", torch.arange(len(ids)))
+    return document
+
+
+def _as_tensor(name: str, values: Any, length: int | None) -> torch.Tensor:
+    """Return an entry of a sample as a tensor `[tokens]`."""
+    if isinstance(values, list | tuple | np.ndarray | torch.Tensor):
+        try:
+            tensor = torch.as_tensor(values if len(values) else np.empty(0, np.int64))
+        except (TypeError, ValueError):
+            tensor = None
+        if tensor is not None and tensor.ndim == 1 and length in (None, len(tensor)):
+            return tensor
+    shape = getattr(values, "shape", None)
+    got = f"{name!r}: a {type(values).__name__}" + ("" if shape is None else f" of shape {list(shape)}")
+    got += "" if length is None else f", in a sample of {length} tokens"
+    do = f"leave {name!r} out of the samples, such as by dataset.remove_columns({name!r}); or leave packing out"
+    raise DataError(explain(_WHERE, got, "one value for each token in every entry of a sample", do))
+
+
+def _require_same_entries(first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    if first.keys() != other.keys():
+        got = f"samples with {sorted(first)} and with {sorted(other)}"
+        raise DataError(explain(_WHERE, got, "the same entries in all samples", "give all samples labels, or none"))
