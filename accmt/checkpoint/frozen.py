@@ -54,7 +54,8 @@ class FrozenWeights:
 def find_frozen(model: nn.Module) -> dict[str, Tensor]:
     """Return what a checkpoint leaves out, by plain name: frozen parameters, and what their modules keep with them.
 
-    Those are all of a model that PEFT gave adapters, and of another model those that its own `state_dict` leaves out.
+    Those are all of a model that PEFT gave adapters, and of another model those that its own `state_dict` leaves out,
+    and those that bitsandbytes has quantized, whose layers load them only as a part of a model folder.
     An adapter that is not active is frozen too, and belongs to what is trained: its parameters have its name in theirs.
     What modules keep with a weight are such as the scales of a quantized one, which are neither parameter nor buffer.
     """
@@ -66,7 +67,9 @@ def find_frozen(model: nn.Module) -> dict[str, Tensor]:
         base = {name: weight for name, weight in frozen.items() if adapters.isdisjoint(name.split("."))}
         return {**base, **_kept_with(base, model)}
     kept = {_memory_of(entry) for entry in model_state(model).values() if isinstance(entry, Tensor)}
-    return {name: weight for name, weight in frozen.items() if weight.numel() and _memory_of(weight) not in kept}
+    quantized = {name: weight for name, weight in frozen.items() if type(weight).__module__.startswith("bitsandbytes.")}
+    missing = {name: weight for name, weight in frozen.items() if weight.numel() and _memory_of(weight) not in kept}
+    return {**missing, **quantized, **_kept_with(quantized, model)}
 
 
 def _kept_with(frozen: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from accmt.callbacks.dispatch import Hook
 from accmt.data import note_dead_worker
 from accmt.errors import DataError, Preempted, explain, is_out_of_memory
 from accmt.failures import listening
+from accmt.huggingface import keeping_quantized_weights
 from accmt.loop.bad_sample_counts import count_bad_samples
 from accmt.loop.evaluation import evaluate_and_count
 from accmt.loop.manual import ManualSteps
@@ -48,6 +49,7 @@ def fit(run: Run) -> None:
     with ExitStack() as stack:  # what is entered first ends last
         stack.enter_context(printing_resume_hint(run))
         stack.enter_context(run.packing.watching())
+        stack.enter_context(keeping_quantized_weights(run.unwrapped_model))
         stack.callback(_close, run)
         stack.enter_context(_recording_outcome(run))
         stack.enter_context(listening(run.interruption, run.settings.failures.preempt_exit_code))

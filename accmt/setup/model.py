@@ -12,7 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accmt.config import HyperParameters
 from accmt.errors import ArgumentError, ModuleContractError, explain
-from accmt.huggingface import enable_gradient_checkpointing, reject_injected_adapters, require_library
+from accmt.huggingface import (
+    enable_gradient_checkpointing,
+    reject_injected_adapters,
+    reject_training_quantized_weights,
+    require_library,
+)
 from accmt.libraries import private_names
 from accmt.libraries.private_names import compile_in_place, forget_prepared, is_compiled, prepare_alone
 from accmt.loop.cadence import Cadence, RunLength
@@ -68,6 +73,7 @@ def prepare(
     running = settings.running
     require_library(module.model)
     reject_injected_adapters(module.model)
+    reject_training_quantized_weights(module.model)
     if running.gradient_checkpointing is not False:
         kwargs = running.gradient_checkpointing if isinstance(running.gradient_checkpointing, Mapping) else None
         enable_gradient_checkpointing(module.model, kwargs)

@@ -17,7 +17,7 @@ from accmt.callbacks.progress import draw_batches
 from accmt.data import Loader, MicroBatch, WrappedLoader, draw_seed
 from accmt.errors import ArgumentError, explain
 from accmt.files import dumps, require_writable_folder, write_text
-from accmt.huggingface import PackingGuard
+from accmt.huggingface import PackingGuard, keeping_quantized_weights
 from accmt.loop.evaluation import call_hooks, evaluate, in_evaluation_mode, reported
 from accmt.loop.prediction import predict
 from accmt.messages import say
@@ -184,6 +184,7 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
         _taking_data(request, accelerator) as sets,
         using_weights(module, settings, request.ckpt_path, function),
         nullcontext() if function == "predict" else _watch_packing(module.model),
+        keeping_quantized_weights(module.model),
         using_average(() if last is None or request.ckpt_path is not None else last.callbacks),
     ):
         run = _build(request, sets, accelerator, model)

@@ -71,6 +71,31 @@ def test_types_that_cannot_be_fused_are_left_to_the_ordinary_implementation():
     assert weight.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_every_type_of_weights_is_trained(name, dtype):
+    """Torch 2.13's fused SGD does nothing to half-precision weights on a CPU."""
+    weight, other = (torch.nn.Parameter(torch.ones(64, dtype=dtype)) for _ in range(2))
+    hps = HyperParameters(optim=name, optim_kwargs={"lr": 0.1})
+    plain = hps.optimizer_class([other], lr=0.1, fused=False)
+    for one, optimizer in ((weight, build_optimizer(hps, nn.ParameterList([weight]))), (other, plain)):
+        train(optimizer, one, 3)
+    assert (weight < 0.99).all()
+    assert torch.allclose(weight, other, rtol=0.02)
+
+
+def test_a_fused_kernel_that_was_asked_for_and_does_nothing_is_an_error():
+    class Idle(torch.optim.SGD):
+        def step(self, closure=None):
+            if not self.defaults["fused"]:
+                super().step(closure)
+
+    hps = HyperParameters(optim=Idle, optim_kwargs={"lr": 0.1, "fused": True})
+    with pytest.raises(HyperParameterError, match=r"Idle: a fused step for torch.float32 on cpu that does not give"):
+        build_optimizer(hps, nn.ParameterList([weights()]))
+    assert not build_optimizer(HyperParameters(optim=Idle), nn.ParameterList([weights()])).defaults["fused"]
+
+
 def test_the_fused_trial_does_not_touch_random_numbers_weights_or_the_hyper_parameters():
     hps, weight, before = HyperParameters(optim="AdamW"), weights(), torch.get_rng_state()
     build_optimizer(hps, nn.ParameterList([weight]))

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Runs tests in an environment of its own: laid_over.sh ENVIRONMENT BASE TESTS PACKAGE==VERSION ...
+# It sees the packages of the environment BASE, and installs only what the packages need besides or in other versions.
+set -euo pipefail
+venv=$1 base=$(realpath "$2") tests=$3
+shift 3
+
+if [[ $(cat "$venv/.installed" 2>/dev/null || true) != "$*" ]]; then
+	rm -rf "$venv"
+	"$base/bin/python" -m venv "$venv"
+	"$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		>"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	"$venv/bin/python" -m pip --disable-pip-version-check --quiet install "$@"
+	echo "$*" >"$venv/.installed"
+fi
+OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -n 0 -p no:cacheprovider -q "$tests"
