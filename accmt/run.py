@@ -16,6 +16,7 @@ from torch import nn
 from accmt.callbacks import Callback, Hooks
 from accmt.data import Loader, MicroBatch, find_batch_size
 from accmt.data.bad_samples import BadSamples
+from accmt.data.largest import LargestBatch
 from accmt.errors import DataError, ModuleContractError, explain
 from accmt.huggingface import PackingGuard
 from accmt.loop.cadence import Cadence, RunLength
@@ -270,6 +271,7 @@ class LoadersProtocol(Protocol):
     train: Loader
 
     def reload_if_due(self) -> None: ...
+    def make_largest_batch(self) -> LargestBatch | str: ...
 
 
 class SaverProtocol(Protocol):

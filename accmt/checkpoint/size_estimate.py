@@ -23,9 +23,14 @@ def estimate_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     frozen = find_frozen(model)
     kept = {name: value for name, value in model_state(model).items() if name not in frozen}
     weights = sum(value.nbytes for value in kept.values() if isinstance(value, torch.Tensor))
+    return weights + estimate_state(optimizer)
+
+
+def estimate_state(optimizer: torch.optim.Optimizer) -> int:
+    """Return about how many bytes the state of an optimizer will have."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     trained: int = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-    return weights + trained * _state_per_parameter(optimizer)
+    return trained * _state_per_parameter(optimizer)
 
 
 def _state_per_parameter(optimizer: torch.optim.Optimizer) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accmt.data.seeding import preserve_generators
 from accmt.huggingface.model_kinds import is_transformers_model
+from accmt.without_trace import device_of, without_trace
 
 _LENGTHS = 11, 8  # together a prime number, so that no other dimension of a tensor is taken for that of the tokens
 _TOLERANCE = 1e-4
@@ -86,7 +85,7 @@ class PackedCall:
 
     def draw(self, length: int) -> torch.Tensor:
         """Return a document of random tokens, the same on every process."""
-        device = _device_of(self._model)
+        device = device_of(self._model)
         if self._tokens is not None and self._tokens.is_floating_point():  # embeddings
             drawn = torch.randn(self.rows, length, self._tokens.shape[-1], generator=self._random)
             return drawn.to(device, self._tokens.dtype)
@@ -221,38 +220,11 @@ def _record(model: nn.Module, call: PackedCall, *documents: torch.Tensor) -> _Se
 
 @contextmanager
 def _unnoticed(model: nn.Module) -> Iterator[None]:
-    """Let a model compute in evaluation mode, without gradients or compilation, and give its state back afterwards."""
-    modes = [(layer, layer.training) for layer in model.modules()]
-    buffers = [
-        (layer, name, buffer, buffer.detach().clone())
-        for layer in model.modules()
-        for name, buffer in layer.named_buffers(recurse=False)
-    ]
-    device = _device_of(model)
-    devices = [device] if device.type not in ("cpu", "meta") else []
-    dynamo = "torch._dynamo" in sys.modules
-    with (
-        preserve_generators(),
-        torch.inference_mode(mode=False),  # or what the model caches now would be an error in training
-        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
-        torch.no_grad(),
-        torch.compiler.set_stance("force_eager") if dynamo else nullcontext(),
-    ):
+    """Let a model compute in evaluation mode, without gradients, and give its state back afterwards."""
+    # With inference mode, what the model caches now would be an error in training.
+    with without_trace(model), torch.inference_mode(mode=False), torch.no_grad():
         model.eval()
-        try:
-            yield
-        finally:
-            for layer, is_training in modes:
-                layer.training = is_training
-            for layer, name, buffer, before in buffers:
-                _give_back(layer, name, buffer, before)
-
-
-def _give_back(layer: nn.Module, name: str, buffer: torch.Tensor, before: torch.Tensor) -> None:
-    if layer.get_buffer(name) is not buffer:
-        setattr(layer, name, buffer)
-    if not torch.equal(buffer, before):
-        buffer.copy_(before)
+        yield
 
 
 @contextmanager
@@ -264,8 +236,3 @@ def _without_cached_casts() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    weight = next(model.parameters(), None)
-    return torch.device("cpu") if weight is None else weight.device

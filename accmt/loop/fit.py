@@ -14,7 +14,7 @@ from accmt.huggingface import keeping_quantized_weights
 from accmt.loop.bad_sample_counts import count_bad_samples
 from accmt.loop.evaluation import evaluate_and_count
 from accmt.loop.manual import ManualSteps
-from accmt.loop.preflight import check_room, try_evaluation, try_saving
+from accmt.loop.preflight import check_room, try_evaluation, try_largest, try_saving
 from accmt.loop.stages import TRAINING, evaluate_before_training, finish_epoch, finish_step, resume_stages
 from accmt.loop.train_step import AutomaticSteps
 from accmt.messages import say, warn
@@ -134,6 +134,7 @@ def _open(run: Run) -> None:
     """Make everything ready that training writes to, and try what can be tried before."""
     if not run.is_resumed:
         try_evaluation(run)
+    try_largest(run)
     if run.settings.failures.preflight:
         try_saving(run)
     run.saver.claim(run)

@@ -119,6 +119,16 @@ class Logs:
             raise ModuleContractError(explain(f"log({name!r}, ...)", got, "another name", do))
 
 
+class SilentLogs(Logs):
+    """Takes what a module logs in a trial, and drops it."""
+
+    def log(self, name: str | Mapping[str, Any], value: Any, *_: Any, **__: Any) -> None:
+        """Drop values."""
+
+    def media(self, method: str) -> None:
+        """Drop images, tables and files."""
+
+
 def _has_name(names: set[str], name: str) -> bool:
     """Return whether a value has one of these names, or has it with the key of a validation set behind it."""
     return name in names or any(name.startswith(f"{own}__") for own in names)

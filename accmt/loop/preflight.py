@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
 import torch
 
-from accmt.checkpoint.size_estimate import estimate_size, find_shortage
+from accmt.checkpoint.size_estimate import estimate_size, estimate_state, find_shortage
 from accmt.checkpoint.trial import try_model
-from accmt.errors import CheckpointError
+from accmt.data.largest import LargestBatch
+from accmt.errors import CheckpointError, is_out_of_memory
 from accmt.files import format_bytes, free_space
 from accmt.huggingface import is_peft_model
 from accmt.loop.evaluation import evaluate
-from accmt.messages import warn
+from accmt.loop.logging import SilentLogs
+from accmt.loop.step_outputs import read_training_output
+from accmt.messages import say_once, warn
+from accmt.module import ExtendedAcceleratorModule
+from accmt.parallel.shards import reshard
+from accmt.parallel.sync_batchnorm import synchronized_layers, without_synchronization
+from accmt.precision import autocast
 from accmt.processes import run_on_every_process
 from accmt.run import Run
 from accmt.saving import require_storable
+from accmt.without_trace import without_trace
 
 
 def try_evaluation(run: Run) -> None:
@@ -25,6 +37,76 @@ def try_evaluation(run: Run) -> None:
     counters = run.state.state_dict()
     run.saver.check(evaluate(run, "sanity_check", max_batches=limit))
     run.state.load_state_dict(counters)
+
+
+def try_largest(run: Run) -> None:
+    """Put the largest micro-batch that the data can bring through forward and backward, so that memory runs out now.
+
+    Nothing of it is counted or logged, no hook is called, and model and random generators stay as they were. What the
+    module's step changes besides is not given back.
+
+    Processes: all; collective where the model is sharded, else each by itself.
+    """
+    asked = run.settings.data.try_longest
+    if asked is False or (asked is None and run.device.type == "cpu"):
+        return
+    with without_trace(run.unwrapped_model):
+        found = _find_largest(run)
+        if isinstance(found, str):
+            if asked or run.settings.hps.max_tokens is not None:
+                say_once(f"the largest micro-batch is not tried before training: {found}")
+            return
+        what = f"the largest micro-batch, {found.num_samples} samples of up to {found.longest} tokens"
+        try:
+            _put_through(run, found.batch)
+        except Exception as error:
+            do = ": lower max_tokens or batch_size" if is_out_of_memory(error) else ""
+            off = "Trainer(try_longest=False) leaves the trial out"
+            error.add_note(f"This was raised before training, while trying {what}{do}; {off}.")
+            raise
+    say_once(f"{what}, went through forward and backward before training")
+
+
+def _find_largest(run: Run) -> LargestBatch | str:
+    if isinstance(run.module, ExtendedAcceleratorModule):
+        return "the module steps by itself"
+    if run.settings.optimization.auto_micro_batch:
+        return "auto_micro_batch finds out what fits"
+    return run.loaders.make_largest_batch()
+
+
+def _put_through(run: Run, batch: Any) -> None:
+    module, model, logs = run.module, run.unwrapped_model, run.module.logs
+    module.logs = SilentLogs(module.trainer)
+    model.train()
+    is_alone = not run.is_sharded  # then no process has to keep in step with the others
+    try:
+        with ExitStack() as stack:
+            if is_alone:
+                stack.enter_context(run.using_unwrapped_model())
+                stack.enter_context(without_synchronization(synchronized_layers(model)))
+                stack.enter_context(_reserving_optimizer_state(run))
+            stack.enter_context(run.explaining_parts())
+            run.packing.look(batch)
+            with autocast(run.accelerator):
+                output = read_training_output(run.training_step(run.place(batch)))
+            run.packing.require_passed()
+            output.loss.backward()  # type: ignore[no-untyped-call]
+    finally:
+        module.logs = logs
+        logs.of_training.drop_batch()
+        if run.is_sharded:
+            reshard(model)
+
+
+@contextmanager
+def _reserving_optimizer_state(run: Run) -> Iterator[None]:
+    """Hold as much memory as the optimizer will, whose first step makes its state."""
+    optimizer = run.stepper.optimizer
+    size = 0 if optimizer.state or run.device.type == "cpu" else estimate_state(optimizer)
+    reserved = torch.empty(size, dtype=torch.uint8, device=run.device)
+    yield
+    del reserved
 
 
 def try_saving(run: Run) -> None:

@@ -40,6 +40,10 @@ class LoggedValues:
         self.is_open = True
         self._waiting = []
 
+    def drop_batch(self) -> None:
+        """Forget a batch that was begun, as if it had not been."""
+        self._waiting = None
+
     def close(self) -> None:
         """Accept nothing more before a batch begins; what still waits gets the weight of the last batch."""
         self.end_batch(self._weight)

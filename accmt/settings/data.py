@@ -66,6 +66,9 @@ class DataSettings:
             hyper-parameters does not.
         on_long_sample: With `max_tokens` in the hyper-parameters: "warn" makes a sample that is longer a micro-batch of
             its own, and warns once; "raise" ends the run.
+        try_longest: Whether the largest micro-batch that the data can bring goes through forward and backward before
+            training, without effect, so that memory runs out now if it does: the one of the longest samples, where
+            lengths are known. None does so where the device has memory of its own.
     """
 
     shuffle_train: bool = True
@@ -88,6 +91,7 @@ class DataSettings:
     on_bad_sample: str = "raise"
     group_by_length: bool = False
     on_long_sample: str = "warn"
+    try_longest: bool | None = None
 
     def __post_init__(self) -> None:
         require_flags(self)
@@ -97,6 +101,8 @@ class DataSettings:
         else:
             require_int("reload_dataloaders_every_n_epochs", self.reload_dataloaders_every_n_epochs, at_least=0)
         require_choice("on_bad_sample", self.on_bad_sample, ("raise", "skip"))
+        if self.try_longest is not None and not isinstance(self.try_longest, bool):
+            raise_wrong_value("try_longest", self.try_longest, "True, False or None", "try_longest=False")
         require_choice("on_long_sample", self.on_long_sample, ("warn", "raise"))
         _require_limit("overfit_batches", self.overfit_batches, at_least=0)
         is_dict = isinstance(self.limit_batches, Mapping)

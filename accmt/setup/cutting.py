@@ -53,11 +53,11 @@ class Cutting:
 
     def of_training(self, loader: Loader) -> Loader:
         """Return a loader that cuts the samples of optimizer steps."""
-        budget = TokenBudget(self._max_tokens, self.settings.hps.max_micro_batch_size or sys.maxsize)
-        options = self.options | ({"collate": self._make_packer()} if self.settings.hps.packing else {})
-        self._say_what_is_expected(budget)
+        self._say_what_is_expected(self.training_budget)
         batches_per_step = self.settings.optimization.accumulation_at
-        return TokenBudgetLoader(loader, budget, batches_per_step=batches_per_step, **options)
+        return TokenBudgetLoader(
+            loader, self.training_budget, batches_per_step=batches_per_step, **self.training_options
+        )
 
     def of_evaluation(self, loader: Loader, purpose: str, *, batch_size: int, keeps_in_step: bool) -> Loader:
         """Return a loader that cuts the samples of an evaluation."""
@@ -74,6 +74,16 @@ class Cutting:
         """Return what packs samples into rows, with the bounds of documents for kernels that take them."""
         config = getattr(self.module.model, "config", None)
         return DocumentPacker(gives_bounds="flash" in str(getattr(config, "_attn_implementation", None)))
+
+    @property
+    def training_budget(self) -> TokenBudget:
+        """What a micro-batch of training may hold."""
+        return TokenBudget(self._max_tokens, self.settings.hps.max_micro_batch_size or sys.maxsize)
+
+    @property
+    def training_options(self) -> dict[str, Any]:
+        """The options of the loader of training batches."""
+        return self.options | ({"collate": self._make_packer()} if self.settings.hps.packing else {})
 
     @property
     def _max_tokens(self) -> int:

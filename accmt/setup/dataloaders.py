@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accmt.data import Loader
+from accmt.data.largest import LargestBatch
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.loop.cadence import Cadence
 from accmt.module import AcceleratorModule, defines
 from accmt.recovery.restart import Recovery, check_restarts
 from accmt.recovery.shutdown import InterruptibleLoader
 from accmt.settings import DataSettings
-from accmt.setup.datasets import build_evaluation_loader, build_train_loader, end_workers, find_sets
+from accmt.setup.datasets import build_evaluation_loader, build_train_loader, end_workers, find_sets, make_largest_batch
 from accmt.setup.user_data import UserData
 from accmt.state import TrainingState
 
@@ -52,6 +53,7 @@ class Loaders:
         device: torch.device,
     ) -> None:
         self.validation: dict[str, Loader] = {}
+        self._train_data: Any = None
         self._trainer = trainer
         self._module = module
         self._user_data = user_data
@@ -66,6 +68,7 @@ class Loaders:
         Processes: collective.
         """
         settings, seed, device = self._trainer.settings, self._seed, self._device
+        self._train_data = train_data
         check_restarts(settings, self._module, train_data)
         limit = self._recovery.max_micro_batch_size if settings.optimization.auto_micro_batch else None
         self.train = build_train_loader(
@@ -100,6 +103,10 @@ class Loaders:
             do = "return sets of the same names each time: metrics and saving go by them"
             raise DataError(explain("the reloaded validation data", got, expected, do))
         self.build(train_data, val_data)
+
+    def make_largest_batch(self) -> LargestBatch | str:
+        """Return the largest micro-batch that the training data can bring, or why it is not known."""
+        return make_largest_batch(self._module, self._train_data, self._trainer.settings, self.train)
 
 
 def check_reloading(settings: DataSettings, module: AcceleratorModule, user_data: UserData) -> None:

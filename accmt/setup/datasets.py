@@ -21,6 +21,7 @@ from accmt.data import (
     is_stream,
     keep_samples,
 )
+from accmt.data.largest import LargestBatch
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.messages import warn
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
@@ -28,6 +29,7 @@ from accmt.processes import num_processes, process_index
 from accmt.settings import DataSettings, Settings
 from accmt.setup.accelerator import must_keep_in_step
 from accmt.setup.cutting import find_cutting, reject_other_cuts
+from accmt.setup.largest import make_largest
 from accmt.setup.same_on_processes import find_same_data
 
 if TYPE_CHECKING:
@@ -164,6 +166,18 @@ def build_train_loader(
     )
     loader = _end_together(build_loader(cutting.data if cutting else data, options))
     return cutting.of_training(loader) if cutting else loader
+
+
+def make_largest_batch(module: AcceleratorModule, data: Any, settings: Settings, loader: Loader) -> LargestBatch | str:
+    """Return the largest micro-batch that training data can bring, or why it is not known."""
+    collate = _collate(module, settings.data, "collate_fn_train")
+    cutting = find_cutting(module, data, settings, collate=collate, seed=0, pins_memory=False, kind="training")
+    size: int | None = settings.hps.train_batch_size // loader.micro_batches_per_batch
+    if isinstance(data, DataLoader):
+        collate, size = data.collate_fn, data.batch_size
+    if settings.data.batch_sampler is not None:
+        size = None
+    return make_largest(module, data, settings, collate=collate, cutting=cutting, size=size)
 
 
 def build_evaluation_loader(

@@ -113,6 +113,7 @@ class Trainer(TrainerProperties):
         on_bad_sample: Literal["raise", "skip"] = "raise",
         group_by_length: bool = False,
         on_long_sample: Literal["warn", "raise"] = "warn",
+        try_longest: bool | None = None,
         min_length: str | Sequence[str] | None = None,
         max_time: str | timedelta | Mapping[str, float] | None = None,
         num_sanity_val_steps: int = 2,

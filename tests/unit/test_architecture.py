@@ -14,7 +14,7 @@ LAYERS = [
     {"errors", "files", "processes", "state", "messages", "version", "precision", "sharded_tensors", "libraries"},
     {"config", "settings", "compat", "protocols"},
     {"data", "optimization", "checkpoint", "saving", "metrics", "tracking", "failures", "callbacks"},
-    {"curricula", "notebook", "module", "module_log", "module_kinds", "huggingface", "parallel"},
+    {"curricula", "notebook", "module", "module_log", "module_kinds", "huggingface", "parallel", "without_trace"},
     {"run", "recovery", "loop", "setup"},
     {"tuning"},
     {"trainer"},
