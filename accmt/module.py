@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
     from torch.optim.lr_scheduler import LRScheduler
 
+    from accmt.config import HyperParameters
     from accmt.protocols import CallbackProtocol, Data, TrainerProtocol
     from accmt.state import TrainingState
 
@@ -267,6 +268,34 @@ class AcceleratorModule(LogsValues):
 
         processor = kwargs.pop("processor", None)
         module = HuggingFaceModule(partial(load_pretrained, path, type, **kwargs), processor)
+        if not in_fit:
+            module.configure_model()
+        return module
+
+    @classmethod
+    def from_hps(
+        cls,
+        hps_config: str | PathLike[str] | Mapping[str, Any] | HyperParameters,
+        *,
+        in_fit: bool = False,
+        processor: Any = None,
+    ) -> AcceleratorModule:
+        """Make a module of the transformers model that the section `model` of hyper-parameters describes.
+
+        Args:
+            hps_config: The hyper-parameters: a path, a dict or the object.
+            in_fit: Whether the model is built at the start of a run instead of now, as in `from_hf`.
+            processor: A tokenizer (or the like) that is saved beside the model.
+
+        Raises:
+            HyperParameterError: There is no such section, or something in it is wrong.
+            MissingPackageError: A package that it asks for is not installed.
+        """
+        from accmt.config import HyperParameters
+        from accmt.huggingface import build_from_hps
+        from accmt.module_kinds import HuggingFaceModule
+
+        module = HuggingFaceModule(partial(build_from_hps, HyperParameters.from_config(hps_config)), processor)
         if not in_fit:
             module.configure_model()
         return module

@@ -19,18 +19,23 @@ _HEAD = ("group", "optimizer", "lr", "weight_decay", "tensors", "numbers", "trai
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("hps", help="the file of hyper-parameters")
-    parser.add_argument("--model", required=True, metavar="PATH", help="a model folder, or a name on the hub")
+    parser.add_argument("--model", metavar="PATH", help="a model folder, or a name on the hub; else their `model`")
     parser.add_argument("--type", help="its class in transformers; left out: the one that its configuration names")
     parser.add_argument("--names", action="store_true", help="list the names of all parameters under each group")
 
 
 def run(options: argparse.Namespace) -> int:
     from accmt.config import HyperParameters
-    from accmt.huggingface import build_empty
+    from accmt.errors import ArgumentError, explain
+    from accmt.huggingface import build_empty, build_from_hps
     from accmt.optimization import build_optimizer
 
     hps = HyperParameters.from_config(options.hps)
-    model = build_empty(options.model, options.type)
+    section = hps.model_section
+    if options.model is None and section is None:
+        do = "add --model out/base"
+        raise ArgumentError(explain("accmt params", f"no `model` in {options.hps}", "the model to show", do))
+    model = build_empty(options.model, options.type) if section is None or options.model else build_from_hps(hps)
     optimizer = build_optimizer(hps, model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     rows = [_row(group, number, optimizer, names) for number, group in enumerate(optimizer.param_groups)]

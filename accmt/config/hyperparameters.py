@@ -26,6 +26,7 @@ FIELDS = (
     "max_micro_batch_size",
     "max_tokens",
     "packing",
+    "model",
 )
 """The names of all hyper-parameters."""
 
@@ -53,6 +54,8 @@ class HyperParameters:
             samples of each step are sorted by length and cut into micro-batches within it, and so are those of
             evaluations. None: batches are as read.
         packing: Pack the samples of each training step end to end into rows of `max_tokens` instead of padding them.
+        model: The model of transformers to train: its path, or a dict with `path`, `type`, `dtype`, `quantization`,
+            `lora`, `freeze` and whatever else `from_pretrained` takes. None: the module brings its model.
         optimizer: Another name of `optim`.
         optimizer_kwargs: Another name of `optim_kwargs`.
 
@@ -83,6 +86,7 @@ class HyperParameters:
         *,
         max_tokens: int | None = None,
         packing: bool = False,
+        model: str | Mapping[str, Any] | None = None,
         optimizer: str | type[torch.optim.Optimizer] | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -101,6 +105,7 @@ class HyperParameters:
             "max_micro_batch_size": max_micro_batch_size,
             "max_tokens": max_tokens,
             "packing": packing,
+            "model": model,
         }
         values = {key: read_numbers(value) for key, value in values.items() if value is not None}
         faults = _kwargs_faults(
@@ -149,6 +154,8 @@ class HyperParameters:
         self.max_micro_batch_size = schema.max_micro_batch_size
         self.max_tokens = schema.max_tokens
         self.packing = schema.packing
+        self.model: str | dict[str, Any] | None = schema.model
+        self.model_section = checked.model
         self._document = checked.document
 
     @property
@@ -221,6 +228,7 @@ class HyperParameters:
                 "max_micro_batch_size": self.max_micro_batch_size,
                 "max_tokens": self.max_tokens,
                 "packing": self.packing or None,  # as all that is not written
+                "model": _plain(self.model),
             }
         }
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, Validati
 from accmt.config.arguments import check_optimizer, check_scheduler
 from accmt.config.document import Document
 from accmt.config.faults import Fault, KeyPath, describe, suggest
+from accmt.config.model_section import ModelSection, read_model_section
 from accmt.config.numbers import whole
 from accmt.config.optimizer_names import find_optimizer, find_scheduler
 
@@ -69,6 +70,7 @@ class Schema(BaseModel):
         description="true or false",
         examples=["packing: true"],
     )
+    model: Any = Field(default=None, description="a path, or a mapping with it", examples=["model: out/base"])
 
     @field_validator("epochs", "batch_size", "max_steps", "max_micro_batch_size", "max_tokens", mode="before")
     @classmethod
@@ -98,6 +100,7 @@ class Checked:
     schema: Schema
     optim: Component
     scheduler: Component
+    model: ModelSection | None
 
 
 def check(document: Document) -> Checked:
@@ -112,9 +115,11 @@ def check(document: Document) -> Checked:
     scheduler, scheduler_faults = _check_component(document.values.get("scheduler"), find_scheduler, check_scheduler)
     faults += [*document.faults, *schema_faults, *_endless(document), *_unbounded(document)]
     faults += [*optim_faults, *scheduler_faults]
+    model, model_faults = read_model_section(document.values["model"]) if "model" in document.values else (None, [])
+    faults += model_faults
     if faults or schema is None:
         raise document.reject(faults)
-    return Checked(document, schema, optim, scheduler)
+    return Checked(document, schema, optim, scheduler, model)
 
 
 def _with_primary_spelling(document: Document) -> tuple[Document, list[Fault]]:

@@ -27,6 +27,8 @@ FLOORS: Mapping[str, str] = {
     "pydantic": "2.11",
     "annotated_types": "0.6",
     "peft": "0.19",
+    "bitsandbytes": "0.50",
+    "torchao": "0.18",
     "torchmetrics": "1.9",
 }
 """The lowest version of each package, by the name under which it is imported."""

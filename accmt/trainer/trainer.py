@@ -182,7 +182,8 @@ class Trainer(TrainerProperties):
         Processes: collective.
 
         Args:
-            module: An `AcceleratorModule`; or a transformers model: its path, or `(path, type)` as in `from_hf`.
+            module: An `AcceleratorModule`; or a transformers model: its path, or `(path, type)` as in `from_hf`; or
+                hyper-parameters with a section `model` that describes it: the path of the .yaml or .json file.
             train_dataset: A dataset, an iterable dataset, a `datasets` dataset or a DataLoader; None where the module
                 has `get_train_dataloader`.
             val_dataset: The same for validation; None trains without.
@@ -623,6 +624,8 @@ Trainer.own_steps = (Trainer.do_backward, Trainer.do_opt_step, Trainer.do_zero_g
 
 
 def _as_module(module: Any, kwargs: dict[str, Any]) -> AcceleratorModule:
+    if isinstance(module, str | PathLike) and str(module).endswith((".yaml", ".yml", ".json")):
+        return AcceleratorModule.from_hps(module, in_fit=True, **kwargs)
     if isinstance(module, str | PathLike):
         return AcceleratorModule.from_hf(module, in_fit=True, **kwargs)
     if isinstance(module, tuple):

@@ -1,0 +1,118 @@
+"""The section `model` of the hyper-parameters: which model is built, and what is done to it before it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from accmt.config.faults import Fault, describe, suggest
+from accmt.config.parameter_groups import read_patterns
+
+QUANTIZATIONS = ("int8", "nf4", "fp4")
+"""What bitsandbytes does; others are `torchao:` and the name of one of its configurations."""
+
+_EXAMPLES = {
+    "path": "path: out/base, or the name of a model on the hub",
+    "type": "type: AutoModelForCausalLM",
+    "dtype": "dtype: bfloat16",
+    "attn_implementation": "attn_implementation: sdpa",
+    "quantization": "quantization: nf4",
+    "adapter": "adapter: {type: IA3, target_modules: [k_proj], feedforward_modules: []}",
+    "lora": "lora: {r: 16, target_modules: [q_proj, v_proj]}",
+    "gradient_checkpointing": "gradient_checkpointing: true",
+    "freeze": "freeze: [embed]",
+}
+NAMES = tuple(_EXAMPLES)
+_TEXTS = ("path", "type", "dtype", "attn_implementation")
+_LORA = {"alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """A model of transformers, as the hyper-parameters describe it.
+
+    Attributes:
+        path: A model folder, or a name on the hub.
+        type: A class of transformers; None is `AutoModel`.
+        quantization: `type` is one of `QUANTIZATIONS` or `torchao:...`; the rest are arguments of its configuration.
+        adapter: `type` is the name of a configuration of PEFT without its ending; the rest are its arguments.
+        gradient_checkpointing: Whether activations are computed again in the backward pass.
+        freeze: Regular expressions; parameters in whose names one is found are not trained.
+        arguments: What `from_pretrained` gets beside.
+    """
+
+    path: str
+    type: str | None = None
+    quantization: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Mapping[str, Any] = field(default_factory=dict)
+    gradient_checkpointing: bool = False
+    freeze: tuple[str, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_model_section(value: Any) -> tuple[ModelSection | None, list[Fault]]:
+    """Return the section, and all that is wrong with its form; its arguments are checked by those who take them."""
+    values = {"path": value} if isinstance(value, str) else value
+    if not isinstance(values, Mapping):
+        got, do = describe(value), f"write `model: {{{_EXAMPLES['path']}}}`"
+        return None, [Fault(("model",), got, "a path, or a mapping with `path`", do)]
+    values = {str(name): entry for name, entry in values.items() if entry is not None}
+    faults = list(_faults(values))
+    section = ModelSection(
+        path=str(values.get("path")),
+        type=values.get("type"),
+        quantization=_with_type(values.get("quantization"), "quantization", faults),
+        adapter=_lora(values["lora"], faults)
+        if "lora" in values
+        else _with_type(values.get("adapter"), "adapter", faults),
+        gradient_checkpointing=values.get("gradient_checkpointing") is True,
+        freeze=read_patterns(("model", "freeze"), values["freeze"], faults) if "freeze" in values else (),
+        arguments={name: entry for name, entry in values.items() if name not in NAMES}
+        | {name: values[name] for name in ("dtype", "attn_implementation") if name in values},
+    )
+    return (None if faults else section), faults
+
+
+def _faults(values: Mapping[str, Any]) -> list[Fault]:
+    found = []
+    if "path" not in values:
+        near = [name for name in values if name not in NAMES]
+        do = suggest("path", near, f"write `{_EXAMPLES['path']}`")
+        found.append(Fault(("model",), "nothing for `path`", "a model folder, or a name on the hub", do))
+    for name in _TEXTS:
+        if name in values and not isinstance(values[name], str):
+            found.append(Fault(("model", name), describe(values[name]), "a name", f"write `{_EXAMPLES[name]}`"))
+    if not isinstance(values.get("gradient_checkpointing", False), bool):
+        got = describe(values["gradient_checkpointing"])
+        found.append(Fault(("model", "gradient_checkpointing"), got, "true or false", "write `true`"))
+    if "lora" in values and "adapter" in values:
+        found.append(Fault(("model", "lora"), "`lora` and `adapter`", "one adapter", "remove one of the two"))
+    kind = values.get("quantization")
+    kind = kind.get("type") if isinstance(kind, Mapping) else kind
+    if kind is not None and kind not in QUANTIZATIONS and not str(kind).startswith("torchao:"):
+        expected = f"one of {', '.join(QUANTIZATIONS)}, or `torchao:` and the name of its configuration"
+        do = suggest(str(kind), QUANTIZATIONS, "write `quantization: nf4`")
+        found.append(Fault(("model", "quantization"), describe(kind), expected, do))
+    return found
+
+
+def _lora(value: Any, faults: list[Fault]) -> dict[str, Any]:
+    """Return an adapter of LoRA; `alpha`, `targets` and `dropout` are short for PEFT's names."""
+    if not isinstance(value, Mapping):
+        do = f"write `{_EXAMPLES['lora']}`"
+        faults.append(Fault(("model", "lora"), describe(value), "a mapping of arguments", do))
+        return {}
+    return {"type": "Lora", **{_LORA.get(str(name), str(name)): entry for name, entry in value.items()}}
+
+
+def _with_type(value: Any, key: str, faults: list[Fault]) -> dict[str, Any]:
+    """Return a mapping with a `type`, which a name alone stands for."""
+    if isinstance(value, str):
+        return {"type": value}
+    if isinstance(value, Mapping) and isinstance(value.get("type"), str):
+        return {str(name): entry for name, entry in value.items()}
+    if value is not None:
+        do = f"write `{_EXAMPLES[key]}`"
+        faults.append(Fault(("model", key), describe(value), "a name, or a mapping with `type`", do))
+    return {}

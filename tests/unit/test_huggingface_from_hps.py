@@ -1,0 +1,134 @@
+"""A model that the hyper-parameters describe."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+from accmt import AcceleratorModule, HyperParameters, Trainer
+from accmt.cli.main import main
+from accmt.errors import AccmtError, HyperParameterError, MissingPackageError
+
+HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "AdamW", "lr": 1e-3}}
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    BertForSequenceClassification(BertConfig(vocab_size=50, **sizes)).save_pretrained("bert")
+    LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes)).save_pretrained("llama")
+
+
+def build(**model):
+    return AcceleratorModule.from_hps(
+        {**HPS, "model": {"path": "./llama", "type": "AutoModelForCausalLM", **model}}
+    ).model
+
+
+def trained(model):
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_arguments_reach_who_takes_them():
+    assert type(AcceleratorModule.from_hps({**HPS, "model": "./llama"}).model).__name__ == "LlamaModel"
+    model = build(dtype="bfloat16", attn_implementation="eager", use_cache=False)
+    assert (model.dtype, model.config._attn_implementation, model.config.use_cache) == (torch.bfloat16, "eager", False)
+    labelled = {"path": "./bert", "type": "AutoModelForSequenceClassification", "num_labels": 5}
+    more = {"ignore_mismatched_sizes": True, "gradient_checkpointing": True}
+    model = AcceleratorModule.from_hps({**HPS, "model": {**labelled, **more}}).model
+    assert (model.config.num_labels, model.is_gradient_checkpointing) == (5, True)
+
+
+def test_parts_are_frozen_by_name():
+    assert not {name for name in trained(build(freeze=["embed", r"layers\.0\."])) if "embed" in name or ".0." in name}
+    assert any("layers.1." in name for name in trained(build(freeze="embed")))
+
+
+def test_an_adapter_is_lora_or_any_of_peft():
+    model = build(lora={"r": 4, "alpha": 8, "dropout": 0.1, "targets": ["q_proj"]})
+    config = model.peft_config["default"]
+    assert (config.r, config.lora_alpha, config.lora_dropout, config.task_type) == (4, 8, 0.1, "CAUSAL_LM")
+    assert all("lora" in name for name in trained(model))
+    model = build(adapter={"type": "IA3", "target_modules": ["k_proj"], "feedforward_modules": []})
+    assert type(model.peft_config["default"]).__name__ == "IA3Config"
+
+
+def test_a_run_needs_no_other_code(tmp_path):
+    model = {"path": "./llama", "type": "AutoModelForCausalLM", "lora": {"r": 2, "targets": ["q_proj"]}}
+    Path("hps.json").write_text(json.dumps({"hps": {**HPS, "model": model}}))
+    rows = {"input_ids": [[i % 50, 3, (i * 7) % 50] for i in range(8)]}
+    data = Dataset.from_dict({**rows, "labels": rows["input_ids"]}).with_format("torch")
+    Trainer("hps.json", "out/m", verbose=False).fit("hps.json", data, data)
+    loaded = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained("llama"), "out/m")
+    assert any(parameter.abs().sum() > 0 for name, parameter in loaded.named_parameters() if "lora_B" in name)
+    hps = HyperParameters.from_config("hps.json")
+    assert HyperParameters.from_config(hps.to_dict()) == hps
+    assert HyperParameters.from_config("out/m/hps.yaml").model_section == hps.model_section
+
+
+def test_params_shows_the_groups_of_the_model_in_the_section(capsys):
+    Path("hps.json").write_text(json.dumps({**HPS, "model": {"path": "./llama", "lora": {"targets": ["q_proj"]}}}))
+    assert main(["params", "hps.json"]) == 0
+    assert capsys.readouterr().out.split("\n")[1].split()[:2] == ["all", "AdamW"]
+    Path("hps.json").write_text(json.dumps(HPS))
+    assert main(["params", "hps.json"]) == 2
+    assert "do: add --model out/base" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "place", "message"),
+    [
+        (3, "model", "expected: a path, or a mapping with `path`"),
+        ({"paht": "x"}, "model", "do: write `paht`"),
+        ({"path": "./llama", "type": 3}, "model.type", "expected: a name"),
+        ({"path": "./llama", "freeze": ["a("]}, "model.freeze", "expected: a regular expression"),
+        ({"path": "./llama", "gradient_checkpointing": "yes"}, "model.gradient_checkpointing", "true or false"),
+        ({"path": "./llama", "quantization": "nf5"}, "model.quantization", "do: write `nf4`"),
+        ({"path": "./llama", "lora": {}, "adapter": "IA3"}, "model.lora", "expected: one adapter"),
+        ({"path": "./llama", "lora": 8}, "model.lora", "expected: a mapping of arguments"),
+        ({"path": "./llama", "adapter": {"r": 8}}, "model.adapter", "expected: a name, or a mapping with `type`"),
+    ],
+)
+def test_a_wrong_form_is_found_when_the_file_is_read(model, place, message):
+    with pytest.raises(HyperParameterError) as raised:
+        HyperParameters.from_config({**HPS, "model": model})
+    assert str(raised.value).startswith(f"hps_config {place}\n")
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "place", "message"),
+    [
+        ({"attn_implementatoin": "sdpa"}, "model.attn_implementatoin", "do: write `attn_implementation`"),
+        ({"attn_implementation": "flsh"}, "model", "flsh"),
+        ({"freeze": ["emved"]}, "model.freeze", "names are such as model.embed_tokens.weight"),
+        ({"lora": {"rank": 8}}, "model.lora.rank", "an argument of LoraConfig"),
+        ({"lora": {"r": 0}}, "model.lora", "r"),
+        ({"lora": {"targets": ["q_prj"]}}, "model.lora", "q_proj"),
+        ({"adapter": "Loro"}, "model.adapter", "do: write `LoraConfig`"),
+    ],
+)
+def test_what_a_library_refuses_has_its_place(model, place, message):
+    with pytest.raises(HyperParameterError) as raised:
+        build(**model)
+    assert str(raised.value).startswith(f"hps_config {place}\n")
+    assert message in str(raised.value)
+
+
+def test_a_class_that_does_not_exist_and_a_missing_package_are_said():
+    with pytest.raises(AccmtError, match="AutoModelForCausalLM"):
+        build(type="AutoModelForCausalML")
+    with pytest.raises(MissingPackageError, match=r'pip install "bitsandbytes>=0.50"'):
+        build(quantization="nf4")
+    with pytest.raises(MissingPackageError, match=r'pip install "torchao>=0.18"'):
+        build(quantization="torchao:Int8WeightOnlyConfig")
+
+
+def test_hyper_parameters_without_a_model_build_none():
+    with pytest.raises(HyperParameterError, match="which model is to be trained"):
+        AcceleratorModule.from_hps(HPS)
