@@ -61,7 +61,13 @@ def test_the_python_of_a_page_runs(page, tmp_path):
 def test_the_hyper_parameters_on_a_page_are_right(page):
     for block, successor in with_successors(read_blocks(page)):
         shows_faults = successor is not None and successor.text.partition("\n")[0].split(" in ")[0].endswith("faults")
-        if block.language == "yaml" and "hps" in (yaml.safe_load(block.text) or {}) and not shows_faults:
+        needs_more = "bitsandbytes" in block.text  # which `make quantized` has
+        if (
+            block.language == "yaml"
+            and not needs_more
+            and "hps" in (yaml.safe_load(block.text) or {})
+            and not shows_faults
+        ):
             config = yaml.safe_load(block.text)
             assert HyperParameters.from_config(config).to_dict()["hps"].keys() >= config["hps"].keys() - {"optimizer"}
 

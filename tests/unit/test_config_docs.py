@@ -40,7 +40,7 @@ def test_the_page_lists_every_name():
 def test_the_error_on_the_page_is_the_real_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("hps").mkdir()
-    Path("hps/news.yaml").write_text(block("yaml", 2))
+    Path("hps/news.yaml").write_text(next(text for text in (block("yaml", i) for i in range(9)) if "bath_size" in text))
     with pytest.raises(HyperParameterError) as caught:
         HyperParameters.from_config("hps/news.yaml")
     assert f"{caught.value}\n" == block("text", 1)
