@@ -87,6 +87,10 @@ def _search_batch_size(trainer: TrainerProtocol, module: AcceleratorModule, data
     if search not in ("power", "binsearch"):
         expected, do = '"power", "binsearch" or None', 'batch_size="power"'
         raise ArgumentError(explain("Trainer.tune(batch_size=...)", repr(search), expected, do))
+    if trainer.settings.hps.packing:
+        got, expected = "packing in the hyper-parameters", "batches whose memory their size decides"
+        do = "set max_tokens, the tokens of a row, to what fits, and leave batch_size out"
+        raise ArgumentError(explain("Trainer.tune(batch_size=...)", got, expected, do))
     start, limit = trainer.settings.hps.train_batch_size, _largest_batch(data)
     return find_batch_size(lambda size: _fits_in_memory(trainer, module, data, size), start, limit, search)
 

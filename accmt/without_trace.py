@@ -55,10 +55,17 @@ def _give_back(layer: nn.Module, name: str, buffer: torch.Tensor, before: torch.
 
 @contextmanager
 def _preserving_all_generators(device: torch.device) -> Iterator[None]:
-    is_cpu = device.type in ("cpu", "meta")
-    kind = "cuda" if is_cpu else device.type
-    with preserve_generators(), torch.random.fork_rng([] if is_cpu else [device], device_type=kind):
-        yield
+    with preserve_generators():
+        if device.type in ("cpu", "meta"):
+            yield
+            return
+        of_device = torch.get_device_module(device)
+        place = () if device.type == "mps" else (device,)  # there is one alone
+        state = of_device.get_rng_state(*place)
+        try:
+            yield
+        finally:
+            of_device.set_rng_state(state, *place)
 
 
 @contextmanager

@@ -40,6 +40,7 @@ class PackingGuard:
 
     Args:
         model: The model, without the wrapper of the launch. Transformers models in it are watched, else itself.
+        wrapped: The model as steps call it; None is itself.
         precision: Returns the context in which the steps of the run compute.
         is_sharded: Whether each forward needs all processes. Packed rows may come to one process alone, so the trial is
             then made in the first call already, which all processes make together.
@@ -49,12 +50,13 @@ class PackingGuard:
         self,
         model: nn.Module,
         *,
+        wrapped: nn.Module | None = None,
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
         is_sharded: bool = False,
     ) -> None:
         self._model = model
-        self._watched = _find_watched(model)  # with the arguments that each takes
-        self._is_compiled = is_compiled(model) or any(map(is_compiled, self._watched))
+        self._is_compiled = _is_compiled(model if wrapped is None else wrapped)
+        self._watched = _find_watched(model, is_compiled=self._is_compiled)  # with the arguments that each takes
         self._precision = precision
         self._is_sharded = is_sharded
         self._verdicts: dict[tuple[Any, ...], Verdict] = {}
@@ -119,7 +121,7 @@ class PackingGuard:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if takes_cache and kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None:
             kwargs["use_cache"] = False
-        if self._caller is None and not self._is_compiled:
+        if self._caller is None and not torch.compiler.is_compiling():
             self._caller = model  # what it calls in turn is its own affair
             self._look_at_call(model, {**dict(zip(self._watched[model], args, strict=False)), **kwargs})
         return args, kwargs
@@ -205,12 +207,19 @@ def _plain_call(model: nn.Module, arguments: Mapping[str, Any], rows: int) -> Pa
     return PackedCall(model, {name: arguments.get(name)}, rows if "flash" in attention else 1)
 
 
-def _find_watched(model: nn.Module) -> dict[nn.Module, Mapping[str, inspect.Parameter]]:
+def _is_compiled(model: nn.Module) -> bool:
+    """Return whether calls of the transformers models in a model are compiled, not only parts of these."""
+    if is_compiled(model) or "_orig_mod" in model._modules:  # torch.compile(model)
+        return True
+    return not is_transformers_model(model) and any(map(_is_compiled, model.children()))
+
+
+def _find_watched(model: nn.Module, *, is_compiled: bool) -> dict[nn.Module, Mapping[str, inspect.Parameter]]:
     """Return the models whose calls are looked at, and the arguments that each takes.
 
     Those inside another one are called by it, and by a step that computes its loss in parts.
     """
-    found = list(_outermost(model)) if is_compiled(model) else list(filter(is_transformers_model, model.modules()))
+    found = list(_outermost(model)) if is_compiled else list(filter(is_transformers_model, model.modules()))
     if not found and "position_ids" in inspect.signature(model.forward).parameters:
         found = [model]
     return {part: inspect.signature(part.forward).parameters for part in found}

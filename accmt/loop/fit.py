@@ -126,6 +126,7 @@ def _start_training(run: Run) -> None:
     for hook in run.hooks.on_fit_start:
         hook()
     run.trained.begin()
+    try_largest(run)
     evaluate_before_training(run)
     run.stepper.zero_grad()  # whatever hooks or an earlier, broken run left behind
 
@@ -134,7 +135,6 @@ def _open(run: Run) -> None:
     """Make everything ready that training writes to, and try what can be tried before."""
     if not run.is_resumed:
         try_evaluation(run)
-    try_largest(run)
     if run.settings.failures.preflight:
         try_saving(run)
     run.saver.claim(run)

@@ -11,7 +11,7 @@ import torch
 from accmt.checkpoint.size_estimate import estimate_size, estimate_state, find_shortage
 from accmt.checkpoint.trial import try_model
 from accmt.data.largest import LargestBatch
-from accmt.errors import CheckpointError, is_out_of_memory
+from accmt.errors import AccmtError, CheckpointError, is_out_of_memory
 from accmt.files import format_bytes, free_space
 from accmt.huggingface import is_peft_model
 from accmt.loop.evaluation import evaluate
@@ -22,7 +22,7 @@ from accmt.module import ExtendedAcceleratorModule
 from accmt.parallel.shards import reshard
 from accmt.parallel.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.precision import autocast
-from accmt.processes import run_on_every_process
+from accmt.processes import gather_objects, run_on_every_process
 from accmt.run import Run
 from accmt.saving import require_storable
 from accmt.without_trace import without_trace
@@ -43,27 +43,38 @@ def try_largest(run: Run) -> None:
     """Put the largest micro-batch that the data can bring through forward and backward, so that memory runs out now.
 
     Nothing of it is counted or logged, no hook is called, and model and random generators stay as they were. What the
-    module's step changes besides is not given back.
+    module's step changes besides is not given back. A step that fails otherwise only leaves the trial out: it may need
+    what a hook of the first epoch makes.
 
     Processes: all; collective where the model is sharded, else each by itself.
+
+    Raises:
+        AccmtError: The batch cannot be trained on.
+        Exception: Memory ran out; or anything where the model is sharded, since the processes no longer keep in step.
     """
     asked = run.settings.data.try_longest
     if asked is False or (asked is None and run.device.type == "cpu"):
         return
-    with without_trace(run.unwrapped_model):
-        found = _find_largest(run)
-        if isinstance(found, str):
-            if asked or run.settings.hps.max_tokens is not None:
-                say_once(f"the largest micro-batch is not tried before training: {found}")
-            return
-        what = f"the largest micro-batch, {found.num_samples} samples of up to {found.longest} tokens"
-        try:
+    what = "the largest micro-batch"
+    try:
+        with without_trace(run.unwrapped_model):
+            found = _find_largest(run)
+            if run.is_sharded and any(gather_objects(isinstance(found, str))):
+                found = found if isinstance(found, str) else "another process cannot make one"
+            if isinstance(found, str):
+                if asked or run.settings.hps.max_tokens is not None:
+                    say_once(f"{what} is not tried before training: {found}")
+                return
+            what = f"{what}, {found.num_samples} samples of up to {found.longest} tokens"
             _put_through(run, found.batch)
-        except Exception as error:
-            do = ": lower max_tokens or batch_size" if is_out_of_memory(error) else ""
-            off = "Trainer(try_longest=False) leaves the trial out"
-            error.add_note(f"This was raised before training, while trying {what}{do}; {off}.")
-            raise
+    except Exception as error:
+        if not (run.is_sharded or isinstance(error, AccmtError) or is_out_of_memory(error)):
+            warn(f"{what}, is not tried before training: {type(error).__name__}: {error}")
+            return
+        do = ": lower max_tokens or batch_size" if is_out_of_memory(error) else ""
+        off = "Trainer(try_longest=False) leaves the trial out"
+        error.add_note(f"This was raised before training, while trying {what}{do}; {off}.")
+        raise
     say_once(f"{what}, went through forward and backward before training")
 
 
@@ -76,8 +87,8 @@ def _find_largest(run: Run) -> LargestBatch | str:
 
 
 def _put_through(run: Run, batch: Any) -> None:
-    module, model, logs = run.module, run.unwrapped_model, run.module.logs
-    module.logs = SilentLogs(module.trainer)
+    module, model, logs, stage = run.module, run.unwrapped_model, run.module.logs, run.state.now.stage
+    module.logs, run.state.now.stage = SilentLogs(module.trainer), "train"
     model.train()
     is_alone = not run.is_sharded  # then no process has to keep in step with the others
     try:
@@ -93,7 +104,7 @@ def _put_through(run: Run, batch: Any) -> None:
             run.packing.require_passed()
             output.loss.backward()  # type: ignore[no-untyped-call]
     finally:
-        module.logs = logs
+        module.logs, run.state.now.stage = logs, stage
         logs.of_training.drop_batch()
         if run.is_sharded:
             reshard(model)

@@ -154,6 +154,7 @@ def _make_parts(
         ),
         "packing": PackingGuard(
             prepared.unwrapped_model,
+            wrapped=prepared.model,
             precision=partial(autocast, accelerator),
             is_sharded=is_sharded(prepared.unwrapped_model),
         ),

@@ -208,11 +208,14 @@ def test_batches_that_are_packed_later_in_a_run_are_looked_at_then(kind: Any, mo
 def test_a_compiled_model_is_tried_too_and_without_a_break_in_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     trials = Trials(monkeypatch)
     compiled = {"backend": "eager", "fullgraph": True}
-    _, train = fit(Steps(make_encoder()), compile=compiled)
-    with pytest.raises(DataError, match=MIXED):
-        train()
-    fit(Steps(make_model()), compile=compiled)[1]()
-    assert trials.number == 2
+    for wraps in (False, True):
+        settings = {} if wraps else {"compile": compiled}
+        make = (lambda model: torch.compile(model, **compiled)) if wraps else (lambda model: model)
+        with pytest.raises(DataError, match=MIXED):
+            fit(Steps(make(make_encoder())), **settings)[1]()
+        fit(Steps(make(make_model())), **settings)[1]()
+        torch.compiler.reset()
+    assert trials.number == 4
     torch.compiler.reset()
 
 

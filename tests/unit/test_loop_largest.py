@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer, read_history
+from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, LambdaCallback, Trainer, read_history
 from accmt.errors import ArgumentError
 from tests.toys import Linear, make_points
 
@@ -89,9 +89,12 @@ class Hooks(Callback):
         self.before: Any = None
 
     def on_fit_start(self) -> None:
+        self.calls.append("start")
+
+    def on_epoch_start(self) -> None:
         model = self.module.model
         self.before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        self.calls.append("start")
+        assert all(weight.grad is None for weight in model.parameters())
 
     def on_before_training_step(self) -> None:
         self.calls.append("step")
@@ -104,7 +107,8 @@ def run(folder: Path, module: Any = None, data: Any = None, hps: Any = None, **s
     hps = {"epochs": 1, "batch_size": BATCH, "optim": {"type": "AdamW", "lr": 0.1}, "max_tokens": TOKENS} | (hps or {})
     hooks = Hooks()
     own = {"collate_fn": pad, "model_saving": None, "logging_dir": folder, "seed": 3, "log_every": 1}
-    trainer = Trainer(hps, folder / "model", callbacks=[hooks], **(own | {"try_longest": True} | settings))
+    own |= {"callbacks": [hooks], "try_longest": True}
+    trainer = Trainer(hps, folder / "model", **(own | settings))
     module = Classifier() if module is None else module
     trainer.fit(module, Texts() if data is None else data)
     return trainer, module, hooks
@@ -210,6 +214,22 @@ def test_it_is_off_on_a_cpu_and_where_it_is_not_wanted(
     assert "largest micro-batch" not in caplog.text
 
 
+def test_a_step_that_needs_a_hook_of_the_first_epoch_only_leaves_the_trial_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Late(Classifier):
+        def on_epoch_start(self) -> None:
+            self.scale = 2.0
+
+        def training_step(self, batch: Any) -> Any:
+            return self.scale * super().training_step(batch)
+
+    _, module, _ = run(tmp_path, Late())
+    assert "is not tried before training: AttributeError" in caplog.text
+    assert TRIED not in caplog.text
+    assert module.shapes
+
+
 def test_memory_that_runs_out_is_an_error_before_the_first_step(tmp_path: Path) -> None:
     class Large(Classifier):
         def training_step(self, batch: Any) -> Any:
@@ -217,14 +237,16 @@ def test_memory_that_runs_out_is_an_error_before_the_first_step(tmp_path: Path) 
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return super().training_step(batch)
 
-    module = Large()
-    gradient = module.model["embed"].weight.grad
+    module, hooks = Large(), []
+    record = LambdaCallback(
+        on_fit_start=lambda: hooks.append("start"), on_cuda_out_of_memory=lambda: hooks.append("memory")
+    )
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        run(tmp_path, module)
+        run(tmp_path, module, callbacks=[record])
     [note] = [note for note in caught.value.__notes__ if "largest micro-batch" in note]
     assert f"{TOKENS // max(LENGTHS)} samples of up to {max(LENGTHS)} tokens: lower max_tokens" in note
     assert module.shapes == []
-    assert module.model["embed"].weight.grad is gradient
+    assert hooks == ["start", "memory"]
 
 
 def test_a_packed_row_and_a_run_that_resumes_are_tried(tmp_path: Path) -> None:

@@ -142,6 +142,12 @@ def test_a_wrong_search_is_refused(tmp_path: Path) -> None:
         make_trainer({}, str(tmp_path / "model")).tune(Linear(), make_points(), batch_size="best")  # type: ignore[arg-type]
 
 
+def test_a_batch_size_is_not_looked_for_where_documents_are_packed(tmp_path: Path) -> None:
+    trainer = make_trainer({"packing": True, "max_tokens": 64}, str(tmp_path / "model"))
+    with pytest.raises(ArgumentError, match="packing in the hyper-parameters(.|\n)*set max_tokens"):
+        trainer.tune(Linear(), make_points(), batch_size="power")
+
+
 @pytest.mark.feature("L79")
 def test_a_trainer_has_all_six_methods() -> None:
     assert all(callable(getattr(Trainer, name)) for name in ("__init__", "fit", "validate", "test", "predict", "tune"))
