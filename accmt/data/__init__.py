@@ -2,6 +2,7 @@
 
 from accmt.data.batches import MicroBatch as MicroBatch
 from accmt.data.batches import find_batch_size as find_batch_size
+from accmt.data.buckets import in_buckets as in_buckets
 from accmt.data.collate import DataCollatorForLongestSequence as DataCollatorForLongestSequence
 from accmt.data.collate import build_collate as build_collate
 from accmt.data.fetching import BadSample as BadSample

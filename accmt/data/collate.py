@@ -47,11 +47,13 @@ class DataCollatorForLongestSequence:
         require("transformers", type(self).__name__)
         from transformers import DataCollatorWithPadding
 
+        self.pad_to_multiple_of: int | None = None
         self._pad = DataCollatorWithPadding(tokenizer)
         self._stack = torch_stack
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         """Make a batch: `(inputs, targets)`, or the inputs alone where the samples are inputs alone."""
+        self._pad.pad_to_multiple_of = self.pad_to_multiple_of
         if not isinstance(samples[0], tuple):
             return self._pad([_as_named(one) for one in samples])
         inputs, targets = map(list, zip(*samples, strict=True))

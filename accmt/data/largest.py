@@ -42,6 +42,7 @@ def find_largest(
     widths = np.maximum(lengths[order], 1)
     if budget is None:
         return _as_list(order[:size])
+    widths = np.asarray(budget.widths(widths.tolist()))
     most = min(size, budget.max_samples, len(order))
     if packs:
         return _as_list(order[_fill_row(widths, budget.max_tokens, most)])

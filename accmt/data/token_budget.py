@@ -116,7 +116,9 @@ class _BudgetLoader(WrappedLoader):
             error.add_note(f"This was raised while making a batch of {len(samples)} samples of up to {longest} tokens.")
             raise
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        if isinstance(ids, torch.Tensor) and ids.numel() > max(self._budget.max_tokens, longest):
+        if isinstance(ids, torch.Tensor) and ids.numel() > max(
+            self._budget.max_tokens, *self._budget.widths([longest])
+        ):
             warn_once(
                 f"a batch has {' x '.join(map(str, ids.shape))} input_ids, more than max_tokens: "
                 f"{self._budget.max_tokens}, though its longest sample is said to have {longest} tokens: correct the "
@@ -190,9 +192,10 @@ class TokenBudgetLoader(_BudgetLoader):
         lengths = list(chain(*every))
         self._check_longest(lengths)
         cut_up, tokens_of = (pack_by_tokens, packed_tokens) if self._packs else (cut_by_tokens, padded_tokens)
-        cut = cut_up(lengths, self._budget, len(every))
+        widths = self._budget.widths(lengths)
+        cut = cut_up(widths, self._budget, len(every))
         self.real_tokens += sum(lengths)
-        self.padded_tokens += sum(tokens_of(group, lengths) for own in cut for group in own)
+        self.padded_tokens += sum(tokens_of(group, widths) for own in cut for group in own)
         first_own = sum(map(len, every[: process_index()]))
         groups = _exchange(samples, first_own, cut)
         num_parts = max(1, *map(len, cut))
@@ -260,7 +263,7 @@ class EvaluationBudgetLoader(_BudgetLoader):
             places += [(batch.index, place) for place in range(len(read))]
         lengths = [find_length(sample, self._length_of) for sample in samples]
         self._check_longest(lengths)
-        [groups] = cut_by_tokens(lengths, self._budget)
+        [groups] = cut_by_tokens(self._budget.widths(lengths), self._budget)
         every = gather_objects(len(groups)) if self._keeps_in_step else [len(groups)]
         num_parts = max(1, *every)
         for number in range(num_parts):

@@ -23,10 +23,16 @@ class TokenBudget:
     Attributes:
         max_tokens: Padded tokens: the length of the longest sample times their number.
         max_samples: Samples.
+        bucket: Batches are padded to a multiple of this length.
     """
 
     max_tokens: int
     max_samples: int
+    bucket: int = 1
+
+    def widths(self, lengths: Sequence[int]) -> list[int]:
+        """Return how long samples are once they are padded to a multiple."""
+        return list(lengths) if self.bucket == 1 else [-(-length // self.bucket) * self.bucket for length in lengths]
 
 
 def padded_tokens(group: Sequence[int], lengths: Sequence[int]) -> int:

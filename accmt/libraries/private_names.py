@@ -96,6 +96,30 @@ def is_compiled(model: nn.Module) -> bool:
     return model._compiled_call_impl is not None
 
 
+def count_graphs() -> int:
+    """Return how many graphs the compiler has made in this process."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def mark_rows_dynamic(tensors: list[Tensor]) -> None:
+    """Let the compiler take the first dimension of tensors for one that varies, and the others for ones that do not."""
+    from torch._dynamo import mark_static, maybe_mark_dynamic
+
+    for tensor in tensors:
+        maybe_mark_dynamic(tensor, 0)
+        for dimension in range(1, tensor.ndim):
+            mark_static(tensor, dimension)
+
+
+def allow_graphs(number: int) -> None:
+    """Let the compiler make so many graphs of a function; after 8 it would run it uncompiled."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, number)
+
+
 def compile_in_place(model: nn.Module, **kwargs: Any) -> None:
     """Compile a model, which stays the same object with the same names of its weights.
 

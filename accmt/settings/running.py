@@ -52,7 +52,8 @@ class RunningSettings:
         parallelism: Shards the model over the processes of a launch by FSDP2: a dict. "fsdp": True, or arguments of
             `accelerate.FullyShardedDataParallelPlugin`. "shard" and "replicate": the sizes of hybrid sharding, whose
             product is the number of processes; by default all processes shard.
-        compile: Whether the model is compiled by `torch.compile`; a dict gives its arguments.
+        compile: Whether the model is compiled by `torch.compile`; a dict gives its arguments. "buckets": 64 among them
+            pads batches to multiples of 64, so that there are few graphs, and says when one is made.
         seed: Seed of everything random; None draws one.
         torch_flags: A dict of what is set in torch during the run. "deterministic": True makes it use deterministic
             algorithms only, "warn" warns where there is none. "benchmark": sets `torch.backends.cudnn.benchmark`.
@@ -116,6 +117,8 @@ class RunningSettings:
         if not isinstance(compiling, bool | Mapping):
             raise_wrong_value("compile", compiling, "True, False, or arguments of torch.compile", "compile=True")
         require_keywords("compile", self.compile_kwargs, torch.compile, "torch.compile")
+        if self.compile_buckets is not None:
+            require_int("compile.buckets", self.compile_buckets, at_least=1)
         require_ddp_kwargs(self.ddp_kwargs)
         require_options("parallelism", self.parallelism, ParallelismOptions)
         require_parallelism(self.parallelism)
@@ -127,7 +130,13 @@ class RunningSettings:
     @property
     def compile_kwargs(self) -> Mapping[str, Any]:
         """Arguments of `torch.compile`."""
-        return self.compile if isinstance(self.compile, Mapping) else {}
+        compiling = self.compile if isinstance(self.compile, Mapping) else {}
+        return {name: value for name, value in compiling.items() if name != "buckets"}
+
+    @property
+    def compile_buckets(self) -> int | None:
+        """The length to whose multiples batches are padded; None leaves them as they are."""
+        return self.compile.get("buckets") if isinstance(self.compile, Mapping) else None
 
     @property
     def compiles(self) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from accmt.callbacks import Callback
 from accmt.callbacks.ending import EndSummary
 from accmt.callbacks.evaluation_report import EvaluationReport
+from accmt.callbacks.graphs import Graphs
 from accmt.callbacks.monitor import build_monitor
 from accmt.callbacks.profiler import build_profiler
 from accmt.callbacks.progress import ProgressBar, is_notebook
@@ -37,7 +38,9 @@ def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelS
     summaries = [ModelSummary(int(running.enable_model_summary))] if running.enable_model_summary else []
     rows = RowLogger(tracking, bar, logging.monitored)
     ending: list[Callback] = [EndSummary(loss_name)] if running.verbose and not running.fast_dev_run else []
+    graphs = [Graphs()] if running.compile_buckets is not None else []
     return [
+        *graphs,
         *profiled_first,
         *first,
         *summaries,

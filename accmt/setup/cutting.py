@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +18,7 @@ from accmt.data import (
     TokenBudget,
     TokenBudgetLoader,
     cut_by_tokens,
+    in_buckets,
     known_lengths,
     pack_by_tokens,
     packed_tokens,
@@ -63,7 +64,7 @@ class Cutting:
         """Return a loader that cuts the samples of an evaluation."""
         return EvaluationBudgetLoader(
             loader,
-            TokenBudget(self._max_tokens, sys.maxsize),
+            self._budget,
             purpose=purpose,
             batch_size=batch_size,
             keeps_in_step=keeps_in_step,
@@ -78,7 +79,7 @@ class Cutting:
     @property
     def training_budget(self) -> TokenBudget:
         """What a micro-batch of training may hold."""
-        return TokenBudget(self._max_tokens, self.settings.hps.max_micro_batch_size or sys.maxsize)
+        return replace(self._budget, max_samples=self.settings.hps.max_micro_batch_size or sys.maxsize)
 
     @property
     def training_options(self) -> dict[str, Any]:
@@ -86,8 +87,8 @@ class Cutting:
         return self.options | ({"collate": self._make_packer()} if self.settings.hps.packing else {})
 
     @property
-    def _max_tokens(self) -> int:
-        return self.settings.hps.max_tokens or 1
+    def _budget(self) -> TokenBudget:
+        return TokenBudget(self.settings.hps.max_tokens or 1, sys.maxsize, self.settings.running.compile_buckets or 1)
 
     def _say_what_is_expected(self, budget: TokenBudget) -> None:
         """Say into how many micro-batches a step is cut, by the lengths of a few steps of samples drawn at random."""
@@ -106,9 +107,10 @@ class Cutting:
         parts, padded = [], 0
         for start in range(0, len(lengths), step):
             of_step = lengths[start : start + step]
-            cut = cut_up(of_step, budget, number)
+            widths = budget.widths(of_step)
+            cut = cut_up(widths, budget, number)
             parts.append(max(map(len, cut)))
-            padded += sum(tokens_of(group, of_step) for own in cut for group in own)
+            padded += sum(tokens_of(group, widths) for own in cut for group in own)
         say_once(
             f"{what} are cut into about {statistics.mean(parts):.0f} micro-batches on each process, "
             f"{1 - sum(lengths) / max(1, padded):.0%} of their tokens padding, by the lengths of {len(lengths)} samples"
@@ -161,6 +163,8 @@ def find_cutting(
             return None
         pins_memory = pins_memory and data.pin_memory
         data, collate = parts
+        bucket = settings.running.compile_buckets
+        collate = collate if bucket is None else in_buckets(collate, bucket)
     options = {
         "collate": collate or collate_or_explain,
         "length_of": module.length_of,
@@ -182,6 +186,8 @@ def reject_other_cuts(module: AcceleratorModule, settings: Settings) -> None:
     collates = module.collate_fn_train is not None or settings.data.collate_fn_train is not None
     if settings.hps.packing and collates:
         _reject("packing", "collate_fn_train beside it")
+    if settings.hps.packing and settings.running.compile_buckets is not None:
+        _reject("packing", "compile={'buckets': ...} beside it, which pads")
 
 
 def _reject(name: str, got: str) -> NoReturn:

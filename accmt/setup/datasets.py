@@ -18,6 +18,7 @@ from accmt.data import (
     build_collate,
     build_loader,
     group_dataset,
+    in_buckets,
     is_stream,
     keep_samples,
 )
@@ -140,7 +141,7 @@ def build_train_loader(
     _reject_sampler_beside_loader(data, data_settings)
     _reject_iterator(data, settings)
     reject_other_cuts(module, settings)
-    collate, pins_memory = _collate(module, data_settings, "collate_fn_train"), _pins_memory(data_settings, device)
+    collate, pins_memory = _collate(module, settings, data, "collate_fn_train"), _pins_memory(data_settings, device)
     cutting = find_cutting(module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="training")
     micro_batches_per_batch = 1 if cutting else _count_micro_batches(data, settings, max_micro_batch_size)
     shard = _shard(data_settings)
@@ -170,7 +171,7 @@ def build_train_loader(
 
 def make_largest_batch(module: AcceleratorModule, data: Any, settings: Settings, loader: Loader) -> LargestBatch | str:
     """Return the largest micro-batch that training data can bring, or why it is not known."""
-    collate = _collate(module, settings.data, "collate_fn_train")
+    collate = _collate(module, settings, data, "collate_fn_train")
     cutting = find_cutting(module, data, settings, collate=collate, seed=0, pins_memory=False, kind="training")
     size: int | None = settings.hps.train_batch_size // loader.micro_batches_per_batch
     if isinstance(data, DataLoader):
@@ -191,7 +192,7 @@ def build_evaluation_loader(
     is_validation = purpose == "validate"
     # Losses that are logged batch by batch are those of batches as read.
     logs_batches = is_validation and not settings.evaluation.report_loss_after_eval
-    collate, pins_memory = _collate(module, data_settings, "collate_fn_val"), _pins_memory(data_settings, device)
+    collate, pins_memory = _collate(module, settings, data, "collate_fn_val"), _pins_memory(data_settings, device)
     cutting = None
     if not logs_batches:
         cutting = find_cutting(
@@ -261,7 +262,12 @@ def _shard(settings: DataSettings) -> Shard:
     return Shard(process_index(), num_processes()) if settings.shard_dataloaders else Shard()
 
 
-def _collate(module: AcceleratorModule, settings: DataSettings, phase: str) -> Callable[[Any], Any] | None:
+def _collate(module: AcceleratorModule, settings: Settings, data: Any, phase: str) -> Callable[[Any], Any] | None:
+    collate, bucket = _users_collate(module, settings.data, phase), settings.running.compile_buckets
+    return collate if bucket is None or isinstance(data, DataLoader) else in_buckets(collate, bucket)
+
+
+def _users_collate(module: AcceleratorModule, settings: DataSettings, phase: str) -> Callable[[Any], Any] | None:
     of_module = getattr(module, phase) or module.collate_fn
     if of_module is not None:
         return of_module

@@ -68,6 +68,7 @@ def _fill_budget(dataset: Any, length_of: Any, collate: Any, budget: TokenBudget
     samples = [dataset[index] for index in range(min(_READ, len(dataset)))]
     lengths = [find_length(sample, length_of) for sample in samples]
     longest = max(lengths)
-    number = max(1, min(budget.max_tokens // max(longest, 1), budget.max_samples, size))
+    width = max(1, *budget.widths([longest]))
+    number = max(1, min(budget.max_tokens // width, budget.max_samples, size))
     sample = samples[lengths.index(longest)]
     return LargestBatch(collate([copy.copy(sample) for _ in range(number)]), number, longest)

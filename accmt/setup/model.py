@@ -19,7 +19,7 @@ from accmt.huggingface import (
     require_library,
 )
 from accmt.libraries import private_names
-from accmt.libraries.private_names import compile_in_place, forget_prepared, is_compiled, prepare_alone
+from accmt.libraries.private_names import allow_graphs, compile_in_place, forget_prepared, is_compiled, prepare_alone
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.logging import Logs
 from accmt.module import AcceleratorModule
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accmt.protocols import TrainerProtocol
+
+_MAX_GRAPHS = 256
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,8 @@ def _require_forward(model: nn.Module) -> None:
 def compile_if_asked(model: nn.Module, settings: RunningSettings) -> None:
     """Compile a model, unless an earlier run did."""
     if settings.compiles and not is_compiled(model):
+        if settings.compile_buckets is not None:
+            allow_graphs(_MAX_GRAPHS)
         compile_in_place(model, **settings.compile_kwargs)
 
 
