@@ -19,12 +19,14 @@ class Document:
         values: What stands under `hps`; keys whose value is null are left out.
         lines: The line of each key; empty where the source is no file.
         faults: What reading already found, such as keys written twice.
+        flags: The keys that were typed as flags.
     """
 
     name: str
     values: Mapping[str, Any]
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
+    flags: frozenset[KeyPath] = frozenset()
 
     def where(self, path: KeyPath) -> str:
         """Return the place of a key for messages: `hps/digits.yaml:7 optim.lr`."""
@@ -41,6 +43,8 @@ class Document:
         return HyperParameterError("\n\n".join(messages))
 
     def _place(self, path: KeyPath, line: int) -> str:
+        if any(path[: len(flag)] == flag for flag in self.flags):
+            return f"--hps.{'.'.join(map(str, path))}"
         file = f"{self.name}:{line}" if line else self.name
         return " ".join([file, ".".join(map(str, path))]).rstrip()
 

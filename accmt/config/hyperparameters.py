@@ -114,24 +114,33 @@ class HyperParameters:
         self._take(Document("HyperParameters", values, faults=tuple(faults)))
 
     @classmethod
-    def from_config(cls, source: str | os.PathLike[str] | Mapping[str, Any] | HyperParameters) -> HyperParameters:
+    def from_config(
+        cls,
+        source: str | os.PathLike[str] | Mapping[str, Any] | HyperParameters,
+        flags: Mapping[str, Any] | None = None,
+    ) -> HyperParameters:
         """Read hyper-parameters from a file or a dict; an object is returned as it is.
 
         Args:
             source: A path to a .yaml, .yml or .json file, or a dict (which is not changed), with or without the
                 outer `hps`.
+            flags: Values in the place of those of `source`, by dotted key (`optim.lr`), as typed as `--hps.optim.lr`.
 
         Raises:
             HyperParameterTypeError: `source` is something else.
             HyperParameterFileError: There is no such file.
             HyperParameterError: Anything is wrong in it; the message lists every fault with its line.
         """
+        from accmt.config.flags import overlay
         from accmt.config.yaml_reader import read_document
 
         if isinstance(source, HyperParameters):
-            return source
+            if not flags:
+                return source
+            source = source.to_dict()
         hps = cls.__new__(cls)
-        hps._take(read_document(source))
+        document = read_document(source)
+        hps._take(overlay(document, flags) if flags else document)
         return hps
 
     def _take(self, document: Document) -> None:

@@ -68,7 +68,7 @@ class Flag:
         Raises:
             ArgumentTypeError: The argument has no such value.
         """
-        value = _spelt(text)
+        value = read_value(text)
         if Any in self.kinds or _is_one_of(value, self.kinds):
             return value
         if str in self.kinds:
@@ -107,7 +107,12 @@ def _is_one_of(value: Any, kinds: tuple[Any, ...]) -> bool:
     return type(value) in kinds or (type(value) is int and float in kinds)
 
 
-def _spelt(text: str) -> Any:
+def read_value(text: str) -> Any:
+    """Return what a text spells: a word such as `true`, a number, YAML in brackets, or the text itself.
+
+    Raises:
+        ArgumentTypeError: It begins with a bracket, and is no YAML.
+    """
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if text.startswith(("[", "{")):

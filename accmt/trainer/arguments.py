@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import warnings
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from accmt.config import HyperParameters
+from accmt.config.flags import split_flags
 from accmt.errors import ArgumentError, UnknownArgumentError, explain
 from accmt.settings import Settings
-from accmt.settings.command_line import list_flags
+from accmt.settings.command_line import list_flags, read_value
 
 ALIASES = {
     "model_saving_aboce": "model_saving_above",
@@ -24,6 +27,8 @@ MISSPELT = ("model_saving_aboce",)
 Config: TypeAlias = str | PathLike[str] | Mapping[str, Any]
 
 _REQUIRED = ("hps_config", "model_path")
+_HPS_FLAGS = "hps"
+"""Where parsed arguments have the hyper-parameters that were typed, by dotted key."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +39,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """
     flags = list_flags()
     _require_no_clashes(parser, [flag.name for flag in flags])
-    group = parser.add_argument_group("Trainer", "arguments of accmt.Trainer")
+    _read_hps_flags(parser)
+    about_hps = "every hyper-parameter is a flag, too: --hps.epochs 3 --hps.optim.lr=3e-4"
+    group = parser.add_argument_group("Trainer", f"arguments of accmt.Trainer; {about_hps}")
     for flag in flags:
         group.add_argument(
             f"--{flag.name}",
@@ -43,6 +50,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             metavar=flag.expected,
             help=flag.meaning.replace("%", "%%"),
         )
+
+
+def _read_hps_flags(parser: argparse.ArgumentParser) -> None:
+    """Let a parser read `--hps.<key>`; argparse has no flags whose names are not known before."""
+    parse = parser.parse_known_args
+
+    def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
+        try:
+            typed, others = split_flags(sys.argv[1:] if args is None else list(args))
+            values = {key: read_value(text) for key, text in typed.items()}
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            parser.error(str(error))
+        parsed, unknown = parse(others, namespace)
+        if values:
+            setattr(parsed, _HPS_FLAGS, values)
+        return parsed, unknown
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
 
 
 def take_typed(args: argparse.Namespace, config: Config | None, others: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,6 +80,9 @@ def take_typed(args: argparse.Namespace, config: Config | None, others: Mapping[
     names = {flag.name for flag in list_flags()}
     typed = {name: value for name, value in vars(args).items() if name in names}
     arguments = {**({} if config is None else read_config(config)), **typed, **others}
+    hps_flags = getattr(args, _HPS_FLAGS, None)
+    if hps_flags:
+        arguments["hps_config"] = HyperParameters.from_config(arguments.get("hps_config", {}), hps_flags)
     missing = [f"--{name}" for name in _REQUIRED if name not in arguments]
     if missing:
         got, expected = f"no {' and no '.join(missing)}", "hyper-parameters, and a folder for the model"
