@@ -106,9 +106,7 @@ def shard_on_cpu(accelerator: Accelerator, parallelism: Parallelism) -> None:
         if accelerator.mixed_precision != "no":
             parallelism.plugin.set_mixed_precision(accelerator.mixed_precision)
         use_fsdp(accelerator, parallelism.plugin)
-    config = parallelism.config  # also where there is none: the state may be that of a Trainer before
-    accelerator.state.parallelism_config = config
-    accelerator.state.device_mesh = None if config is None else config.get_device_mesh("cpu")
+    _use_mesh(accelerator, parallelism.config)
 
 
 def require_effect(accelerator: Accelerator, parallelism: Parallelism) -> None:
@@ -131,7 +129,19 @@ def require_effect(accelerator: Accelerator, parallelism: Parallelism) -> None:
     if accelerator.is_fsdp2:
         if parallelism.plugin is not None:
             accelerator.state.fsdp_plugin = parallelism.plugin  # Accelerate would keep that of the first Trainer
+            if _mesh_of(accelerator.state.parallelism_config) != _mesh_of(parallelism.config):
+                _use_mesh(accelerator, parallelism.config)
         _reduce_in_float32(accelerator)
+
+
+def _use_mesh(accelerator: Accelerator, config: ParallelismConfig | None) -> None:
+    """Let an Accelerator have the groups of processes of this Trainer; its state may have those of one before."""
+    accelerator.state.parallelism_config = config
+    accelerator.state.device_mesh = None if config is None else config.get_device_mesh(accelerator.device.type)
+
+
+def _mesh_of(config: ParallelismConfig | None) -> tuple[int, int] | None:
+    return None if config is None else (config.dp_replicate_size, config.dp_shard_size)
 
 
 def _reduce_in_float32(accelerator: Accelerator) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.parallelism_config import ParallelismConfig
 
 from accmt import ArgumentError
 from accmt.settings import RunningSettings
-from accmt.setup.parallelism import find_parallelism
+from accmt.setup.parallelism import find_parallelism, require_effect
 from tests.toys import Linear, make_points, make_trainer
 
 ZERO = "ZeRO 3 is the default"
@@ -106,6 +108,28 @@ def test_the_sizes_of_the_mesh_are_those_of_the_launch(
 def test_sizes_that_do_not_make_the_number_of_processes_are_an_error(eight_processes: None) -> None:
     with pytest.raises(ArgumentError, match=r"replicate x shard = 2 x 3, on 8 processes"):
         find_parallelism(RunningSettings(parallelism={"replicate": 2, "shard": 3}))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [({"shard": 8}, {"shard": 2, "replicate": 4}), ({"shard": 4, "replicate": 2}, {"fsdp": True}), ({}, {"shard": 8})],
+)
+def test_a_second_trainer_has_the_groups_that_it_asks_for(
+    first: Any, second: Any, eight_processes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs Accelerate keeps those of the first one in a program."""
+    monkeypatch.setattr(ParallelismConfig, "get_device_mesh", lambda config, device: (device, config.dp_shard_size))
+    before, after = (find_parallelism(RunningSettings(parallelism=asked)) for asked in (first, second))
+    state = SimpleNamespace(
+        fsdp_plugin=before.plugin, parallelism_config=before.config, device_mesh="of the first", distributed_type=None
+    )
+    kind = SimpleNamespace(value="FSDP")
+    accelerator: Any = SimpleNamespace(
+        is_fsdp2=True, num_processes=8, state=state, distributed_type=kind, device=torch.device("cuda")
+    )
+    require_effect(accelerator, after)
+    expected = None if after.config is None else ("cuda", after.config.dp_shard_size)
+    assert (state.fsdp_plugin, state.parallelism_config, state.device_mesh) == (after.plugin, after.config, expected)
 
 
 def test_the_engine_is_asked_for_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
