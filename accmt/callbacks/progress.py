@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from time import perf_counter
 from typing import Any, TextIO, TypeVar
 
@@ -122,7 +122,13 @@ class ProgressBar(MainProcessCallback):
 
 
 def draw_batches(
-    batches: Iterable[T], *, enable: bool | None, text: str, total: int | None, stream: TextIO | None = None
+    batches: Iterable[T],
+    *,
+    enable: bool | None,
+    text: str,
+    total: int | None,
+    stream: TextIO | None = None,
+    count: Callable[[T], int] = lambda _: 1,
 ) -> Iterator[T]:
     """Pass on the batches of an evaluation, and draw how many are done.
 
@@ -132,15 +138,21 @@ def draw_batches(
         text: What stands before the bar.
         total: How many there are; None if nobody knows.
         stream: As in `ProgressBar`.
+        count: How many are done with one of them.
     """
     stream = stream or sys.stderr
     if not _is_drawn(stream, enable):
         return iter(batches)
     interval = SECONDS_BETWEEN_DRAWINGS
-    bar = _bar_class()(
-        batches, desc=text, total=total, file=stream, unit=" batches", dynamic_ncols=True, mininterval=interval
-    )
-    return iter(bar)
+    bar = _bar_class()(desc=text, total=total, file=stream, unit=" batches", dynamic_ncols=True, mininterval=interval)
+    return _drawn(batches, bar, count)
+
+
+def _drawn(batches: Iterable[T], bar: Any, count: Callable[[T], int]) -> Iterator[T]:
+    with bar:
+        for batch in batches:
+            yield batch
+            bar.update(count(batch))
 
 
 def _is_drawn(stream: TextIO, enable: bool | None) -> bool:  # noqa: FBT001 - None is a third answer

@@ -93,6 +93,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "save_strategy": 'Trainer(checkpoint_every="500 steps")',
         "save_total_limit": "Trainer(max_checkpoints=2)",
         "tf32": "accmt.allow_tf32()",
+        "train_sampling_strategy": "Trainer(group_by_length=True)",
         "torch_compile": "Trainer(compile=True)",
         "torch_compile_backend": 'Trainer(compile={"backend": "inductor"})',
         "torch_compile_mode": 'Trainer(compile={"mode": "max-autotune"})',

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -293,7 +294,13 @@ class _Drawn(WrappedLoader):
 
 def _draw(request: Request, name: str, loader: Loader) -> Loader:
     text = f"{request.function} {name}".strip()
-    draw = partial(draw_batches, enable=request.draws_progress, text=text, total=loader.num_micro_batches)
+    draw = partial(
+        draw_batches,
+        enable=request.draws_progress,
+        text=text,
+        total=loader.num_micro_batches,
+        count=attrgetter("num_finished"),
+    )
     return _Drawn(loader, draw)
 
 

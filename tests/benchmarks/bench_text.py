@@ -275,7 +275,7 @@ def train_lightning(work: Work) -> Result:
     return meter.end()
 
 
-def make_contestants() -> dict[str, Callable[[Work], Result]]:
+def make_contestants(only: list[str] | None) -> dict[str, Callable[[Work], Result]]:
     """Return what trains; Lightning only where it is installed."""
     contestants: dict[str, Callable[[Work], Result]] = {
         PLAIN: train,
@@ -287,7 +287,7 @@ def make_contestants() -> dict[str, Callable[[Work], Result]]:
     }
     if find_spec("lightning") is not None:
         contestants["Lightning"] = train_lightning
-    return contestants
+    return {name: run for name, run in contestants.items() if only is None or name in (PLAIN, *only)}
 
 
 def make_work(unit: str, arguments: argparse.Namespace) -> Work:
@@ -305,7 +305,7 @@ def make_work(unit: str, arguments: argparse.Namespace) -> Work:
 
 def compare(unit: str, arguments: argparse.Namespace) -> None:
     """Print the table of one kind of text."""
-    work, contestants = make_work(unit, arguments), make_contestants()
+    work, contestants = make_work(unit, arguments), make_contestants(arguments.only)
     results: dict[str, list[Result]] = {name: [] for name in contestants}
     for round_ in range(arguments.rounds):
         for name in list(contestants)[:: 1 if round_ % 2 == 0 else -1]:
@@ -375,6 +375,7 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=128, help="samples of an optimizer step")
     parser.add_argument("--batch", type=int, default=16, help="samples of a batch as read")
     parser.add_argument("--max-tokens", type=int, default=2048)
+    parser.add_argument("--only", nargs="+", help="contestants, beside batches as read")
     parser.add_argument("--padding", action="store_true", help="print the shares of padding alone")
     parser.add_argument("--collating", action="store_true", help="print what making batches costs alone")
     arguments = parser.parse_args()

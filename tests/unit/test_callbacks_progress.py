@@ -240,6 +240,13 @@ def test_an_evaluation_by_hand_shows_its_batches_on_a_terminal():
     assert "batches/s" in last
 
 
+def test_parts_of_batches_count_as_the_batches_that_they_finish():
+    stream = Terminal()
+    parts = draw_batches(iter([0, 0, 5, 0, 7]), enable=None, text="test", total=12, stream=stream, count=int)
+    assert list(parts) == [0, 0, 5, 0, 7]
+    assert "12/12" in stream.getvalue().split("\r")[-1]
+
+
 @pytest.mark.parametrize(
     ("enable", "is_terminal", "is_drawn"), [(None, False, False), (False, True, False), (True, False, True)]
 )
