@@ -1,6 +1,7 @@
-"""Start a training script on one process or several, on this machine.
+"""Start a training script on one process or several, on this machine or on several.
 
-One process becomes the script itself. Several are started and watched by torchrun. Exit code: that of the script (of
+One process becomes the script itself. Several are started and watched by torchrun. On several machines the same command
+runs on each, with its own --node-rank. Exit code: that of the script (of
 the process that failed first), 128 and the number of the signal that ended it, 2 for wrong use.
 """
 
@@ -12,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from accmt.cli.machines import add_machine_arguments, describe_lost_machines, read_machines
 from accmt.cli.strats import STRATEGIES
 from accmt.errors import ArgumentError, explain
 
@@ -20,12 +22,14 @@ _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-N", dest="num_processes", type=int, metavar="NUMBER", help="processes; default: one per GPU")
+    number = "processes on this machine; default: one per GPU"
+    parser.add_argument("-N", dest="num_processes", type=int, metavar="NUMBER", help=number)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--gpus", type=_read_gpus, metavar="0,1", help="the GPUs to use, by their numbers; default: all")
     where.add_argument("--cpu", action="store_true", help="use no GPU; default number of processes: one")
     parser.add_argument("--strat", choices=STRATEGIES, help="default: single for one process, ddp for several")
     parser.add_argument("--replicate", type=int, default=2, metavar="NUMBER", help="groups of --strat hsdp; default: 2")
+    add_machine_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
     parser.add_argument("script", help="the script to run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -51,9 +55,10 @@ def build_command(options: argparse.Namespace) -> list[str]:
         expected, do = "a Python file", "accmt launch train.py"
         raise ArgumentError(explain(f"accmt launch {options.script}", "no such file", expected, do))
     script = [options.script, *options.arguments]
+    machines = read_machines(options)
     if _strategy(options) == "single":
         return [sys.executable, *script]
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+    torchrun = ["torch.distributed.run", *machines.for_torchrun(), f"--nproc-per-node={number}"]
     return [sys.executable, "-m", *torchrun, f"--signals-to-handle={_SIGNALS}", *script]
 
 
@@ -64,10 +69,12 @@ def _count_processes(options: argparse.Namespace) -> int:
         number = 1 if options.strat == "single" else max(num_gpus, 1)
     if number < 1:
         raise ArgumentError(explain("accmt launch -N", str(number), "a number from 1", "-N 2"))
+    machines = read_machines(options)
     if options.strat == "hsdp":
-        _require_groups(number, options.replicate)
-    if options.strat == "single" and number > 1:
-        raise ArgumentError(explain("accmt launch --strat single", f"-N {number}", "one process", "--strat ddp"))
+        _require_groups(number * machines.most, options.replicate)
+    if options.strat == "single" and (number > 1 or machines.needs_launcher):
+        got = f"-N {number}, --nodes {machines.most}" if machines.needs_launcher else f"-N {number}"
+        raise ArgumentError(explain("accmt launch --strat single", got, "one process", "--strat ddp"))
     if num_gpus and number > num_gpus:
         do = f"-N {num_gpus}, or --cpu"
         raise ArgumentError(explain("accmt launch -N", f"{number} for {num_gpus} GPUs", "one GPU per process", do))
@@ -81,7 +88,8 @@ def _require_groups(number: int, replicate: int) -> None:
 
 
 def _strategy(options: argparse.Namespace) -> str:
-    return options.strat or ("single" if _count_processes(options) == 1 else "ddp")
+    is_single = _count_processes(options) == 1 and not read_machines(options).needs_launcher
+    return options.strat or ("single" if is_single else "ddp")
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
@@ -95,7 +103,8 @@ def _sharding(options: argparse.Namespace) -> dict[str, str]:
     own = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
     if options.strat == "fsdp2":
         return own
-    sizes = {"REPLICATE": options.replicate, "SHARD": _count_processes(options) // options.replicate}
+    number = _count_processes(options) * read_machines(options).most
+    sizes = {"REPLICATE": options.replicate, "SHARD": number // options.replicate}
     own |= {f"PARALLELISM_CONFIG_DP_{name}_SIZE": str(size) for name, size in sizes.items()}
     return {**own, "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 
@@ -131,9 +140,11 @@ def _num_gpus() -> int:
 
 def _run_group(arguments: Sequence[str]) -> int:
     """Run torchrun in this process, so that the exit code of the process that failed is known."""
+    from torch.distributed import DistError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     try:
         torchrun.main(list(arguments))
@@ -142,4 +153,7 @@ def _run_group(arguments: Sequence[str]) -> int:
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval
+    except (RendezvousError, DistError) as error:
+        print(describe_lost_machines(error), file=sys.stderr)
+        return 1
     return 0

@@ -129,7 +129,7 @@ EXAMPLE = object()
 """Stands for a value that is not known: the advice is the line of the table."""
 
 
-_FAILURES = ("on_nonfinite", "spike_guard", "hang_timeout_s", "preempt_exit_code", "preflight")
+_FAILURES = ("on_nonfinite", "spike_guard", "hang_timeout_s", "machine_timeout_s", "preempt_exit_code", "preflight")
 
 JOINED: Mapping[str, tuple[str, str]] = {
     **{f"limit_{stage}_batches": ("limit_batches", stage) for stage in ("train", "val", "test", "predict")},

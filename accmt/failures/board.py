@@ -71,4 +71,8 @@ class Board:
 
     def beats(self) -> list[int]:
         """Return how often each process has shown that it is alive."""
-        return [self._store.add(f"beat/{index}", 0) for index in range(self.count)]
+        return [self.beats_of(index) for index in range(self.count)]
+
+    def beats_of(self, index: int) -> int:
+        """Return how often one process has shown that it is alive."""
+        return int(self._store.add(f"beat/{index}", 0))

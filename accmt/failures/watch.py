@@ -17,15 +17,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from accmt.errors import AccmtError, is_out_of_memory
+from accmt.errors import AccmtError, ProcessFailedError, is_out_of_memory
 from accmt.failures.board import Board
 from accmt.failures.interruption import Interruption, Reason
 from accmt.failures.lone_calls import LoneCalls
+from accmt.failures.machines import Machine, SignsOfLife
 from accmt.settings.handlers import Handler
 
 _POLL_S = 0.1
@@ -48,6 +49,8 @@ class Watch:
         interruption: Receives the signals.
         hang_timeout_s: Seconds without progress after which the run ends; None is off.
         progress: Returns something that changes as long as the run makes progress.
+        machines: Those of the run, if there are several.
+        machine_timeout_s: Seconds without a sign of life of another machine after which the run ends; None is off.
 
     Attributes:
         board: Where processes leave notes.
@@ -57,10 +60,20 @@ class Watch:
     """
 
     def __init__(
-        self, board: Board, interruption: Interruption, *, hang_timeout_s: float | None, progress: Callable[[], Any]
+        self,
+        board: Board,
+        interruption: Interruption,
+        *,
+        hang_timeout_s: float | None,
+        progress: Callable[[], Any],
+        machines: Sequence[Machine] = (),
+        machine_timeout_s: float | None = None,
     ) -> None:
         self.board = board
         self.calls = LoneCalls(board)
+        self._signs: SignsOfLife | None = None
+        if machine_timeout_s is not None and len(machines) > 1:
+            self._signs = SignsOfLife(board, machines, machine_timeout_s, self._end_lost)
         self._answers: list[Callable[[], None]] = []
         self._interruption = interruption
         self._hang_timeout_s = hang_timeout_s
@@ -85,9 +98,13 @@ class Watch:
         if threading.current_thread() is threading.main_thread():
             self._previous_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._thread.start()
+        if self._signs is not None:
+            self._signs.start()
 
     def stop(self) -> None:
         """Stop watching, and leave signals as they were."""
+        if self._signs is not None:
+            self._signs.leave()
         self._is_ending.set()
         if self._previous_fd is not None:
             signal.set_wakeup_fd(self._previous_fd)
@@ -173,6 +190,8 @@ class Watch:
         if now - self._last_beat > _BEAT_S:
             self._last_beat = now
             self.board.beat()
+        if self._signs is not None:
+            self._signs.look(now)
         if self._interruption.is_asked or self.board.has_news():
             self._interruption.agree()
             for answer in self._answers:
@@ -240,6 +259,13 @@ class Watch:
         time.sleep(1.0)  # until all have reported where they are
         index, note = next(iter(self.failures().items()), (self.board.index, {"text": what}))
         self._end(f"process {index}: {note['text']}")
+
+    def _end_lost(self, why: str) -> None:
+        try:
+            raise ProcessFailedError(why)  # the launcher's summary has it
+        except ProcessFailedError as error:
+            record_for_launcher(error)
+        self._end(why)
 
     def _post_failure(self, text: str, *, is_consequence: bool, kind: str | None = None) -> None:
         try:

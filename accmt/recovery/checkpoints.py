@@ -20,6 +20,7 @@ from accmt.checkpoint.writer import CheckpointWriter
 from accmt.errors import CheckpointError, NoCheckpointError, explain
 from accmt.messages import say, warn, warn_once
 from accmt.processes import close_cpu_group, is_main_process, new_cpu_group, run_on_every_process
+from accmt.recovery.relaunch import describe_launch
 from accmt.recovery.run_state import collect_others
 from accmt.run import Run
 from accmt.settings import Settings
@@ -43,6 +44,7 @@ class Checkpoints:
     def __init__(self, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         options = settings.checkpoints
         self.folder = settings.checkpoint_folder.absolute()  # a program may go to another folder while it trains
+        self._launch = describe_launch()
         self._settings = settings
         self._collector = StateCollector(model, [optimizer])
         self._checkpointer: Checkpointer | None = options.checkpointer
@@ -200,7 +202,7 @@ class Checkpoints:
             self._begin_folder(run, self._store)
         store = self._store if folder is None else CheckpointStore(folder, max_checkpoints=sys.maxsize)
         writer = CheckpointWriter(store, self._collector, is_async=False, on_failure=_raise)
-        writer.save(run.state.global_step, collect_others(run), describe(run, run.state.state_dict()))
+        writer.save(run.state.global_step, collect_others(run), self._describe(run, run.state.state_dict()))
         self._note(run, store.folder / step_name(run.state.global_step))
 
     def _save(self, run: Run, *, force: bool, at: Mapping[str, Any] | None = None) -> None:
@@ -211,9 +213,13 @@ class Checkpoints:
             collected = self._collector.collect(others)
             self._checkpointer.save(lambda folder: write_state(collected, folder), step, force=force)
         elif self._writer is not None:
-            self._writer.save(step, others, describe(run, counters))
+            self._writer.save(step, others, self._describe(run, counters))
         self._saved = counters, run.snapshot.next_stage
         self._note(run, self.folder / step_name(step))
+
+    def _describe(self, run: Run, counters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what people want to know of a checkpoint without loading it, and what tells whose it is."""
+        return {**describe(run, counters), "launch": self._launch}
 
     def _note(self, run: Run, folder: Path) -> None:
         if folder.absolute().parent == self.folder:

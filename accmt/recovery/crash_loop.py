@@ -39,7 +39,7 @@ def warn_of_crash_loop(run: Run) -> None:
         return
     folder, step = run.checkpoints.folder, run.state.global_step
     try:
-        if run.settings.checkpoints.resume is False:
+        if not run.is_resumed and run.settings.checkpoints.resume is False:
             forget_starts(folder)
         message = describe_crash_loop(record_start(folder, step), step, folder)
     except OSError as error:

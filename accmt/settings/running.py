@@ -185,6 +185,7 @@ class Failures(TypedDict, total=False):
     on_nonfinite: Literal["stop", "skip", "rollback"] | None
     spike_guard: float | None
     hang_timeout_s: float | None
+    machine_timeout_s: float | None
     preempt_exit_code: int
     preflight: bool
 
@@ -201,9 +202,10 @@ class FailureSettings:
             waits for the device once per step), "rollback" goes back to the newest checkpoint and skips that step; None
             only warns. "spike_guard": treats a loss this many standard deviations above the mean of the process's last
             100 as not finite, from the 21st on. "hang_timeout_s": seconds without a finished batch after which the run
-            counts as hung and ends, saying where. "preempt_exit_code": exit code after SIGTERM or SIGUSR1, from 0 to
-            255; 143. "preflight": whether a run tries at its start to save and load its state in memory, and compares
-            the room on the disk with what checkpoints and model will need; True.
+            counts as hung and ends, saying where. "machine_timeout_s": on several machines, seconds without a sign of
+            life of one after which the others end; 120; None waits as long as torch does. "preempt_exit_code": exit
+            code after SIGTERM or SIGUSR1, from 0 to 255; 143. "preflight": whether a run tries at its start to save and
+            load its state in memory, and compares the room on the disk with what checkpoints and model will need; True.
     """
 
     handlers: Handler | str | Iterable[Handler | str] | None = None
@@ -221,6 +223,8 @@ class FailureSettings:
                 raise_wrong_value("failures.spike_guard", self.spike_guard, expected, do)
         if self.hang_timeout_s is not None:
             require_positive("failures.hang_timeout_s", self.hang_timeout_s)
+        if self.machine_timeout_s is not None:
+            require_positive("failures.machine_timeout_s", self.machine_timeout_s)
         require_int("failures.preempt_exit_code", self.preempt_exit_code, at_least=0)
         if self.preempt_exit_code > 255:
             do = 'failures={"preempt_exit_code": 143}'
@@ -242,6 +246,11 @@ class FailureSettings:
     def hang_timeout_s(self) -> float | None:
         """Seconds without a finished batch after which the run counts as hung; None is off."""
         return (self.failures or {}).get("hang_timeout_s")
+
+    @property
+    def machine_timeout_s(self) -> float | None:
+        """Seconds without a sign of life of a machine after which the others end; None is off."""
+        return (self.failures or {}).get("machine_timeout_s", 120.0)
 
     @property
     def preempt_exit_code(self) -> int:

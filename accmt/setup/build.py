@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from accmt.callbacks import Callback, Hooks, build_callbacks
 from accmt.data import Loader, draw_seed
 from accmt.errors import ArgumentError, explain
-from accmt.failures import Board, Clock, Interruption, Watch
+from accmt.failures import Board, Clock, Interruption, Watch, find_machines
 from accmt.huggingface import PackingGuard
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.logging import logging_step
@@ -25,6 +25,7 @@ from accmt.processes import broadcast_object, is_main_process, num_processes
 from accmt.recovery.checkpoints import Checkpoints
 from accmt.recovery.loss_guard import LossGuard
 from accmt.recovery.model_saver import ModelSaver
+from accmt.recovery.relaunch import find_relaunched
 from accmt.recovery.restart import Recovery
 from accmt.recovery.resume import Resumed, find_resumed
 from accmt.recovery.run_state import restore
@@ -40,6 +41,7 @@ from accmt.setup.model import Prepared, attach_run, configure_model, prepare
 from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module
 from accmt.setup.run_length import measure_run
 from accmt.setup.same_on_processes import require_same_settings
+from accmt.setup.shared_disk import require_shared_disk
 from accmt.setup.user_data import UserData
 from accmt.state import Counters, TrainingState
 
@@ -100,7 +102,9 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
 def _find_start(trainer: TrainerProtocol, module: AcceleratorModule, recovery: Recovery) -> Resumed | None:
     """Return what the run continues from, and let the module know where that is before it is asked for data."""
     require_same_settings(trainer.settings)
-    resumed = find_resumed(trainer.settings, recovery.take_checkpoint() or trainer.chosen_checkpoint)
+    require_shared_disk(trainer.settings)
+    folder = recovery.take_checkpoint() or find_relaunched(trainer.settings) or trainer.chosen_checkpoint
+    resumed = find_resumed(trainer.settings, folder)
     if resumed is not None:
         recovery.learn(resumed.others["recovery"])
         trainer.state.load_state_dict(resumed.counters)
@@ -163,7 +167,7 @@ def _make_parts(
 
 
 def _make_watch(settings: Settings, state: TrainingState, *, is_listening: bool) -> dict[str, Any]:
-    hang_timeout_s = settings.failures.hang_timeout_s
+    hang_timeout_s, machine_timeout_s = settings.failures.hang_timeout_s, settings.failures.machine_timeout_s
     if num_processes() == 1 and hang_timeout_s is None:
         return {"interruption": Interruption(is_listening=is_listening), "watch": None}
     board = Board.open()
@@ -172,7 +176,14 @@ def _make_watch(settings: Settings, state: TrainingState, *, is_listening: bool)
     def progress() -> tuple[int, ...]:
         return state.batch_iteration, state.eval_global_step, state.global_step, state.epoch, state.evaluations_done
 
-    watch = Watch(board, interruption, hang_timeout_s=hang_timeout_s, progress=progress)
+    watch = Watch(
+        board,
+        interruption,
+        hang_timeout_s=hang_timeout_s,
+        progress=progress,
+        machines=find_machines(),
+        machine_timeout_s=machine_timeout_s,
+    )
     return {"interruption": interruption, "watch": watch}
 
 
