@@ -137,7 +137,7 @@ class PackingGuard:
         if self._is_sharded and self._is_in_root:  # a part that is called by itself cannot compute at all
             self._try_together(model, arguments)
         mask = arguments.get("attention_mask")
-        says_who_attends = mask is not None and getattr(mask, "ndim", 2) != 2
+        says_who_attends = mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2)
         positions = _positions_in(arguments)
         self._was_passed |= says_who_attends or positions is not None or _has_bounds(arguments)
         if says_who_attends or (positions is None and not _has_bounds(arguments)):

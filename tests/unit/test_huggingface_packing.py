@@ -134,6 +134,14 @@ def test_a_model_that_mixes_documents_is_rejected_by_name(monkeypatch: pytest.Mo
     model(**PACKED)  # nobody trains it
 
 
+def test_masks_by_the_kind_of_layer_say_who_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, trials = make_model("gemma3_text"), Trials(monkeypatch)
+    seen = torch.ones(1, 1, 14, 14, dtype=torch.bool)
+    with PackingGuard(model).watching():
+        model(**PACKED, attention_mask={"full_attention": seen, "sliding_attention": seen})
+    assert trials.number == 0
+
+
 def test_bounds_of_documents_that_the_attention_does_not_read_are_rejected() -> None:
     bounds = torch.tensor([0, 6, 10, 14], dtype=torch.int32)
     varlen = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 6, "max_length_k": 6}
@@ -260,6 +268,25 @@ def test_a_model_of_ones_own_is_tried_and_one_that_cannot_be_is_a_warning(caplog
         fit(Steps(Own()))[1]()
     fit(Steps(Own(needs_more=True)))[1]()
     assert "packed documents in Own: the trial of two packed documents failed: KeyError" in caplog.text
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_what_lies_on_the_device_is_not_waited_for(is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = Trials(monkeypatch, skips=True)
+    model = Own().to("meta")  # where looking into a tensor is an error
+    rows = {"input_ids": torch.ones(2, 6, dtype=torch.long), "position_ids": torch.arange(6).expand(2, 6)}
+    if is_packed:
+        rows["position_ids"] = rows["position_ids"] % 3
+    on_device = {name: tensor.to("meta") for name, tensor in rows.items()}
+    guard = PackingGuard(model)
+    with guard.watching():
+        for _ in range(2):
+            guard.look(rows)
+            model(**on_device)
+            guard.require_passed()
+        assert trials.number == is_packed
+        with pytest.raises(RuntimeError, match="meta"):
+            model(**on_device)  # positions that no batch has shown
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

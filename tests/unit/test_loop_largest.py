@@ -95,6 +95,7 @@ class Hooks(Callback):
         model = self.module.model
         self.before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         assert all(weight.grad is None for weight in model.parameters())
+        self.module.log("between", 1.0)
 
     def on_before_training_step(self) -> None:
         self.calls.append("step")
