@@ -186,7 +186,7 @@ def _differences(
     ours: _Seen, theirs: _Seen, part: slice, part_of_theirs: slice | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield how much the same document differs in two calls, before each layer, relative to its size."""
-    for key in ours.keys() & theirs.keys():
+    for key in (key for key in ours if key in theirs):
         one, other = ours[key][:, part].float(), theirs[key][:, part_of_theirs or part].float()
         if one.shape == other.shape:
             size = torch.linalg.vector_norm(other)
