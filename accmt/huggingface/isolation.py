@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from accmt.huggingface.model_kinds import is_transformers_model
+from accmt.libraries.private_names import attention_of
 from accmt.without_trace import device_of, without_trace
 
 _LENGTHS = 11, 8  # together a prime number, so that no other dimension of a tensor is taken for that of the tokens
@@ -80,8 +81,7 @@ class PackedCall:
     @property
     def key(self) -> tuple[Any, ...]:
         """What the result depends on, besides the weights."""
-        attention = getattr(getattr(self._model, "config", None), "_attn_implementation", None)
-        return id(self._model), attention, self.rows, self._name, self._has_positions, self._others
+        return id(self._model), attention_of(self._model), self.rows, self._name, self._has_positions, self._others
 
     def draw(self, length: int) -> torch.Tensor:
         """Return a document of random tokens, the same on every process."""

@@ -14,7 +14,7 @@ from torch import nn
 from accmt.errors import DataError, explain
 from accmt.huggingface.isolation import PackedCall, Verdict, try_packing
 from accmt.huggingface.model_kinds import is_transformers_model, predicts_next_token
-from accmt.libraries.private_names import is_compiled
+from accmt.libraries.private_names import attention_of, children_of, is_compiled
 from accmt.messages import warn_once
 
 _IGNORED = -100
@@ -184,7 +184,7 @@ class PackingGuard:
                 self._verdicts[call.key] = try_packing(model, call, self._precision(), draws=1)
 
     def _reject(self, model: Any, where: str, verdict: Verdict) -> None:
-        attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        attention = attention_of(model)
         by = "" if attention is None else f" with attn_implementation={attention!r}"
         by += "" if "position_ids" in self._watched[model] else ", in a model that takes no position_ids"
         if verdict.failure is None:
@@ -203,13 +203,13 @@ class PackingGuard:
 def _plain_call(model: nn.Module, arguments: Mapping[str, Any], rows: int) -> PackedCall:
     """Return the form of call that all processes of a sharded model try, whatever their batches hold."""
     name = "inputs_embeds" if arguments.get("input_ids") is None else "input_ids"
-    attention = str(getattr(getattr(model, "config", None), "_attn_implementation", None))
+    attention = str(attention_of(model))
     return PackedCall(model, {name: arguments.get(name)}, rows if "flash" in attention else 1)
 
 
 def _is_compiled(model: nn.Module) -> bool:
     """Return whether calls of the transformers models in a model are compiled, not only parts of these."""
-    if is_compiled(model) or "_orig_mod" in model._modules:  # torch.compile(model)
+    if is_compiled(model) or "_orig_mod" in children_of(model):  # torch.compile(model)
         return True
     return not is_transformers_model(model) and any(map(_is_compiled, model.children()))
 

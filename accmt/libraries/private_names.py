@@ -236,6 +236,12 @@ def names_not_saved(model: PreTrainedModel) -> set[str]:
     return set(model._keys_to_ignore_on_save or ())
 
 
+def attention_of(model: Any) -> str | None:
+    """Return how a transformers model computes attention, such as "sdpa"; None for any other model."""
+    implementation: str | None = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return implementation
+
+
 def has_injected_adapter(model: PreTrainedModel) -> bool:
     """Return whether `add_adapter` or `load_adapter` put an adapter into a model."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))

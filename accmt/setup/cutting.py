@@ -27,6 +27,7 @@ from accmt.data import (
 )
 from accmt.data.collate import collate_or_explain
 from accmt.errors import ArgumentError, explain
+from accmt.libraries.private_names import attention_of
 from accmt.messages import say_once, warn_once
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
 from accmt.processes import num_processes
@@ -73,8 +74,7 @@ class Cutting:
 
     def _make_packer(self) -> DocumentPacker:
         """Return what packs samples into rows, with the bounds of documents for kernels that take them."""
-        config = getattr(self.module.model, "config", None)
-        return DocumentPacker(gives_bounds="flash" in str(getattr(config, "_attn_implementation", None)))
+        return DocumentPacker(gives_bounds="flash" in str(attention_of(self.module.model)))
 
     @property
     def training_budget(self) -> TokenBudget:

@@ -90,6 +90,15 @@ def missing(library: str, name: str, function: str) -> str:
 # torch
 
 
+def test_torch_pins_batches_of_any_kind():
+    class Batch:
+        def pin_memory(self):
+            return "pinned"
+
+    # Host memory is pinned for a device; what has the method is pinned by it, inside other things too.
+    assert names.pin_memory({"own": [Batch()]}) == {"own": ["pinned"]}, missing("torch", "pin_memory", "pin_memory")
+
+
 @pytest.fixture
 def alone(tmp_path):
     """Let this process be a group by itself."""
@@ -150,6 +159,41 @@ def test_torch_has_one_base_of_all_norms_over_batches(kind):
     assert names.has_running_statistics(layer), missing("torch", "_NormBase", "has_running_statistics")
     assert names.is_batch_norm(layer) is ("Batch" in kind.__name__), missing("torch", "_BatchNorm", "is_batch_norm")
     assert not names.has_running_statistics(nn.LayerNorm(2))
+
+
+def test_torch_counts_the_graphs_of_its_compiler():
+    torch._dynamo.reset()
+    before = names.count_graphs()
+    compiled = torch.compile(lambda x: x * 2, backend="eager")
+    compiled(torch.ones(3))
+    assert names.count_graphs() == before + 1, missing("torch", "_dynamo.utils.counters", "count_graphs")
+
+
+def test_torch_takes_the_number_of_rows_for_one_that_varies():
+    torch._dynamo.reset()
+    before = names.count_graphs()
+    compiled = torch.compile(lambda x: x * 2, backend="eager")
+    for rows in (3, 4, 5):
+        batch = torch.ones(rows, 7)
+        names.mark_rows_dynamic([batch])
+        compiled(batch)
+    assert names.count_graphs() == before + 1, missing("torch", "maybe_mark_dynamic", "mark_rows_dynamic")
+
+
+def test_torch_makes_as_many_graphs_as_are_allowed():
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=2):
+        names.allow_graphs(1)
+        assert config.recompile_limit == 2, "no fewer than before"
+        names.allow_graphs(5)
+        torch._dynamo.reset()
+        before = names.count_graphs()
+        compiled = torch.compile(lambda x, number: x * number, backend="eager", dynamic=False)
+        for number in range(2, 7):
+            compiled(torch.ones(3), number)
+        assert names.count_graphs() == before + 5, missing("torch", "recompile_limit", "allow_graphs")
+    torch._dynamo.reset()
 
 
 def test_torch_notes_that_a_model_is_compiled():
@@ -298,6 +342,14 @@ def test_transformers_notes_an_injected_adapter(tiny):
     tiny.add_adapter(peft.LoraConfig(r=1, target_modules=["query"]))
     message = missing("transformers", "_hf_peft_config_loaded", "has_injected_adapter")
     assert names.has_injected_adapter(tiny), message
+
+
+def test_transformers_says_how_a_model_computes_attention():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(hidden_size=4, num_attention_heads=1, num_hidden_layers=1, intermediate_size=4)
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+    assert names.attention_of(model) == "eager", missing("transformers", "_attn_implementation", "attention_of")
+    assert names.attention_of(nn.Linear(1, 1)) is None
 
 
 # datasets
