@@ -107,6 +107,12 @@ class PackingGuard:
         """
         looked, self._looked = self._looked, None
         is_packed = looked is not None and looked.is_packed
+        if is_packed and not self._watched:
+            warn_once(
+                f"packed documents: {type(self._model).__name__} takes no position_ids, so whether its steps keep "
+                "documents apart is unknown",
+                about="packed documents",
+            )
         if not is_packed or self._was_passed or self._is_compiled or not any(map(is_transformers_model, self._watched)):
             return
         called = list(_outermost(self._model))

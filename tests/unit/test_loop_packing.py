@@ -152,6 +152,13 @@ def test_steps_that_return_no_weight_weigh_their_target_tokens(tmp_path: Path, d
     assert recorder.counts == [(step + 1, step + 1, end) for step, end in enumerate(ends)]
 
 
+def test_a_model_of_ones_own_that_takes_no_positions_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, Own())
+    assert caplog.text.count("packed documents: Sequential takes no position_ids") == 1
+
+
 def test_a_run_that_is_interrupted_within_an_epoch_resumes_with_the_same_bits(tmp_path: Path) -> None:
     weights = []
     for name, ends in (("unbroken", [8]), ("broken", [2, 5, 8])):
