@@ -111,6 +111,8 @@ def explain(where: str, got: str, expected: str, do: str) -> str:
         expected: The range, type or list of valid names.
         do: The line to write, or the nearest valid name.
     """
+    if "\n  got: " in got:  # a message of four parts itself
+        got = got.replace("\n", "\n    ")
     return f"{where}\n  got: {got}\n  expected: {expected}\n  do: {do}"
 
 

@@ -16,8 +16,10 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "barebones": "leave it out: what nobody asked for costs nothing",
         "check_val_every_n_epoch": 'Trainer(evaluate_every_n_steps="2 epochs")',
         "checkpoint_callback": "Trainer(checkpoint_every=None)",
+        "ckpt_path": 'Trainer(resume="out/checkpoint-model/step-00000100")',
         "default_root_dir": 'Trainer(model_path="out/model", logging_dir="logs")',
         "devices": "accmt launch -N 2 train.py",
+        "early_stop_callback": "Trainer(patience=3)",
         "gpus": "accmt launch -N 2 train.py",
         "gradient_clip_algorithm": 'Trainer(clip_grad={"value": 0.5})',
         "gradient_clip_val": "Trainer(clip_grad=1.0)",
@@ -116,6 +118,9 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "processing_class": "module.processor = tokenizer",
         "tokenizer": "module.processor = tokenizer",
         "train_dataset": "trainer.fit(module, train_dataset, val_dataset)",
+    },
+    "other trainers": {
+        "early_stopping": "Trainer(patience=3)",
     },
     "an optimizer": {
         "lr": "optim: {type: AdamW, lr: 1e-4}",

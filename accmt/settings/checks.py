@@ -116,7 +116,8 @@ def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """
     if value not in choices:
         written = [repr(choice) for choice in choices]
-        nearest = get_close_matches(repr(value), written, n=1, cutoff=0.0)
+        named = [one for one, choice in zip(written, choices, strict=True) if isinstance(choice, str)]
+        nearest = get_close_matches(repr(value), written, n=1, cutoff=0.6) or named or written
         raise_wrong_value(name, value, "one of " + ", ".join(written), write_argument(name, nearest[0]) + "?")
 
 

@@ -111,6 +111,10 @@ class DataSettings:
         for stage in Limits.__annotations__:
             name = f"limit_batches.{stage}" if is_dict else "limit_batches"
             _require_limit(name, self._limit(stage), at_least=1 if stage == "train" else 0)
+        for name in ("sampler", "sampler_val", "batch_sampler", "collate_fn", "collate_fn_train", "collate_fn_val"):
+            if isinstance(getattr(self, name), str | bool | int | float):
+                do = f"{name}={'my_function' if 'collate' in name else 'my_sampler'}"
+                raise_wrong_value(name, getattr(self, name), "an object of the program, not a name", do)
         if self.group_by_length and (self.sampler is not None or self.batch_sampler is not None):
             got = "a sampler beside it, which decides the order"
             raise ArgumentError(explain("Trainer(group_by_length=True)", got, "one of the two", "drop one of them"))

@@ -29,7 +29,7 @@ def read_max_time(value: Any) -> float | None:
     seconds = _read(value)
     if seconds is None or seconds <= 0:
         expected = '"DD:HH:MM:SS" or "1h30m", a timedelta, or a dict of its arguments, above 0'
-        raise_wrong_value("max_time", value, expected, 'max_time="00:12:00:00"')
+        raise_wrong_value("max_time", value, expected, 'max_time="1h"')
     return seconds
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from accmt.config.hyperparameters import FIELDS
 from accmt.errors import UnknownArgumentError, explain
 
+_HPS = [name for name in FIELDS if name != "model"]  # an object, where others' Trainers have an argument of that name
+
 
 def check_keywords(extra: Mapping[str, Any], names: Iterable[str], *, has_tracker: bool) -> None:
     """Reject keywords that are a mistake, all in one error.
@@ -22,7 +24,7 @@ def check_keywords(extra: Mapping[str, Any], names: Iterable[str], *, has_tracke
         UnknownArgumentError: There is a hyper-parameter, an argument of another trainer, or a misspelt argument; or
             any keyword where there is no tracker.
     """
-    known = [*names, *FIELDS]
+    known = [*names, *_HPS]
     found = [_find_mistake(name, value, known, has_tracker=has_tracker) for name, value in extra.items()]
     mistakes = [mistake for mistake in found if mistake is not None]
     if len(mistakes) > 1:
@@ -33,7 +35,7 @@ def check_keywords(extra: Mapping[str, Any], names: Iterable[str], *, has_tracke
 
 def _find_mistake(name: str, value: Any, names: Iterable[str], *, has_tracker: bool) -> str | None:
     where, expected = f"Trainer({name}=...)", "an argument of Trainer"
-    if name in FIELDS:
+    if name in _HPS:
         return explain(where, "a hyper-parameter", expected, f"put {name} into the hyper-parameters: it is one of them")
     from accmt.compat.argument_hints import find_foreign, find_replaced
 
@@ -52,6 +54,6 @@ def _find_mistake(name: str, value: Any, names: Iterable[str], *, has_tracker: b
         return None
     do = "drop it, or give a tracker: log_with=MLFlow"
     if nearest:
-        do = f"did you mean {nearest[0]}{', one of the hyper-parameters' if nearest[0] in FIELDS else ''}?"
+        do = f"did you mean {nearest[0]}{', one of the hyper-parameters' if nearest[0] in _HPS else ''}?"
     expected += "" if has_tracker else "; there is no tracker to take others"
     return explain(where, "an argument that does not exist", expected, do)

@@ -90,6 +90,10 @@ class Monitor:
         if isinstance(config, str | os.PathLike):
             import yaml
 
+            if not Path(config).is_file():
+                got = f"no such file, seen from {Path.cwd()}"
+                expected, do = "a YAML or JSON file of its fields, a dict or a list", 'monitor=["grad_norm"]'
+                raise FileNotFoundError(explain(f"Trainer(monitor={str(config)!r})", got, expected, do))
             config = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
         if config is None:
             return cls()

@@ -180,7 +180,15 @@ def compile_if_asked(model: nn.Module, settings: RunningSettings) -> None:
     if settings.compiles and not is_compiled(model):
         if settings.compile_buckets is not None:
             allow_graphs(_MAX_GRAPHS)
-        compile_in_place(model, **settings.compile_kwargs)
+        try:
+            compile_in_place(model, **settings.compile_kwargs)
+        except RuntimeError as error:
+            expected, do = (
+                "a mode and a backend that torch.compile has",
+                'compile={"mode": "max-autotune"}, or compile=True',
+            )
+            where = f"Trainer(compile={dict(settings.compile_kwargs)!r})"
+            raise ArgumentError(explain(where, str(error), expected, do)) from error
 
 
 def detach_run(run: Run) -> None:
