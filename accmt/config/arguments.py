@@ -9,9 +9,7 @@ from typing import Any, get_origin
 import torch
 
 from accmt.config.faults import Fault, KeyPath, describe, nearest
-from accmt.config.numbers import whole
-from accmt.config.optimizer_names import find_optimizer, name_of
-from accmt.config.parameter_groups import (
+from accmt.config.grouping import (
     GROUPING,
     SELECTORS,
     Group,
@@ -23,6 +21,8 @@ from accmt.config.parameter_groups import (
     read_patterns,
     split_grouping,
 )
+from accmt.config.numbers import whole
+from accmt.config.optimizer_names import find_optimizer, name_of
 from accmt.libraries.versions import without_tensors
 
 COMPUTED = frozenset({"last_epoch", "num_training_steps", "total_steps", "epochs", "steps_per_epoch"})

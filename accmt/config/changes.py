@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from accmt.config.arguments import optimizer_arguments, parameters_of
 from accmt.config.faults import Fault
+from accmt.config.grouping import GROUPING
 from accmt.config.hyperparameters import HyperParameters
 from accmt.config.optimizer_names import find_optimizer, find_scheduler
-from accmt.config.parameter_groups import GROUPING
 from accmt.errors import HyperParameterError, explain
 
 Rule = Literal["apply", "keep", "reject"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accmt.config.faults import Fault, describe, suggest
-from accmt.config.parameter_groups import read_patterns
+from accmt.config.grouping import read_patterns
 
 QUANTIZATIONS = ("int8", "nf4", "fp4")
 """What bitsandbytes does; others are `torchao:` and the name of one of its configurations."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from accmt.config import HyperParameters
 from accmt.config.arguments import optimizer_arguments, parameters_of, read_grouping
-from accmt.config.parameter_groups import Grouping
+from accmt.config.grouping import Grouping
 from accmt.errors import HyperParameterError, ModuleContractError, explain
 from accmt.optimization.chained import ChainedOptimizer
 from accmt.optimization.parameter_groups import Assigned, assign

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from accmt.config.parameter_groups import Group, Grouping
+from accmt.config.grouping import Group, Grouping
 from accmt.errors import HyperParameterError, explain
 from accmt.optimization.parameter_kinds import kinds_of
 

@@ -5,7 +5,7 @@ import torch
 
 from accmt.config import HyperParameters
 from accmt.config.arguments import read_grouping
-from accmt.config.parameter_groups import Group, Grouping
+from accmt.config.grouping import Group, Grouping
 from accmt.errors import HyperParameterError
 
 YAML = """\
