@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accmt.data.seeding import preserve_generators
+from accmt.libraries.private_names import buffers_of
 
 
 @contextmanager
@@ -20,11 +21,8 @@ def without_trace(model: nn.Module) -> Iterator[None]:
     """
     modes = [(layer, layer.training) for layer in model.modules()]
     gradients = [(weight, weight.grad) for weight in model.parameters()]
-    buffers = [
-        (layer, name, buffer, buffer.detach().clone())
-        for layer in model.modules()
-        for name, buffer in layer.named_buffers(recurse=False)
-    ]
+    buffers = [(buffers_of(layer), dict(buffers_of(layer))) for layer in model.modules()]
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with _preserving_all_generators(device_of(model)), _without_compilation():
         for weight, _ in gradients:
             weight.grad = None
@@ -35,8 +33,11 @@ def without_trace(model: nn.Module) -> Iterator[None]:
                 layer.training = is_training
             for weight, gradient in gradients:
                 weight.grad = gradient
-            for layer, name, buffer, before in buffers:
-                _give_back(layer, name, buffer, before)
+            for registered, before in buffers:  # of which some may be new, or others
+                registered.clear()
+                registered.update(before)
+            for buffer, value in values:
+                _give_back(buffer, value)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -46,11 +47,9 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 @torch.no_grad()
-def _give_back(layer: nn.Module, name: str, buffer: torch.Tensor, before: torch.Tensor) -> None:
-    if layer.get_buffer(name) is not buffer:
-        setattr(layer, name, buffer)
-    if not torch.equal(buffer, before):
-        buffer.copy_(before)
+def _give_back(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    if not torch.equal(buffer, value):
+        buffer.copy_(value)
 
 
 @contextmanager

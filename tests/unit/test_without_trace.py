@@ -20,6 +20,7 @@ def draw() -> tuple[float, float, float]:
 def test_everything_is_given_back_also_after_an_error(fails: bool) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
     model[2].eval()
+    model[2].register_buffer("mask", None)
     model[0].weight.grad = torch.full((2, 2), 3.0)
     gradient, mean = model[0].weight.grad, model[1].running_mean
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -32,6 +33,8 @@ def test_everything_is_given_back_also_after_an_error(fails: bool) -> None:
             model.eval().train()
             model(torch.randn(4, 2)).sum().backward()
             model[1].running_mean = torch.ones(2)
+            model[2].mask = torch.ones(3)
+            model[2].register_buffer("made", torch.ones(3))
             draw()
             if fails:
                 raise KeyboardInterrupt
@@ -43,4 +46,6 @@ def test_everything_is_given_back_also_after_an_error(fails: bool) -> None:
     assert gradient.tolist() == [[3.0, 3.0]] * 2
     assert model[0].bias.grad is None
     assert model[1].running_mean is mean
+    assert model[2].mask is None
+    assert not hasattr(model[2], "made")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
