@@ -213,7 +213,8 @@ class _Sweep(Callback):
         rate = self._rates[min(self.state.global_step, len(self._rates) - 1)]
         begin = self.trainer.settings.hps.learning_rate
         for group in optimizer.param_groups:
-            group["lr"] = rate * (group["initial_lr"] / begin if begin and "initial_lr" in group else 1.0)
+            is_of_hps = "name" in group and begin  # its rate keeps its proportion to that of `optim`
+            group["lr"] = rate * (group["initial_lr"] / begin if is_of_hps else 1.0)
 
     def on_log(self, values: Mapping[str, float], step: int) -> None:
         loss = broadcast_object(values.get(self.trainer.settings.tracking.train_loss_metric_name, math.nan))

@@ -27,7 +27,7 @@ MISSPELT = ("model_saving_aboce",)
 Config: TypeAlias = str | PathLike[str] | Mapping[str, Any]
 
 _REQUIRED = ("hps_config", "model_path")
-_HPS_FLAGS = "hps"
+_HPS_FLAGS = "hps_flags"
 """Where parsed arguments have the hyper-parameters that were typed, by dotted key."""
 
 

@@ -32,6 +32,7 @@ def path(tmp_path):
 def parse(*typed, path="x.yaml"):
     parser = argparse.ArgumentParser(exit_on_error=True)
     parser.add_argument("--hidden", type=int)
+    parser.add_argument("--hps", default="x.yaml")  # of the user's own
     Trainer.add_argparse_args(parser)
     return parser.parse_args(["--hps_config", str(path), "--model_path", "out/m", *typed])
 
@@ -124,3 +125,10 @@ def test_hyper_parameters_are_still_required():
         Trainer.from_argparse_args(parser.parse_args(["--model_path", "out/m"]))
     assert "--hps.optim.lr" in parser.format_help()
     assert not Path("out").exists()
+
+
+def test_a_parser_of_a_subcommand_reads_them_too(path):
+    parser = argparse.ArgumentParser()
+    Trainer.add_argparse_args(parser.add_subparsers().add_parser("train"))
+    args = parser.parse_args(["train", "--hps_config", str(path), "--hps.epochs=7", "--model_path", "out/m"])
+    assert Trainer.from_argparse_args(args).hps.epochs == 7
