@@ -1,0 +1,257 @@
+"""The mask of supervised fine-tuning: what is trained is what the assistant writes, and the end of its turn."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+
+from accmt.errors import DataError
+from accmt.huggingface import chat
+from accmt.huggingface.chat import IGNORED, mask_row
+from tests import conversations
+from tests.conversations import TAG, draw_conversations, make_tokenizer, shipped_templates
+
+pytestmark = pytest.mark.feature("N67")
+OWN = {"chatml": conversations.CHATML, "llama": conversations.LLAMA, "rewriting": conversations.REWRITING}
+SHIPPED = shipped_templates()
+BY_HAND = [*OWN, "smolvlm", "llama4", "qwen2_audio"]
+"""The templates of which it is written here what the assistant writes in them."""
+
+drawn = cache(draw_conversations)
+
+
+def trained_texts(tokenizer, masked) -> list[str]:
+    """Return the text of each stretch of trained tokens."""
+    texts, stretch = [], []
+    for label in [*masked.labels, IGNORED]:
+        if label != IGNORED:
+            stretch.append(label)
+        elif stretch:
+            texts.append(tokenizer.decode(stretch))
+            stretch = []
+    return texts
+
+
+def kinds(masked) -> set[str]:
+    return {problem.kind for problem in masked.problems}
+
+
+def in_parts(row):
+    """Return a row whose messages are lists of parts, as templates of models that see images want them."""
+    messages = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in row["messages"]]
+    return {**row, "messages": messages}
+
+
+def fitted(name: str, row):
+    return in_parts(row) if any(kind in name for kind in ("smolvlm", "llava", "idefics")) else row
+
+
+def write(name: str, message) -> str:
+    """Return what the assistant writes in a turn, by hand instead of by the template."""
+    reasoning, content = message.get("reasoning_content"), message["content"]
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    arguments = [json.dumps(call["arguments"]) for call in calls]
+    if name in ("chatml", "rewriting"):
+        called = "".join(f"<call>{call['name']} {own}</call>" for call, own in zip(calls, arguments, strict=True))
+        thought = f"<think>\n{reasoning}\n</think>\n" if reasoning else ""
+        thought = f"<think>\n{reasoning or ''}\n</think>\n\n" if name == "rewriting" else thought
+        return f"{thought}{content}{called}<|im_end|>"
+    if name == "llama":
+        called = "".join(f"{call['name']}({own})" for call, own in zip(calls, arguments, strict=True))
+        return (f"[{reasoning}]" if reasoning else "") + f"{content}{called}<|eot|>"
+    if name == "llama4":
+        called = "".join(
+            f'{{"name": "{call["name"]}", "parameters": {own}}}' for call, own in zip(calls, arguments, strict=True)
+        )
+        return f"<|python_start|>{content}<|python_end|>{called}<|eot|>" if calls else f"{content}<|eot|>"
+    return {"smolvlm": f" {content}<end_of_utterance>", "qwen2_audio": f"{content}<|im_end|>"}[name]
+
+
+def must_be_left_out(name: str, messages, index: int) -> str | None:
+    """Return why a turn cannot be trained in the conversation, by what is known of the template."""
+    last_user = max(position for position, one in enumerate(messages) if one["role"] == "user")
+    if name == "rewriting" and index < last_user:
+        return chat.REWRITTEN
+    return chat.INCOMPLETE if name in ("smolvlm", "qwen2_audio") and messages[index].get("tool_calls") else None
+
+
+def turns_of(row) -> list[int]:
+    return [index for index, message in enumerate(row["messages"]) if message["role"] == "assistant"]
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_trained_tokens_of_500_conversations_are_what_the_assistant_writes(name: str):
+    tokenizer = make_tokenizer({**OWN, **SHIPPED}[name])
+    number = 0
+    for row in drawn(500):
+        messages, masked = row["messages"], mask_row(tokenizer, fitted(name, row))
+        reasons = {index: must_be_left_out(name, messages, index) for index in turns_of(row)}
+        expected = [write(name, messages[index]) for index, reason in reasons.items() if reason is None]
+        assert trained_texts(tokenizer, masked) == expected
+        untrained = [(one.kind, one.detail) for one in masked.problems if one.kind in (chat.REWRITTEN, chat.INCOMPLETE)]
+        assert untrained == [(reason, f"message {index}") for index, reason in reasons.items() if reason]
+        loses = name in ("smolvlm", "llama4", "qwen2_audio")
+        reasoned = [index for index, reason in reasons.items() if not reason and "reasoning_content" in messages[index]]
+        assert (chat.NO_REASONING in kinds(masked)) == bool(loses and reasoned)
+        number += len(expected)
+    assert number > 500
+
+
+def test_each_turn_by_itself_is_exact_where_the_template_rewrites_earlier_ones():
+    tokenizer = make_tokenizer(OWN["rewriting"])
+    for row in drawn(500)[:150]:
+        for index in turns_of(row):
+            masked = mask_row(tokenizer, row, turn=index)
+            assert trained_texts(tokenizer, masked) == [write("rewriting", row["messages"][index])]
+            assert masked.problems == ()
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_of_every_shipped_template_all_the_assistant_says_is_trained_and_nothing_of_others(name: str):
+    tokenizer = make_tokenizer(SHIPPED[name])
+    for row in drawn(500)[:20]:
+        masked = mask_row(tokenizer, fitted(name, row))
+        if chat.REJECTED in kinds(masked):
+            assert masked.input_ids == []
+            continue
+        texts = trained_texts(tokenizer, masked)
+        tags = TAG.findall(" ".join(texts))
+        assert {tag[0] for tag in tags} <= {"a", "r"}
+        untrained = [one for one in masked.problems if one.kind in (chat.REWRITTEN, chat.INCOMPLETE)]
+        assert len(texts) + len(untrained) == len(turns_of(row))
+        if not untrained:
+            assert set(tags) == {tag for tag in TAG.findall(tokenizer.decode(masked.input_ids)) if tag[0] in "ar"}
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if f"{name}_training" in SHIPPED])
+def test_the_markers_that_trl_has_put_into_templates_mark_what_is_found_without_them(name: str):
+    plain, marked = (make_tokenizer(SHIPPED[key]) for key in (name, f"{name}_training"))
+    for row in drawn(500)[:20]:
+        found, by_markers = (mask_row(tokenizer, fitted(name, row)) for tokenizer in (plain, marked))
+        if found.problems != by_markers.problems or found.input_ids != by_markers.input_ids:
+            continue  # another template than markup alone makes of it
+        pairs = zip(found.input_ids, found.labels, by_markers.labels, strict=True)
+        markup = plain.decode([token for token, own, other in pairs if own != other])
+        assert TAG.search(markup) is None, "they differ in line breaks behind a turn, and in what stands before it"
+
+
+def say(*texts: str):
+    roles = ("user", "assistant")
+    return [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
+
+
+def test_markers_of_the_template_decide():
+    content = "{{ message.content | trim }}"
+    marked = f"{{% if message.role == 'assistant' %}}{{% generation %}}{content}{{% endgeneration %}}"
+    template = conversations.LLAMA.replace(content, f"{marked}{{% else %}}{content}{{% endif %}}")
+    tokenizer = make_tokenizer(template)
+    row = {"messages": say("question", "answer", "again", "second")}
+    assert trained_texts(tokenizer, mask_row(tokenizer, row)) == ["answer", "second"], "the end is not marked"
+    assert trained_texts(tokenizer, mask_row(tokenizer, row, turn=3)) == ["second"]
+
+
+def test_of_a_prompt_and_a_completion_of_messages_only_the_completion_is_trained():
+    tokenizer = make_tokenizer(conversations.CHATML)
+    prompt, completion = say("a", "b", "c"), [{"role": "assistant", "content": "d"}]
+    masked = mask_row(tokenizer, {"prompt": prompt, "completion": completion})
+    assert trained_texts(tokenizer, masked) == ["d<|im_end|>"]
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_of_strings_the_completion_and_the_end_are_trained(adds_bos: bool):
+    tokenizer = make_tokenizer(adds_bos=adds_bos)
+    masked = mask_row(tokenizer, {"prompt": "2 + 2 =", "completion": " four"})
+    assert trained_texts(tokenizer, masked) == [" four</s>"]
+    assert tokenizer.decode(masked.input_ids) == ("<s>" if adds_bos else "") + "2 + 2 = four</s>"
+    text = mask_row(tokenizer, {"text": "all of it</s>"})
+    assert trained_texts(tokenizer, text) == ["all of it</s>"], "an end that is there is not doubled"
+
+
+def test_a_token_across_the_border_is_trained():
+    tokenizer = make_tokenizer()
+    whole = tokenizer("the rain")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(whole)[-1] == "Ġrain", "space and word are one token"
+    masked = mask_row(tokenizer, {"prompt": "the ", "completion": "rain"})
+    assert trained_texts(tokenizer, masked) == [" rain</s>"]
+
+
+def test_a_doubled_beginning_is_dropped_and_named():
+    tokenizer = make_tokenizer(adds_bos=True)
+    masked = mask_row(tokenizer, {"prompt": "<s>two", "completion": " begin"})
+    assert kinds(masked) == {chat.DOUBLED_BOS}
+    assert tokenizer.decode(masked.input_ids) == "<s>two begin</s>"
+    assert trained_texts(tokenizer, masked) == [" begin</s>"]
+
+
+def test_an_answer_that_is_cut_is_named_and_one_that_lies_behind_the_cut_is_no_target():
+    tokenizer = make_tokenizer(conversations.CHATML)
+    row = {"messages": say("question", "answer")}
+    whole = mask_row(tokenizer, row)
+    cut = mask_row(tokenizer, row, max_length=len(whole.input_ids) - 3)
+    assert kinds(cut) == {chat.CUT}
+    assert trained_texts(tokenizer, cut)[0] != "answer<|im_end|>"
+    behind = mask_row(tokenizer, row, max_length=4)
+    assert not behind.has_target
+    assert [(one.kind, one.detail) for one in behind.problems] == [
+        (chat.NO_TARGET, "its answers lie behind the first 4 tokens")
+    ]
+    assert mask_row(tokenizer, row, max_length=len(whole.input_ids)).problems == ()
+
+
+def test_a_row_without_an_answer_and_one_that_the_template_rejects_are_named():
+    tokenizer = make_tokenizer(conversations.CHATML)
+    assert kinds(mask_row(tokenizer, {"messages": say("question")})) == {chat.NO_TARGET}
+    tokenizer.chat_template = "{{ raise_exception('no ' + messages[0].role) }}"
+    rejected = mask_row(tokenizer, {"messages": say("question", "answer")})
+    assert [tuple(one) for one in rejected.problems] == [(chat.REJECTED, "TemplateError: no user")]
+
+
+def test_a_conversation_may_begin_with_the_assistant():
+    tokenizer = make_tokenizer(conversations.CHATML)
+    masked = mask_row(tokenizer, {"messages": [{"role": "assistant", "content": "Hello!"}, *say("a", "b")]})
+    assert trained_texts(tokenizer, masked) == ["Hello!<|im_end|>", "b<|im_end|>"]
+
+
+def test_where_the_generation_prompt_holds_what_the_turn_has_not_the_whole_turn_is_trained():
+    thinking = conversations.CHATML.replace(
+        "<|im_start|>assistant\n{%", "<|im_start|>assistant\n<think>\n\n</think>\n{%"
+    )
+    ignoring = conversations.CHATML.partition("{%- if add_generation_prompt")[0]
+    for template in (thinking, ignoring):
+        assert template != conversations.CHATML
+        tokenizer = make_tokenizer(template)
+        masked = mask_row(tokenizer, {"messages": say("a", "<b>c", "d", "e")})
+        assert trained_texts(tokenizer, masked) == ["<b>c<|im_end|>", "e<|im_end|>"]
+
+
+def test_tools_may_be_json_and_a_row_may_have_arguments_of_the_template():
+    tokenizer = make_tokenizer(conversations.CHATML + "{{ closing or '' }}")
+    row = {"messages": say("a", "b"), "tools": json.dumps([{"type": "function", "function": {"name": "look_up"}}])}
+    masked = mask_row(tokenizer, {**row, "chat_template_kwargs": {"closing": "bye"}})
+    assert "look_up" in tokenizer.decode(masked.input_ids)
+    assert tokenizer.decode(masked.input_ids).endswith("bye")
+
+
+@pytest.mark.parametrize("row", [{"question": "a"}, {"messages": []}, {"messages": "a"}, {"prompt": "a"}, ["a"]])
+def test_a_row_of_another_form_is_an_error(row):
+    with pytest.raises(DataError, match='"prompt" and "completion"'):
+        mask_row(make_tokenizer(conversations.CHATML), row)
+
+
+def test_a_tokenizer_without_a_chat_template_or_without_offsets_is_an_error():
+    with pytest.raises(DataError, match=r"tokenizer\.chat_template = ") as raised:
+        mask_row(make_tokenizer(), {"messages": say("a", "b")})
+    assert "expected: a chat template" in str(raised.value)
+
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(DataError, match="Slow, which has no offsets"):
+        mask_row(Slow(), {"text": "a"})
+
+
+def test_templates_of_installed_libraries_are_found():
+    assert {"smolvlm", "llama4", "qwen2_audio"} <= set(SHIPPED)
+    assert all("messages" in template for template in SHIPPED.values())
