@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from accmt.settings.saving import Checkpointer as Checkpointer
     from accmt.settings.tracking import Delivery as Delivery
     from accmt.setup.model import create_optimizer as create_optimizer
+    from accmt.sft import SFTModule as SFTModule
     from accmt.state import TrainingState as TrainingState
     from accmt.tracking import Aim as Aim
     from accmt.tracking import ClearML as ClearML
@@ -139,6 +140,7 @@ _HOMES = {
     "RangeCurriculum": "accmt.curricula",
     "RatioCurriculum": "accmt.curricula",
     "Recall": "accmt.metrics",
+    "SFTModule": "accmt.sft",
     "SavingError": "accmt.errors",
     "SeveralFaultsError": "accmt.errors",
     "StepsCurriculum": "accmt.curricula",

@@ -1,0 +1,162 @@
+"""Rows of supervised fine-tuning as samples: tokenized when they are read, looked at when a run begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from accmt.errors import DataError, explain
+from accmt.huggingface.chat import IGNORED, MaskedRow, find_messages, mask_row
+from accmt.messages import say_once, warn_once
+
+_LOOKED_AT = 512
+_NAMED = 3
+_DOS = "print one row as the template renders it: tokenizer.apply_chat_template(row['messages'], tokenize=False)"
+
+
+class Masking(NamedTuple):
+    """How rows become samples.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        max_length: How many tokens of a row are kept; None is all.
+        per_turn: Whether each turn of the assistant is a sample of its own, rendered as when it was written.
+    """
+
+    tokenizer: Any
+    max_length: int | None = None
+    per_turn: bool = False
+
+    def turns_of(self, row: Any) -> list[int | None]:
+        """Return the messages that are samples of their own; [None] is the row as a whole."""
+        messages, first = find_messages(row) if self.per_turn else (None, 0)
+        if messages is None:
+            return [None]
+        return [index for index, one in enumerate(messages) if one["role"] == "assistant" and index >= first]
+
+    def mask(self, row: Any, turn: int | None) -> MaskedRow:
+        """Return the tokens of a row, or of it up to a turn."""
+        return mask_row(self.tokenizer, row, max_length=self.max_length, turn=turn)
+
+
+class SFTRows(Dataset[dict[str, list[int]]]):
+    """Rows that can be read by index. One without a target becomes two tokens without labels, which weigh nothing."""
+
+    def __init__(self, rows: Any, masking: Masking) -> None:
+        self._rows = rows
+        self._masking = masking
+        turns = ((index, turn) for index in range(len(rows)) for turn in masking.turns_of(rows[index]))
+        self._turns = list(turns) if masking.per_turn else None
+
+    def __len__(self) -> int:
+        return len(self._rows) if self._turns is None else len(self._turns)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        masked = self.read(index)
+        if not masked.has_target:
+            return {"input_ids": [*masked.input_ids, 0, 0][:2], "labels": [IGNORED, IGNORED]}
+        return {"input_ids": masked.input_ids, "labels": masked.labels}
+
+    def read(self, index: int) -> MaskedRow:
+        """Return a row with what is odd about it."""
+        row, turn = (index, None) if self._turns is None else self._turns[index]
+        return self._masking.mask(self._rows[row], turn)
+
+    def sample(self) -> Iterator[tuple[int, MaskedRow]]:
+        """Yield rows that lie evenly over the data, the first among them."""
+        step = max(1, len(self) // _LOOKED_AT)
+        for index in range(0, len(self), step):
+            yield index, self.read(index)
+
+
+class SFTStream(IterableDataset[dict[str, list[int]]]):
+    """Rows that are read in order. Those without a target are left out."""
+
+    def __init__(self, rows: Iterable[Any], masking: Masking) -> None:
+        self._rows = rows
+        self._masking = masking
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        for masked in self._read():
+            if masked.has_target:
+                yield {"input_ids": masked.input_ids, "labels": masked.labels}
+
+    def _read(self) -> Iterator[MaskedRow]:
+        for row in self._rows:
+            for turn in self._masking.turns_of(row):
+                yield self._masking.mask(row, turn)
+
+    def sample(self) -> Iterator[tuple[int, MaskedRow]]:
+        """Yield the first rows; none of an iterator, which can be read only once."""
+        if not isinstance(self._rows, Iterator):
+            yield from enumerate(islice(self._read(), _LOOKED_AT // 8))
+
+
+class PadRows:
+    """Pads samples on the right to the longest of a batch.
+
+    Shapes:
+        `input_ids`, `labels` and `attention_mask` `[samples, longest]`.
+
+    Args:
+        pad_id: Stands where there is no token; the attention mask hides it.
+    """
+
+    def __init__(self, pad_id: int) -> None:
+        self.pad_to_multiple_of: int | None = None
+        self._pad_id = pad_id
+
+    def __call__(self, samples: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+        """Make a batch."""
+        multiple = self.pad_to_multiple_of or 1
+        width = -(-max(len(sample["input_ids"]) for sample in samples) // multiple) * multiple
+
+        def pad(rows: Iterable[Sequence[int]], value: int) -> torch.Tensor:
+            return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])
+
+        return {
+            "input_ids": pad((sample["input_ids"] for sample in samples), self._pad_id),
+            "labels": pad((sample["labels"] for sample in samples), IGNORED),
+            "attention_mask": pad(([1] * len(sample["input_ids"]) for sample in samples), 0),
+        }
+
+
+def look_at(data: SFTRows | SFTStream, tokenizer: Any) -> None:
+    """Show the first row with what is trained of it, and warn of odd rows among those that are looked at.
+
+    Raises:
+        DataError: None of them has anything to train on.
+    """
+    found: dict[str, list[str]] = {}
+    number = targets = 0
+    for index, masked in data.sample():
+        number, targets = number + 1, targets + masked.has_target
+        if masked.has_target and targets == 1:
+            say_once(f"row {index}, what is trained of it between ⟦ and ⟧:\n{show(masked, tokenizer)}")
+        for kind, detail in {problem.kind: problem.detail for problem in masked.problems}.items():
+            found.setdefault(kind, []).append(f"row {index}" + (f": {detail}" if detail else ""))
+    reasons = "; ".join(
+        f"{len(rows)} {kind} ({', '.join(rows[:_NAMED])}{', ...' if len(rows) > _NAMED else ''})"
+        for kind, rows in found.items()
+    )
+    if number and not targets:
+        got = f"{number} rows, none with anything to train on: {reasons}"
+        raise DataError(explain("supervised fine-tuning", got, "answers of the assistant in the rows", _DOS))
+    if found:
+        warn_once(f"of {number} rows that were looked at: {reasons}", about="odd rows of supervised fine-tuning")
+
+
+def show(masked: MaskedRow, tokenizer: Any) -> str:
+    """Return the text of a row, what is trained of it between brackets."""
+    text, stretch, is_trained = "", list[int](), False
+    for token, label in [*zip(masked.input_ids, masked.labels, strict=True), (None, None)]:
+        if token is None or (label != IGNORED) != is_trained:
+            part = tokenizer.decode(stretch)
+            text, stretch, is_trained = text + (f"⟦{part}⟧" if is_trained else part), [], not is_trained
+        if token is not None:
+            stretch.append(token)
+    return text

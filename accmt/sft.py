@@ -1,0 +1,123 @@
+"""`SFTModule`: supervised fine-tuning of a causal model on conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accmt.data import is_stream
+from accmt.errors import ArgumentError, explain
+from accmt.huggingface.chat import IGNORED
+from accmt.huggingface.sft_rows import Masking, PadRows, SFTRows, SFTStream, look_at
+from accmt.module_kinds import HuggingFaceModule
+
+if TYPE_CHECKING:
+    from accmt.config import HyperParameters
+
+
+class SFTModule(HuggingFaceModule):
+    """A causal transformers model that learns to answer: of each row only what the assistant writes is trained.
+
+    Data for `fit` are rows: `{"messages": [...]}`, `{"prompt": ..., "completion": ...}` or `{"text": ...}`, in a list,
+    a `datasets.Dataset`, or a stream. They are tokenized when they are read. A batch weighs its target tokens.
+
+    Args:
+        model: The model, or a function that builds it at the start of a run.
+        tokenizer: A fast tokenizer, with a chat template for conversations; it is saved beside the model.
+        max_length: How many tokens of a row are kept; None is all.
+        per_turn: Whether each turn of the assistant is a sample of its own, with all that comes before it. So every
+            turn is trained where the chat template rewrites earlier ones, such as by leaving out their reasoning.
+
+    Raises:
+        ArgumentError: `max_length` is below 2.
+
+    Example:
+        >>> module = SFTModule(AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path))
+        >>> Trainer("hps.yaml", "out/chat").fit(module, rows)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        tokenizer: Any,
+        *,
+        max_length: int | None = None,
+        per_turn: bool = False,
+    ) -> None:
+        super().__init__(model, tokenizer)
+        if max_length is not None and max_length < 2:
+            expected = "2 or more: a token is predicted from those before it"
+            raise ArgumentError(
+                explain("SFTModule(max_length=...)", repr(max_length), expected, "max_length=1024, say")
+            )
+        self._masking = Masking(tokenizer, max_length, per_turn)
+        pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.collate_fn = PadRows(pad_id or 0)
+
+    @classmethod
+    def from_hps(
+        cls,
+        hps_config: str | PathLike[str] | Mapping[str, Any] | HyperParameters,
+        *,
+        in_fit: bool = False,
+        processor: Any = None,
+        max_length: int | None = None,
+        per_turn: bool = False,
+    ) -> SFTModule:
+        """Make a module of the model that the section `model` of hyper-parameters describes.
+
+        Args:
+            hps_config: As in `AcceleratorModule.from_hps`, and so `in_fit`.
+            in_fit: Whether the model is built at the start of a run instead of now.
+            processor: The tokenizer; None is that of the model's folder.
+            max_length: How many tokens of a row are kept.
+            per_turn: Whether each turn of the assistant is a sample of its own.
+        """
+        from transformers import AutoTokenizer
+
+        from accmt.config import HyperParameters
+        from accmt.huggingface import build_from_hps
+
+        hps = HyperParameters.from_config(hps_config)
+        if processor is None and hps.model_section is not None:
+            processor = AutoTokenizer.from_pretrained(hps.model_section.path)
+        module = cls(lambda: build_from_hps(hps), processor, max_length=max_length, per_turn=per_turn)
+        if not in_fit:
+            module.configure_model()
+        return module
+
+    def step(self, batch: Any) -> dict[str, Any]:
+        """Return the mean loss over the target tokens, and how many there are."""
+        labels = batch["labels"]
+        weight = (labels[:, 1:] != IGNORED).sum()
+        if "position_ids" not in batch:  # packed rows without a target are no micro-batch
+            # The mean over no token is NaN, and 0 * NaN is NaN: without a target the loss is that of any tokens.
+            batch = {**batch, "labels": torch.where(weight > 0, labels, batch["input_ids"])}
+        return {**super().step(batch), "weight": weight}
+
+    def get_train_dataloader(self, dataset: Any = None) -> Any:
+        """Return the rows as samples, once they have been looked at."""
+        data = self._make_samples(dataset)
+        if isinstance(data, SFTRows | SFTStream):
+            look_at(data, self.processor)
+        return data
+
+    def get_validation_dataloader(self, dataset: Any = None) -> Any:
+        """Return the rows as samples, those of several sets by name."""
+        if isinstance(dataset, dict):
+            return {name: self._make_samples(rows) for name, rows in dataset.items()}
+        return self._make_samples(dataset)
+
+    def get_test_dataloader(self, dataset: Any = None) -> Any:
+        """Return the rows as samples, those of several sets by name."""
+        return self.get_validation_dataloader(dataset)
+
+    def _make_samples(self, rows: Any) -> Any:
+        if rows is None or isinstance(rows, DataLoader | SFTRows | SFTStream):
+            return rows
+        return (SFTStream if is_stream(rows) else SFTRows)(rows, self._masking)

@@ -1,0 +1,190 @@
+"""Supervised fine-tuning: rows become samples as they are read, and weigh what is trained of them."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.data import IterableDataset
+
+from accmt import SFTModule, Trainer
+from accmt.errors import ArgumentError, DataError
+from accmt.huggingface.chat import IGNORED, mask_row
+from accmt.huggingface.sft_rows import Masking, PadRows, SFTRows
+from tests import conversations
+from tests.conversations import draw_conversations, make_tokenizer
+
+pytestmark = pytest.mark.feature("N68")
+HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
+
+
+@cache
+def tokenizer() -> Any:
+    return make_tokenizer(conversations.CHATML)
+
+
+def rows(number: int = 10) -> list[dict[str, Any]]:
+    return draw_conversations(number, seed=3)
+
+
+def make_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer()), **sizes))
+
+
+def fit(folder: Path, data: Any, *, hps: dict[str, Any] | None = None, module: Any = None, val: Any = None, **settings):
+    module = SFTModule(make_model(), tokenizer()) if module is None else module
+    given = {"seed": 1, "shuffle_train": False, "verbose": False, **settings}
+    trainer = Trainer({**HPS, **(hps or {})}, folder, **given)
+    trainer.fit(module, data, val)
+    return trainer, module
+
+
+def weights_of(module: Any) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in module.model.parameters()]
+
+
+def assert_close(one: Any, other: Any) -> None:
+    for own, expected in zip(weights_of(one), weights_of(other), strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-6)
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, data: list[Any]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return iter(self.data)
+
+
+NO_ANSWER = {"messages": [{"role": "user", "content": "nobody answers"}]}
+
+
+def test_the_loss_is_the_mean_over_what_the_assistant_writes_in_all_rows(tmp_path: Path):
+    trainer, module = fit(tmp_path / "model", rows(), val=rows())
+    losses = []
+    for row in rows():
+        masked = mask_row(tokenizer(), row)
+        ids, labels = torch.tensor([masked.input_ids]), torch.tensor(masked.labels)
+        with torch.inference_mode():
+            logits = module.model(input_ids=ids).logits[0]
+        is_target = labels[1:] != IGNORED
+        losses += functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="none")[is_target].tolist()
+    assert trainer.state.metrics["val_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+def test_the_folder_is_loaded_by_transformers_with_tokenizer_and_chat_template(tmp_path: Path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _, module = fit(tmp_path / "model", rows(), val=rows())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert all(map(torch.equal, loaded.parameters(), weights_of(module)))
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == conversations.CHATML
+
+
+@pytest.mark.parametrize("hps", [{"max_tokens": 600}, {"max_tokens": 600, "packing": True}], ids=["budget", "packing"])
+def test_budgets_of_tokens_and_packing_take_the_same_steps(tmp_path: Path, hps: dict[str, Any]):
+    data = [*rows(), NO_ANSWER, NO_ANSWER]
+    _, padded = fit(tmp_path / "padded", data)
+    _, cut = fit(tmp_path / "cut", data, hps=hps)
+    assert_close(cut, padded)
+    assert not torch.equal(weights_of(cut)[0], weights_of(SFTModule(make_model(), tokenizer()))[0])
+
+
+def test_a_stream_is_trained_as_a_list_is_and_leaves_out_rows_without_a_target(tmp_path: Path):
+    _, of_list = fit(tmp_path / "list", rows())
+    mixed = [rows()[0], NO_ANSWER, *rows()[1:], NO_ANSWER]
+    _, of_stream = fit(tmp_path / "stream", Stream(mixed), dataloader_num_workers=0)
+    assert all(map(torch.equal, weights_of(of_list), weights_of(of_stream)))
+
+
+def test_rows_without_a_target_weigh_nothing_also_where_a_batch_has_no_other(tmp_path: Path):
+    trainer, mixed = fit(tmp_path / "mixed", [*rows(4), *[NO_ANSWER] * 4, *rows(4)])
+    assert trainer.state.skipped_updates == 1
+    _, without = fit(tmp_path / "without", [*rows(4), *rows(4)])
+    assert all(map(torch.equal, weights_of(mixed), weights_of(without)))
+
+
+def test_the_loss_of_a_batch_without_a_target_is_finite_since_other_processes_reduce_its_gradients():
+    module = SFTModule(make_model(), tokenizer())
+    samples = SFTRows([NO_ANSWER] * 2, Masking(tokenizer()))
+    output = module.step(module.collate_fn([samples[0], samples[1]]))
+    assert output["weight"] == 0
+    assert output["loss"].isfinite()
+    output["loss"].backward()
+    assert all(parameter.grad.isfinite().all() for parameter in module.model.parameters())
+
+
+def test_a_datasets_dataset_is_read_lazily_and_without_the_entries_that_rows_lack(tmp_path: Path):
+    from datasets import Dataset
+
+    plain = [
+        {"messages": [{"role": one["role"], "content": one["content"]} for one in row["messages"]]} for row in rows()
+    ]
+    _, of_dataset = fit(tmp_path / "dataset", Dataset.from_list(plain))
+    _, of_list = fit(tmp_path / "list", plain)
+    assert all(map(torch.equal, weights_of(of_dataset), weights_of(of_list)))
+
+
+def test_the_first_row_is_shown_and_odd_rows_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    first = {"messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]}
+    with caplog.at_level(logging.INFO, logger="accmt"):
+        fit(tmp_path / "model", [NO_ANSWER, first, *rows(), NO_ANSWER], verbose=True)
+    said = [record.getMessage() for record in caplog.records]
+    [shown] = [message for message in said if "⟦" in message and "row 1," in message]
+    assert shown.endswith("<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n⟦so<|im_end|>⟧\n")
+    [warning] = [record for record in caplog.records if "rows that were looked at" in record.getMessage()]
+    assert warning.levelno == logging.WARNING
+    assert "of 13 rows that were looked at: 2 without a token to train on (row 0, row 12)" in warning.getMessage()
+
+
+@pytest.mark.parametrize("kind", [list, Stream])
+def test_rows_of_which_none_has_a_target_are_an_error_before_training(tmp_path: Path, kind: Any):
+    with pytest.raises(DataError, match="3 rows, none with anything to train on: 3 without a token to train on"):
+        fit(tmp_path / "model", kind([NO_ANSWER] * 3))
+    module = SFTModule(make_model(), tokenizer(), max_length=3)
+    with pytest.raises(DataError, match="its answers lie behind the first 3 tokens"):
+        fit(tmp_path / "model", kind(rows()), module=module)
+    assert not (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_each_turn_may_be_a_sample_of_its_own():
+    own = make_tokenizer(conversations.REWRITING)
+    whole, turns = (SFTRows(rows(), Masking(own, per_turn=per_turn)) for per_turn in (False, True))
+    answers = sum(message["role"] == "assistant" for row in rows() for message in row["messages"])
+    assert (len(whole), len(turns)) == (10, answers)
+    assert any(whole.read(index).problems for index in range(10))
+    assert not any(turns.read(index).problems for index in range(answers))
+
+
+def test_batches_are_padded_on_the_right_and_to_buckets():
+    pad = PadRows(7)
+    samples = [{"input_ids": [1, 2, 3], "labels": [IGNORED, 2, 3]}, {"input_ids": [4, 5], "labels": [IGNORED, 5]}]
+    batch = pad(samples)
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 5, 7]]
+    assert batch["labels"].tolist() == [[IGNORED, 2, 3], [IGNORED, 5, IGNORED]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    pad.pad_to_multiple_of = 4
+    assert {tuple(value.shape) for value in pad(samples).values()} == {(2, 4)}
+
+
+def test_a_model_of_hyper_parameters_gets_the_tokenizer_of_its_folder(tmp_path: Path):
+    make_model().save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    hps = {**HPS, "model": {"path": str(tmp_path / "base"), "type": "AutoModelForCausalLM"}}
+    _, module = fit(tmp_path / "model", rows(), module=SFTModule.from_hps(hps, max_length=300))
+    _, expected = fit(tmp_path / "other", rows(), module=SFTModule(make_model(), tokenizer(), max_length=300))
+    assert all(map(torch.equal, weights_of(module), weights_of(expected)))
+
+
+def test_a_length_that_leaves_nothing_to_predict_is_an_error():
+    with pytest.raises(ArgumentError, match="2 or more"):
+        SFTModule(make_model(), tokenizer(), max_length=1)
