@@ -193,6 +193,21 @@ def test_lora_trains_and_saves_the_adapter_alone(tmp_path: Path):
     assert read_number(r"test accuracy +([\d.]+)% of 24", printed) >= 0
 
 
+@pytest.mark.slow
+@pytest.mark.feature("N68")
+def test_the_answers_of_the_fine_tuned_model_are_as_right_as_printed(tmp_path: Path, import_example):
+    run = run_script(EXAMPLES / "sft.py", "--output", "model", "--limit", "24", timeout_s=240)
+    assert run.returncode == 0, run.stderr
+    assert re.search(r"assistant :⟦it is about \w+\. \[SEP\]⟧", run.stderr), run.stderr
+    example = import_example("sft")
+    tokenizer = example.AutoTokenizer.from_pretrained("model")
+    model = example.AutoModelForCausalLM.from_pretrained("model").eval()
+    assert tokenizer.chat_template == example.TEMPLATE
+    articles = example.read_articles()[:24]
+    right = sum(topic in example.answer(text, tokenizer, model) for text, topic in articles)
+    assert read_number(r"right answers +([\d.]+)% of 24", run.stdout) == pytest.approx(100 * right / 24, abs=0.06)
+
+
 def test_the_page_lists_every_example():
     rows = read_table(read_section(ROOT / "docs" / "examples.md", "What there is"))
     listed = [re.search(r"`(\w+\.py)`", row[0])[1] for row in rows]
