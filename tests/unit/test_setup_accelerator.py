@@ -20,7 +20,10 @@ from tests.toys import Linear, make_points, make_trainer
 def test_a_gpu_that_torch_cannot_use_is_named_unless_the_cpu_was_asked_for(
     cuda, settings, said, monkeypatch, caplog, tmp_path
 ):
-    for name in ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES"):  # which Accelerate sets, too, when a run asks for the CPU
+    for name in (
+        "ACCELERATE_USE_CPU",
+        "CUDA_VISIBLE_DEVICES",
+    ):  # which Accelerate sets, too, when a run asks for the CPU
         monkeypatch.delenv(name, raising=False)
     driver = tmp_path / "version"
     driver.touch()
