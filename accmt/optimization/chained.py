@@ -38,6 +38,8 @@ class ChainedOptimizer(Optimizer):
         super().__init__([group for one in self._chained for group in one.param_groups], {})
         for one in self._chained:
             self.state.update(one.state)
+        first = self._chained[0].param_groups[0]
+        self.defaults = {"lr": first["lr"]} if "lr" in first else {}  # what polynomial decay is relative to
         self._share()
 
     @property

@@ -73,10 +73,10 @@ def assign(model: nn.Module, grouping: Grouping, where: str) -> list[list[Assign
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return the names of each parameter; one that is tied has several."""
+    """Return the names of each parameter, as before `torch.compile`; one that is tied has several."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+        names.setdefault(parameter, []).append(name.replace("_orig_mod.", ""))
     return names
 
 

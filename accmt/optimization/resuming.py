@@ -118,12 +118,17 @@ def _walk(optimizer: Optimizer, scheduler: LRScheduler, built: GroupArguments, s
 
 def _scaled(loaded: GroupArguments, built: GroupArguments, old: Any, new: Any) -> GroupArguments:
     """Return what was built, its rates lowered as far as the scheduler had lowered the old ones."""
-    pairs = list(zip(loaded, built, strict=True))
-    if all(theirs.get("initial_lr") and "initial_lr" in ours for theirs, ours in pairs):  # groups of hyper-parameters
-        return [{**ours, "lr": theirs["lr"] * (ours["initial_lr"] / theirs["initial_lr"])} for theirs, ours in pairs]
-    if not old or new is None:
-        return built
-    return [{**ours, "lr": theirs["lr"] * (new / old)} for theirs, ours in pairs]
+    pairs = zip(loaded, built, strict=True)
+    return [{**ours, "lr": _scaled_rate(theirs, ours, old, new)} for theirs, ours in pairs]
+
+
+def _scaled_rate(theirs: Mapping[str, Any], ours: Mapping[str, Any], old: Any, new: Any) -> Any:
+    if "initial_lr" in theirs and "initial_lr" in ours:  # a group of hyper-parameters
+        begin = theirs["initial_lr"]
+        return theirs["lr"] * (ours["initial_lr"] / begin) if begin else ours["lr"]
+    if old is None and new is None:  # only what groups have of their own has changed
+        return theirs["lr"]
+    return theirs["lr"] * (new / old) if old and new is not None else ours["lr"]
 
 
 def _place_step_counts(optimizer: Optimizer) -> None:

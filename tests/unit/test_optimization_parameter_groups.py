@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from accmt import ChainedOptimizer, HyperParameters, create_optimizer
+from accmt.config.optimizer_names import scheduler_names
 from accmt.errors import ArgumentError, HyperParameterError
 from accmt.optimization import build_optimizer, build_scheduler
 from accmt.optimization.parameter_kinds import kinds_of
@@ -312,3 +313,25 @@ def test_one_rate_for_all_groups_is_no_schedule_for_groups_with_rates_of_their_o
     optimizer = build_optimizer(hps, Net())
     with pytest.raises(HyperParameterError, match=r"one max_lr for groups whose rates differ"):
         build_scheduler(hps, optimizer, total_steps=10, steps_per_epoch=10)
+
+
+@pytest.mark.parametrize("name", [name for name in scheduler_names() if name not in ("CyclicLR", "OneCycleLR")])
+def test_every_scheduler_drives_several_optimizers_in_proportion(name):
+    needed = {"CosineAnnealingWarmRestarts": {"T_0": 2}, "ExponentialLR": {"gamma": 0.9}, "StepLR": {"step_size": 2}}
+    kwargs = {"MultiStepLR": {"milestones": [2]}, **needed}.get(name, {})
+    optim = {"lr": 1e-3, "groups": [{"kind": "matrix", "type": "Muon", "lr": 1e-2}]}
+    hps = HyperParameters(optim="AdamW", optim_kwargs=optim, scheduler=name, scheduler_kwargs=kwargs)
+    optimizer = build_optimizer(hps, Net())
+    scheduler = build_scheduler(hps, optimizer, total_steps=10, steps_per_epoch=10)
+    for _ in range(4):
+        optimizer.step()
+        scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+        first, second = (group["lr"] for group in optimizer.param_groups)
+        assert second == pytest.approx(10 * first, rel=1e-2)  # InverseSQRT rounds its own way
+
+
+def test_patterns_are_held_against_the_names_of_a_model_before_it_was_compiled():
+    model = Net()
+    expected = [len(group["params"]) for group in built(model, groups=[{"match": "^head", "lr": 5.0}]).param_groups]
+    compiled = built(torch.compile(model, backend="eager"), groups=[{"match": "^head", "lr": 5.0}])
+    assert [len(group["params"]) for group in compiled.param_groups] == expected

@@ -271,6 +271,38 @@ def test_a_rate_of_zero_under_a_schedule_that_steps_by_a_loss_can_be_changed():
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.2, 0.02])
 
 
+@pytest.mark.parametrize("changed", [{"lr": (0.1, 0.2)}, {"lr": (None, None), "weight_decay": (None, None)}])
+def test_a_group_that_stands_still_leaves_the_reductions_of_the_others(changed):
+    def groups(lr):
+        optimizer = two_groups(lr)
+        for group, rate in zip(optimizer.param_groups, (lr, 0.0), strict=True):
+            group["lr"] = group["initial_lr"] = rate
+        return optimizer
+
+    first = groups(0.1)
+    scheduler = plateau(first)
+    train(first, scheduler, 5, loss=1.0)
+    saved = saved_after(first, scheduler)
+    optimizer = groups(changed["lr"][1] or 0.1)
+    resume(optimizer, plateau(optimizer), saved, changed)
+    assert [group["lr"] for group in optimizer.param_groups] == [(changed["lr"][1] or 0.1) / 4, 0.0]
+
+
+def test_a_new_rate_leaves_a_group_with_its_own_beside_one_that_stands_still():
+    def groups(lr):
+        optimizer = two_groups(lr)
+        for group, rate in zip(optimizer.param_groups, (0.0, 0.4), strict=True):
+            group["lr"] = group["initial_lr"] = rate
+        return optimizer
+
+    first = groups(0.1)
+    scheduler = plateau(first)
+    train(first, scheduler, 5, loss=1.0)
+    optimizer = groups(0.2)
+    resume(optimizer, plateau(optimizer), saved_after(first, scheduler), {"lr": (0.1, 0.2)})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.1]
+
+
 def test_a_schedule_that_is_none_of_torch_gets_its_state_and_the_new_rate():
     saved = interrupted(Plain, updates=2)
     optimizer = two_groups(lr=0.2)
