@@ -1,7 +1,7 @@
 """Print the groups of parameters that hyper-parameters make of a model, with their numbers, rates and decays.
 
-The model is built without its weights, so that this takes no memory. Nothing is written. Exit code: 0, or 2 for groups
-that do not fit the model.
+A model of `--model` is built without its weights, so that this takes no memory; that of the section `model` with them,
+for its adapter and quantization need them. Nothing is written. Exit code: 0, or 2 for groups that do not fit the model.
 """
 
 from __future__ import annotations
