@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from accmt.installation import require_own_folder
 from accmt.version import __version__
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from accmt.errors import ModuleContractError as ModuleContractError
     from accmt.errors import NoCheckpointError as NoCheckpointError
     from accmt.errors import NonFiniteError as NonFiniteError
+    from accmt.errors import PackageConflictError as PackageConflictError
     from accmt.errors import Preempted as Preempted
     from accmt.errors import ProcessFailedError as ProcessFailedError
     from accmt.errors import SavingError as SavingError
@@ -131,6 +133,7 @@ _HOMES = {
     "NoCheckpointError": "accmt.errors",
     "NonFiniteError": "accmt.errors",
     "OutputCollector": "accmt.metrics",
+    "PackageConflictError": "accmt.errors",
     "Perplexity": "accmt.metrics",
     "Precision": "accmt.metrics",
     "Preempted": "accmt.errors",
@@ -164,6 +167,8 @@ _HOMES = {
     "read_history": "accmt.tracking",
     "set_seed": "accmt.data",
 }
+
+require_own_folder(__path__[0])
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - names of strings
 

@@ -95,6 +95,10 @@ class MissingPackageError(AccmtError, ImportError):
     """A package is not installed, only in part, or too old."""
 
 
+class PackageConflictError(AccmtError, ImportError):
+    """Another project's files lie in the folder of this package."""
+
+
 class Preempted(SystemExit):  # noqa: N818 - no error: the program ends as requested
     """A run was left because of SIGTERM or SIGUSR1, at a checkpoint if checkpoints are on.
 

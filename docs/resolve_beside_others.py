@@ -20,7 +20,7 @@ SHOWN = ("torch", "transformers", "accelerate", "datasets", "pydantic")
 
 def resolve(package: str, python: str) -> dict[str, str] | str:
     """Return the versions of a resolution with accmt and `package`, or why there is none."""
-    wanted = f"accmt[transformers] @ {ROOT.as_uri()}\n{package}\n"
+    wanted = f"accmt-trainer[transformers] @ {ROOT.as_uri()}\n{package}\n"
     command = ["uv", "pip", "compile", "-", "--quiet", "--no-header", "--no-annotate", "--python-version", python]
     run = subprocess.run(command, input=wanted, capture_output=True, text=True, check=False)
     if run.returncode != 0:

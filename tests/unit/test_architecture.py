@@ -11,7 +11,18 @@ PACKAGE = Path(__file__).parents[2] / "accmt"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
-    {"errors", "files", "processes", "state", "messages", "version", "precision", "sharded_tensors", "libraries"},
+    {
+        "errors",
+        "files",
+        "processes",
+        "state",
+        "messages",
+        "version",
+        "installation",
+        "precision",
+        "sharded_tensors",
+        "libraries",
+    },
     {"config", "settings", "compat", "protocols"},
     {"data", "optimization", "checkpoint", "saving", "metrics", "tracking", "failures", "callbacks"},
     {
@@ -85,7 +96,7 @@ def may_import(importer: str, imported: str) -> bool:
 def upward_imports(path: Path) -> list[str]:
     room = room_of(path)
     if room == "__init__":  # its functions may load any name
-        return sorted(imported_rooms(ast.Module(early_imports(parse(path)), [])) - {"version"})
+        return sorted(imported_rooms(ast.Module(early_imports(parse(path)), [])) - {"installation", "version"})
     if room not in LEVEL:
         return [f"{room} is in no layer"]
     return sorted(other for other in imported_rooms(parse(path)) if not may_import(room, other))
