@@ -1,12 +1,12 @@
 """Whether the files of `accmt/` are all of this project.
 
 Another project is called `accmt` on the public index. Its folder has the same name, so pip lets both write into one, and
-what is imported is then a mixture of both. That is an error, whichever of them came last.
+what is imported is then a mixture. That is an error, whichever of them came last.
 """
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 DISTRIBUTION = "accmt-trainer"
 """What pip calls this project; Python calls it `accmt`."""
@@ -23,9 +23,8 @@ def require_own_folder(package: str) -> None:
     Raises:
         PackageConflictError: The project that is called `accmt` on the index is installed in the same place.
     """
-    place = os.path.dirname(package)
     try:
-        names = os.listdir(place)
+        names = [path.name for path in Path(package).parent.iterdir()]
     except OSError:  # in an archive, where pip installs nothing
         return
     other = next((n for n in names if n.startswith("accmt-") and n.endswith((".dist-info", ".egg-info"))), None)
@@ -35,5 +34,5 @@ def require_own_folder(package: str) -> None:
 
     version = other.removeprefix("accmt-").rpartition(".")[0]
     got = f"accmt {version}, another project, which writes into the same folder, {package}"
-    do = f"pip uninstall --yes accmt {DISTRIBUTION}   (both: one may have replaced files of the other), then install one"
+    do = f"pip uninstall --yes accmt {DISTRIBUTION}   (both: each may have replaced files of the other); install one"
     raise PackageConflictError(explain(f"import accmt ({DISTRIBUTION})", got, f"{DISTRIBUTION} alone", do))

@@ -2,16 +2,15 @@
 
 from pathlib import Path
 
-from accmt.installation import require_own_folder
-
-# Where the project that is called accmt on the index was installed last, its `accmt/__init__.py` is imported in place of
-# ours, and this is the first of our modules that it meets.
-require_own_folder(str(Path(__file__).parents[1]))
-
 from accmt.callbacks.averaging import EMA
 from accmt.callbacks.base import Callback, LambdaCallback, MainProcessCallback
 from accmt.callbacks.dispatch import Hooks, build_callbacks, describe_hooks, find_hooks
 from accmt.callbacks.hooks import ALIASES, HOOKS
+from accmt.installation import require_own_folder
+
+# Where the project that is called accmt on the index was installed last, its `accmt/__init__.py` has replaced ours. This
+# is the first of our rooms that it then imports.
+require_own_folder(str(Path(__file__).parents[1]))
 
 __all__ = [
     "ALIASES",

@@ -113,7 +113,8 @@ def test_the_wheel_says_what_it_is(wheel: Path):
 @pytest.mark.feature("D33")
 def test_the_source_distribution_builds_the_same_wheel_and_can_be_tested(built: Path, wheel: Path, tmp_path: Path):
     (archive,) = built.glob("*.tar.gz")
-    tarfile.open(archive).extractall(tmp_path, filter="data")
+    with tarfile.open(archive) as files:
+        files.extractall(tmp_path, filter="data")
     (source,) = tmp_path.iterdir()
     assert {"Makefile", "tests", "docs", "examples", "hps", "constraints.txt"} <= {p.name for p in source.iterdir()}
     build(source, tmp_path / "again", "wheel")
