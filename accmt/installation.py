@@ -1,7 +1,7 @@
 """Whether the files of `accmt/` are all of this project.
 
-Another project is called `accmt` on the public index. Its folder has the same name, so pip lets both write into one, and
-what is imported is then a mixture. That is an error, whichever of them came last.
+Another project is called `accmt` on the public index. Its folder has the same name, so pip lets both write into one,
+and what is imported is then a mixture. That is an error, whichever of them came last.
 """
 
 from __future__ import annotations
