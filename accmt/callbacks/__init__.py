@@ -8,8 +8,8 @@ from accmt.callbacks.dispatch import Hooks, build_callbacks, describe_hooks, fin
 from accmt.callbacks.hooks import ALIASES, HOOKS
 from accmt.installation import require_own_folder
 
-# Where the project that is called accmt on the index was installed last, its `accmt/__init__.py` has replaced ours; this
-# is the first of our rooms that it imports.
+# Where the project that is called accmt on the index was installed last, its `accmt/__init__.py` has replaced ours.
+# This is the first of our rooms that it imports.
 require_own_folder(str(Path(__file__).parents[1]))
 
 __all__ = [
