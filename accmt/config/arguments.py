@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_origin
 
@@ -167,7 +168,7 @@ class _Call:
         return arguments, [*filter(None, faults), *self._missing({*values, *known})]
 
     def _convert(self, name: str, value: Any) -> Any:
-        annotation = _annotation(self.parameters.get(name))
+        annotation = annotation_of(self.parameters.get(name))
         if isinstance(value, list) and (annotation is tuple or get_origin(annotation) is tuple):
             return tuple(value)
         if isinstance(value, float) and not _fits(value, annotation) and _fits(whole(value), annotation):
@@ -180,7 +181,7 @@ class _Call:
             return Fault(path, describe(value), "nothing: accmt computes it from the run", f"remove `{name}`")
         if name not in self.parameters:
             return None if self.takes_anything else self._unknown(name, value)
-        annotation = _annotation(self.parameters[name])
+        annotation = annotation_of(self.parameters[name])
         if _fits(value, annotation):
             return None
         expected = without_tensors(inspect.formatannotation(annotation))
@@ -203,7 +204,7 @@ class _Call:
                 )
 
 
-def _annotation(parameter: inspect.Parameter | None) -> Any:
+def annotation_of(parameter: inspect.Parameter | None) -> Any:
     """Return the type of an argument; where none is written, that of its default."""
     if parameter is None or isinstance(parameter.annotation, str):
         return Any
@@ -223,6 +224,27 @@ def _fits(value: Any, annotation: Any) -> bool:
         TypeAdapter(annotation, config=config).validate_python(value)
     except ValidationError:
         return False
+    return True
+
+
+def fits_as_written(value: Any, annotation: Any) -> bool:
+    """Return whether a value of a YAML file has a type; what YAML cannot write, such as a tuple, is taken from a list.
+
+    Objects from Python, types that pydantic does not know, and names that are patterns (such as
+    "pissa_niter_[number of iters]") are left to who takes them.
+    """
+    from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+
+    is_pattern = isinstance(value, str) and "[number" in str(annotation)
+    try:
+        adapter = TypeAdapter(annotation, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+        text = json.dumps(value)
+    except (TypeError, PydanticUserError, NameError):
+        return True
+    try:
+        adapter.validate_json(text)
+    except ValidationError:
+        return is_pattern
     return True
 
 

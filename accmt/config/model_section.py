@@ -22,10 +22,12 @@ _EXAMPLES = {
     "lora": "lora: {r: 16, target_modules: [q_proj, v_proj]}",
     "gradient_checkpointing": "gradient_checkpointing: true",
     "freeze": "freeze: [embed]",
+    "kernels": "kernels: liger",
 }
 NAMES = tuple(_EXAMPLES)
 _TEXTS = ("path", "type", "dtype", "attn_implementation")
 _LORA = {"alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class ModelSection:
         adapter: `type` is the name of a configuration of PEFT without its ending; the rest are its arguments.
         gradient_checkpointing: Whether activations are computed again in the backward pass.
         freeze: Regular expressions; parameters in whose names one is found are not trained.
+        kernels: `type` is "liger"; the rest are arguments of the function that puts them into such a model.
         arguments: What `from_pretrained` gets beside.
     """
 
@@ -48,6 +51,7 @@ class ModelSection:
     adapter: Mapping[str, Any] = field(default_factory=dict)
     gradient_checkpointing: bool = False
     freeze: tuple[str, ...] = ()
+    kernels: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -68,6 +72,7 @@ def read_model_section(value: Any) -> tuple[ModelSection | None, list[Fault]]:
         else _with_type(values.get("adapter"), "adapter", faults),
         gradient_checkpointing=values.get("gradient_checkpointing") is True,
         freeze=read_patterns(("model", "freeze"), values["freeze"], faults) if "freeze" in values else (),
+        kernels=_with_type(values.get("kernels"), "kernels", faults),
         arguments={name: entry for name, entry in values.items() if name not in NAMES}
         | {name: values[name] for name in ("dtype", "attn_implementation") if name in values},
     )
@@ -83,11 +88,17 @@ def _faults(values: Mapping[str, Any]) -> list[Fault]:
     for name in _TEXTS:
         if name in values and not isinstance(values[name], str):
             found.append(Fault(("model", name), describe(values[name]), "a name", f"write `{_EXAMPLES[name]}`"))
+    if isinstance(values.get("dtype"), str):
+        found += _dtype_faults(values["dtype"])
     if not isinstance(values.get("gradient_checkpointing", False), bool):
         got = describe(values["gradient_checkpointing"])
         found.append(Fault(("model", "gradient_checkpointing"), got, "true or false", "write `true`"))
     if "lora" in values and "adapter" in values:
         found.append(Fault(("model", "lora"), "`lora` and `adapter`", "one adapter", "remove one of the two"))
+    kernels = values.get("kernels")
+    kernels = kernels.get("type") if isinstance(kernels, Mapping) else kernels
+    if kernels is not None and kernels != "liger":
+        found.append(Fault(("model", "kernels"), describe(kernels), "liger", "write `kernels: liger`"))
     kind = values.get("quantization")
     kind = kind.get("type") if isinstance(kind, Mapping) else kind
     if kind is not None and kind not in QUANTIZATIONS and not str(kind).startswith("torchao:"):
@@ -97,12 +108,27 @@ def _faults(values: Mapping[str, Any]) -> list[Fault]:
     return found
 
 
+def _dtype_faults(name: str) -> list[Fault]:
+    import torch
+
+    if name == "auto" or isinstance(getattr(torch, name, None), torch.dtype):
+        return []
+    short = name.removeprefix("torch.")
+    do = f"write `dtype: {_DTYPES[short]}`" if short in _DTYPES else suggest(short, _DTYPES.values(), "write `auto`")
+    expected = "auto, or what torch calls it: bfloat16, float16, float32"
+    return [Fault(("model", "dtype"), describe(name), expected, do)]
+
+
 def _lora(value: Any, faults: list[Fault]) -> dict[str, Any]:
     """Return an adapter of LoRA; `alpha`, `targets` and `dropout` are short for PEFT's names."""
     if not isinstance(value, Mapping):
         do = f"write `{_EXAMPLES['lora']}`"
         faults.append(Fault(("model", "lora"), describe(value), "a mapping of arguments", do))
         return {}
+    for short, name in _LORA.items():
+        if short in value and name in value:
+            do = f"remove `{short}`, or `{name}`"
+            faults.append(Fault(("model", "lora", name), f"`{name}` and `{short}`, which is short for it", "one", do))
     return {"type": "Lora", **{_LORA.get(str(name), str(name)): entry for name, entry in value.items()}}
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, get_type_hints
 
+import torch
 from torch import nn
 
 from accmt.config import HyperParameters
+from accmt.config.arguments import annotation_of, fits_as_written
 from accmt.config.faults import describe, suggest
 from accmt.config.model_section import NAMES, ModelSection
-from accmt.errors import AccmtError, HyperParameterError, explain
+from accmt.errors import AccmtError, HyperParameterError, MissingPackageError, explain
 from accmt.huggingface.gradient_checkpointing import enable_gradient_checkpointing
 from accmt.huggingface.pretrained import load_pretrained
 from accmt.libraries.versions import require
@@ -39,7 +43,7 @@ def build_from_hps(hps: HyperParameters) -> Any:
 
     Raises:
         HyperParameterError: There is no `model`, or a library refuses one of its arguments.
-        MissingPackageError: PEFT, bitsandbytes or torchao is asked for and not installed.
+        MissingPackageError: PEFT, bitsandbytes, torchao or liger-kernel is asked for and not installed.
     """
     section = hps.model_section
     if section is None:
@@ -49,13 +53,14 @@ def build_from_hps(hps: HyperParameters) -> Any:
     if section.quantization:
         arguments["quantization_config"] = _quantization(hps, section)
     model = _load(hps, section, arguments)
+    if section.kernels:
+        _apply_kernels(hps, section, model)
     if section.quantization and section.adapter:
         require("peft", hps.where("model", "adapter"))
         import peft
 
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # type: ignore[no-untyped-call]
-    for pattern in section.freeze:
-        _freeze(hps, model, pattern)
+    _freeze(hps, model, section.freeze)
     if section.adapter:
         model = _with_adapter(hps, section, model)
     if section.gradient_checkpointing:
@@ -103,7 +108,7 @@ def _with_adapter(hps: HyperParameters, section: ModelSection, model: Any) -> An
     made = _call(hps, where, config, {"task_type": task, **values})
     try:
         return peft.get_peft_model(model, made)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, NotImplementedError) as error:
         layers = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
         do = f"layers are such as {', '.join(sorted(layers))}"
         raise HyperParameterError(explain(hps.where(*where), str(error), "parts that the model has", do)) from error
@@ -119,27 +124,71 @@ def _find(hps: HyperParameters, where: tuple[str, ...], library: Any, name: str,
     return found
 
 
+def _apply_kernels(hps: HyperParameters, section: ModelSection, model: Any) -> None:
+    """Let Liger's kernels take the place of layers and of the loss of a model."""
+    where = ("model", "kernels")
+    require("liger_kernel", hps.where(*where))
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as FUNCTIONS  # noqa: N811
+    except ImportError as error:
+        got, do = f"liger-kernel cannot be imported: {error}", 'pip install "triton>=3"'
+        raise MissingPackageError(explain(hps.where(*where), got, "liger-kernel with triton", do)) from error
+    kind = str(model.config.model_type)
+    if kind not in FUNCTIONS:
+        do = suggest(kind, FUNCTIONS, "remove `kernels`")
+        expected = f"a model of {', '.join(sorted(FUNCTIONS))}"
+        raise HyperParameterError(explain(hps.where(*where), f"a model of {kind}", expected, do))
+    if not torch.accelerator.is_available() and not os.environ.get("TRITON_INTERPRET"):
+        got, do = "no GPU on this machine", "remove `kernels` here; the results are the same but for rounding"
+        raise HyperParameterError(explain(hps.where(*where), got, "a GPU: Liger's kernels run on no CPU", do))
+    values = {name: value for name, value in section.kernels.items() if name != "type"}
+    _call(hps, where, partial(FUNCTIONS[kind], model=model), values)
+
+
 def _call(hps: HyperParameters, where: tuple[str, ...], config: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-    """Make a configuration of a library, its arguments held against the signature."""
-    names = set(inspect.signature(config).parameters)
+    """Call what a library builds or changes something with, arguments held against names and types of its signature."""
+    function = config.func if isinstance(config, partial) else config
+    takes, types = function.__name__, _types_of(function)
+    parameters = inspect.signature(config).parameters
+    bound = config.keywords if isinstance(config, partial) else {}
+    names = [name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD and name not in bound]
     for name, value in values.items():
+        place = hps.where(*where, name)
         if name not in names:
-            do = suggest(name, names, f"remove `{name}`")
-            expected = f"an argument of {getattr(config, '__name__', config)}"
-            raise HyperParameterError(explain(hps.where(*where, name), f"{name} = {describe(value)}", expected, do))
+            do, expected = suggest(name, names, f"remove `{name}`"), f"an argument of {takes}"
+            raise HyperParameterError(explain(place, f"{name} = {describe(value)}", expected, do))
+        annotation = types.get(name) or annotation_of(parameters[name])
+        if not fits_as_written(value, annotation):
+            expected = f"{inspect.formatannotation(annotation)} ({takes}'s signature)"
+            raise HyperParameterError(explain(place, describe(value), expected, f"correct `{name}`"))
     try:
         return config(**values)
-    except (TypeError, ValueError) as error:
-        got, expected = str(error), f"arguments that {getattr(config, '__name__', config)} accepts"
+    except (TypeError, ValueError, AttributeError, AssertionError) as error:
+        got, expected = str(error), f"arguments that {takes} accepts"
         raise HyperParameterError(explain(hps.where(*where), got, expected, "correct them")) from error
 
 
-def _freeze(hps: HyperParameters, model: nn.Module, pattern: str) -> None:
-    found = [parameter for name, parameter in model.named_parameters() if re.search(pattern, name)]
-    if not found:
-        names = [name for name, _ in model.named_parameters()]
-        do = f"names are such as {', '.join(names[:5])}"
-        where, got = hps.where("model", "freeze"), f"{pattern!r}, which is in no parameter's name"
-        raise HyperParameterError(explain(where, got, "a part of a name in the model", do))
-    for parameter in found:
-        parameter.requires_grad = False
+def _types_of(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """Return the types of arguments; those of a dataclass are the types of its fields, inherited ones too."""
+    try:
+        return get_type_hints(function)
+    except NameError:  # of a type that is imported for type checkers only
+        return {}
+
+
+def _freeze(hps: HyperParameters, model: nn.Module, patterns: Sequence[str]) -> None:
+    """Let parameters that are named not be trained; one with several names has to be named by all of them."""
+    every = dict(model.named_parameters(remove_duplicate=False))
+    where, expected = hps.where("model", "freeze"), "a part of a name in the model"
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in every):
+            do = f"names are such as {', '.join(list(every)[:5])}"
+            raise HyperParameterError(explain(where, f"{pattern!r}, which is in no parameter's name", expected, do))
+    named = [name for name in every if any(re.search(pattern, name) for pattern in patterns)]
+    for name in named:
+        tied = [other for other in every if every[other] is every[name] and other not in named]
+        if tied:
+            got = f"{name}, and not {tied[0]}, to which it is tied: the two are one parameter"
+            do = f"write `freeze: [{', '.join([*patterns, tied[0].rpartition('.')[0]])}]`, or freeze neither"
+            raise HyperParameterError(explain(where, got, "both names of a tied weight, or neither", do))
+        every[name].requires_grad = False

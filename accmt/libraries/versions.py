@@ -29,6 +29,7 @@ FLOORS: Mapping[str, str] = {
     "peft": "0.19",
     "bitsandbytes": "0.50",
     "torchao": "0.18",
+    "liger_kernel": "0.8",
     "torchmetrics": "1.9",
 }
 """The lowest version of each package, by the name under which it is imported."""

@@ -49,7 +49,19 @@ def test_parts_are_frozen_by_name():
     assert any("layers.1." in name for name in trained(build(freeze="embed")))
 
 
+def test_a_tied_weight_is_frozen_by_all_its_names():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    LlamaForCausalLM(LlamaConfig(vocab_size=50, tie_word_embeddings=True, **sizes)).save_pretrained("tied")
+    with pytest.raises(HyperParameterError, match=r"lm_head\.weight, and not model\.embed_tokens\.weight") as raised:
+        build(path="./tied", freeze=["lm_head"])
+    assert "do: write `freeze: [lm_head, model.embed_tokens]`" in str(raised.value)
+    with pytest.raises(HyperParameterError, match=r"model\.embed_tokens\.weight, and not lm_head\.weight"):
+        build(path="./tied", freeze="embed")
+    assert not {name for name in trained(build(path="./tied", freeze=["embed", "lm_head"])) if "embed" in name}
+
+
 def test_an_adapter_is_lora_or_any_of_peft():
+    build(lora={"targets": ["q_proj"], "init_lora_weights": "pissa_niter_4", "layer_replication": [[0, 2], [1, 2]]})
     model = build(lora={"r": 4, "alpha": 8, "dropout": 0.1, "targets": ["q_proj"]})
     config = model.peft_config["default"]
     assert (config.r, config.lora_alpha, config.lora_dropout, config.task_type) == (4, 8, 0.1, "CAUSAL_LM")
@@ -91,6 +103,16 @@ def test_params_shows_the_groups_of_the_model_in_the_section(capsys):
         ({"path": "./llama", "quantization": "nf5"}, "model.quantization", "do: write `nf4`"),
         ({"path": "./llama", "lora": {}, "adapter": "IA3"}, "model.lora", "expected: one adapter"),
         ({"path": "./llama", "lora": 8}, "model.lora", "expected: a mapping of arguments"),
+        (
+            {"path": "./llama", "lora": {"alpha": 8, "lora_alpha": 16}},
+            "model.lora.lora_alpha",
+            "`alpha`, which is short",
+        ),
+        ({"path": "./llama", "dtype": "bf16"}, "model.dtype", "do: write `dtype: bfloat16`"),
+        ({"path": "./llama", "dtype": "torch.fp16"}, "model.dtype", "do: write `dtype: float16`"),
+        ({"path": "./llama", "dtype": "bfloat"}, "model.dtype", "do: write `bfloat16`"),
+        ({"path": "./llama", "kernels": "ligr"}, "model.kernels", "do: write `kernels: liger`"),
+        ({"path": "./llama", "kernels": {"rope": True}}, "model.kernels", "expected: a name, or a mapping with `type`"),
         ({"path": "./llama", "adapter": {"r": 8}}, "model.adapter", "expected: a name, or a mapping with `type`"),
     ],
 )
@@ -108,6 +130,12 @@ def test_a_wrong_form_is_found_when_the_file_is_read(model, place, message):
         ({"attn_implementation": "flsh"}, "model", "flsh"),
         ({"freeze": ["emved"]}, "model.freeze", "names are such as model.embed_tokens.weight"),
         ({"lora": {"rank": 8}}, "model.lora.rank", "an argument of LoraConfig"),
+        ({"lora": {"r": "many"}}, "model.lora.r", "got: 'many' (str)\n  expected: int (LoraConfig's signature)"),
+        ({"lora": {"r": 8.5}}, "model.lora.r", "expected: int"),
+        ({"lora": {"use_dora": "yes"}}, "model.lora.use_dora", "expected: bool"),
+        ({"lora": {"targets": 3}}, "model.lora.target_modules", "list[str]"),
+        ({"lora": {"layer_replication": [[0, 1, 2]]}}, "model.lora.layer_replication", "list[tuple[int, int]]"),
+        ({"lora": {"bias": "some"}}, "model.lora.bias", "Literal['none', 'all', 'lora_only']"),
         ({"lora": {"r": 0}}, "model.lora", "r"),
         ({"lora": {"targets": ["q_prj"]}}, "model.lora", "q_proj"),
         ({"adapter": "Loro"}, "model.adapter", "do: write `LoraConfig`"),
@@ -127,6 +155,8 @@ def test_a_class_that_does_not_exist_and_a_missing_package_are_said():
         build(quantization="nf4")
     with pytest.raises(MissingPackageError, match=r'pip install "torchao>=0.18"'):
         build(quantization="torchao:Int8WeightOnlyConfig")
+    with pytest.raises(MissingPackageError, match=r"model.kernels\n  got: liger_kernel is not installed"):
+        build(kernels="liger")
 
 
 def test_hyper_parameters_without_a_model_build_none():
