@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from accmt.data import is_stream
 from accmt.errors import ArgumentError, explain
 from accmt.huggingface.chat import IGNORED
-from accmt.huggingface.sft_rows import Masking, PadRows, SFTRows, SFTStream, look_at
+from accmt.huggingface.sft_rows import Masking, PadRows, SFTRows, SFTStream, look_at, make_stream
 from accmt.module_kinds import HuggingFaceModule
 
 if TYPE_CHECKING:
@@ -120,4 +120,4 @@ class SFTModule(HuggingFaceModule):
     def _make_samples(self, rows: Any) -> Any:
         if rows is None or isinstance(rows, DataLoader | SFTRows | SFTStream):
             return rows
-        return (SFTStream if is_stream(rows) else SFTRows)(rows, self._masking)
+        return (make_stream if is_stream(rows) else SFTRows)(rows, self._masking)

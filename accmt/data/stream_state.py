@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from accmt.libraries.private_names import is_shuffle_buffer, steps_of_stream
 from accmt.libraries.versions import why_states_are_inexact
 
@@ -54,7 +56,7 @@ class StreamState:
         try:
             yield
         finally:
-            for data in filter(_is_streaming_dataset, [self._owner, self._source]):
+            for data in _streaming_datasets_in(self._owner, self._source):
                 data.load_state_dict(None)  # else it would resume there in that epoch of a later run, too
 
 
@@ -63,7 +65,7 @@ def _find_obstacle(owner: Any, num_workers: int, source: Any, also_read: Iterabl
         return "with state_dict and load_state_dict, and no workers, they would resume at once"
     if num_workers > 0:
         return "their state_dict can be used without workers only (dataloader_num_workers=0)"
-    streams = list(filter(_is_streaming_dataset, [owner, source, *getattr(owner, "__dict__", {}).values()]))
+    streams = _streaming_datasets_in(owner, source)
     inexact = why_states_are_inexact() if streams else None
     if inexact is not None:
         return inexact
@@ -75,9 +77,31 @@ def _find_obstacle(owner: Any, num_workers: int, source: Any, also_read: Iterabl
 
 
 def _parts_of(*data: Any) -> set[int]:
-    """Return the identities of data, and of the steps of streaming datasets, which hold their state."""
-    steps = [step for one in filter(_is_streaming_dataset, data) for step in steps_of_stream(one)]
-    return {id(part) for part in (*data, *steps) if part is not None}
+    """Return the identities of data, of the streams in them, and of their steps, which hold the state of some."""
+    streams = _streams_in(*data)
+    steps = [step for one in filter(_is_streaming_dataset, streams) for step in steps_of_stream(one)]
+    return {id(part) for part in (*data, *streams, *steps) if part is not None}
+
+
+def _streaming_datasets_in(*data: Any) -> list[Any]:
+    return list(filter(_is_streaming_dataset, _streams_in(*data)))
+
+
+def _streams_in(*data: Any) -> list[Any]:
+    """Return the streams among data, and those that they hold, such as the rows of one that groups them."""
+    found: list[Any] = []
+    left = list(data)
+    while left:
+        one = left.pop()
+        if _is_stream(one) and not any(one is other for other in found):
+            found.append(one)
+        if not _is_streaming_dataset(one):  # its parts are its steps
+            left += [part for part in getattr(one, "__dict__", {}).values() if _is_stream(part) and part not in found]
+    return found
+
+
+def _is_stream(data: Any) -> bool:
+    return isinstance(data, IterableDataset) or _is_streaming_dataset(data)
 
 
 def _has_shuffle_buffer(data: Any) -> bool:

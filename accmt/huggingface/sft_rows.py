@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from accmt.data.samplers import call_set_epoch
 from accmt.errors import DataError, explain
 from accmt.huggingface.chat import IGNORED, MaskedRow, find_messages, mask_row
 from accmt.messages import say_once, warn_once
 
 _LOOKED_AT = 512
 _NAMED = 3
+_STATE = ("state_dict", "load_state_dict")
 _DOS = "print one row as the template renders it: tokenizer.apply_chat_template(row['messages'], tokenize=False)"
 
 
@@ -74,11 +77,25 @@ class SFTRows(Dataset[dict[str, list[int]]]):
 
 
 class SFTStream(IterableDataset[dict[str, list[int]]]):
-    """Rows that are read in order. Those without a target are left out."""
+    """Rows that are read in order. Those without a target are left out.
+
+    `make_stream` makes one with a state of rows that keep their own position.
+    """
 
     def __init__(self, rows: Iterable[Any], masking: Masking) -> None:
         self._rows = rows
         self._masking = masking
+        self._start = 0  # samples of the first row that are taken already
+        self._taken = 0  # samples of the current row that are taken
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in _STATE:  # while it is unpickled; or what the rows alone cannot do
+            raise AttributeError(name)
+        return getattr(self._rows, name)  # a generator
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the rows be those of an epoch."""
+        call_set_epoch(self._rows, epoch)
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
         for masked in self._read():
@@ -86,14 +103,52 @@ class SFTStream(IterableDataset[dict[str, list[int]]]):
                 yield {"input_ids": masked.input_ids, "labels": masked.labels}
 
     def _read(self) -> Iterator[MaskedRow]:
-        for row in self._rows:
-            for turn in self._masking.turns_of(row):
-                yield self._masking.mask(row, turn)
+        skipped, self._start = self._start, 0
+        for row in self._read_rows():
+            turns = self._masking.turns_of(row)
+            for index in range(skipped, len(turns)):
+                self._taken = index + 1
+                yield self._masking.mask(row, turns[index])
+            skipped = 0
+
+    def _read_rows(self) -> Iterator[Any]:
+        return iter(self._rows)
 
     def sample(self) -> Iterator[tuple[int, MaskedRow]]:
         """Yield the first rows; none of an iterator, which can be read only once."""
         if not isinstance(self._rows, Iterator):
-            yield from enumerate(islice(self._read(), _LOOKED_AT // 8))
+            rows = iter(self._rows)
+            masked = (self._masking.mask(row, turn) for row in rows for turn in self._masking.turns_of(row))
+            yield from enumerate(islice(masked, _LOOKED_AT // 8))
+
+
+class StatefulSFTStream(SFTStream):
+    """The same for rows that keep their own position: it resumes at the row that was read last."""
+
+    _loaded: Any = None
+    _at_row: Any = None  # the state of the rows before the current one; None is that of their beginning
+
+    def _read_rows(self) -> Iterator[Any]:
+        self._at_row, self._loaded = self._loaded, None
+        for row in iter(self._rows):
+            yield row
+            self._at_row, self._taken = deepcopy(self._rows.state_dict()), 0  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where reading is: the state of the rows before the current one, and how much of that is taken."""
+        return {"rows": deepcopy(self._at_row), "taken": self._taken}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next `iter` continue after what was taken."""
+        self._loaded, self._start = deepcopy(state["rows"]), state["taken"]
+        if self._loaded is not None:
+            self._rows.load_state_dict(deepcopy(self._loaded))  # type: ignore[attr-defined]
+
+
+def make_stream(rows: Iterable[Any], masking: Masking) -> SFTStream:
+    """Return rows as samples, with a state where the rows have one."""
+    is_stateful = all(hasattr(rows, name) for name in _STATE)
+    return (StatefulSFTStream if is_stateful else SFTStream)(rows, masking)
 
 
 class PadRows:

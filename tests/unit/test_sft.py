@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from accmt.huggingface.chat import IGNORED, mask_row
 from accmt.huggingface.sft_rows import Masking, PadRows, SFTRows
 from tests import conversations
 from tests.conversations import draw_conversations, make_tokenizer
+from tests.resume.unbroken import InterruptAt, InterruptionError
 
 pytestmark = pytest.mark.feature("N68")
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
@@ -104,6 +105,92 @@ def test_a_stream_is_trained_as_a_list_is_and_leaves_out_rows_without_a_target(t
     mixed = [rows()[0], NO_ANSWER, *rows()[1:], NO_ANSWER]
     _, of_stream = fit(tmp_path / "stream", Stream(mixed), dataloader_num_workers=0)
     assert all(map(torch.equal, weights_of(of_list), weights_of(of_stream)))
+
+
+class Resuming(Stream):
+    """Keeps its own position, and counts what it reads."""
+
+    def __init__(self, data: list[Any]) -> None:
+        super().__init__(data)
+        self.next, self.number = 0, 0
+        self.loaded: int | None = None
+
+    def __iter__(self) -> Any:
+        self.next, self.loaded = self.loaded or 0, None
+        while self.next < len(self.data):
+            self.next, self.number = self.next + 1, self.number + 1
+            yield self.data[self.next - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state["next"]
+
+
+def streaming(data: list[Any]) -> Any:
+    from datasets import IterableDataset
+
+    return IterableDataset.from_generator(lambda: iter(data))
+
+
+@pytest.mark.parametrize("per_turn", [False, True])
+@pytest.mark.parametrize("kind", [Resuming, streaming, Stream])
+@pytest.mark.parametrize("hps", [{}, {"max_tokens": 600, "packing": True}], ids=["batches", "packing"])
+def test_a_run_on_a_stream_resumes_with_equal_bits(tmp_path: Path, kind: Any, per_turn: bool, hps: dict[str, Any]):
+    data = [NO_ANSWER, *rows(13), NO_ANSWER, *rows(6)]
+
+    def module() -> SFTModule:
+        return SFTModule(make_model(), tokenizer(), per_turn=per_turn)
+
+    settings = {"hps": {"epochs": 2, **hps}, "checkpoint_every": "1 steps", "dataloader_num_workers": 0}
+    unbroken, whole = fit(tmp_path / "whole", kind(data), module=module(), **settings)
+    steps = unbroken.state.global_step
+    for stop in {2, steps // 2, steps - 1}:  # inside both epochs, and at the end of the first
+        folder = tmp_path / f"stopped-{stop}"
+        with pytest.raises(InterruptionError):
+            fit(folder, kind(data), module=module(), callbacks=InterruptAt(stop), **settings)
+        stream = kind(data)
+        resumed, parts = fit(folder, stream, module=module(), resume=True, **settings)
+        assert resumed.state.global_step == steps
+        assert all(map(torch.equal, weights_of(whole), weights_of(parts)))
+
+
+@pytest.mark.parametrize("group_by_length", [False, True])
+def test_a_stream_that_keeps_its_position_is_not_read_again(tmp_path: Path, group_by_length: bool):
+    settings = {"checkpoint_every": "2 steps", "dataloader_num_workers": 0, "group_by_length": group_by_length}
+    with pytest.raises(InterruptionError):
+        fit(tmp_path / "model", Resuming(rows(300)), callbacks=InterruptAt(60), **settings)
+    stream = Resuming(rows(300))
+    fit(tmp_path / "model", stream, resume=True, **settings)
+    looked_at, left = 64, 300 - 60 * 4
+    again = 200 if group_by_length else 9  # the buffer that is read; the row at the checkpoint
+    assert left + looked_at <= stream.number <= left + looked_at + again
+
+
+def test_a_shuffle_buffer_within_is_not_resumed_from_its_state(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    def shuffled() -> Any:
+        return streaming(rows(20)).shuffle(seed=1, buffer_size=8)
+
+    settings = {"checkpoint_every": "2 steps", "dataloader_num_workers": 0, "verbose": True}
+    _, whole = fit(tmp_path / "whole", shuffled(), **settings)
+    with pytest.raises(InterruptionError):
+        fit(tmp_path / "parts", shuffled(), callbacks=InterruptAt(3), **settings)
+    caplog.clear()
+    _, parts = fit(tmp_path / "parts", shuffled(), resume=True, **settings)
+    assert "their state_dict omits what was in the shuffle buffer" in caplog.text
+    assert all(map(torch.equal, weights_of(whole), weights_of(parts)))
+
+
+def test_the_rows_of_a_stream_get_the_epoch(tmp_path: Path):
+    class Epochs(Stream):
+        seen: ClassVar[list[int]] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.seen.append(epoch)
+
+    fit(tmp_path / "model", Epochs(rows(4)), hps={"epochs": 3}, dataloader_num_workers=0)
+    assert sorted(set(Epochs.seen)) == [0, 1, 2]
 
 
 def test_rows_without_a_target_weigh_nothing_also_where_a_batch_has_no_other(tmp_path: Path):
