@@ -10,7 +10,7 @@ LOWEST := .venv-lowest
 LOWEST_PIP := $(LOWEST)/bin/python -m pip --disable-pip-version-check --quiet
 LOWEST_TESTS ?= tests/unit tests/resume tests/distributed
 THREADS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-LINTED := accmt tests examples
+LINTED := accmt tests examples docs
 # Where `make gpu` runs.
 DEVICE ?= cuda
 # The demo's articles and pretrained model; installed alone, because they name packages that it does not need.
@@ -29,7 +29,7 @@ export DO_NOT_TRACK := true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-lowest lint bench gpu trackers quantized kernels clean
+.PHONY: help install demo test test-lowest lint docs bench gpu trackers quantized kernels clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,10 @@ lint: $(INSTALLED)  ## check style, format and types
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/mypy
+
+docs: $(INSTALLED)  ## build the site of docs/ into build/site; a warning or a dead link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "$$(find build/site -name '*.html' | wc -l) pages; open build/site/index.html"
 
 bench: $(INSTALLED)  ## time the import, the loop, checkpoints, evaluation and trackers beside Accelerate by hand and others
 	$(BIN)/python tests/benchmarks/bench_import.py

@@ -32,7 +32,7 @@ class AcceleratorModule(LogsValues):
 
     No `super().__init__()` is needed. Any hook of the table (`accmt.callbacks.HOOKS`) may be defined on the module too.
 
-    Example:
+    Examples:
         >>> class Classifier(AcceleratorModule):
         ...     def __init__(self, model):
         ...         self.model = model
@@ -316,7 +316,7 @@ class AcceleratorModule(LogsValues):
             eval_step: Returns what `validation_step` does; None takes `train_step` there, too.
             optim: An optimizer of the model's parameters; None takes the hyper-parameters'.
 
-        Example:
+        Examples:
             >>> def train_step(batch, trainer):
             ...     return {"loss": trainer.model(batch).mean()}
             >>> module = AcceleratorModule.from_functions(nn.Linear(3, 1), train_step)
@@ -372,7 +372,7 @@ class ExtendedAcceleratorModule(AcceleratorModule):
 
     `step` is no logic shared by training and validation here: it advances optimizer and scheduler.
 
-    Example:
+    Examples:
         >>> class Manual(ExtendedAcceleratorModule):
         ...     def __init__(self, model):
         ...         self.model = model

@@ -207,7 +207,7 @@ def on_main_process(function: Callable[P, T]) -> Callable[P, T | None]:
 
     It must not communicate with other processes: they would not answer.
 
-    Example:
+    Examples:
         >>> @on_main_process
         ... def name():
         ...     return "main"

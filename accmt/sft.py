@@ -36,9 +36,10 @@ class SFTModule(HuggingFaceModule):
     Raises:
         ArgumentError: `max_length` is below 2.
 
-    Example:
-        >>> module = SFTModule(AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path))
-        >>> Trainer("hps.yaml", "out/chat").fit(module, rows)
+    Examples:
+        With a causal language model of transformers, and its tokenizer:
+
+            Trainer("hps.yaml", "out/chat").fit(SFTModule(model, tokenizer), rows)
     """
 
     def __init__(

@@ -59,7 +59,7 @@ def write_row(field: Field[object], meaning: str) -> str:
 def escape(text: str) -> str:
     """Return text in which Markdown sees no HTML; what stands between backticks is safe as it is."""
     parts = text.split("`")
-    return "`".join(part.replace("<", "\\<") if index % 2 == 0 else part for index, part in enumerate(parts))
+    return "`".join(part.replace("<", "&lt;") if index % 2 == 0 else part for index, part in enumerate(parts))
 
 
 def write_page() -> str:

@@ -61,7 +61,7 @@ class LambdaCallback(Callback):
     Raises:
         ModuleContractError: A name is no hook, or its value is no function.
 
-    Example:
+    Examples:
         >>> callback = LambdaCallback(on_log=lambda values, trainer: print(trainer.global_step, values))
     """
 

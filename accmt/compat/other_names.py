@@ -49,7 +49,7 @@ class OtherHookNames:
 
     They get our keywords. A class may have trainer_tools' `ord` in place of `order`.
 
-    Example:
+    Examples:
         >>> from accmt import Callback
         >>> class Watcher(OtherHookNames, Callback):
         ...     def on_train_epoch_end(self):
@@ -67,7 +67,7 @@ class OtherHookNames:
 class OtherTrainerNames:
     """A base before `Trainer`: methods and properties may have the names that other trainers give them.
 
-    Example:
+    Examples:
         >>> from accmt import Trainer
         >>> class MyTrainer(OtherTrainerNames, Trainer): ...
     """

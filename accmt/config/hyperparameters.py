@@ -66,7 +66,7 @@ class HyperParameters:
     Raises:
         HyperParameterError: Anything is wrong; the message lists every fault.
 
-    Example:
+    Examples:
         >>> hps = HyperParameters(epochs=3, batch_size=(16, 32), optim="AdamW", optim_kwargs={"lr": "1e-4"})
         >>> hps.optim_kwargs, hps.val_batch_size
         ({'lr': 0.0001}, 32)

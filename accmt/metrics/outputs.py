@@ -17,7 +17,7 @@ Outputs = list[Any] | dict[str, list[Any] | torch.Tensor]
 class OutputCollector:
     """Collects outputs batch by batch, detached and on the CPU, and joins them along their first dimension.
 
-    Example:
+    Examples:
         >>> collector = OutputCollector()
         >>> for _ in range(2):
         ...     collector.collect(torch.zeros(2, 3))

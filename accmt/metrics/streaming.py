@@ -18,8 +18,8 @@ from accmt.processes import gather_objects, run_on_main_process
 class StreamingMetric(Metric):
     """A metric that follows from sums over samples, so that nothing has to be kept or gathered.
 
-    Example:
-        A mean absolute error, from sums over the batches::
+    Examples:
+        A mean absolute error, from sums over the batches:
 
             class Distance(StreamingMetric):
                 def count(self, predictions, references):

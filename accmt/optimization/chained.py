@@ -22,7 +22,7 @@ class ChainedOptimizer(Optimizer):
     Raises:
         ArgumentError: There is none, two have a parameter in common, or one has a `state_dict` of its own.
 
-    Example:
+    Examples:
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
         >>> muon = torch.optim.Muon([model[0].weight], lr=0.02)

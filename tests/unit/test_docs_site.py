@@ -1,0 +1,107 @@
+"""The site of `make docs`: its reference names what is public, its navigation leads to every page."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import accmt
+from accmt import compat
+from tests.e2e.markdown import PAGES, read_blocks, read_table
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+REFERENCE = DOCS / "reference"
+
+
+@pytest.fixture(scope="module")
+def hooks() -> dict[str, Any]:
+    return runpy.run_path(str(DOCS / "site_hooks.py"))
+
+
+def shown_on(page: Path) -> list[str]:
+    return re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def used_in_the_documents() -> set[str]:
+    """Return what code on a page or in an example imports from the submodules of accmt."""
+    texts = [block.text for page in PAGES for block in read_blocks(page, "python") if block.is_run]
+    texts += [path.read_text(encoding="utf-8") for path in (ROOT / "examples").rglob("*.py")]
+    imports = [
+        found for text in texts for found in re.findall(r"^\s*from (accmt\.[\w.]+) import ([\w, ]+)$", text, re.M)
+    ]
+    return {f"{module}.{name.strip()}" for module, names in imports for name in names.split(",")}
+
+
+@pytest.mark.feature("D38")
+def test_the_reference_shows_every_public_name_once():
+    shown = [name for page in REFERENCE.glob("*.md") for name in shown_on(page)]
+    assert len(shown) == len(set(shown))
+    public = {f"accmt.{name}" for name in accmt.__all__ if name != "__version__"}
+    public |= {f"accmt.compat.{name}" for name in compat.__all__}
+    again = {f"accmt.{name.rpartition('.')[2]}" for name in used_in_the_documents()} & public
+    elsewhere = {name for name in used_in_the_documents() if f"accmt.{name.rpartition('.')[2]}" not in again}
+    assert public - set(shown) == set()
+    assert elsewhere - set(shown) == set()
+
+
+def test_each_name_of_the_reference_has_a_docstring_of_its_own():
+    for name in (name for page in REFERENCE.glob("*.md") for name in shown_on(page)):
+        found: Any = accmt
+        for part in name.split(".")[1:]:
+            found = getattr(found, part)
+        assert found.__doc__, name
+
+
+def test_the_contents_of_the_reference_are_what_its_pages_show():
+    rows = read_table("\n" + (REFERENCE / "index.md").read_text(encoding="utf-8"))
+    for link, names in rows:
+        page = REFERENCE / re.search(r"\((.+)\)", link)[1]
+        assert [f"accmt.{name}" for name in re.findall(r"`([\w.]+)`", names)] == shown_on(page)
+
+
+def pages_of(entries: Any) -> list[str]:
+    if isinstance(entries, str):
+        return [entries]
+    return [page for entry in (entries if isinstance(entries, list) else entries.values()) for page in pages_of(entry)]
+
+
+@pytest.mark.feature("D38")
+def test_the_navigation_leads_to_every_page_once(hooks: dict[str, Any]):
+    sections = hooks["read_sections"](DOCS / "index.md")
+    assert [next(iter(section)) for section in sections] == ["Start", "Guides", "Recipes", "Reference", "Project"]
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} - {"index.md"}
+    assert sorted(pages_of(sections)) == sorted(pages)
+
+
+@pytest.mark.feature("D38")
+def test_a_page_says_which_tests_run_it_and_which_read_it(hooks: dict[str, Any]):
+    said = hooks["say_tests"](DOCS / "metrics.md")
+    assert re.search(r"The \d+ Python blocks of this page are run by `pytest tests/e2e/test_docs.py -k", said)
+    assert "tests/unit/test_cli_launch.py" in hooks["say_tests"](DOCS / "quickstart.md")
+    assert "tests/unit/test_docstring_examples.py" in hooks["say_tests"](REFERENCE / "metrics.md")
+
+
+@pytest.mark.feature("D38")
+def test_a_link_to_a_file_of_the_repository_becomes_a_page_with_its_code(hooks: dict[str, Any], tmp_path: Path):
+    linked = hooks["links_outside"](DOCS / "slurm.md")
+    assert ROOT / "examples" / "slurm" / "train.py" in linked
+    assert hooks["page_of_source"](ROOT / "examples" / "digits.py") == "source/examples/digits.py.md"
+    assert "``````python\n" in hooks["show_source"](ROOT / "examples" / "digits.py")
+
+
+@pytest.mark.parametrize(
+    ("html", "is_found"),
+    [
+        ('<script src="https://cdn.example/a.js">', True),
+        ('<link rel="stylesheet" href="https://fonts.example/css">', True),
+        ('<img alt="a" src="http://host.example/a.png">', True),
+        ('<script src="assets/a.js"></script><a href="https://host.example/">', False),
+    ],
+)
+def test_what_a_page_would_fetch_from_elsewhere_is_found(hooks: dict[str, Any], html: str, is_found: bool):
+    assert bool(hooks["_FETCHED"].search(html)) is is_found
