@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from accmt.errors import TrackerError as TrackerError
     from accmt.errors import UnknownArgumentError as UnknownArgumentError
     from accmt.errors import WeightsError as WeightsError
+    from accmt.huggingface import merge_adapter as merge_adapter
     from accmt.metrics import AUROC as AUROC
     from accmt.metrics import F1 as F1
     from accmt.metrics import MAE as MAE
@@ -161,6 +162,7 @@ _HOMES = {
     "allow_tf32": "accmt.precision",
     "create_optimizer": "accmt.setup.model",
     "gather_on_cpu": "accmt.metrics",
+    "merge_adapter": "accmt.huggingface",
     "on_last_process": "accmt.processes",
     "on_local_main_process": "accmt.processes",
     "on_main_process": "accmt.processes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 from accmt.data import is_stream
 from accmt.errors import ArgumentError, explain
 from accmt.huggingface.chat import IGNORED
-from accmt.huggingface.sft_rows import Masking, PadRows, SFTRows, SFTStream, look_at, make_stream
+from accmt.huggingface.sft_rows import Masking, PadRows, SFTRows, SFTStream, is_table, look_at, make_stream
 from accmt.module_kinds import HuggingFaceModule
 
 if TYPE_CHECKING:
@@ -68,26 +69,34 @@ class SFTModule(HuggingFaceModule):
         in_fit: bool = False,
         processor: Any = None,
         max_length: int | None = None,
-        per_turn: bool = False,
+        per_turn: bool | None = None,
     ) -> SFTModule:
         """Make a module of the model that the section `model` of hyper-parameters describes.
 
         Args:
             hps_config: As in `AcceleratorModule.from_hps`, and so `in_fit`.
             in_fit: Whether the model is built at the start of a run instead of now.
-            processor: The tokenizer; None is that of the model's folder.
-            max_length: How many tokens of a row are kept.
-            per_turn: Whether each turn of the assistant is a sample of its own.
-        """
-        from transformers import AutoTokenizer
+            processor: The tokenizer; None is that of the model's folder, with the chat template of the section `sft`.
+            max_length: How many tokens of a row are kept; None is that of the section `sft`.
+            per_turn: Whether each turn of the assistant is a sample of its own; None is that of the section `sft`.
 
+        Raises:
+            HyperParameterError: There is no section `model`, or something in it is wrong.
+            FileNotFoundError: There is no tokenizer, or no such chat template.
+            MissingPackageError: A package that it asks for is not installed.
+        """
         from accmt.config import HyperParameters
-        from accmt.huggingface import build_from_hps
+        from accmt.config.sft_section import SFTSection
+        from accmt.huggingface import build_from_hps, load_tokenizer
 
         hps = HyperParameters.from_config(hps_config)
-        if processor is None and hps.model_section is not None:
-            processor = AutoTokenizer.from_pretrained(hps.model_section.path)
-        module = cls(lambda: build_from_hps(hps), processor, max_length=max_length, per_turn=per_turn)
+        section = hps.sft_section or SFTSection()
+        module = cls(
+            partial(build_from_hps, hps),
+            load_tokenizer(hps) if processor is None else processor,
+            max_length=section.max_length if max_length is None else max_length,
+            per_turn=section.per_turn if per_turn is None else per_turn,
+        )
         if not in_fit:
             module.configure_model()
         return module
@@ -121,4 +130,5 @@ class SFTModule(HuggingFaceModule):
     def _make_samples(self, rows: Any) -> Any:
         if rows is None or isinstance(rows, DataLoader | SFTRows | SFTStream):
             return rows
-        return (make_stream if is_stream(rows) else SFTRows)(rows, self._masking)
+        masking = self._masking._replace(is_table=is_table(rows))
+        return (make_stream if is_stream(rows) else SFTRows)(rows, masking)

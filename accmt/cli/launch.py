@@ -17,6 +17,7 @@ from accmt.cli.machines import add_machine_arguments, describe_lost_machines, re
 from accmt.cli.strats import STRATEGIES
 from accmt.errors import ArgumentError, explain
 
+_COMMAND = "sft"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicate", type=int, default=2, metavar="NUMBER", help="groups of --strat hsdp; default: 2")
     add_machine_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
-    parser.add_argument("script", help="the script to run")
+    parser.add_argument("script", help="the script to run; or sft, the command")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
 
@@ -51,10 +52,12 @@ def run(options: argparse.Namespace) -> int:
 def build_command(options: argparse.Namespace) -> list[str]:
     """Return the command that runs the script, as a list of arguments that no shell reads."""
     number = _count_processes(options)
-    if not os.path.isfile(options.script):  # noqa: PTH113 - no Path: the script is passed as it was typed
-        expected, do = "a Python file", "accmt launch train.py"
-        raise ArgumentError(explain(f"accmt launch {options.script}", "no such file", expected, do))
     script = [options.script, *options.arguments]
+    if not os.path.isfile(options.script):  # noqa: PTH113 - no Path: the script is passed as it was typed
+        if options.script != _COMMAND:
+            expected, do = f"a Python file, or `{_COMMAND}`", "accmt launch train.py"
+            raise ArgumentError(explain(f"accmt launch {options.script}", "no such file", expected, do))
+        script = ["-m", "accmt.cli.main", *script]
     machines = read_machines(options)
     if _strategy(options) == "single":
         return [sys.executable, *script]

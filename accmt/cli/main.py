@@ -15,8 +15,10 @@ COMMANDS = {
     "example": "print or write a script to start with",
     "get": "write the weights in a checkpoint as a model folder",
     "launch": "start a training script on one process or several",
+    "merge": "merge an adapter into its model",
     "params": "print the parameter groups of hyper-parameters",
     "report": "write one HTML page about a run or several",
+    "sft": "fine-tune a causal model on conversations, from one YAML",
     "strats": "list what `accmt launch --strat` takes",
     "sync": "deliver the missing rows to the trackers of a run",
 }
@@ -57,3 +59,7 @@ def _build_parser() -> argparse.ArgumentParser:
         module.add_arguments(command)
         command.set_defaults(run=module.run, called=name)
     return parser
+
+
+if __name__ == "__main__":  # as `accmt launch` starts commands
+    sys.exit(main())

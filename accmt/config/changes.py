@@ -67,6 +67,7 @@ RULES = (
     KeyRule("max_micro_batch_size", "apply", "Batches are split differently; steps stay the same."),
     KeyRule("max_tokens", "apply", "As `max_micro_batch_size`."),
     KeyRule("model", "apply", "Its weights are held against the checkpoint's: names, shapes, digests of frozen ones."),
+    KeyRule("sft", "apply", "The position counts samples, whatever they hold now."),
     KeyRule("packing", "apply", "As `max_micro_batch_size`; the first token of a document has no label then."),
     KeyRule("step_scheduler_per_epoch", "reject", "The scheduler has counted in the other unit so far."),
     KeyRule("optim.type", "reject", "The optimizer's state belongs to the other class."),

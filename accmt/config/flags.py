@@ -11,7 +11,7 @@ from accmt.config.document import Document
 from accmt.config.faults import Fault, KeyPath, describe
 
 PREFIX = "--hps."
-_SHORT = {"optim": "type", "optimizer": "type", "scheduler": "type", "model": "path"}
+_SHORT = {"optim": "type", "optimizer": "type", "scheduler": "type", "model": "path", "sft": "data"}
 """What a name alone in the place of a mapping stands for."""
 
 

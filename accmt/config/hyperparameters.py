@@ -27,6 +27,7 @@ FIELDS = (
     "max_tokens",
     "packing",
     "model",
+    "sft",
 )
 """The names of all hyper-parameters."""
 
@@ -56,6 +57,8 @@ class HyperParameters:
         packing: Pack the samples of each training step end to end into rows of `max_tokens` instead of padding them.
         model: The model of transformers to train: its path, or a dict with `path`, `type`, `dtype`, `quantization`,
             `lora`, `freeze` and whatever else `from_pretrained` takes. None: the module brings its model.
+        sft: The data of supervised fine-tuning: a path, or a dict with `data`, `validation`, `chat_template`,
+            `max_length`, `per_turn` and `merge`. `accmt sft` reads them, `SFTModule.from_hps` what is not a path.
         optimizer: Another name of `optim`.
         optimizer_kwargs: Another name of `optim_kwargs`.
 
@@ -87,6 +90,7 @@ class HyperParameters:
         max_tokens: int | None = None,
         packing: bool = False,
         model: str | Mapping[str, Any] | None = None,
+        sft: str | Mapping[str, Any] | None = None,
         optimizer: str | type[torch.optim.Optimizer] | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -106,6 +110,7 @@ class HyperParameters:
             "max_tokens": max_tokens,
             "packing": packing,
             "model": model,
+            "sft": sft,
         }
         values = {key: read_numbers(value) for key, value in values.items() if value is not None}
         faults = _kwargs_faults(
@@ -165,6 +170,8 @@ class HyperParameters:
         self.packing = schema.packing
         self.model: str | dict[str, Any] | None = schema.model
         self.model_section = checked.model
+        self.sft: str | dict[str, Any] | None = schema.sft
+        self.sft_section = checked.sft
         self._document = checked.document
 
     @property
@@ -238,6 +245,7 @@ class HyperParameters:
                 "max_tokens": self.max_tokens,
                 "packing": self.packing or None,  # as all that is not written
                 "model": _plain(self.model),
+                "sft": _plain(self.sft),
             }
         }
 

@@ -15,6 +15,7 @@ from accmt.config.faults import Fault, KeyPath, describe, suggest
 from accmt.config.model_section import ModelSection, read_model_section
 from accmt.config.numbers import whole
 from accmt.config.optimizer_names import find_optimizer, find_scheduler
+from accmt.config.sft_section import SFTSection, read_sft_section
 
 
 class ComponentSchema(BaseModel):
@@ -71,6 +72,7 @@ class Schema(BaseModel):
         examples=["packing: true"],
     )
     model: Any = Field(default=None, description="a path, or a mapping with it", examples=["model: out/base"])
+    sft: Any = Field(default=None, description="a path, or a mapping with `data`", examples=["sft: train.jsonl"])
 
     @field_validator("epochs", "batch_size", "max_steps", "max_micro_batch_size", "max_tokens", mode="before")
     @classmethod
@@ -101,6 +103,7 @@ class Checked:
     optim: Component
     scheduler: Component
     model: ModelSection | None
+    sft: SFTSection | None
 
 
 def check(document: Document) -> Checked:
@@ -116,10 +119,11 @@ def check(document: Document) -> Checked:
     faults += [*document.faults, *schema_faults, *_endless(document), *_unbounded(document)]
     faults += [*optim_faults, *scheduler_faults]
     model, model_faults = read_model_section(document.values["model"]) if "model" in document.values else (None, [])
-    faults += model_faults
+    sft, sft_faults = read_sft_section(document.values["sft"]) if "sft" in document.values else (None, [])
+    faults += [*model_faults, *sft_faults]
     if faults or schema is None:
         raise document.reject(faults)
-    return Checked(document, schema, optim, scheduler, model)
+    return Checked(document, schema, optim, scheduler, model, sft)
 
 
 def _with_primary_spelling(document: Document) -> tuple[Document, list[Fault]]:

@@ -80,8 +80,10 @@ def mask_row(
     if messages is None:
         masked = _mask_text(tokenizer, row)
     elif tokenizer.chat_template is None:
-        do = "tokenizer.chat_template = Path('template.jinja').read_text(), that of an instruct model such as yours; "
-        do += 'or rows with "prompt" and "completion" as strings'
+        do = (
+            "tokenizer.chat_template = Path('template.jinja').read_text(), that of an instruct model such as yours (in "
+        )
+        do += 'the YAML `sft.chat_template: template.jinja`); or rows with "prompt" and "completion" as strings'
         raise DataError(explain(_WHERE, "messages, and a tokenizer without a chat template", "a chat template", do))
     else:
         masked = _mask_messages(_Conversation(tokenizer, messages, row), first, turn)

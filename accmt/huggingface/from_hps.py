@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
@@ -18,8 +19,10 @@ from accmt.config.faults import describe, suggest
 from accmt.config.model_section import NAMES, ModelSection
 from accmt.errors import AccmtError, HyperParameterError, MissingPackageError, explain
 from accmt.huggingface.gradient_checkpointing import enable_gradient_checkpointing
+from accmt.huggingface.peft_adapters import read_base_name
 from accmt.huggingface.pretrained import load_pretrained
 from accmt.libraries.versions import require
+from accmt.saving.layout import ADAPTER_CONFIG
 
 _TASKS = {
     "ForCausalLM": "CAUSAL_LM",
@@ -45,10 +48,7 @@ def build_from_hps(hps: HyperParameters) -> Any:
         HyperParameterError: There is no `model`, or a library refuses one of its arguments.
         MissingPackageError: PEFT, bitsandbytes, torchao or liger-kernel is asked for and not installed.
     """
-    section = hps.model_section
-    if section is None:
-        do = "add `model: {path: ..., type: AutoModelForCausalLM}` to it, or pass a module to fit"
-        raise HyperParameterError(explain(hps.where("model"), "nothing", "which model is to be trained", do))
+    section = _require_section(hps)
     arguments = dict(section.arguments)
     if section.quantization:
         arguments["quantization_config"] = _quantization(hps, section)
@@ -66,6 +66,42 @@ def build_from_hps(hps: HyperParameters) -> Any:
     if section.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model
+
+
+def load_tokenizer(hps: HyperParameters) -> Any:
+    """Return the tokenizer of the model of `hps`, with the chat template of their section `sft`.
+
+    Raises:
+        HyperParameterError: There is no `model`.
+        FileNotFoundError: There is no tokenizer, or no such template.
+    """
+    section, sft = _require_section(hps), hps.sft_section
+    require("transformers", hps.where("model"))
+    import transformers
+
+    folder = Path(section.path)
+    is_bare_adapter = (folder / ADAPTER_CONFIG).is_file() and not (folder / "tokenizer_config.json").is_file()
+    path = read_base_name(folder) if is_bare_adapter else section.path
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        why, _, _ = str(error).partition("\n")
+        expected, do = "the files of a tokenizer beside the model", f'tokenizer.save_pretrained("{path}"), once'
+        raise FileNotFoundError(explain(f"the tokenizer of {path}", why, expected, do)) from error
+    if sft is not None and sft.chat_template is not None:
+        template = Path(sft.chat_template)
+        if not template.is_file():
+            got, where = f"{template}: no such file, seen from {Path.cwd()}", hps.where("sft", "chat_template")
+            raise FileNotFoundError(explain(where, got, "a file with a chat template", "correct the path"))
+        tokenizer.chat_template = template.read_text(encoding="utf-8")
+    return tokenizer
+
+
+def _require_section(hps: HyperParameters) -> ModelSection:
+    if hps.model_section is None:
+        do = "add `model: {path: ..., type: AutoModelForCausalLM}` to it, or pass a module to fit"
+        raise HyperParameterError(explain(hps.where("model"), "nothing", "which model is to be trained", do))
+    return hps.model_section
 
 
 def _load(hps: HyperParameters, section: ModelSection, arguments: dict[str, Any]) -> Any:

@@ -71,21 +71,35 @@ def load_adapters(model: PeftModel, folder: Path, *, strict: bool = True) -> Non
 
 def read_base_name(folder: Path) -> str:
     """Return the path or the hub's name of the model with which the adapter in `folder` was trained."""
-    require("peft", f"the adapter in {folder}")
-    from peft import PeftConfig
-
-    name: str | None = PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
+    name: str | None = read_config(folder).base_model_name_or_path
     if name:
         return name
     do = "build the model, and PEFT around it: PeftModel.from_pretrained(model, folder, is_trainable=True)"
     raise WeightsError(explain(f"the adapter in {folder}", "no `base_model_name_or_path`", "the path of its model", do))
 
 
+def read_config(folder: Path) -> PeftConfig:
+    """Return the configuration of the adapter in `folder`."""
+    require("peft", f"the adapter in {folder}")
+    from peft import PeftConfig
+
+    config: PeftConfig = PeftConfig.from_pretrained(str(folder))
+    return config
+
+
+def can_be_merged(kind: type[PeftConfig]) -> bool:
+    """Return whether PEFT can merge adapters of a configuration: not those that are inputs or layers of their own."""
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+
+    names = [name for name, one in PEFT_TYPE_TO_CONFIG_MAPPING.items() if one is kind]
+    return any(hasattr(PEFT_TYPE_TO_TUNER_MAPPING[name], "merge_and_unload") for name in names)
+
+
 def build_with_adapter(base: Any, folder: Path) -> PeftModel:
     """Put PEFT around a model, with the adapter in `folder`, ready for training."""
-    from peft import PeftConfig, get_peft_model
+    from peft import get_peft_model
 
-    config = PeftConfig.from_pretrained(str(folder))
+    config = read_config(folder)
     config.inference_mode = False
     model: PeftModel = get_peft_model(base, config)
     load_adapters(model, folder)

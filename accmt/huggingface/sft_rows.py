@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
 from accmt.data.samplers import call_set_epoch
 from accmt.errors import DataError, explain
@@ -28,14 +29,17 @@ class Masking(NamedTuple):
         tokenizer: The tokenizer.
         max_length: How many tokens of a row are kept; None is all.
         per_turn: Whether each turn of the assistant is a sample of its own, rendered as when it was written.
+        is_table: Whether rows have all entries that any has, with None in those that they lack, as in `datasets`.
     """
 
     tokenizer: Any
     max_length: int | None = None
     per_turn: bool = False
+    is_table: bool = False
 
     def turns_of(self, row: Any) -> list[int | None]:
         """Return the messages that are samples of their own; [None] is the row as a whole."""
+        row = _without_nothing(row) if self.is_table else row
         messages, first = find_messages(row) if self.per_turn else (None, 0)
         if messages is None:
             return [None]
@@ -43,7 +47,22 @@ class Masking(NamedTuple):
 
     def mask(self, row: Any, turn: int | None) -> MaskedRow:
         """Return the tokens of a row, or of it up to a turn."""
+        row = _without_nothing(row) if self.is_table else row
         return mask_row(self.tokenizer, row, max_length=self.max_length, turn=turn)
+
+
+def is_table(rows: Any) -> bool:
+    """Return whether rows come from `datasets`, perhaps one set after the other."""
+    datasets = sys.modules.get("datasets")  # not imported, it made no rows
+    if isinstance(rows, ConcatDataset):
+        return any(map(is_table, rows.datasets))
+    return datasets is not None and isinstance(rows, datasets.Dataset | datasets.IterableDataset)
+
+
+def _without_nothing(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nothing(entry) for name, entry in value.items() if entry is not None}
+    return [_without_nothing(entry) for entry in value] if isinstance(value, list) else value
 
 
 class SFTRows(Dataset[dict[str, list[int]]]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,17 +27,21 @@ MISSPELT = ("model_saving_aboce",)
 Config: TypeAlias = str | PathLike[str] | Mapping[str, Any]
 
 _REQUIRED = ("hps_config", "model_path")
-_HPS_FLAGS = "hps_flags"
+HPS_FLAGS = "hps_flags"
 """Where parsed arguments have the hyper-parameters that were typed, by dotted key."""
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
     """Give a parser a flag for every argument of the Trainer that text can hold, in a group of their own.
+
+    Args:
+        parser: The parser.
+        without: Arguments that get no flag, because the program has them in another way.
 
     Raises:
         ArgumentError: It has a flag or an argument of the same name; nothing was added.
     """
-    flags = list_flags()
+    flags = [flag for flag in list_flags() if flag.name not in without]
     _require_no_clashes(parser, [flag.name for flag in flags])
     _read_hps_flags(parser)
     about_hps = "every hyper-parameter is a flag, too: --hps.epochs 3 --hps.optim.lr=3e-4"
@@ -64,7 +68,7 @@ def _read_hps_flags(parser: argparse.ArgumentParser) -> None:
             parser.error(str(error))
         parsed, unknown = parse(others, namespace)
         if values:
-            setattr(parsed, _HPS_FLAGS, values)
+            setattr(parsed, HPS_FLAGS, values)
         return parsed, unknown
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
@@ -80,7 +84,7 @@ def take_typed(args: argparse.Namespace, config: Config | None, others: Mapping[
     names = {flag.name for flag in list_flags()}
     typed = {name: value for name, value in vars(args).items() if name in names}
     arguments = {**({} if config is None else read_config(config)), **typed, **others}
-    hps_flags = getattr(args, _HPS_FLAGS, None)
+    hps_flags = getattr(args, HPS_FLAGS, None)
     if hps_flags:
         arguments["hps_config"] = HyperParameters.from_config(arguments.get("hps_config", {}), hps_flags)
     missing = [f"--{name}" for name in _REQUIRED if name not in arguments]

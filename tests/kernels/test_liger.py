@@ -18,7 +18,10 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 from accmt import AcceleratorModule, Trainer
 from accmt.errors import HyperParameterError
 
-pytestmark = pytest.mark.filterwarnings("default")  # of Liger's backends for other hardware
+pytestmark = [
+    pytest.mark.feature("N76"),
+    pytest.mark.filterwarnings("default"),  # of Liger's backends for other hardware
+]
 INTERPRETED = {"type": "liger", "rms_norm": False, "swiglu": False}
 
 

@@ -10,6 +10,8 @@ from accmt import HyperParameters, Trainer
 from accmt.config.flags import split_flags
 from accmt.errors import ArgumentError, HyperParameterError
 
+pytestmark = pytest.mark.feature("N71")
+
 YAML = """\
 hps:
   epochs: 1

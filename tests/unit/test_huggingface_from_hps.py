@@ -13,6 +13,8 @@ from accmt import AcceleratorModule, HyperParameters, Trainer
 from accmt.cli.main import main
 from accmt.errors import AccmtError, HyperParameterError, MissingPackageError
 
+pytestmark = pytest.mark.feature("N72")
+
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "AdamW", "lr": 1e-3}}
 
 

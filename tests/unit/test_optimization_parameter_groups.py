@@ -23,6 +23,8 @@ from accmt.errors import ArgumentError, HyperParameterError
 from accmt.optimization import build_optimizer, build_scheduler
 from accmt.optimization.parameter_kinds import kinds_of
 
+pytestmark = pytest.mark.feature("N70")
+
 SMALL = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 20}
 
 

@@ -66,6 +66,7 @@ class Stream(IterableDataset[Any]):
         return iter(self.data)
 
 
+ANSWER = {"role": "assistant", "content": "It will."}
 NO_ANSWER = {"messages": [{"role": "user", "content": "nobody answers"}]}
 
 
@@ -213,11 +214,17 @@ def test_the_loss_of_a_batch_without_a_target_is_finite_since_other_processes_re
 def test_a_datasets_dataset_is_read_lazily_and_without_the_entries_that_rows_lack(tmp_path: Path):
     from datasets import Dataset
 
-    plain = [
-        {"messages": [{"role": one["role"], "content": one["content"]} for one in row["messages"]]} for row in rows()
-    ]
-    _, of_dataset = fit(tmp_path / "dataset", Dataset.from_list(plain))
-    _, of_list = fit(tmp_path / "list", plain)
+    def call(name: str, **arguments: Any) -> dict[str, Any]:
+        function = {"name": name, "arguments": arguments}
+        return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+    called = [{"messages": [{"role": "user", "content": "?"}, call("look_up", what="rain"), ANSWER]}]
+    called += [{"messages": [{"role": "user", "content": "?"}, call("add", left=1, right=2), ANSWER]}]
+    data = [*rows(), *called] * 2
+    table = Dataset.from_list([{"tools": None, **row} for row in data])  # its columns are the entries of the first
+    assert table[10]["messages"][1]["tool_calls"][0]["function"]["arguments"]["left"] is None
+    _, of_dataset = fit(tmp_path / "dataset", table)
+    _, of_list = fit(tmp_path / "list", data)
     assert all(map(torch.equal, weights_of(of_dataset), weights_of(of_list)))
 
 

@@ -1,0 +1,103 @@
+"""Adapters merged into their model, so that what is left is an ordinary model folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from accmt.config import HyperParameters
+from accmt.errors import HyperParameterError, WeightsError, explain
+from accmt.huggingface.folder import save_model
+from accmt.huggingface.peft_adapters import can_be_merged, read_config
+from accmt.huggingface.pretrained import load_pretrained
+from accmt.libraries.versions import require
+from accmt.saving.layout import ADAPTER_CONFIG
+
+CLASSES = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
+"""The class of transformers for each task of PEFT."""
+
+
+def merge_adapter(
+    folder: str | os.PathLike[str], output: str | os.PathLike[str], type: str | None = None, **kwargs: Any
+) -> None:
+    """Merge the adapter in a folder into its model, and write the whole model, which transformers loads alone.
+
+    The model is read as it lies on disk, not quantized, and the adapter is added to its full weights. So what comes of
+    QLoRA differs by the rounding of the weights that were trained around. A tokenizer in the folder is written, too.
+
+    Args:
+        folder: Where PEFT or a Trainer saved the adapter; it is left as it is.
+        output: The folder to write. Weights in it are replaced.
+        type: The class of the model in transformers, such as "AutoModelForCausalLM". None: the one for the task that
+            the adapter names.
+        **kwargs: For `from_pretrained` of the model, such as `dtype="bfloat16"` or `num_labels=5`.
+
+    Raises:
+        WeightsError: There is no adapter, it does not fit its model, or it is none that can be merged.
+        FileNotFoundError: The model that it names is not there.
+        MissingPackageError: PEFT is not installed.
+
+    Processes: one.
+    """
+    folder, where = Path(folder), f"merge_adapter({str(folder)!r})"
+    if not (folder / ADAPTER_CONFIG).is_file():
+        got, do = f"no {ADAPTER_CONFIG}", "name the folder of an adapter; a whole model needs no merging"
+        raise WeightsError(explain(where, got, "an adapter of PEFT", do))
+    config = read_config(folder)
+    if not can_be_merged(config.__class__):
+        raise WeightsError(_explain_unmergeable(where, config.__class__.__name__.removesuffix("Config")))
+    found = type or CLASSES.get(str(config.task_type))
+    if found is None:
+        expected, do = "a class of transformers for the model", 'type="AutoModelForCausalLM", say'
+        raise WeightsError(explain(where, f"an adapter for the task {config.task_type}", expected, do))
+    model = load_pretrained(folder, found, **kwargs)
+    if getattr(model.get_base_model(), "is_quantized", False):
+        got = f"{config.base_model_name_or_path}, whose weights on disk are quantized"
+        do = "write the unquantized model as `base_model_name_or_path` in adapter_config.json"
+        raise WeightsError(explain(where, got, "full weights to merge into", do))
+    try:
+        merged = model.merge_and_unload(safe_merge=True)
+    except (ValueError, NotImplementedError, TypeError) as error:
+        expected = "an adapter that PEFT can merge"
+        raise WeightsError(explain(where, str(error), expected, "load it beside its model: PeftModel")) from error
+    save_model(merged, merged.state_dict(), Path(output), processor=_read_tokenizer(folder))
+
+
+def require_mergeable(hps: HyperParameters) -> None:
+    """Check before training that the adapter of hyper-parameters could be merged.
+
+    Raises:
+        HyperParameterError: There is none, or it is of a kind that PEFT cannot merge.
+    """
+    section = hps.model_section
+    if section is None or not section.adapter:
+        got, do = "true, and no adapter in `model`", "remove `merge`: the folder holds the whole model then"
+        raise HyperParameterError(explain(hps.where("sft", "merge"), got, "`model.lora` or `model.adapter`", do))
+    require("peft", hps.where("model", "adapter"))
+    import peft
+
+    config = getattr(peft, f"{section.adapter['type'].removesuffix('Config')}Config", None)
+    # An unknown name is reported when the model is built.
+    if config is not None and not can_be_merged(config):
+        raise HyperParameterError(_explain_unmergeable(hps.where("sft", "merge"), section.adapter["type"]))
+
+
+def _explain_unmergeable(where: str, kind: str) -> str:
+    expected = "an adapter that changes weights, such as LoRA: others are inputs of the model, and stay beside it"
+    return explain(where, f"an adapter of {kind}", expected, "remove `merge`; PeftModel loads it beside its model")
+
+
+def _read_tokenizer(folder: Path) -> Any:
+    if not (folder / "tokenizer_config.json").is_file():
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
