@@ -86,6 +86,7 @@ class TrainingState(Counters):
         num_processes: Processes that train together.
         best: Best value so far of each quantity that a model is saved by.
         metrics: Results of the last evaluation, by name.
+        best_metrics: Best value so far of each result whose better direction is known: losses, and those of metrics.
         patience_left: Evaluations without a better value that are still allowed, by name where several are counted;
             None where none is.
     """
@@ -95,6 +96,7 @@ class TrainingState(Counters):
     num_processes: int = 1
     best: Mapping[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    best_metrics: dict[str, float] = field(default_factory=dict)
     patience_left: int | dict[str, int] | None = None
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 from accmt.callbacks.base import MainProcessCallback
 from accmt.messages import say
@@ -11,6 +12,9 @@ from accmt.messages import say
 
 class EvaluationReport(MainProcessCallback):
     """Says at each evaluation where the run is, the mean training loss of the epoch until here, and the results.
+
+    Each value has an arrow against the last evaluation, and "best" where it is better than all before; "saved" says
+    that the model was. Lines of the same names stand in columns.
 
     Args:
         loss_name: What the training loss is called.
@@ -22,13 +26,33 @@ class EvaluationReport(MainProcessCallback):
 
     def __init__(self, loss_name: str = "train_loss") -> None:
         self._loss_name = loss_name
+        self._last: dict[str, float] = {}
+        self._is_saved = False
+
+    def on_fit_start(self) -> None:
+        self._last = dict(self.state.metrics)  # of the run that is continued
+
+    def on_evaluation_start(self) -> None:
+        self._is_saved = False
+
+    def on_save_model(self, folder: Path) -> None:
+        self._is_saved = True
 
     def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
         total = self.trainer.estimated_stepping_batches
-        of_total = f" of {total:.0f}" if math.isfinite(total) else ""
+        step, of_total = str(self.state.global_step), ""
+        if math.isfinite(total):
+            step, of_total = step.rjust(len(f"{total:.0f}")), f" of {total:.0f}"
         loss = self.trainer.run.running_averages.epoch_loss
         known = {} if loss is None else {self._loss_name: loss}
-        values = ", ".join(f"{name} {value:.4g}" for name, value in {**known, **metrics}.items())
         is_counted = self.state.train_step == 0 and self.state.epoch > 0  # an evaluation after the epoch's end
         epoch = self.state.epoch if is_counted else self.state.epoch + 1
-        say(f"step {self.state.global_step}{of_total}, epoch {epoch}: {values}")
+        values = [f"{name} {value:<7.4g} {self._mark(name, value):<6}" for name, value in {**known, **metrics}.items()]
+        line = "  ".join([f"step {step}{of_total}, epoch {epoch}:", *values, "saved" if self._is_saved else ""])
+        say(line.rstrip())
+
+    def _mark(self, name: str, value: float) -> str:
+        """Return how a value compares with the last one, whose place it takes, and with the best one."""
+        last, self._last[name] = self._last.get(name, math.nan), value
+        arrow = "↑" if value > last else "↓" if value < last else "=" if value == last else ""
+        return f"{arrow} best" if arrow and value == self.state.best_metrics.get(name) else arrow

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import operator
 import secrets
 import sys
 from collections.abc import Mapping
@@ -92,6 +94,7 @@ class ModelSaver(Callback):
         is_before_training = self.state.last_evaluation_step is None
         if is_before_training:
             return
+        self._note_best(metrics)
         values = self._values(metrics, self.trainer.run.running_averages.take_since_evaluation())
         before = self.selection.state_dict()
         rules = self.selection.consider(values)
@@ -104,6 +107,15 @@ class ModelSaver(Callback):
         if self.patience is not None:
             self.patience.consider(values)
         self.update_patience_left()
+
+    def _note_best(self, metrics: Mapping[str, float]) -> None:
+        """Let the state hold the best value of each result whose better direction is known."""
+        best = self.state.best_metrics
+        directions = {**self.selection.directions, self.trainer.run.loss_name: operator.lt}
+        for name, value in metrics.items():
+            is_better = directions.get(name.split("__")[0])
+            if is_better is not None and math.isfinite(value) and (name not in best or is_better(value, best[name])):
+                best[name] = value
 
     def update_patience_left(self) -> None:
         """Let the state hold how many evaluations without a better value are still allowed."""

@@ -96,6 +96,7 @@ class LocalState:
             "place": (state.epoch, state.train_step),
             "is_last_batch": state.now.is_last_training_batch,
             "metrics": dict(state.metrics),
+            "best_metrics": dict(state.best_metrics),
             "lr": [group["lr"] for group in run.stepper.optimizer.param_groups],
             "data": self._find_position(),
             "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
@@ -151,7 +152,7 @@ def restore(run: Run, resumed: Resumed) -> None:
     if run.checkpoints.owns(resumed.folder):
         run.saver.run_id = others["run_id"]
     run.guard.load_state_dict(others["guard"])
-    run.state.metrics = others["metrics"]
+    run.state.metrics, run.state.best_metrics = others["metrics"], others["best_metrics"]
     run.state.now.is_last_training_batch = others["is_last_batch"]
     run.snapshot.next_stage, run.snapshot.made_step = others["next_stage"], others["made_step"]
     run.checkpoints.continue_from(resumed.folder)

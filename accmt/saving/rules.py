@@ -120,7 +120,7 @@ class Quantities:
         for name in _LOSSES.keys() & directions:
             expected = "a name that the losses do not have"
             raise MetricError(explain(f"metric {name!r}", f"the main entry {name!r}", expected, "rename it"))
-        self._directions: dict[str, IsBetter] = {**_LOSSES, **directions}
+        self.directions: dict[str, IsBetter] = {**_LOSSES, **directions}
         self._sets = None if sets is None else [name for name in sets if name]
 
     def read_rule(self, name: Any, argument: Argument) -> Rule:
@@ -156,11 +156,11 @@ class Quantities:
         return rules
 
     def _find(self, part: str) -> Quantity | None:
-        fitting = [name for name in self._directions if part == name or part.startswith((f"{name}@", f"{name}__"))]
+        fitting = [name for name in self.directions if part == name or part.startswith((f"{name}@", f"{name}__"))]
         if not fitting:
             return None
         name = max(fitting, key=len)
-        key, is_better = _PREFIX + name, self._directions[name]
+        key, is_better = _PREFIX + name, self.directions[name]
         if part == name:
             sets = () if key == TRAIN_LOSS else self._sets or ()
             return Quantity(name, is_better, key, tuple(f"{key}__{set_name}" for set_name in sets))
@@ -171,8 +171,8 @@ class Quantities:
 
     def _labels(self) -> list[str]:
         sets = [set_name for set_name in self._sets or () if "/" not in set_name]  # which a rule cannot name
-        of_sets = [f"{name}@{set_name}" for name in self._directions for set_name in sets]
-        return [*self._directions, *(label for label in of_sets if self._find(label) is not None)]
+        of_sets = [f"{name}@{set_name}" for name in self.directions for set_name in sets]
+        return [*self.directions, *(label for label in of_sets if self._find(label) is not None)]
 
     def _reject_rule(self, name: Any, argument: Argument) -> NoReturn:
         choices = [*(_PREFIX + label for label in self._labels()), ALWAYS]
@@ -202,14 +202,14 @@ class Quantities:
 
     def _nearest(self, part: str) -> str | None:
         name, _, set_name = part.partition("@")
-        alike = _find_alike(self._strip(name), self._directions) or _find_alike(name, self._directions)
+        alike = _find_alike(self._strip(name), self.directions) or _find_alike(name, self.directions)
         if alike is None or not set_name or _PREFIX + alike == TRAIN_LOSS:
             return alike
         sets = [set_name] if self._sets is None else get_close_matches(set_name, self._sets, n=1, cutoff=0.0)
         return f"{alike}@{sets[0]}" if sets else alike
 
     def _strip(self, name: str) -> str:
-        return name if name in self._directions else _OTHER_TRAINERS_PREFIX.sub("", name, count=1)
+        return name if name in self.directions else _OTHER_TRAINERS_PREFIX.sub("", name, count=1)
 
 
 def _find_alike(part: str, names: Iterable[str]) -> str | None:

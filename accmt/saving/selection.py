@@ -79,6 +79,11 @@ class Selection:
         return ", ".join(self.names) or None
 
     @property
+    def directions(self) -> Mapping[str, IsBetter]:
+        """Whether a new value is better than an old one, by the label of each quantity that there is."""
+        return self._quantities.directions
+
+    @property
     def has_saved(self) -> bool:
         """Whether a rule has had the model saved since the start of the run."""
         return bool(self._chosen)

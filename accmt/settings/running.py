@@ -72,7 +72,8 @@ class RunningSettings:
             or a dict of its arguments. Interruptions do not count, `min_length` comes first.
         callbacks: A `Callback` or a list of them.
         verbose: False silences messages and progress bars.
-        enable_progress_bar: True shows a bar even where stderr is no terminal, False shows none, None decides by it.
+        enable_progress_bar: True shows a bar even where stderr is no terminal, False shows none; None shows a bar in a
+            terminal, and elsewhere a line of the log every so often.
         enable_model_summary: Whether a table of the model's parts is printed at the start; a number is the depth to
             which parts of parts are shown: True is 1, -1 shows all.
     """

@@ -20,7 +20,8 @@ class Terminal(io.StringIO):
 
 def make(stream, *, total=100, **options):
     bar = ProgressBar(stream=stream, **options)
-    bar.trainer = SimpleNamespace(estimated_stepping_batches=total)
+    run = SimpleNamespace(cadence=SimpleNamespace(epochs=4), val_loaders={})
+    bar.trainer = SimpleNamespace(estimated_stepping_batches=total, run=run)
     bar.state = TrainingState()
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.0025)
     bar.module = SimpleNamespace(optimizer=optimizer)
@@ -43,8 +44,8 @@ def train(bar, updates, *, seconds=0.0, samples=8):
 
 
 def test_its_methods_are_hooks():
-    expected = {"on_fit_start", "on_epoch_start", "on_update_end", "on_log", "on_evaluation_start", "on_evaluation_end"}
-    assert set(find_hooks(ProgressBar())) == expected | {"on_fit_end"}
+    evaluation = {"on_evaluation_start", "on_after_validation_step", "on_save_model", "on_evaluation_end"}
+    assert set(find_hooks(ProgressBar())) == evaluation | {"on_fit_start", "on_update_end", "on_log", "on_fit_end"}
 
 
 @pytest.mark.feature("L56")
@@ -52,18 +53,73 @@ def test_a_terminal_shows_loss_lr_speed_and_time_left():
     stream = Terminal()
     bar = make(stream)
     bar.on_fit_start()
-    bar.on_epoch_start()
     train(bar, 10, seconds=0.002)
     bar.on_log(values={"train_loss": 1.25, "other": 3.0})
     bar.on_fit_end()
     last = stream.getvalue().split("\r")[-1]
-    assert "epoch 1" in last
+    assert "epoch 1/4" in last
     assert "10/100" in last
-    assert "loss=1.25" in last
-    assert "lr=0.0025" in last
-    assert re.search(r"samples/s=\d", last)
-    assert re.search(r"\[\d\d:\d\d<\d\d:\d\d", last)
+    assert "loss 1.25" in last
+    assert "lr 0.0025" in last
+    assert re.search(r"samples/s \d", last)
+    assert re.search(r" \d\d:\d\d<\d\d:\d\d ", last)
     assert "other" not in last
+
+
+@pytest.mark.parametrize("columns", [70, 80, 140])
+def test_the_bar_keeps_its_width_and_values_are_whole_or_left_out(columns, monkeypatch):
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda stream: (columns, 24))
+    stream = Terminal()
+    bar = make(stream, total=1000)
+    bar.on_fit_start()
+    bar.on_log(values={"train_loss": 1.25})
+    bar.show({"a_long_name_of_a_metric": 0.123, "accuracy": 0.5, "f1": 0.75})
+    bar.state.best = {"best_accuracy": 0.625}
+    bar.on_save_model(folder=None)
+    train(bar, 500)
+    bar.on_fit_end()
+    last = stream.getvalue().split("\r")[-1].rstrip()
+    assert len(re.sub(r"\x1b\[\S*?m", "", last)) <= columns
+    assert "loss 1.25" in last
+    assert ("best accuracy 0.625 saved at 0" in last) is (columns == 140)
+    plain = re.sub(r"\x1b\[\S*?m", "", last)
+    assert plain.startswith("epoch 1/4 " + "#" * 10 + " " * 11 + "500/1000 ")
+    whole = {"loss 1.25", "best accuracy 0.625 saved at 0", "lr 0.0025", "accuracy 0.5", "f1 0.75"}
+    values = [value for value in plain.split("  ")[6:] if "samples/s" not in value]
+    assert set(values) <= whole | {"a_long_name_of_a_metric 0.123"}
+
+
+def test_without_a_terminal_a_line_is_logged_every_so_often(monkeypatch, caplog):
+    """After 10 seconds, after 30, and then once a minute; never more often, however quick the steps are."""
+    caplog.set_level("INFO", "accmt")
+    clock = Ticks()
+    monkeypatch.setattr("accmt.callbacks.progress.perf_counter", clock)
+    bar = make(io.StringIO(), total=10**6)
+    bar.on_fit_start()
+    bar.on_log(values={"train_loss": 1.25})
+    lines = {}
+    for second in range(1, 200):
+        clock.now += 1
+        before = len(caplog.messages)
+        train(bar, 1)
+        if len(caplog.messages) > before:
+            lines[second] = caplog.messages[-1]
+    bar.on_fit_end()
+    assert list(lines) == [10, 30, 90, 150]
+    assert lines[10] == "step 10 of 1,000,000, epoch 1/4: loss 1.25, lr 0.0025, samples/s 8"
+    assert len(caplog.messages) == 4
+
+
+def test_a_long_evaluation_shows_its_batches():
+    stream = Terminal()
+    bar = make(stream)
+    bar.trainer.run.val_loaders = {"a": SimpleNamespace(num_micro_batches=8), "b": SimpleNamespace(num_micro_batches=4)}
+    bar.on_fit_start()
+    bar.on_evaluation_start()
+    bar.state.val_step, bar._next_drawing = 5, 0.0
+    bar.on_after_validation_step()
+    assert stream.getvalue().split("\r")[-1].startswith("evaluating 5/12 ")
+    bar.on_fit_end()
 
 
 @pytest.mark.feature("L56")
@@ -71,7 +127,6 @@ def test_without_a_terminal_nothing_is_drawn():
     stream = io.StringIO()
     bar = make(stream)
     bar.on_fit_start()
-    bar.on_epoch_start()
     train(bar, 3)
     bar.on_evaluation_start()
     bar.on_evaluation_end(metrics={"val_loss": 1.0})
@@ -119,7 +174,7 @@ def test_speed_is_measured_over_samples_and_leaves_evaluations_out(monkeypatch):
     bar.on_evaluation_end(metrics={})
     update_of_half_a_second()
     bar.on_fit_end()
-    assert set(re.findall(r"samples/s=(\S+)\]", stream.getvalue())) == {"20"}
+    assert set(re.findall(r"samples/s (\S+)", stream.getvalue())) == {"20"}
 
 
 def test_a_continued_run_starts_where_it_was():
@@ -131,7 +186,7 @@ def test_a_continued_run_starts_where_it_was():
     bar.on_fit_end()
     last = stream.getvalue().split("\r")[-1]
     assert "42/100" in last
-    speed = float(re.search(r"samples/s=([\d.e+]+)", last).group(1))
+    speed = float(re.search(r"samples/s ([\d.e+]+)", last).group(1))
     assert speed < 1e5
 
 
@@ -141,7 +196,7 @@ def test_a_run_without_a_known_end_counts_only():
     bar.on_fit_start()
     train(bar, 5)
     bar.on_fit_end()
-    assert "5 steps [" in stream.getvalue()
+    assert "5 steps 00:00" in stream.getvalue()
 
 
 def test_evaluations_are_announced_and_their_results_stay():
@@ -154,7 +209,7 @@ def test_evaluations_are_announced_and_their_results_stay():
     train(bar, 1)
     bar.on_fit_end()
     last = stream.getvalue().split("\r")[-1]
-    assert "accuracy=0.975" in last
+    assert "accuracy 0.975" in last
     assert "evaluating" not in last
 
 
@@ -166,8 +221,8 @@ def test_shown_values_replace_their_former_ones():
     bar.show({"grad_norm": 9.0})
     bar.on_fit_end()
     last = stream.getvalue().split("\r")[-1]
-    assert "grad_norm=9" in last
-    assert "grad_norm=7" not in last
+    assert "grad_norm 9" in last
+    assert "grad_norm 7" not in last
 
 
 def test_a_second_fit_forgets_the_first():
@@ -189,7 +244,7 @@ def test_several_optimizers_show_no_single_lr():
     bar.on_fit_start()
     train(bar, 1)
     bar.on_fit_end()
-    assert "lr=" not in stream.getvalue()
+    assert "lr " not in stream.getvalue()
 
 
 def test_it_draws_ten_times_a_second(monkeypatch):
@@ -223,7 +278,7 @@ def test_an_update_that_draws_nothing_costs_a_look_at_the_clock(monkeypatch):
     train(bar, 1)
     looks.clear()
     bar._next_drawing = 60
-    bar.state = bar.module = bar.trainer = bar._bar = None  # nothing else is looked at
+    bar.state = bar.module = bar.trainer = bar._display = None  # nothing else is looked at
     for _ in range(1000):
         bar.on_update_end()
     assert len(looks) == 1000
