@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from accmt.callbacks import LambdaCallback as LambdaCallback
     from accmt.callbacks import MainProcessCallback as MainProcessCallback
     from accmt.config import HyperParameters as HyperParameters
+    from accmt.config import Optimizer as Optimizer
+    from accmt.config import Scheduler as Scheduler
     from accmt.curricula import RangeCurriculum as RangeCurriculum
     from accmt.curricula import RatioCurriculum as RatioCurriculum
     from accmt.curricula import StepsCurriculum as StepsCurriculum
@@ -133,6 +135,7 @@ _HOMES = {
     "Monitor": "accmt.settings.monitor",
     "NoCheckpointError": "accmt.errors",
     "NonFiniteError": "accmt.errors",
+    "Optimizer": "accmt.config",
     "OutputCollector": "accmt.metrics",
     "PackageConflictError": "accmt.errors",
     "Perplexity": "accmt.metrics",
@@ -145,6 +148,7 @@ _HOMES = {
     "RatioCurriculum": "accmt.curricula",
     "Recall": "accmt.metrics",
     "SFTModule": "accmt.sft",
+    "Scheduler": "accmt.config",
     "SavingError": "accmt.errors",
     "SeveralFaultsError": "accmt.errors",
     "StepsCurriculum": "accmt.curricula",
@@ -182,6 +186,11 @@ def __getattr__(name: str) -> Any:
         return current_accelerator()
     if name == "seed_everything":
         name = "set_seed"
+    if name == "Evaluator":  # of the original
+        message = (
+            "accmt has no Evaluator: Trainer(...).validate(module, data), or .test(module, data), returns the results"
+        )
+        raise ImportError(message)
     if name not in _HOMES:
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)

@@ -12,6 +12,14 @@ from __future__ import annotations
 class AccmtError(Exception):
     """Base of every error that accmt raises on purpose."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows in a cell: a terminal's traceback. Its own has each frame's whole signature."""
+        from traceback import TracebackException
+
+        shown = TracebackException.from_exception(self)
+        shown.stack[:] = [frame for frame in shown.stack if "/IPython/" not in frame.filename]
+        return "".join(shown.format()).splitlines()
+
 
 class HyperParameterError(AccmtError, ValueError):
     """A fault in the hyper-parameters; all faults of one source are reported together."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from accmt.errors import explain
 from accmt.module_log import LogsValues
 
 if TYPE_CHECKING:
@@ -329,9 +330,14 @@ class AcceleratorModule(LogsValues):
         """Say what a missing attribute is here, where another trainer's module has it."""
         if hasattr(super(), "__getattr__"):  # that of an nn.Module, where the user mixes the two
             return super().__getattr__(name)  # type: ignore[misc]
-        from accmt.compat.method_hints import describe_missing
+        if name in _OF_RUN or name == "device":
+            do = "use it in a step, or a hook such as on_fit_start; model and batches are moved to the device for you"
+            message = explain(f"self.{name}", "there is no run yet, as in __init__", "a run, which lends it", do)
+        else:
+            from accmt.compat.method_hints import describe_missing
 
-        raise AttributeError(describe_missing(self, name), name=name, obj=self)
+            message = describe_missing(self, name)
+        raise AttributeError(message, name=name, obj=self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the module without its run, so that loader processes and copies do not drag a run along."""

@@ -74,7 +74,7 @@ _COUNTERS = tuple(Counters.__dataclass_fields__)
 _read_counters = attrgetter(*_COUNTERS)
 
 
-@dataclass
+@dataclass(repr=False)
 class TrainingState(Counters):
     """The counters of a run, with read-only views of the rest. Module, Trainer and callbacks see this one object.
 
@@ -98,6 +98,11 @@ class TrainingState(Counters):
     metrics: dict[str, float] = field(default_factory=dict)
     best_metrics: dict[str, float] = field(default_factory=dict)
     patience_left: int | dict[str, int] | None = None
+
+    def __repr__(self) -> str:
+        values = [f"{name} {value:.5g}" for name, value in {**self.metrics, **self.best}.items()]
+        done = f"{self.global_step:,} steps, {self.epoch:,} epochs, {self.samples_seen:,} samples"
+        return f"<TrainingState: {', '.join([self.status, done, *values])}>"
 
     @property
     def fn(self) -> Function | None:

@@ -1,8 +1,15 @@
-"""Writes docs/arguments.md from the docstrings of the settings classes: `python docs/generate_arguments.py`."""
+"""Writes what is said of the Trainer's arguments from the docstrings of the settings classes.
+
+    python docs/generate_arguments.py
+
+That is docs/arguments.md, and the part of the Trainer's own docstring that editors show.
+"""
 
 from __future__ import annotations
 
 import inspect
+import re
+import textwrap
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
@@ -12,6 +19,8 @@ from accmt.settings.meanings import read_meanings
 from accmt.trainer.arguments import ALIASES
 
 PAGE = Path(__file__).with_name("arguments.md")
+SOURCE = Path(inspect.getfile(Trainer))
+HPS_CONFIG = "The hyper-parameters: a YAML or JSON file, a dict, or a `HyperParameters` object."
 
 HEAD = """\
 # Arguments of `Trainer`
@@ -67,15 +76,29 @@ def write_page() -> str:
     parameters = list(inspect.signature(Trainer.__init__).parameters.values())[1:]
     positional = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     aliases = "\n".join(f"- `{alias}` for `{name}`" for alias, name in ALIASES.items())
-    meaning = read_meanings(Trainer)["hps_config"]
     return "\n".join(
         [
             HEAD.format(first=positional[0], last=positional[-1], aliases=aliases),
-            HYPER_PARAMETERS.format(meaning=meaning),
+            HYPER_PARAMETERS.format(meaning=HPS_CONFIG),
             *map(write_group, Settings.GROUPS.values()),
         ]
     )
 
 
+def write_docstring(source: str) -> str:
+    """Return the Trainer's source with what its docstring says of each argument."""
+    meanings = {name: text for group in Settings.GROUPS.values() for name, text in read_meanings(group).items()}
+    meanings |= {"hps_config": HPS_CONFIG}
+    parameters = list(inspect.signature(Trainer.__init__).parameters)[1:]
+    entries = [_wrap(name, meanings[name]) for name in parameters if name != "kwargs"]
+    entries.append(_wrap("**kwargs", meanings["tracker_kwargs"]))
+    return re.sub(r"(?s)(?<=    Args:\n).*?(?=\n    Raises:)", lambda _: "\n".join(entries) + "\n", source, count=1)
+
+
+def _wrap(name: str, meaning: str) -> str:
+    return textwrap.fill(f"{name}: {meaning}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
+
+
 if __name__ == "__main__":
     PAGE.write_text(write_page(), encoding="utf-8")
+    SOURCE.write_text(write_docstring(SOURCE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import lr_scheduler
 
 from accmt.config.faults import Fault, KeyPath, describe, suggest
 from accmt.libraries.versions import require
@@ -51,7 +51,7 @@ class _Kind:
 
 _OPTIMIZERS = _Kind(
     path=("optim", "type"),
-    base=Optimizer,
+    base=torch.optim.Optimizer,
     torch_module=torch.optim,
     from_transformers={"Adafactor": "Adafactor"},
     rejected={"LBFGS": "evaluates the loss several times in one step (it needs a closure)"},
@@ -88,6 +88,26 @@ _SCHEDULERS = _Kind(
 )
 
 
+class Names:
+    """Short names as attributes: `Optimizer.AdamW` is "AdamW", for `HyperParameters(optim=Optimizer.AdamW)`."""
+
+    def __init__(self, kind: _Kind) -> None:
+        self._kind = kind
+
+    def __getattr__(self, name: str) -> str:
+        if name.startswith("_") or name not in self._kind.names():
+            do = suggest(name, self._kind.names(), f"choose one of {', '.join(self._kind.names())}")
+            message = f"there is no {self._kind.path[0]} of the name {name!r}: {do}"
+            raise AttributeError(message, name=name, obj=self)
+        return name
+
+    def __dir__(self) -> list[str]:
+        return self._kind.names()
+
+
+Optimizer, Scheduler = Names(_OPTIMIZERS), Names(_SCHEDULERS)
+
+
 def optimizer_names() -> list[str]:
     """Return the short names of all optimizers."""
     return _OPTIMIZERS.names()
@@ -103,10 +123,10 @@ def schedulers_of_transformers() -> Mapping[str, str]:
     return _SCHEDULERS.others_names
 
 
-def find_optimizer(value: Any) -> type[Optimizer] | Fault:
+def find_optimizer(value: Any) -> type[torch.optim.Optimizer] | Fault:
     """Return the optimizer class for a short name, a dotted import path or a class, or what is wrong with it."""
     found = _find(value, _OPTIMIZERS)
-    if isinstance(found, Fault) or (isinstance(found, type) and issubclass(found, Optimizer)):
+    if isinstance(found, Fault) or (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         return found
     return Fault(_OPTIMIZERS.path, describe(value), "a subclass of torch.optim.Optimizer", "name such a class")
 

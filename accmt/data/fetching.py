@@ -138,10 +138,17 @@ class CollateFetched:
         except Exception as error:
             if not _is_out_of_memory(error):
                 skipped = {bad.index for bad in fetched.bad}
-                self._note(error, [index for index in fetched.indices if index not in skipped])
+                indices = [index for index in fetched.indices if index not in skipped]
+                self._note(error, indices, fetched.samples)
             raise
 
-    def _note(self, error: Exception, indices: Sequence[int]) -> None:
+    def _note(self, error: Exception, indices: Sequence[int], samples: Sequence[Any]) -> None:
+        missing = [index for index, sample in zip(indices, samples, strict=False) if sample is None]
+        if missing:
+            where = f"making a batch with {_name(missing)}"
+            got, do = "None from the dataset", f"leave it out of the dataset; or raise an error there: {_SKIP}"
+            error.add_note(explain(where, got, "a sample", do))
+            return
         where = f"making a batch of {_name(indices)}"
         if isinstance(error, AccmtError):  # its message has the rest
             error.add_note(where)

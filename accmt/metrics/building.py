@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from inspect import isfunction
 from typing import Any
 
 from accmt.errors import MetricError, explain
@@ -56,6 +57,10 @@ def _build_one(value: Any, name: str | None) -> Metric:
     if is_torch_metric(value):
         return TorchMetric(value, name)
     if not isinstance(value, Metric):
+        if isfunction(value):
+            do = f"class Mine(Metric): def compute(self, predictions, references): return {value.__name__}(...); "
+            do += "validation_step returns (predictions, references) under its name. Whole in docs/coming-from.md"
+            raise _wrong_value(f"the function {value.__name__}", do)
         got = f"the class {value.__name__}" if isinstance(value, type) else describe(value)
         raise _wrong_value(got, f"metrics=[{value.__name__ if isinstance(value, type) else 'Accuracy'}()]")
     if name not in (None, value.name):

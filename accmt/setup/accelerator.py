@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -65,6 +67,8 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
     require_effect(accelerator, parallelism)
     if accelerator.device.type == "cpu" and not _asks_for_cpu(user_accelerator):
         _warn_of_unused_gpu()
+    if accelerator.num_processes == 1:
+        _warn_of_ignored_processes()
     with explaining_device():
         touch(accelerator.device)
     _current = weakref.ref(accelerator)
@@ -186,6 +190,28 @@ def _warn_of_unused_gpu() -> None:
         why = f"torch (for CUDA {torch.version.cuda}) finds none that it can use"
         do = "update the driver, which may be too old for that CUDA, or see what `nvidia-smi` says"
     warn_once(f"the machine has an NVIDIA GPU, but the run is on the CPU, for {why}: {do}", about="unused GPU")
+
+
+def _warn_of_ignored_processes() -> None:
+    """Say that `accelerate launch` started one process only, although it was asked for more.
+
+    With `--cpu` it does so unless several machines are named, and does not tell the process: the command that started
+    it does.
+    """
+    if not is_set("ACCELERATE_USE_CPU") or "WORLD_SIZE" in os.environ:
+        return
+    try:
+        parent = psutil.Process().parent()
+        command = "" if parent is None else " ".join(parent.cmdline())
+    except psutil.Error:  # it is gone, or hidden
+        return
+    asked = re.search(r"launch .*--num[-_]processes[ =](\d+)", command)
+    if asked and int(asked[1]) > 1:
+        warn_once(
+            f"`accelerate launch --cpu` was asked for {asked[1]} processes, but starts one on a single machine: "
+            f"write `accmt launch --cpu -N {asked[1]}`, or --multi_gpu in place of --cpu",
+            about="ignored processes",
+        )
 
 
 def _check_engine(accelerator: Accelerator) -> None:

@@ -19,6 +19,7 @@ from accmt.settings.trial_runs import apply_trials
 from accmt.state import TrainingState
 from accmt.trainer.arguments import resolve_aliases
 from accmt.trainer.properties import TrainerProperties
+from accmt.trainer.tracebacks import ShortTraceback
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -45,12 +46,159 @@ class Trainer(TrainerProperties):
     """Trains an `AcceleratorModule`.
 
     The constructor only takes and checks settings: no process group, no file, no network before `fit`. Every argument
-    is documented in the class of `accmt.settings` that holds it, and in docs/arguments.md.
+    is documented where it is held, in `accmt.settings`: `python docs/generate_arguments.py` writes what stands here.
 
     Args:
         hps_config: The hyper-parameters: a YAML or JSON file, a dict, or a `HyperParameters` object.
-        model_path: Folder in which the model is saved.
-        **kwargs: For the trackers' start; `mlflow={...}` goes to that one only.
+        model_path: Folder of the saved model; made when something is saved.
+        track_name: Name of the project or experiment; None is the base name of `model_path`.
+        checkpoint: Folder of the checkpoints; None is `<parent of model_path>/checkpoint-<its name>`.
+        resume: False starts from the beginning (checkpoints of an earlier run are moved to `<folder>.previous`, and
+            back if the run ends before its first own one); True continues from the newest checkpoint; "auto" or None
+            continues if there is one; a path continues from that checkpoint, or from the newest one in that folder.
+        model_saving: When to save: "best_valid_loss", "best_train_loss", "best_<metric>", "always" (at each
+            evaluation), None for never, or a list of them, each saved in a folder of its own in `model_path`. Without
+            validation data "best_valid_loss" means "best_train_loss": the mean since the last evaluation. Of several
+            validation sets "best_<metric>" is the mean, "best_<metric>@<set>" one of them; "best_accuracy/f1" wants
+            both to be better. Of equal values the first stays.
+        evaluate_every_n_steps: Optimizer steps from one evaluation to the next, counted over epochs; as a float up to
+            1.0 the fraction of an epoch's steps; or text such as "500 steps", "2 epochs", "0.25 epochs". None: at the
+            end of each epoch.
+        checkpoint_every: How often: a number and a unit of "epoch", "step" or "eval", such as "2 epochs", "0.25 epochs"
+            or "500 steps"; None is never. The end of the run is saved too.
+        logging_dir: Folder of logs, or the URL of the tracker's server.
+        log_with: A tracker or a list of them: `TensorBoard`, `MLFlow`, `WandB` ..., their names, or any Accelerate
+            `GeneralTracker`. `history.jsonl` is written in any case.
+        log_every: Optimizer steps from one row of training values to the next: a number, or text such as "10 steps"; -1
+            or "epoch" is one row at the end of each epoch.
+        grad_accumulation_steps: Batches of each process that make one optimizer step: a number, or `{epoch: number}`
+            with the epoch (from 0) at which each begins. None is 1.
+        clip_grad: Largest norm of the gradient of an optimizer step: the whole gradient is scaled. `{"value": 0.5}`
+            cuts each of its entries instead. None or 0 is off.
+        set_to_none: Whether gradients are dropped after a step instead of filled with zeros.
+        shuffle_train: Whether each epoch has an order of its own, drawn from (seed, epoch). Ignored with a sampler.
+        shuffle_validation: Whether validation data are shuffled; results do not depend on it.
+        sampler: Order of the training samples: a torch `Sampler`, a function `(dataset) -> Sampler`, or a list of
+            indices.
+        model_saving_below: Saves only while the value that decides is below this; a dict is by name.
+        model_saving_above: Saves only while the value that decides is above this; a dict is by name.
+        collate_fn: Makes a batch of a list of samples, for all data; a list of functions is applied one after the
+            other. None is torch's own. A module that defines `collate_fn` wins over it.
+        max_shard_size: Largest weight file: bytes, or text such as "5GB".
+        safe_serialization: True writes safetensors, tied weights included; False writes `pytorch_model*.bin`.
+        compile: Whether the model is compiled by `torch.compile`; a dict gives its arguments. "buckets": 64 among them
+            pads batches to multiples of 64, so that there are few graphs, and says when one is made.
+        train_loss_metric_name: Name of the training loss in the logs.
+        val_loss_metric_name: Name of the validation loss in the logs.
+        dataloader_pin_memory: Whether batches are put into pinned memory; has no effect without an accelerator device.
+        dataloader_num_workers: Processes that load data beside each training process; 0 loads in the training process.
+        report_loss_after_eval: True logs the mean validation loss once per evaluation; False logs the loss of
+            validation batches, every `log_every` of them.
+        handlers: Errors at which a safe checkpoint of the last optimizer step is taken before they are raised: a
+            `Handler`, its name, or a list.
+        eval_when_finish: Whether to evaluate at the end where evaluations are between epochs and the last step was not
+            evaluated yet.
+        eval_when_start: Whether to evaluate before the first optimizer step, logged at step 0; saves no model.
+        verbose: False silences messages and progress bars.
+        monitor: What else is measured and logged: a `Monitor`, a dict of its fields, a list of those to switch on, or
+            the path of a file of either; None logs losses and metrics.
+        sampler_val: The same for validation data.
+        batch_sampler: Batches of the training samples: a torch batch sampler. Batch i goes to process i mod processes.
+        collate_fn_train: As `collate_fn`, for training data only, and stronger than it.
+        collate_fn_val: As `collate_fn`, for validation data only, and stronger than it.
+        dataloader_persistent_workers: Whether those processes outlive an epoch, which saves starting them. Their copies
+            of the dataset then do not hear of what changes in it between epochs. Has no effect on streams, nor on a
+            dataset with `set_epoch`.
+        dataloader_drop_last: Whether a last training batch that is not full is left out. Validation data are never
+            dropped.
+        shard_dataloaders: Whether the processes share the data. False: every process sees all of it.
+        reload_dataloaders_every_n_epochs: Asks the module (`get_train_dataloader`, `get_validation_dataloader`) or the
+            datamodule for data again at the beginning of every so many epochs: a number, or text such as "2 epochs"; 0
+            asks once.
+        limit_batches: Batches of an epoch, of each validation set, of testing and of predicting: a whole number, or a
+            fraction of them as a float (1.0 is all, 1 is one); a dict with "train", "val", "test" and "predict" limits
+            those alone. 0 for "val" turns validation off.
+        overfit_batches: Trains and validates on so many (or this fraction of the) training batches, unshuffled; 0 is
+            off.
+        fast_dev_run: Runs so many batches (True: 1) of each kind, with one evaluation at the end, and writes nothing,
+            to try a script.
+        batch_device_placement: Whether batches are moved to the device before a step sees them.
+        on_bad_sample: "raise" ends the run where a sample cannot be read, with an error that names it; "skip" leaves it
+            out of its batch, counts it (`bad_samples`) and warns. Has no effect on streams.
+        group_by_length: Whether training batches are made of samples of like length: some 50 batches of neighbours in
+            the random order are sorted by length. It changes which samples meet in a step; `max_tokens` in the hyper-
+            parameters does not.
+        on_long_sample: With `max_tokens` in the hyper-parameters: "warn" makes a sample that is longer a micro-batch of
+            its own, and warns once; "raise" ends the run.
+        try_longest: Whether the largest micro-batch that the data can bring goes through forward and backward before
+            training, without effect, so that memory runs out now if it does: the one of the longest samples, where
+            lengths are known. None does so where the device has memory of its own.
+        min_length: Before which training does not end early: "2 epochs", "100 steps", or a list of both.
+        max_time: Longest time, after which training ends at an optimizer step: "DD:HH:MM:SS" or "1h30m", a timedelta,
+            or a dict of its arguments. Interruptions do not count, `min_length` comes first.
+        num_sanity_val_steps: Validation batches tried before training, so that a mistake there shows at once; it leaves
+            no trace. 0 is off, -1 is all batches.
+        patience: Evaluations in a row without a better value before training ends: a number, or text such as "3 evals";
+            a dict, such as `{"accuracy": 3}`, counts each value for itself. `min_length` holds it back.
+        seed: Seed of everything random; None draws one.
+        torch_flags: A dict of what is set in torch during the run. "deterministic": True makes it use deterministic
+            algorithms only, "warn" warns where there is none. "benchmark": sets `torch.backends.cudnn.benchmark`.
+            "detect_anomaly": whether autograd looks for the operation that made a NaN; slow.
+        inference_mode: Whether validation runs under `torch.inference_mode`; False: `torch.no_grad`.
+        gradient_checkpointing: Whether a transformers model recomputes activations to save memory; a dict gives
+            arguments.
+        sync_batchnorm: Whether batch norm uses the statistics of all processes, while the model is trained; on GPUs
+            only. With one process it changes nothing.
+        auto_micro_batch: Whether running out of memory in a training step halves the micro-batch, doubles the
+            accumulation and trains on: the effective batch, the order of samples and the scheduler stay. Several
+            processes then reduce gradients after a window's last backward, not during it.
+        max_checkpoints: How many are kept; None keeps the newest.
+        max_previous_runs: How many earlier runs' models and checkpoints are kept (`<folder>.previous`, `.previous-2`
+            ...) when a new run starts in their folders; 0 overwrites them, None keeps all.
+        checkpointer: An object of yours that stores checkpoints instead: `accmt.Checkpointer`.
+        async_checkpointing: Whether files are written while training continues.
+        reset_optimizer_on_resume: Whether optimizer and scheduler start from the beginning when training resumes.
+        save_last: Whether the last weights are saved to `<model_path>/last` too.
+        metrics: What is computed over all samples of a validation set: `Metric`s, `torchmetrics` metrics, names such as
+            "f1", a list of them, a dict of them by name, or a dict of lists by validation set.
+        metric_options: A dict. "means": results of which the mean is taken, by the name of that mean: a function of a
+            result's name, such as `{"mean_accuracy": lambda name: name.startswith("accuracy")}`, or the names, such as
+            `["accuracy__en", "accuracy__de"]`; losses are not among them; `best_mean_accuracy` and `patience` can go by
+            it. "further": a function that gets the values of each such mean in a list by its name, and returns further
+            results by name. "report_all": whether results that have gone into a mean are logged too; they are not
+            unless it is True. "gather_chunk_size": how much of each process's predictions travels to the main process
+            at a time, where a metric or `predict` needs them there: bytes, or text such as "32MB" (the default); None
+            is all at once.
+        callbacks: A `Callback` or a list of them.
+        run_name: Name of this run; None is made of the time and a few letters.
+        additional_tracker_config: Entries added to the run's configuration.
+        tracker_delivery: A dict. "offline": what a tracker whose server cannot be reached means: "auto" (the default)
+            trains on and delivers later, False is an error at the start, True does not try before `accmt sync`.
+            "flush_s": seconds that the end of a run waits for trackers, 30 unless it says otherwise; what is left then,
+            `accmt sync` delivers.
+        profiler: Finds what takes the time of `fit`: "simple" by phase, "advanced" by function, "pytorch" by operation,
+            in a few steps; or an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile` that says more. What is
+            found is kept in the run folder.
+        enable_progress_bar: True shows a bar even where stderr is no terminal, False shows none; None shows a bar in a
+            terminal, and elsewhere a line of the log every so often.
+        enable_model_summary: Whether a table of the model's parts is printed at the start; a number is the depth to
+            which parts of parts are shown: True is 1, -1 shows all.
+        accelerator: An `accelerate.Accelerator`, or a dict of its arguments; None builds one from the launch.
+        mixed_precision: "no", "fp16" or "bf16"; None takes the launch's.
+        ddp_kwargs: Arguments of `accelerate.DistributedDataParallelKwargs`.
+        parallelism: Shards the model over the processes of a launch by FSDP2: a dict. "fsdp": True, or arguments of
+            `accelerate.FullyShardedDataParallelPlugin`. "shard" and "replicate": the sizes of hybrid sharding, whose
+            product is the number of processes; by default all processes shard.
+        failures: A dict. "on_nonfinite": what happens after a training loss that is not finite: "stop" (the default)
+            ends the run with an error that names the batch, "skip" leaves the optimizer step out before it is made (and
+            waits for the device once per step), "rollback" goes back to the newest checkpoint and skips that step; None
+            only warns. "spike_guard": treats a loss this many standard deviations above the mean of the process's last
+            100 as not finite, from the 21st on. "hang_timeout_s": seconds without a finished batch after which the run
+            counts as hung and ends, saying where. "machine_timeout_s": on several machines, seconds without a sign of
+            life of one after which the others end; 120; None waits as long as torch does. "preempt_exit_code": exit
+            code after SIGTERM or SIGUSR1, from 0 to 255; 143. "preflight": whether a run tries at its start to save and
+            load its state in memory, and compares the room on the disk with what checkpoints and model will need; True.
+        **kwargs: Further keywords of the Trainer, handed to the trackers' start; `mlflow={...}` goes to that one only.
 
     Raises:
         HyperParameterError: Faults in the hyper-parameters, all at once.
@@ -210,7 +358,7 @@ class Trainer(TrainerProperties):
         trained, recovery = _as_module(module, kwargs), Recovery()
         user_data = UserData("fit", {"train": train_dataset, "validate": val_dataset}, datamodule)
         try:
-            with running(self, trained), working(self.settings.running), user_data.ending("fit"):
+            with ShortTraceback(), running(self, trained), working(self.settings.running), user_data.ending("fit"):
                 self._user_data = user_data
                 self._fit_once(trained, user_data, recovery)
                 while recovery.checkpoint is not None:
