@@ -29,7 +29,7 @@ export DO_NOT_TRACK := true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-lowest lint docs bench gpu trackers quantized kernels clean
+.PHONY: help install demo test test-lowest lint docs coverage bench gpu trackers quantized kernels release clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ docs: $(INSTALLED)  ## build the site of docs/ into build/site; a warning or a d
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "$$(find build/site -name '*.html' | wc -l) pages; open build/site/index.html"
 
+coverage: $(INSTALLED)  ## run the unit tests, and say how much of accmt/ they run
+	$(BIN)/python -m pytest tests/unit --cov --cov-report=term:skip-covered
+
 bench: $(INSTALLED)  ## time the import, the loop, checkpoints, evaluation and trackers beside Accelerate by hand and others
 	$(BIN)/python tests/benchmarks/bench_import.py
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_loop.py
@@ -79,8 +82,13 @@ quantized: $(INSTALLED)  ## test quantized weights and low-bit optimizers in an 
 kernels: $(INSTALLED)  ## test Liger's kernels in an environment of its own, as far as a CPU goes
 	@tests/laid_over.sh .venv-kernels $(VENV) tests/kernels $(KERNELS)
 
+# Which version: make release VERSION=0.2.0
+release: $(INSTALLED)  ## set the VERSION, date the changelog, commit and tag; nothing is uploaded
+	$(if $(VERSION),,$(error say which version: make release VERSION=0.2.0))
+	$(BIN)/python docs/release.py $(VERSION)
+
 clean:  ## remove everything that was made: .venv, caches, outputs of the examples
-	rm -rf $(VENV) $(LOWEST) .venv-trackers .venv-quantized .venv-kernels .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db
+	rm -rf $(VENV) $(LOWEST) .venv-trackers .venv-quantized .venv-kernels .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt

@@ -83,9 +83,10 @@ def show_source(path: Path) -> str:
     """Return a page with the code of a file; a search finds the pages that speak of it, not this one."""
     name = path.relative_to(ROOT).as_posix()
     text = path.read_text(encoding="utf-8").rstrip("\n")
-    return (
-        f"---\nsearch:\n  exclude: true\n---\n\n# {name}\n\n``````{_LEXERS.get(path.suffix, 'bash')}\n{text}\n``````\n"
-    )
+    if path.suffix == ".md":
+        return text
+    head = f"---\nsearch:\n  exclude: true\n---\n\n# {name}\n"
+    return f"{head}\n``````{_LEXERS.get(path.suffix, 'bash')}\n{text}\n``````\n"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
