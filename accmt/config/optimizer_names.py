@@ -105,7 +105,11 @@ class Names:
         return self._kind.names()
 
 
-Optimizer, Scheduler = Names(_OPTIMIZERS), Names(_SCHEDULERS)
+Optimizer = Names(_OPTIMIZERS)
+"""The short names of all optimizers, each as an attribute."""
+
+Scheduler = Names(_SCHEDULERS)
+"""The short names of all schedulers, each as an attribute."""
 
 
 def optimizer_names() -> list[str]:
