@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 
 _is_alone = False
+_ranks_per_batch = 1  # of a run; see `share_batches`
 _index_after_leaving = 0
 _host_group: tuple[Any, dist.ProcessGroup] | None = None  # the default group, and the one beside it for host memory
 
@@ -52,6 +53,33 @@ def process_index() -> int:
     return dist.get_rank() if _has_group() else _index_after_leaving
 
 
+def share_batches(ranks: int) -> None:
+    """Let so many processes with neighbouring ranks, which hold one model together, share each batch from here on.
+
+    Whatever is about samples counts them once: `num_data_processes` and `data_index` stand in the place of
+    `num_processes` and `process_index` there. Files, checkpoints and agreement are those of the processes themselves.
+
+    Processes: all.
+    """
+    global _ranks_per_batch  # noqa: PLW0603 - as there is one group of processes
+    _ranks_per_batch = ranks
+
+
+def num_data_processes() -> int:
+    """Return how many processes, or groups of processes that share each batch, the data are divided among."""
+    return max(1, num_processes() // _ranks_per_batch)
+
+
+def data_index() -> int:
+    """Return which part of the data this process has, counted from 0; those that share batches have the same."""
+    return process_index() // _ranks_per_batch
+
+
+def is_counted() -> bool:
+    """Return whether what this process computed of its batches counts; of those that share them one does."""
+    return process_index() % _ranks_per_batch == 0
+
+
 def is_main_process() -> bool:
     """Return whether this is the process that writes files and messages."""
     return process_index() == 0
@@ -78,6 +106,14 @@ def sum_over_processes(values: Sequence[float]) -> list[float]:
     dist.all_reduce(total, group=_group_of_host())
     result: list[float] = total.tolist()
     return result
+
+
+def sum_over_data(values: Sequence[float]) -> list[float]:
+    """Add up as `sum_over_processes`, and count those that share batches once.
+
+    Processes: collective; every process passes the same number of values.
+    """
+    return sum_over_processes(values if is_counted() else [0.0] * len(values))
 
 
 def _group_of_host() -> dist.ProcessGroup | None:
@@ -123,6 +159,19 @@ def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[
     gathered: list[Any] = [None] * num_processes()
     dist.all_gather_object(gathered, value, group=group or _group_of_host())
     return gathered
+
+
+def gather_from_data(value: T) -> list[T]:
+    """Return one picklable value of every part of the data, in their order: as `gather_objects`, those shared once.
+
+    Processes: collective.
+    """
+    return each_once(gather_objects(value))
+
+
+def each_once(of_processes: list[T]) -> list[T]:
+    """Return what is left of a list with an entry for each process where those that share batches count once."""
+    return of_processes[::_ranks_per_batch]
 
 
 def broadcast_object(value: T, *, source: int = 0, group: dist.ProcessGroup | None = None) -> T:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -58,4 +59,23 @@ def total_norm(gradients: Sequence[Tensor], order: float = 2.0) -> torch.Tensor:
 
     Processes: collective where they are sharded.
     """
-    return make_whole(nn.utils.get_total_norm(gradients, order))
+    norms = [make_whole(nn.utils.get_total_norm(of_one, order)) for (of_one,) in by_mesh(gradients)]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
+
+
+def by_mesh(*tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
+    """Divide lists of tensors by the processes over which those of the first list are sharded.
+
+    Torch computes with many tensors at once only where all are sharded over the same, or none is.
+    """
+    if not any(map(is_dtensor, tensors[0])):
+        return [tuple(map(list, tensors))]
+    kinds: dict[Any, list[tuple[Tensor, ...]]] = {}
+    for together in zip(*tensors, strict=True):
+        kinds.setdefault(mesh_of(together[0]), []).append(together)
+    return [tuple(map(list, zip(*of_one, strict=True))) for of_one in kinds.values()]
+
+
+def mesh_of(tensor: Tensor) -> DeviceMesh | None:
+    """Return the processes over which a tensor is sharded, None where it is whole."""
+    return tensor.device_mesh if is_dtensor(tensor) else None

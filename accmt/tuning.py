@@ -17,7 +17,7 @@ from accmt.config import HyperParameters
 from accmt.errors import ArgumentError, explain, is_out_of_memory
 from accmt.messages import say, warn
 from accmt.module import AcceleratorModule
-from accmt.processes import broadcast_object, num_processes
+from accmt.processes import broadcast_object, num_data_processes
 from accmt.protocols import TrainerProtocol
 from accmt.recovery.restart import Restart, free_finished
 from accmt.settings import Settings
@@ -270,6 +270,6 @@ def _quiet(settings: Settings, folder: Path, callbacks: Any, groups: dict[str, A
 def _largest_batch(data: Any) -> int:
     """Return how many samples a batch of one process can have at most."""
     try:
-        return max(1, len(data) // num_processes())
+        return max(1, len(data) // num_data_processes())
     except (TypeError, NotImplementedError):
         return _MAX_SIZE

@@ -32,7 +32,15 @@ LAST_LINES = 50
 FORKS = ROOT / "tests" / "forks.py"
 _FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 _HSDP = {f"PARALLELISM_CONFIG_DP_{name}_SIZE": "2" for name in ("REPLICATE", "SHARD")}
-ENGINES = {"ddp": {}, "fsdp": _FSDP, "hsdp": {**_FSDP, **_HSDP, "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}}
+_MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+_TP = {**_MESH, "PARALLELISM_CONFIG_TP_SIZE": "2"}
+ENGINES = {
+    "ddp": {},
+    "fsdp": _FSDP,
+    "hsdp": {**_FSDP, **_HSDP, **_MESH},
+    "tp": _TP,
+    "tpfsdp": {**_TP, **_FSDP, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"},
+}
 NUM_FORKING = 2  # each has sets in another order, so neighbours in a launch differ as new processes do
 GRACE_S = 60.0  # for processes to end after one of them failed, also on a busy machine
 _turns = count()
@@ -51,7 +59,7 @@ def launch(
         script: The script.
         arguments: Its arguments.
         processes: How many processes run it; "fsdp-2" launches two with FSDP2, as `accelerate launch` does, "hsdp-4"
-            four with hybrid sharding.
+            four with hybrid sharding, "tp-2" two by tensor parallelism, "tpfsdp-4" four by both.
         result: A file that the script writes last.
         timeout_s: Seconds after which the run counts as hung, and is killed.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from accmt.callbacks.base import Callback
 from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import approach_
-from accmt.sharded_tensors import shard_like
+from accmt.sharded_tensors import by_mesh, shard_like
 
 
 class EMA(Callback):
@@ -65,7 +65,9 @@ class EMA(Callback):
         for name in weights.keys() - self.average.keys():  # unfrozen since
             self.average[name] = weights[name].clone()
         self.num_averaged += 1
-        approach_([self.average[name] for name in weights], list(weights.values()), 1 - self._decay_now())
+        averages = [self.average[name] for name in weights]
+        for average, weight in by_mesh(averages, list(weights.values())):
+            approach_(average, weight, 1 - self._decay_now())
 
     def on_evaluation_start(self) -> None:
         weights = self._weights()

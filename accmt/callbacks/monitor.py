@@ -13,6 +13,7 @@ from accmt.callbacks.base import Callback, MainProcessCallback
 from accmt.callbacks.operations import ModelOperations
 from accmt.callbacks.stopwatch import Stopwatch, StopwatchOfCallbacks
 from accmt.callbacks.utilization import CpuUse, GpuUse
+from accmt.processes import num_data_processes
 from accmt.settings.monitor import Monitor
 from accmt.sharded_tensors import total_norm
 
@@ -84,7 +85,7 @@ class Throughput(MainProcessCallback):
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if isinstance(tokens, torch.Tensor):
             # Padding included; other processes are taken to have as many, which saves asking them.
-            self._tokens += tokens.numel() * self.state.num_processes
+            self._tokens += tokens.numel() * num_data_processes()
 
     def measure(self) -> dict[str, float]:
         counts, now_s = self._counts(), self._stopwatch.training_s
@@ -104,7 +105,7 @@ class Throughput(MainProcessCallback):
         tokens = {"tokens": self._tokens} if self._tokens else {}
         real = getattr(self.trainer.run.train_loader, "real_tokens", None)
         tokens |= {} if real is None else {"real_tokens": real}
-        batches = self.state.batch_iteration * self.state.num_processes
+        batches = self.state.batch_iteration * num_data_processes()
         return {"samples": self.state.samples_seen, "batches": batches, **tokens}
 
 

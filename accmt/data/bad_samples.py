@@ -15,7 +15,7 @@ from accmt.data.batches import MicroBatch
 from accmt.data.fetching import BadSample
 from accmt.data.options import LoaderOptions
 from accmt.errors import DataError, explain
-from accmt.processes import num_processes, sum_over_processes
+from accmt.processes import gather_objects, num_data_processes, num_processes, sum_over_data
 
 MAX_NAMED = 5
 _TOO_MANY = 100
@@ -68,14 +68,31 @@ def _take_bad(micro_batch: MicroBatch) -> None:
 
 def _count(micro_batch: MicroBatch, options: LoaderOptions) -> int | None:
     """Set what the processes agree on, and return how many samples were read; None where each counts its own."""
+    if num_data_processes() < num_processes():
+        _require_same_in_groups(micro_batch)
     if options.agrees_each_batch:
         own = float(micro_batch.batch is not None), float(micro_batch.own_samples or 0), float(len(micro_batch.bad))
-        present, samples, bad = map(int, sum_over_processes(own))
-        micro_batch.is_partial, micro_batch.num_bad = present < num_processes(), bad
+        present, samples, bad = map(int, sum_over_data(own))
+        micro_batch.is_partial, micro_batch.num_bad = present < num_data_processes(), bad
         return samples
     micro_batch.num_bad = len(micro_batch.bad)
     micro_batch.is_partial |= micro_batch.batch is None
     return micro_batch.own_samples if options.shard.count == 1 else None
+
+
+def _require_same_in_groups(micro_batch: MicroBatch) -> None:
+    """Check that processes which share a batch could read the same samples of it.
+
+    Processes: collective.
+    """
+    every = gather_objects([bad.index for bad in micro_batch.bad])
+    size = num_processes() // num_data_processes()
+    other = next((rank for rank, one in enumerate(every) if one != every[rank // size * size]), None)
+    if other is not None:
+        first = other // size * size
+        got = f"samples {every[first]} could not be read on process {first}, and {every[other]} on process {other}"
+        expected = "the same samples on both, which hold one model together and share each batch"
+        raise DataError(explain("the data", got, expected, "look at the disk or the network that they are read from"))
 
 
 def _nothing_is_read(options: LoaderOptions, unread: int, micro_batch: MicroBatch) -> DataError:

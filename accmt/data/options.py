@@ -15,7 +15,7 @@ from accmt.data.seeding import derive_seed
 from accmt.data.sharding import Shard
 from accmt.data.workers import WorkerStart
 from accmt.errors import DataError, explain
-from accmt.processes import gather_objects
+from accmt.processes import gather_objects, num_data_processes, num_processes
 
 
 class Loader(Protocol):
@@ -207,7 +207,7 @@ def require_same_everywhere(options: LoaderOptions, has: str, order: str) -> Non
 
     Processes: collective.
     """
-    if options.shard.count == 1:
+    if options.shard.count == 1 and num_data_processes() == num_processes():
         return
     every = gather_objects((has, order))
     other = next((rank for rank, one in enumerate(every) if one != every[0]), None)

@@ -30,7 +30,7 @@ from accmt.data.token_cut import Groups, TokenBudget, cut_by_tokens, padded_toke
 from accmt.errors import DataError, explain
 from accmt.libraries.private_names import pin_memory
 from accmt.messages import warn_once
-from accmt.processes import gather_objects, process_index
+from accmt.processes import data_index, gather_from_data
 
 _FIRST_WINDOW = 2
 _SAMPLES_OF_WINDOW = 1024
@@ -103,7 +103,7 @@ class _BudgetLoader(WrappedLoader):
     def _fill(self, micro_batch: MicroBatch, epoch: int, samples: list[Any], lengths: list[int]) -> MicroBatch:
         """Set a micro-batch's batch, collated under a seed of its own."""
         if samples and micro_batch.part is not None:
-            place = epoch, micro_batch.index, micro_batch.part.number, process_index()
+            place = epoch, micro_batch.index, micro_batch.part.number, data_index()
             seed_generators(derive_seed(self._seed, self._purpose, *place))
             micro_batch.batch = self._make_batch(samples, lengths)
         return micro_batch
@@ -188,7 +188,7 @@ class TokenBudgetLoader(_BudgetLoader):
 
     def _cut(self, epoch: int, step: list[MicroBatch]) -> Iterator[MicroBatch]:
         samples = [sample for batch in step for sample in _unpack(batch.batch)]
-        every = gather_objects([find_length(sample, self._length_of) for sample in samples])
+        every = gather_from_data([find_length(sample, self._length_of) for sample in samples])
         lengths = list(chain(*every))
         self._check_longest(lengths)
         cut_up, tokens_of = (pack_by_tokens, packed_tokens) if self._packs else (cut_by_tokens, padded_tokens)
@@ -196,13 +196,13 @@ class TokenBudgetLoader(_BudgetLoader):
         cut = cut_up(widths, self._budget, len(every))
         self.real_tokens += sum(lengths)
         self.padded_tokens += sum(tokens_of(group, widths) for own in cut for group in own)
-        first_own = sum(map(len, every[: process_index()]))
+        first_own = sum(map(len, every[: data_index()]))
         groups = _exchange(samples, first_own, cut)
         num_parts = max(1, *map(len, cut))
         known_samples = len(lengths) if self._knows_samples else None
         for number in range(num_parts):
             sizes = [len(own[number]) if number < len(own) else 0 for own in cut]
-            positions = cut[process_index()][number] if sizes[process_index()] else []
+            positions = cut[data_index()][number] if sizes[data_index()] else []
             micro_batch = MicroBatch(
                 index=step[0].index,
                 batch=None,
@@ -264,7 +264,7 @@ class EvaluationBudgetLoader(_BudgetLoader):
         lengths = [find_length(sample, self._length_of) for sample in samples]
         self._check_longest(lengths)
         [groups] = cut_by_tokens(self._budget.widths(lengths), self._budget)
-        every = gather_objects(len(groups)) if self._keeps_in_step else [len(groups)]
+        every = gather_from_data(len(groups)) if self._keeps_in_step else [len(groups)]
         num_parts = max(1, *every)
         for number in range(num_parts):
             positions = groups[number] if number < len(groups) else []
@@ -307,10 +307,10 @@ def _exchange(samples: list[Any], first: int, cut: list[Groups]) -> list[list[An
         first: The position of the first of them.
         cut: What `cut_by_tokens` returned, the same on all processes.
     """
-    wanted = cut[process_index()]
+    wanted = cut[data_index()]
     held = dict(enumerate(samples, first))
     if len(cut) > 1:
         leaving = {p: held[p] for p in held.keys() - set(chain(*wanted))}
-        for received in gather_objects(leaving):
+        for received in gather_from_data(leaving):
             held |= received
     return [[held[position] for position in group] for group in wanted]

@@ -98,8 +98,8 @@ def _load_sharded(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:
         return None
     if not hasattr(DistributedConfig, "fsdp_size"):  # before 5.23 it is there, but shards experts only
         return None
-    shard, replicate = sizes
-    config = DistributedConfig(fsdp_size=shard, dp_replicate_size=replicate)
+    shard, replicate, tp = sizes
+    config = DistributedConfig(fsdp_size=shard, dp_replicate_size=replicate, tp_size=tp)
     with torch.random.fork_rng(devices=[]):  # a new head is drawn once, by the way that is taken in the end
         model, report = _read(model_class, path, **kwargs, distributed_config=config, output_loading_info=True)
     return None if report["missing_keys"] or has_tied_shards(model) else model

@@ -223,7 +223,48 @@ def shard_by_plugin(model: nn.Module, accelerator: Accelerator) -> None:
     fsdp2_prepare_model(accelerator, model)
 
 
+def checkpoint_activations_by_plugin(model: nn.Module, accelerator: Accelerator) -> None:
+    """Let the layers that a plugin shards compute their activations again, where it says so; before they are sharded.
+
+    As `Accelerator.prepare` does it.
+    """
+    from accelerate.utils.fsdp_utils import fsdp2_apply_ac
+
+    plugin: Any = accelerator.state.fsdp_plugin
+    plugin.set_auto_wrap_policy(model)
+    if plugin.activation_checkpointing:
+        fsdp2_apply_ac(accelerator, model)
+
+
 # transformers
+
+
+def plan_of_tensors(model: nn.Module, size: int) -> dict[str, str]:
+    """Return how a model splits its tensors over so many processes: a style for each parameter and module, by name.
+
+    Raises:
+        AttributeError, ImportError, TypeError: It is no model of transformers, or of one before 5.23.
+        ValueError: It has no plan.
+    """
+    from transformers import PreTrainedModel
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    if not isinstance(model, PreTrainedModel):
+        message = "it is no PreTrainedModel of transformers"
+        raise AttributeError(message)
+    own: Any = model
+    plans: tuple[dict[str, str], ...] = own._resolve_parallel_plans(DistributedConfig(tp_size=size))
+    return plans[0]
+
+
+def sums_gradients_of_parts(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of the modules whose style is `ReplicatedWithGradAllReduce`, where tensors are split."""
+    own: Any = model
+    if getattr(own, "_tp_size", None) in (None, 1):
+        return []
+    style = "replicated_with_grad_allreduce"
+    names = {name for name, found in plan_of_tensors(model, own._tp_size).items() if found == style}
+    return [parameter for name, parameter in own.named_parameters() if name in names]
 
 
 def generate_together(model: nn.Module) -> None:

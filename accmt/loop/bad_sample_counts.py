@@ -9,7 +9,7 @@ from accmt.data import BadSample, MicroBatch
 from accmt.data.bad_samples import MAX_NAMED, BadSamples
 from accmt.errors import DataError, explain
 from accmt.messages import warn, warn_once
-from accmt.processes import gather_objects
+from accmt.processes import gather_from_data
 from accmt.run import EvaluationRun, Run
 
 
@@ -26,7 +26,7 @@ def warn_of_bad_samples(run: Run) -> None:
     """
     bad = run.bad_samples.take()
     if bad.count:
-        warn(_describe("training", bad.count, gather_objects(bad.first)))
+        warn(_describe("training", bad.count, gather_from_data(bad.first)))
 
 
 def report_bad_samples(run: EvaluationRun, key: str, bad: BadSamples, *, has_batch: bool) -> None:
@@ -44,7 +44,7 @@ def report_bad_samples(run: EvaluationRun, key: str, bad: BadSamples, *, has_bat
     """
     if run.settings.data.on_bad_sample != "skip":
         return
-    every = gather_objects((bad.count, bad.first, has_batch))
+    every = gather_from_data((bad.count, bad.first, has_batch))
     count = sum(count for count, _, _ in every)
     if not count:
         return

@@ -22,7 +22,7 @@ from accmt.metrics.consolidation import consolidate, find_members, require_membe
 from accmt.parallel.reduction import broadcast_buffers
 from accmt.parallel.shards import borrow_batch, reshard
 from accmt.precision import autocast
-from accmt.processes import gather_objects, process_index, sum_over_processes
+from accmt.processes import data_index, gather_objects, sum_over_data
 from accmt.run import TEST_LOSS, EvaluationRun, Run
 from accmt.state import Stage
 
@@ -195,7 +195,7 @@ def _first_batches(loader: Loader, max_batches: int | None, *, keeps_in_step: bo
 
 def place_of_step(micro_batch: MicroBatch) -> tuple[int, ...]:
     """Return what the randomness of a step of an evaluation depends on."""
-    place = micro_batch.index, process_index()
+    place = micro_batch.index, data_index()
     return place if micro_batch.part is None else (*place, micro_batch.part.number)
 
 
@@ -270,7 +270,7 @@ def _report_batch(run: EvaluationRun, key: str, loss: Any, weight: Any) -> None:
     step = run.state.eval_global_step
     if step % max(run.settings.tracking.log_steps, 1):
         return
-    total, total_weight = sum_over_processes((float(loss) * float(weight), float(weight)))
+    total, total_weight = sum_over_data((float(loss) * float(weight), float(weight)))
     name = run.loss_name + (f"__{key}" if key else "")
     for hook in run.hooks.on_log if total_weight else ():
         hook(values={name: total / total_weight}, step=step)

@@ -19,7 +19,7 @@ from accmt.loop.stages import TRAINING, evaluate_before_training, finish_epoch, 
 from accmt.loop.train_step import AutomaticSteps
 from accmt.messages import say, warn
 from accmt.module import ExtendedAcceleratorModule
-from accmt.processes import run_on_every_process, run_on_main_process
+from accmt.processes import num_data_processes, run_on_every_process, run_on_main_process
 from accmt.recovery.crash_loop import record_end, warn_of_crash_loop
 from accmt.recovery.restart import Restart
 from accmt.recovery.resume_hint import printing_resume_hint
@@ -255,7 +255,7 @@ def describe(run: Run) -> dict[str, Any]:
     accumulation = settings.optimization.accumulation_at(0)
     return {
         **settings.hps.get_config(),
-        "effective_batch_size": settings.hps.train_batch_size * accumulation * run.state.num_processes,
+        "effective_batch_size": settings.hps.train_batch_size * accumulation * num_data_processes(),
         "grad_accumulation_steps": accumulation,
         "num_processes": run.state.num_processes,
         "mixed_precision": str(run.accelerator.mixed_precision),

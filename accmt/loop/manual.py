@@ -13,7 +13,7 @@ from accmt.messages import say_once
 from accmt.module import ExtendedAcceleratorModule
 from accmt.parallel.reduction import average_gradients, broadcast_buffers
 from accmt.precision import autocast
-from accmt.processes import num_processes, process_index, sum_over_processes
+from accmt.processes import data_index, num_data_processes, sum_over_data
 from accmt.run import Place, Run, counting_calls, require_call, require_planned
 
 
@@ -57,8 +57,8 @@ class ManualSteps:
         batch = run.place(micro_batch.batch)
         own = run.count_samples(micro_batch, batch)
         samples = self._count_over_processes(micro_batch, own)
-        self._factor, self._has_stepped = own * num_processes() / samples, False
-        seed_generators(derive_seed(run.seed, "step", run.state.epoch, micro_batch.index, process_index()), run.device)
+        self._factor, self._has_stepped = own * num_data_processes() / samples, False
+        seed_generators(derive_seed(run.seed, "step", run.state.epoch, micro_batch.index, data_index()), run.device)
         for hook in run.hooks.on_before_training_step:
             hook(batch=batch)
         counting: AbstractContextManager[list[None]]
@@ -91,8 +91,8 @@ class ManualSteps:
 
         Processes: collective where they were not planned.
         """
-        if micro_batch.num_samples is None or self._run.counts_own_samples or num_processes() == 1:
-            return int(sum_over_processes((float(own),))[0])
+        if micro_batch.num_samples is None or self._run.counts_own_samples or num_data_processes() == 1:
+            return int(sum_over_data((float(own),))[0])
         require_planned(micro_batch, own)
         return micro_batch.num_samples
 

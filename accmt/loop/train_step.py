@@ -17,7 +17,7 @@ from accmt.parallel.reduction import broadcast_buffers
 from accmt.parallel.shards import borrow_batch
 from accmt.parallel.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.precision import autocast
-from accmt.processes import num_processes, process_index
+from accmt.processes import data_index, num_data_processes
 from accmt.recovery.restart import current_micro_batch_size
 from accmt.run import Place, Run, require_planned
 
@@ -31,8 +31,8 @@ class AutomaticSteps:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._window: AccumulationWindow | None = None
-        self._is_alone = num_processes() == 1
-        self._process_index = process_index()
+        self._is_alone = num_data_processes() == 1
+        self._data_index = data_index()
         self._may_halve = run.settings.optimization.auto_micro_batch and current_micro_batch_size(run) > 1
         self._reduces_by_hand = run.reduces_by_hand or (self._may_halve and not self._is_alone)
         self._is_sharded = run.is_sharded
@@ -150,7 +150,7 @@ class AutomaticSteps:
             return
         run.packing.look(micro_batch.batch)
         batch = run.place(micro_batch.batch) if self._is_on_device else micro_batch.batch
-        numbers: tuple[int, ...] = (run.state.epoch, micro_batch.index, self._process_index)
+        numbers: tuple[int, ...] = (run.state.epoch, micro_batch.index, self._data_index)
         if micro_batch.part is not None:
             numbers = (*numbers, micro_batch.part.number)
         seed = derive_seed(run.seed, "step", *numbers)

@@ -22,7 +22,7 @@ import torch
 
 from accmt.loop.step_outputs import require_weight
 from accmt.metrics.weighted_sum import Weight
-from accmt.processes import num_processes, sum_over_processes
+from accmt.processes import num_data_processes, sum_over_data
 
 
 class Reading:
@@ -109,7 +109,7 @@ class Weighting:
     """
 
     def __init__(self) -> None:
-        self._num_processes = num_processes()
+        self._num_data_processes = num_data_processes()
         self.is_explicit: bool | None = None
         self.reference = 1.0
 
@@ -123,7 +123,7 @@ class Weighting:
             is_explicit: Whether the step returned that weight.
         """
         own = (0.0 if weight is None else float(weight), float(weight is not None), float(is_explicit))
-        total, batches, explicit = sum_over_processes(own)
+        total, batches, explicit = sum_over_data(own)
         self.is_explicit = explicit > 0 if batches else None  # no process has one, so the next decides
         self.reference = total / batches if total > 0 else 1.0
 
@@ -136,7 +136,7 @@ class Weighting:
         if window.is_one_batch:
             return 1.0
         if self.uses_plan(window):
-            return weight * self._num_processes / (window.known_samples or 1)
+            return weight * self._num_data_processes / (window.known_samples or 1)
         return weight / self.reference
 
     def close(self, window: AccumulationWindow) -> tuple[float, int]:
@@ -154,10 +154,10 @@ class Weighting:
         if window.known_samples is not None and self.uses_plan(window):
             return float(window.known_samples > 0), window.known_samples
         own = (window.own_weight, float(window.own_batches), float(window.own_samples))
-        total, batches, samples = sum_over_processes(own)
+        total, batches, samples = sum_over_data(own)
         if total <= 0:
             return 0.0, int(samples)
-        factor = self._num_processes * self.reference / total
+        factor = self._num_data_processes * self.reference / total
         self.reference = total / batches
         return factor, int(samples)
 

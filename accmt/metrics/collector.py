@@ -15,7 +15,7 @@ from accmt.metrics.logged import LoggedValues, combine
 from accmt.metrics.metric import Metric
 from accmt.metrics.results import describe, find_scalar, is_pair, metric_error
 from accmt.metrics.weighted_sum import Weight
-from accmt.processes import gather_objects
+from accmt.processes import gather_from_data
 
 
 class ValidationCollector:
@@ -78,7 +78,7 @@ class ValidationCollector:
         Processes: collective; metrics are computed on the main process, and every process gets the values.
         """
         self._scalars.close()
-        every = gather_objects((self._scalars.take(), set(self._num_entries)))
+        every = gather_from_data((self._scalars.take(), set(self._num_entries)))
         self._require_entries(set().union(*(names for _, names in every)))
         results = combine(totals for totals, _ in every)
         for name, accumulation in self._accumulations.items():

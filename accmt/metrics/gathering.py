@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from accmt.metrics.results import metric_error, read_result, require_pair
-from accmt.processes import gather_objects, is_main_process, num_processes, run_on_main_process
+from accmt.processes import each_once, gather_objects, is_counted, is_main_process, num_processes, run_on_main_process
 
 if TYPE_CHECKING:
     from accmt.metrics.metric import Metric
@@ -62,18 +62,19 @@ def gather_on_main_process(items: list[T], chunk_bytes: int | None = CHUNK_BYTES
             None is all at once.
 
     Returns:
-        On the main process the items of each process, in the order of ranks; nothing on the others.
+        On the main process the items of each process, in the order of ranks, of those that share batches once; nothing
+        on the others.
     """
     if num_processes() == 1:
         return [items]
-    chunks = list(_cut(items, math.inf if chunk_bytes is None else chunk_bytes))
+    chunks = list(_cut(items if is_counted() else [], math.inf if chunk_bytes is None else chunk_bytes))
     gathered: list[list[T]] = [[] for _ in range(num_processes())] if is_main_process() else []
     for index in range(max(gather_objects(len(chunks)))):
         received: list[Any] | None = [None] * num_processes() if is_main_process() else None
         dist.gather_object(chunks[index] if index < len(chunks) else [], received)
         for of_process, part in zip(gathered, received or [], strict=True):
             of_process += part
-    return gathered
+    return each_once(gathered)
 
 
 def _cut(items: list[T], chunk_bytes: float) -> Iterator[list[T]]:

@@ -9,7 +9,7 @@ import torch
 
 from accmt.errors import ModuleContractError, explain
 from accmt.metrics.gathering import to_cpu
-from accmt.processes import gather_objects
+from accmt.processes import gather_from_data
 
 Outputs = list[Any] | dict[str, list[Any] | torch.Tensor]
 
@@ -87,6 +87,6 @@ def gather_on_cpu(tensor: torch.Tensor, *, chunk: int | None = None) -> torch.Te
     """
     own = tensor.detach().cpu()
     parts = list(torch.split(own, chunk)) if chunk and len(own) else [own]
-    num_parts = max(gather_objects(len(parts)))
-    gathered = [gather_objects(parts[index] if index < len(parts) else own[:0]) for index in range(num_parts)]
+    num_parts = max(gather_from_data(len(parts)))
+    gathered = [gather_from_data(parts[index] if index < len(parts) else own[:0]) for index in range(num_parts)]
     return torch.cat([part for of_process in zip(*gathered, strict=True) for part in of_process])

@@ -15,7 +15,7 @@ from accmt.metrics.gathering import GatheredPairs, Position, join_pairs
 from accmt.metrics.metric import Accumulation, Metric
 from accmt.metrics.results import read_result, read_scalars, require_pair
 from accmt.metrics.weighted_sum import COMPACT_AT, exact_sum
-from accmt.processes import gather_objects, num_processes, run_on_every_process
+from accmt.processes import each_once, gather_from_data, num_data_processes, run_on_every_process
 
 Part = tuple[float, int]
 """A value of a part, and how many samples that has."""
@@ -75,7 +75,7 @@ class MetricParallel(Metric):
         self.reduction = reduction
 
     def accumulate(self) -> Accumulation:
-        self._warn("processes", has_parts=num_processes() > 1)
+        self._warn("processes", has_parts=num_data_processes() > 1)
         return _OfProcess(self)
 
     def _warn(self, parts: str, *, has_parts: bool) -> None:
@@ -106,7 +106,7 @@ class _OfProcess(GatheredPairs):
     _metric: MetricParallel
 
     def compute(self, chunk_bytes: int | None = None) -> dict[str, float]:
-        every = run_on_every_process(self._compute_own)
+        every = each_once(run_on_every_process(self._compute_own))
         return {name: value for name, (value, _) in _reduce(self._metric, every).items()}
 
     def _compute_own(self) -> dict[str, Part]:
@@ -139,7 +139,7 @@ class _OfBatches:
     def compute(self, chunk_bytes: int | None = None) -> dict[str, float]:
         self._compact()
         own, self._reduced = self._reduced, {}
-        every = gather_objects(own)
+        every = gather_from_data(own)
         return {name: value for name, (value, _) in _reduce(self._metric, every).items()}
 
     def _compact(self) -> None:

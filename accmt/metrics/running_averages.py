@@ -9,7 +9,7 @@ import torch
 
 from accmt.metrics.logged import LoggedValues, combine
 from accmt.metrics.weighted_sum import Weight, WeightedSum
-from accmt.processes import gather_objects, is_main_process, num_processes, process_index, sum_over_processes
+from accmt.processes import data_index, gather_from_data, is_main_process, num_data_processes, sum_over_data
 
 
 class _Mean(NamedTuple):
@@ -53,7 +53,7 @@ class RunningAverages:
         has_others = self._collect()
         loss, self._since_log = self._since_log.value, _Mean()
         row = {} if loss is None else {loss_name: loss}
-        return combine(gather_objects(self._logged.take())) | row if has_others else row
+        return combine(gather_from_data(self._logged.take())) | row if has_others else row
 
     def take_since_evaluation(self) -> float | None:
         """Return the mean loss since the last call, over all processes; None if nothing was added.
@@ -87,7 +87,7 @@ class RunningAverages:
         """
         own = {"loss": self._loss.state_dict(), "logged": self._logged.state_dict()}
         return {
-            "processes": gather_objects(own),
+            "processes": gather_from_data(own),
             "since_log": self._since_log._asdict(),
             "since_evaluation": self._since_evaluation._asdict(),
             "of_epoch": {**self._of_epoch._asdict(), "is_over": self._is_epoch_over},
@@ -103,13 +103,13 @@ class RunningAverages:
         self._is_epoch_over = of_epoch.pop("is_over")
         self._of_epoch = _Mean(**of_epoch)
         saved = state["processes"]
-        own = [saved[process_index()]] if len(saved) == num_processes() else saved if is_main_process() else []
+        own = [saved[data_index()]] if len(saved) == num_data_processes() else saved if is_main_process() else []
         for part in own:
             self._loss.add_state(part["loss"])
             self._logged.add_state(part["logged"])
 
     def _collect(self) -> bool:
-        loss, weight, num_others = sum_over_processes((*self._loss.take(), len(self._logged)))
+        loss, weight, num_others = sum_over_data((*self._loss.take(), len(self._logged)))
         self._since_log = self._since_log.plus(loss, weight)
         self._since_evaluation = self._since_evaluation.plus(loss, weight)
         if self._is_epoch_over and weight:

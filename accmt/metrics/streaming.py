@@ -12,7 +12,7 @@ from accmt.metrics.gathering import Position
 from accmt.metrics.metric import Accumulation, Metric
 from accmt.metrics.results import metric_error, read_result, require_pair
 from accmt.metrics.weighted_sum import COMPACT_AT, exact_sum
-from accmt.processes import gather_objects, run_on_main_process
+from accmt.processes import gather_from_data, run_on_main_process
 
 
 class StreamingMetric(Metric):
@@ -86,7 +86,7 @@ class _Sums:
     def compute(self, chunk_bytes: int | None = None) -> dict[str, float]:
         own = self._add_up().flatten().tolist() if self._counted else []
         self._counted = []
-        every = [sums for sums in gather_objects(own) if sums]
+        every = [sums for sums in gather_from_data(own) if sums]
         return run_on_main_process(lambda: self._compute([exact_sum(of_one) for of_one in zip(*every, strict=True)]))
 
     def _compute(self, sums: list[float]) -> dict[str, float]:

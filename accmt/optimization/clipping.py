@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from accmt.sharded_tensors import total_norm
+from accmt.sharded_tensors import by_mesh, total_norm
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], limit: float | None, kind: str) -> torch.Tensor | None:
@@ -18,10 +18,12 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float | None, kind
     """
     if limit is None:
         return None
+    parts = [of_one for (of_one,) in by_mesh(parameters)] if parameters else []
     if kind == "value":
-        nn.utils.clip_grad_value_(parameters, limit)
+        for of_one in parts:
+            nn.utils.clip_grad_value_(of_one, limit)
         return None
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = total_norm(gradients)
-    nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    for of_one in parts:
+        nn.utils.clip_grads_with_norm_(of_one, limit, norm)
     return norm

@@ -15,7 +15,7 @@ from accmt.config.grouping import Grouping
 from accmt.errors import HyperParameterError, ModuleContractError, explain
 from accmt.optimization.chained import ChainedOptimizer
 from accmt.optimization.parameter_groups import Assigned, assign
-from accmt.sharded_tensors import make_whole
+from accmt.sharded_tensors import make_whole, mesh_of
 
 _TRIED = 67  # numbers: some vectors of a CPU's kernels, and a rest
 _IMPLEMENTATIONS = frozenset({"fused", "foreach", "differentiable", "capturable"})
@@ -153,6 +153,9 @@ def _is_fused_right(
 
     Torch 2.13's fused SGD leaves bfloat16 and float16 weights on a CPU as they are, and says nothing.
     """
+    trainable = list(trainable)
+    if len({mesh_of(parameter) for parameter in trainable}) > 1:  # one kernel takes tensors of one kind
+        return False
 
     def step(device: torch.device, dtype: torch.dtype, *, fused: bool) -> torch.Tensor:
         weight = torch.nn.Parameter(as_trained(torch.zeros(_TRIED, device=device, dtype=dtype)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from accmt.libraries.private_names import multiply_
 from accmt.optimization.clipping import clip_gradients
+from accmt.sharded_tensors import by_mesh
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -30,6 +32,7 @@ class Stepper:
         set_to_none: Whether gradients are dropped after a step.
         clip: Largest norm or value of the gradient; None is off.
         clip_type: "norm" or "value".
+        around_backward: Makes the context of each backward pass; None is without one.
 
     Attributes:
         optimizer: The torch optimizer.
@@ -44,6 +47,7 @@ class Stepper:
         set_to_none: bool = True,
         clip: float | None = None,
         clip_type: str = "norm",
+        around_backward: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         from accelerate import Accelerator
 
@@ -56,7 +60,9 @@ class Stepper:
         self._clip = clip or None
         self._clip_type = clip_type
         self._drops_gradients = set_to_none and type(optimizer).zero_grad is _TORCH_ZERO_GRAD
-        self._is_plain_backward = self._scaler is None and type(accelerator).backward is Accelerator.backward
+        self._around_backward = around_backward or nullcontext
+        is_plain = self._scaler is None and type(accelerator).backward is Accelerator.backward
+        self._is_plain_backward = is_plain and around_backward is None
 
     @property
     def clips(self) -> bool:
@@ -73,7 +79,8 @@ class Stepper:
         if self._is_plain_backward:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
-            self._accelerator.backward(loss)
+            with self._around_backward():
+                self._accelerator.backward(loss)
 
     def unscale(self) -> None:
         """Take the gradient scaler's factor out of the gradients; once per window, before they are read or changed.
@@ -87,8 +94,8 @@ class Stepper:
     def multiply_gradients(self, factor: float) -> None:
         """Multiply all gradients by one number."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if gradients:
-            multiply_(gradients, factor)
+        for (of_one,) in by_mesh(gradients) if gradients else ():
+            multiply_(of_one, factor)
 
     def clip(self) -> torch.Tensor | None:
         """Clip the gradients of the accumulation window, unscaled before.

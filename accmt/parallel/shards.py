@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from accmt.errors import ModuleContractError, explain
-from accmt.libraries.private_names import generate_together, shard_by_plugin
+from accmt.libraries.private_names import checkpoint_activations_by_plugin, generate_together, shard_by_plugin
+from accmt.libraries.versions import parallel_size
 from accmt.parallel.reduction import broadcast_tensors
-from accmt.processes import broadcast_object, gather_objects, num_processes
+from accmt.processes import broadcast_object, gather_objects, num_data_processes, num_processes
 from accmt.sharded_tensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer
 
     Processes: collective.
     """
-    broadcast_tensors([*model.parameters(), *model.buffers()], accelerator.device)
+    if not is_sharded(model):
+        broadcast_tensors([*model.parameters(), *model.buffers()], accelerator.device)
     try:
         _shard(model, accelerator, optimizer)
     except (ValueError, KeyError) as error:
@@ -45,11 +47,19 @@ def _shard(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer | No
     if optimizer is not None:
         accelerator.prepare(model, optimizer)
         return
+    if is_sharded(model):  # by tensor parallelism, from which Accelerate would take its weights for whole ones
+        accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
+        checkpoint_activations_by_plugin(model, accelerator)
     shard_by_plugin(model, accelerator)
 
 
+def is_by_fsdp(model: nn.Module) -> bool:
+    """Return whether FSDP2 shards a model, as a whole."""
+    return next(_fsdp_modules(model), None) is model
+
+
 def require_known_shards(model: nn.Module) -> None:
-    """Check that a model which comes sharded is so by `fully_shard`, over all processes.
+    """Check that a model which comes sharded is so over all processes, by `fully_shard` or tensor parallelism.
 
     Raises:
         ModuleContractError: It is sharded otherwise, so that processes would have to share batches.
@@ -59,20 +69,20 @@ def require_known_shards(model: nn.Module) -> None:
         do = "load it without distributed_config: AcceleratorModule.from_hf(path, type, in_fit=True)"
         raise ModuleContractError(explain("self.model", got, "tied weights sharded as one", do))
     meshes = {parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter)}
-    dimensions = {name for mesh in meshes for name in mesh.mesh_dim_names or ()}
-    is_by_fsdp = next(_fsdp_modules(model), None) is model
-    if is_by_fsdp and "tp" not in dimensions and all(mesh.size() == num_processes() for mesh in meshes):
+    sizes = {num_processes(), num_data_processes()}  # of what is split as well, and of what is not
+    if (is_by_fsdp(model) or num_data_processes() == 1) and all(mesh.size() in sizes for mesh in meshes):
         return
     shapes = ", ".join(
         str(dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)) or mesh.shape) for mesh in meshes
     )
     got = f"a model sharded over meshes of {shapes}, on {num_processes()} processes"
-    do = 'leave it whole, and let Trainer(parallelism={"fsdp": True}) shard it; tensor parallelism is not built'
-    raise ModuleContractError(explain("self.model", got, "fully_shard(model) over all processes", do))
+    do = 'leave it whole, and let Trainer(parallelism={"fsdp": True}) shard it, or {"tp": 2} split it'
+    expected = "fully_shard(model) over all processes that do not share batches"
+    raise ModuleContractError(explain("self.model", got, expected, do))
 
 
-def sizes_of_shards() -> tuple[int, int] | None:
-    """Return over how many processes a model that is built now is to be sharded, and how often it is replicated.
+def sizes_of_shards() -> tuple[int, int, int] | None:
+    """Return over how many processes a model that is built now is to be sharded, replicated, and split by its plan.
 
     None where no run shards, or where the model has to be whole before: settings ask for more than sharding.
     """
@@ -80,10 +90,11 @@ def sizes_of_shards() -> tuple[int, int] | None:
     if accelerate_state is None or not accelerate_state.is_initialized():
         return None
     state = accelerate_state.AcceleratorState()
-    if not state.is_fsdp2 or _does_more_than_shard(state.fsdp_plugin):
-        return None
     config = state.parallelism_config
-    return (num_processes(), 1) if config is None else (config.dp_shard_size, config.dp_replicate_size)
+    tp = 1 if config is None else parallel_size(config, "tp")
+    if (not state.is_fsdp2 and tp == 1) or (state.is_fsdp2 and _does_more_than_shard(state.fsdp_plugin)):
+        return None
+    return (num_processes(), 1, 1) if config is None else (config.dp_shard_size, config.dp_replicate_size, tp)
 
 
 def _does_more_than_shard(plugin: Any) -> bool:

@@ -18,7 +18,7 @@ import torch
 from accmt.errors import NonFiniteError, explain
 from accmt.messages import warn, warn_once
 from accmt.metrics.weighted_sum import COMPACT_AT, Weight, stack
-from accmt.processes import gather_objects, num_processes, process_index
+from accmt.processes import data_index, gather_from_data, num_data_processes, process_index
 from accmt.recovery.restart import roll_back
 from accmt.run import Place, Run
 from accmt.sharded_tensors import total_norm
@@ -159,12 +159,12 @@ class LossGuard:
 
         Processes: collective where there is a spike guard.
         """
-        return {"recent": None if self._spike_guard is None else gather_objects(list(self._recent))}
+        return {"recent": None if self._spike_guard is None else gather_from_data(list(self._recent))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned; with another number of processes, start the comparison again."""
-        if state["recent"] is not None and len(state["recent"]) == num_processes():
-            self._recent.extend(state["recent"][process_index()])
+        if state["recent"] is not None and len(state["recent"]) == num_data_processes():
+            self._recent.extend(state["recent"][data_index()])
 
 
 def _read(weights: list[Weight]) -> list[float]:
@@ -190,7 +190,7 @@ def check_losses(run: Run) -> None:
         )
         for place, loss, what in guard.find()[:_MAX_NAMED]
     ]
-    found = sorted(chain.from_iterable(gather_objects(own)), key=lambda finding: finding.place.samples_before)
+    found = sorted(chain.from_iterable(gather_from_data(own)), key=lambda finding: finding.place.samples_before)
     skipped, guard.skipped = guard.skipped, {}
     _warn_of_skipped([finding for finding in found if finding.place.samples_before in skipped], skipped)
     made = [finding for finding in found if finding.place.samples_before not in skipped]

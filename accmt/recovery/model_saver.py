@@ -23,7 +23,7 @@ from accmt.messages import say, warn
 from accmt.metrics import Metric
 from accmt.metrics.building import BUILTIN
 from accmt.parallel.reduction import broadcast_buffers
-from accmt.processes import run_on_main_process
+from accmt.processes import num_data_processes, run_on_main_process
 from accmt.run import Run
 from accmt.saving import (
     RUN_KEY,
@@ -323,7 +323,7 @@ def _describe_training(run: Run) -> dict[str, Any]:
         "steps": state.global_step,
         "epochs finished": state.epoch,
         "training samples seen": state.samples_seen,
-        "samples of a step": settings.hps.train_batch_size * accumulation * state.num_processes,
+        "samples of a step": settings.hps.train_batch_size * accumulation * num_data_processes(),
         "processes": state.num_processes,
         "mixed precision": str(run.accelerator.mixed_precision),
         "seed": run.seed,

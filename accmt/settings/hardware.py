@@ -48,7 +48,7 @@ def require_parallelism(value: Mapping[str, Any] | None) -> None:
     Raises:
         ArgumentError: A size is no number from 1, or FSDP has no such argument.
     """
-    for name in ("shard", "replicate"):
+    for name in ("shard", "replicate", "tp"):
         if value is not None and name in value:
             require_int(f"parallelism.{name}", value[name], at_least=1)
     own = (value or {}).get("fsdp", True)

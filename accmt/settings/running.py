@@ -39,6 +39,7 @@ class ParallelismOptions(TypedDict, total=False):
     fsdp: bool | Mapping[str, Any]
     shard: int
     replicate: int
+    tp: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,9 @@ class RunningSettings:
         mixed_precision: "no", "fp16" or "bf16"; None takes the launch's.
         ddp_kwargs: Arguments of `accelerate.DistributedDataParallelKwargs`.
         parallelism: Shards the model over the processes of a launch by FSDP2: a dict. "fsdp": True, or arguments of
-            `accelerate.FullyShardedDataParallelPlugin`. "shard" and "replicate": the sizes of hybrid sharding, whose
-            product is the number of processes; by default all processes shard.
+            `accelerate.FullyShardedDataParallelPlugin`. "shard" and "replicate": the sizes of hybrid sharding; by
+            default all processes shard. "tp": over how many processes the model is split by its plan for tensor
+            parallelism; such processes share each batch. The product of the sizes is the number of processes.
         compile: Whether the model is compiled by `torch.compile`; a dict gives its arguments. "buckets": 64 among them
             pads batches to multiples of 64, so that there are few graphs, and says when one is made.
         seed: Seed of everything random; None draws one.

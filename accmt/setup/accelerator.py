@@ -26,10 +26,12 @@ from accmt.setup.parallelism import (
     Parallelism,
     accelerator_arguments,
     find_parallelism,
+    forget_mesh_of_cpus,
     hidden_from_accelerate,
     is_set,
     require_effect,
     shard_on_cpu,
+    tensor_parallel_size,
 )
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
 
 
 def _build(arguments: dict[str, Any], parallelism: Parallelism) -> Accelerator:
+    forget_mesh_of_cpus()
     if parallelism.is_plain:
         return make_accelerator(arguments)
     if not arguments.get("cpu", False):
@@ -95,7 +98,8 @@ def current_accelerator() -> Accelerator | None:
 def must_keep_in_step(model: nn.Module) -> bool:
     """Return whether each forward of a model needs all processes, in the run that begins."""
     accelerator = current_accelerator()
-    return is_sharded(model) or (accelerator is not None and accelerator.is_fsdp2)
+    is_asked = accelerator is not None and (accelerator.is_fsdp2 or tensor_parallel_size(accelerator) > 1)
+    return is_sharded(model) or is_asked
 
 
 def close_group() -> None:

@@ -37,7 +37,7 @@ from accmt.setup.accelerator import build_accelerator
 from accmt.setup.callbacks import make_builtin_callbacks
 from accmt.setup.dataloaders import Loaders, at_epoch_of_building, check_reloading
 from accmt.setup.inputs import Inputs, check_inputs
-from accmt.setup.model import Prepared, attach_run, configure_model, prepare
+from accmt.setup.model import Prepared, attach_run, configure_model, prepare, share_batches_if_split
 from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module
 from accmt.setup.run_length import measure_run
 from accmt.setup.same_on_processes import require_same_settings
@@ -60,6 +60,7 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     accelerator = build_accelerator(settings.running)
     configure_model(module)
     check_module(module)
+    share_batches_if_split(module, accelerator, settings)
     check_reloading(settings.data, module, user_data)
     resumed = _find_start(trainer, module, recovery)
     inputs = _find_inputs(trainer, module, user_data, accelerator, resumed)

@@ -30,7 +30,7 @@ from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import attention_of
 from accmt.messages import say_once, warn_once
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
-from accmt.processes import num_processes
+from accmt.processes import num_data_processes
 from accmt.settings import Settings
 
 _STEPS = 8
@@ -95,7 +95,7 @@ class Cutting:
         batch_size = self.data.batch_size if isinstance(self.data, DataLoader) else self.settings.hps.train_batch_size
         if batch_size is None:
             return
-        number, count = num_processes(), self.settings.optimization.accumulation_at(0)
+        number, count = num_data_processes(), self.settings.optimization.accumulation_at(0)
         step = batch_size * count * number
         packs = self.settings.hps.packing
         cut_up, tokens_of = (pack_by_tokens, packed_tokens) if packs else (cut_by_tokens, padded_tokens)

@@ -26,7 +26,7 @@ from accmt.data.largest import LargestBatch
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.messages import warn
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
-from accmt.processes import num_processes, process_index
+from accmt.processes import data_index, num_data_processes
 from accmt.settings import DataSettings, Settings
 from accmt.setup.accelerator import must_keep_in_step
 from accmt.setup.cutting import find_cutting, reject_other_cuts
@@ -163,7 +163,7 @@ def build_train_loader(
         pin_memory=pins_memory and not cutting,
         skips_bad=data_settings.on_bad_sample == "skip",
         also_read=also_read,
-        agrees_each_batch=data_settings.shard_dataloaders and num_processes() > 1,
+        agrees_each_batch=data_settings.shard_dataloaders and num_data_processes() > 1,
     )
     loader = _end_together(build_loader(cutting.data if cutting else data, options))
     return cutting.of_training(loader) if cutting else loader
@@ -239,7 +239,7 @@ def _pins_memory(settings: DataSettings, device: torch.device) -> bool:
 
 def _end_together(loader: Loader) -> Loader:
     """Return a loader whose epochs end on all processes together, also where each has data of its own."""
-    has_own_data = num_processes() > 1 and loader.shard.count == 1
+    has_own_data = num_data_processes() > 1 and loader.shard.count == 1
     return UnshardedLoader(loader) if has_own_data else loader
 
 
@@ -259,7 +259,7 @@ def _count_micro_batches(data: Any, settings: Settings, limit: int | None) -> in
 
 
 def _shard(settings: DataSettings) -> Shard:
-    return Shard(process_index(), num_processes()) if settings.shard_dataloaders else Shard()
+    return Shard(data_index(), num_data_processes()) if settings.shard_dataloaders else Shard()
 
 
 def _collate(module: AcceleratorModule, settings: Settings, data: Any, phase: str) -> Callable[[Any], Any] | None:

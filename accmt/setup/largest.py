@@ -14,7 +14,7 @@ from accmt.data.lengths import find_length
 from accmt.data.packing import DocumentPacker
 from accmt.errors import DataError
 from accmt.module import AcceleratorModule, defines
-from accmt.processes import num_processes
+from accmt.processes import num_data_processes
 from accmt.settings import Settings
 from accmt.setup.cutting import Cutting
 
@@ -43,7 +43,7 @@ def make_largest(
     budget = None if cutting is None else cutting.training_budget
     collate = (collate or collate_or_explain) if cutting is None else cutting.training_options["collate"]
     if cutting is not None:
-        size = settings.hps.train_batch_size * settings.optimization.accumulation_at(0) * num_processes()
+        size = settings.hps.train_batch_size * settings.optimization.accumulation_at(0) * num_data_processes()
     if size is None or len(dataset) == 0:
         return "batches have no common size"
     length_of = module.length_of if defines(module, "length_of") else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,11 +34,21 @@ from accmt.parallel.reduction import (
     require_equal_weights,
     settle_buckets,
 )
-from accmt.parallel.shards import as_shard, is_sharded, require_known_shards, shard_model, sizes_of_shards
+from accmt.parallel.shards import as_shard, is_by_fsdp, is_sharded, require_known_shards, shard_model, sizes_of_shards
 from accmt.parallel.sync_batchnorm import restore_batch_norm, synchronize_if_asked
+from accmt.parallel.tensor_parallel import (
+    beginning_anew,
+    partial_gradients,
+    ranks_of_batch,
+    share_weights,
+    split_tensors,
+)
+from accmt.processes import num_data_processes, num_processes, share_batches
 from accmt.run import Run
 from accmt.settings import RunningSettings, Settings
+from accmt.setup.accelerator import must_keep_in_step
 from accmt.setup.module_checks import require_optimizer
+from accmt.setup.parallelism import tensor_parallel_size
 from accmt.setup.run_length import make_scheduler
 
 if TYPE_CHECKING:
@@ -79,10 +90,11 @@ def prepare(
     if running.gradient_checkpointing is not False:
         kwargs = running.gradient_checkpointing if isinstance(running.gradient_checkpointing, Mapping) else None
         enable_gradient_checkpointing(module.model, kwargs)
-    if settings.optimization.auto_micro_batch and (accelerator.is_fsdp2 or is_sharded(module.model)):
+    if settings.optimization.auto_micro_batch and must_keep_in_step(module.model):
         got = "a sharded model: a process without memory cannot leave what it does together with the others"
         do = "leave it out (`tune` uses it too), and take a smaller batch size or gradient_checkpointing=True"
         raise ArgumentError(explain("Trainer(auto_micro_batch=True)", got, "a model that each process has whole", do))
+    _split_if_asked(module.model, accelerator)
     if accelerator.device_placement and not (accelerator.is_fsdp2 or is_sharded(module.model)):
         module.model.to(accelerator.device)
     synchronize_if_asked(module.model, settings, accelerator.device)
@@ -97,12 +109,14 @@ def prepare(
     if not is_sharded(unwrapped):
         require_equal_weights(unwrapped)
     settle_buckets(model, set_to_none=settings.optimization.set_to_none)
+    summed = partial_gradients(unwrapped)
     stepper = Stepper(
         accelerator,
         optimizer,
         set_to_none=settings.optimization.set_to_none,
         clip=settings.optimization.clip_limit,
         clip_type=settings.optimization.clip_type,
+        around_backward=partial(beginning_anew, summed) if summed else None,
     )
     return Prepared(model, unwrapped, stepper, scheduler)
 
@@ -131,7 +145,7 @@ def _build_optimizer(model: nn.Module, settings: Settings, accelerator: Accelera
 def _wrap(own: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> nn.Module:
     """Return the model as it is trained: sharded, or wrapped unless it is a container of what the steps call."""
     model: nn.Module
-    if is_sharded(own):  # by a run before, or by the program
+    if is_sharded(own):  # by a run before, by the program, or by tensor parallelism
         require_known_shards(own)
         return own
     if accelerator.is_fsdp2:
@@ -154,6 +168,7 @@ def prepare_for_evaluation(module: AcceleratorModule, accelerator: Accelerator, 
 
     Processes: collective; every process gets the main process's weights, as training would give them.
     """
+    _split_if_asked(module.model, accelerator)
     compile_if_asked(module.model, settings.running)
     if is_sharded(module.model):
         require_known_shards(module.model)
@@ -165,6 +180,26 @@ def prepare_for_evaluation(module: AcceleratorModule, accelerator: Accelerator, 
     model = prepare_alone(module.model, accelerator)
     broadcast_weights(model)
     return model
+
+
+def _split_if_asked(model: nn.Module, accelerator: Accelerator) -> None:
+    """Split the tensors of a model where it is asked for, and shard what is split where processes are left for that.
+
+    Before the optimizer is built, so that it has the parameters as they are trained.
+    """
+    if num_data_processes() == num_processes():
+        return
+    comes_split = is_sharded(model)
+    if not comes_split:
+        split_tensors(model, accelerator)
+    if accelerator.device_placement:
+        model.to(accelerator.device)
+    if is_by_fsdp(model):
+        return
+    if comes_split:
+        share_weights(model, accelerator)
+    if accelerator.is_fsdp2:
+        shard_model(model, accelerator, None)
 
 
 def _require_forward(model: nn.Module) -> None:
@@ -215,6 +250,25 @@ def configure_model(module: Any) -> None:
     """
     if isinstance(module, AcceleratorModule) and getattr(module, "model", None) is None:
         module.configure_model()
+
+
+def share_batches_if_split(module: AcceleratorModule, accelerator: Accelerator, settings: Settings) -> None:
+    """Let the processes over which tensors of the model are split, or will be, share their batches.
+
+    Raises:
+        ArgumentError: Each process has data of its own.
+    """
+    asked = tensor_parallel_size(accelerator)
+    size = ranks_of_batch(module.model, asked)
+    share_batches(size)
+    if size != asked and accelerator.is_fsdp2 and not is_by_fsdp(module.model):
+        got = f"a model that comes split over {size} processes, and FSDP2 over all"
+        do = f'Trainer(parallelism={{"tp": {size}}}): the other processes shard'
+        raise ArgumentError(explain("Trainer(parallelism=...)", got, "FSDP2 over the others", do))
+    if size > 1 and not settings.data.shard_dataloaders:
+        got = f"data of its own for each process, {size} of which have to see the same: they hold one model"
+        do = "leave shard_dataloaders out: every process passes the same data, which accmt shards"
+        raise ArgumentError(explain("Trainer(shard_dataloaders=False)", got, "data that all processes share", do))
 
 
 def is_prepared(module: AcceleratorModule) -> bool:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _TRUE = ("true", "1", "yes")
 _USE_FSDP, _USE_CONFIG = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"
-_SIZES = {"replicate": "dp_replicate_size", "shard": "dp_shard_size"}
+_SIZES = {"replicate": "dp_replicate_size", "shard": "dp_shard_size", "tp": "tp_size"}
 _WHERE = "the parallelism"
 _FSDP2 = 'Trainer(parallelism={"fsdp": True})'
 _SETTINGS_OF_ZERO = (
@@ -101,12 +101,20 @@ def hidden_from_accelerate() -> Iterator[None]:
 
 
 def shard_on_cpu(accelerator: Accelerator, parallelism: Parallelism) -> None:
-    """Let an Accelerator of CPU processes shard models: from here on all is as on GPUs, with Accelerate's own code."""
+    """Let an Accelerator of CPU processes spread models: from here on all is as on GPUs, with Accelerate's own code."""
     if parallelism.plugin is not None:
         if accelerator.mixed_precision != "no":
             parallelism.plugin.set_mixed_precision(accelerator.mixed_precision)
         use_fsdp(accelerator, parallelism.plugin)
     _use_mesh(accelerator, parallelism.config)
+
+
+def forget_mesh_of_cpus() -> None:
+    """Let Accelerate forget the groups of CPU processes of a Trainer before, which a new Accelerator would reject."""
+    from accelerate.state import AcceleratorState, is_initialized
+
+    if is_initialized() and AcceleratorState().device.type == "cpu":
+        AcceleratorState().parallelism_config = None
 
 
 def require_effect(accelerator: Accelerator, parallelism: Parallelism) -> None:
@@ -132,6 +140,19 @@ def require_effect(accelerator: Accelerator, parallelism: Parallelism) -> None:
             if _mesh_of(accelerator.state.parallelism_config) != _mesh_of(parallelism.config):
                 _use_mesh(accelerator, parallelism.config)
         _reduce_in_float32(accelerator)
+    elif _mesh_of(_config_of(accelerator)) != _mesh_of(parallelism.config):
+        _use_mesh(accelerator, parallelism.config)
+
+
+def tensor_parallel_size(accelerator: Accelerator) -> int:
+    """Return over how many processes each tensor of a model is asked to be split; 1 where it is not."""
+    config = _config_of(accelerator)
+    return 1 if config is None else parallel_size(config, "tp")
+
+
+def _config_of(accelerator: Accelerator) -> ParallelismConfig | None:
+    state: Any = getattr(accelerator, "state", None)
+    return getattr(state, "parallelism_config", None)
 
 
 def _use_mesh(accelerator: Accelerator, config: ParallelismConfig | None) -> None:
@@ -140,8 +161,8 @@ def _use_mesh(accelerator: Accelerator, config: ParallelismConfig | None) -> Non
     accelerator.state.device_mesh = None if config is None else config.get_device_mesh(accelerator.device.type)
 
 
-def _mesh_of(config: ParallelismConfig | None) -> tuple[int, int] | None:
-    return None if config is None else (config.dp_replicate_size, config.dp_shard_size)
+def _mesh_of(config: ParallelismConfig | None) -> tuple[int, int, int] | None:
+    return None if config is None else (config.dp_replicate_size, config.dp_shard_size, parallel_size(config, "tp"))
 
 
 def _reduce_in_float32(accelerator: Accelerator) -> None:
@@ -158,19 +179,35 @@ def _reduce_in_float32(accelerator: Accelerator) -> None:
 
 
 def _of_argument(asked: ParallelismOptions) -> Parallelism:
-    from accelerate import FullyShardedDataParallelPlugin
     from accelerate.parallelism_config import ParallelismConfig
 
     source = f"Trainer(parallelism={asked!r})"
     own = asked.get("fsdp", True)
     sizes: dict[str, Any] = {_SIZES[name]: size for name, size in asked.items() if name in _SIZES}
-    arguments = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
-    plugin = FullyShardedDataParallelPlugin(**{**arguments, **(own if isinstance(own, Mapping) else {})})
     if not sizes:
-        return Parallelism(plugin, None, source)
-    sizes.setdefault("dp_replicate_size", 1)
-    sizes.setdefault("dp_shard_size", max(1, _num_launched() // sizes["dp_replicate_size"]))
-    return Parallelism(plugin, ParallelismConfig(**sizes), source)
+        return Parallelism(_make_plugin(own), None, source)
+    sizes = {"dp_replicate_size": 1, "tp_size": 1} | sizes
+    sizes.setdefault("dp_shard_size", max(1, _num_launched() // (sizes["dp_replicate_size"] * sizes["tp_size"])))
+    _reject_copies_of_split(source, sizes)
+    is_split_only = sizes["tp_size"] > 1 and sizes["dp_shard_size"] == 1
+    if is_split_only and isinstance(own, Mapping):
+        got = f"{source}: settings of FSDP2, and no processes that would shard: tp is {sizes['tp_size']}"
+        _reject(got, "processes for FSDP2 beside those of tensor parallelism", 'more processes, or leave "fsdp" out')
+    return Parallelism(None if is_split_only else _make_plugin(own), ParallelismConfig(**sizes), source)
+
+
+def _make_plugin(own: Any) -> FullyShardedDataParallelPlugin:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    arguments = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
+    return FullyShardedDataParallelPlugin(**{**arguments, **(own if isinstance(own, Mapping) else {})})
+
+
+def _reject_copies_of_split(source: str, sizes: Mapping[str, int]) -> None:
+    """Reject whole copies of a model that is split by tensor parallelism: Accelerate has none."""
+    if sizes["dp_replicate_size"] > 1 and sizes["tp_size"] > 1 and sizes["dp_shard_size"] == 1:
+        got = f"{source}: tensor parallelism beside DDP"
+        _reject(got, "tensor parallelism alone, or beside FSDP2", 'leave "replicate" out: what is left then shards')
 
 
 def _of_launch(user: Mapping[str, Any]) -> Parallelism:
@@ -222,16 +259,18 @@ def _check_sizes(asked: Parallelism) -> None:
         _reject(f"{asked.source}: version {plugin.fsdp_version} of FSDP", "FSDP2, which replaces it", do)
     if config is None:
         return
-    others = {name: parallel_size(config, name) for name in ("tp", "cp", "sp")}
+    others = {name: parallel_size(config, name) for name in ("cp", "sp")}
     beside = [f"{name}_size={size}" for name, size in others.items() if size > 1]
     if beside:
-        expected = "shard and replicate: tensor, context and sequence parallelism are not built"
+        expected = "shard, replicate and tp: context and sequence parallelism are not built"
         _reject(f"{asked.source}: {', '.join(beside)}", expected, f"leave them out: {_FSDP2}")
+    replicate, shard, tp = config.dp_replicate_size, config.dp_shard_size, parallel_size(config, "tp")
     if config.total_size != _num_launched():
-        got = f"replicate x shard = {config.dp_replicate_size} x {config.dp_shard_size}, on {_num_launched()} processes"
+        got = f"replicate x shard x tp = {replicate} x {shard} x {tp}, on {_num_launched()} processes"
         do = f"accmt launch -N {config.total_size}, or sizes whose product is {_num_launched()}"
         _reject(got, "as many processes as the mesh has places", do)
-    if plugin is None:
+    _reject_copies_of_split(asked.source, {"dp_replicate_size": replicate, "dp_shard_size": shard, "tp_size": tp})
+    if plugin is None and max(replicate, shard) > 1:
         _reject(f"{asked.source}, without FSDP2, which would shard", "FSDP2 beside the sizes of its mesh", _FSDP2)
 
 

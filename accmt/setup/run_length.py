@@ -10,7 +10,7 @@ from accmt.data import Loader
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.module import AcceleratorModule, defines
 from accmt.optimization import build_scheduler
-from accmt.processes import num_processes
+from accmt.processes import num_data_processes
 from accmt.settings import Settings
 from accmt.setup.module_checks import require_scheduler
 from accmt.state import Counters
@@ -25,7 +25,7 @@ def measure_run(
         return -(-micro_batches // (settings.optimization.accumulation_at(epoch) * loader.micro_batches_per_batch))
 
     done = counters.global_step + counters.skipped_updates
-    samples = settings.hps.train_batch_size * settings.optimization.accumulation_at(0) * num_processes()
+    samples = settings.hps.train_batch_size * settings.optimization.accumulation_at(0) * num_data_processes()
     basis = [cadence.epochs, cadence.max_steps, samples]
     if micro_batches_per_epoch is None or loader.num_micro_batches is None:
         return RunLength(cadence.max_steps, None, done, basis, cadence.epochs)

@@ -30,7 +30,14 @@ from accmt.setup.accelerator import build_accelerator
 from accmt.setup.build import connect_hooks, gather_callbacks
 from accmt.setup.datasets import Evaluation, build_evaluation_loader, end_workers, find_data
 from accmt.setup.inputs import metrics_of_sets
-from accmt.setup.model import attach_evaluation, configure_model, detach_model, is_prepared, prepare_for_evaluation
+from accmt.setup.model import (
+    attach_evaluation,
+    configure_model,
+    detach_model,
+    is_prepared,
+    prepare_for_evaluation,
+    share_batches_if_split,
+)
 from accmt.setup.module_checks import adapt_validation_step, check_untrained_module, check_validation
 from accmt.setup.same_on_processes import find_same_data
 from accmt.setup.torch_flags import working
@@ -173,8 +180,9 @@ def predict_alone(request: Request, *, keeps: bool) -> Any:
 def _open(request: Request) -> Iterator[EvaluationRun]:
     module, function, last, settings = request.module, request.function, request.last_run, request.trainer.settings
     if getattr(module, "model", None) is None:
-        build_accelerator(settings.running)
+        accelerator = build_accelerator(settings.running)  # which a module may ask for as `accmt.accelerator`
         configure_model(module)
+        del accelerator
     check_untrained_module(module, function)
     _reject_another_module(request)
     if function != "predict":
@@ -235,6 +243,7 @@ def _lending_model(request: Request) -> Iterator[tuple[Accelerator, nn.Module]]:
         return
     accelerator = build_accelerator(settings.running)
     model = module.model
+    share_batches_if_split(module, accelerator, settings)
     try:
         model = prepare_for_evaluation(module, accelerator, settings)
         attach_evaluation(request.trainer, module, accelerator, model)

@@ -10,7 +10,8 @@ import pytest
 from tests.distributed.scripts.evaluation import BATCH_SIZE, LENGTHS, OTHER_LENGTH
 from tests.launching import SCRIPTS, launch
 
-SEVERAL = (2, 3, "fsdp-2", "fsdp-3", "hsdp-4")
+SHARING = ("tpfsdp-4",)  # processes that share each batch
+SEVERAL = (2, 3, "fsdp-2", "fsdp-4", "hsdp-4", *SHARING)
 LAUNCHES = (1, *SEVERAL)
 
 Answers = dict[int | str, list[dict[str, Any]]]
@@ -18,6 +19,11 @@ Answers = dict[int | str, list[dict[str, Any]]]
 
 def count_of(launch: int | str) -> int:
     return int(str(launch)[-1])
+
+
+def num_data_of(launch: int | str) -> int:
+    """Return over how many processes the data of a launch are divided."""
+    return count_of(launch) // 2 if launch in SHARING else count_of(launch)
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +110,10 @@ def test_data_that_are_cut_otherwise_are_predicted_in_their_order(answers: Answe
     otherwise = answers[processes][0]["otherwise"]
     assert otherwise["loader"]["index"] == otherwise["chunked"]["index"] == list(range(9))
     assert otherwise["chunked"] == otherwise["unchunked"]
-    assert otherwise["limited"]["index"] == list(range(min(9, BATCH_SIZE * count_of(processes))))
+    assert otherwise["limited"]["index"] == list(range(min(9, BATCH_SIZE * num_data_of(processes))))
 
 
-@pytest.mark.parametrize("processes", LAUNCHES)
+@pytest.mark.parametrize("processes", [way for way in LAUNCHES if way not in SHARING])
 def test_of_data_that_each_process_has_for_itself_each_processs_stay_together(answers: Answers, processes: int | str):
     expected = [index for process in range(count_of(processes)) for index in range(7 + process)]
     otherwise = answers[processes][0]["otherwise"]

@@ -69,7 +69,13 @@ def test_four_two_three_and_one_process_see_every_sample_once_in_one_order(tmp_p
 KEPT_GRADIENTS = {"set_to_none": False, "ddp_kwargs": {"gradient_as_bucket_view": True}}
 
 
-LAUNCHES = [2, 3, "fsdp-2", "fsdp-3", "hsdp-4"]
+def num_data_of(processes: int | str) -> int:
+    """Return over how many processes the data of a launch are divided."""
+    number = int(str(processes)[-1])
+    return number // 2 if str(processes).startswith("tp") else number
+
+
+LAUNCHES = [2, 3, "fsdp-2", "fsdp-4", "hsdp-4", "tpfsdp-4"]
 
 
 @pytest.mark.parametrize(("processes", "settings"), [*((launch, {}) for launch in LAUNCHES), (3, KEPT_GRADIENTS)])
@@ -89,11 +95,13 @@ def test_the_effective_batch_decides_how_many_updates_are_left(tmp_path) -> None
     assert rest["ended"]["samples_seen"] == EPOCHS * SAMPLES
 
 
-@pytest.mark.parametrize("launches", [("fsdp-2", 1, "hsdp-4", "fsdp-3", 2), (2, "fsdp-3", 1)])
+@pytest.mark.parametrize(
+    "launches", [("fsdp-2", 1, "hsdp-4", "fsdp-3", 2), (2, "fsdp-3", 1), ("tp-2", "tpfsdp-4", 1, "tp-2")]
+)
 def test_a_run_goes_from_one_engine_and_number_of_processes_to_another(tmp_path, launches) -> None:
     size, parts, settings = 12, [], {"dropout": 0.0}
     for stop, processes in zip([*range(3, 3 * len(launches), 3), None], launches, strict=True):
-        parts += train(tmp_path, processes, ("a", size // int(str(processes)[-1]), 1, stop, settings))
+        parts += train(tmp_path, processes, ("a", size // num_data_of(processes), 1, stop, settings))
     (unbroken,) = train(tmp_path, 1, ("unbroken", size, 1, None, settings))
     order: list[list[int]] = [[] for _ in range(EPOCHS)]
     for part, until in zip(parts, [*(part["began"] for part in parts[1:]), None], strict=True):

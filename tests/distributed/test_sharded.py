@@ -7,12 +7,28 @@ import math
 from typing import Any
 
 import pytest
+import transformers
+from packaging.version import Version
 
 from tests.distributed.scripts.sharded import CASES
 from tests.launching import SCRIPTS, launch
 
+HAS_PLANS = Version(transformers.__version__) >= Version("5.23")
+
 SOME = ("plain", "averaged", "saved", "guarded")
-LAUNCHES = {1: CASES, "fsdp-2": CASES, "fsdp-3": SOME, "hsdp-4": SOME}
+SPLIT = (
+    "plain",
+    "accumulated",
+    "grouped",
+    "clipped_by_value",
+    "averaged",
+    "by_hand",
+    "saved",
+    "generated",
+    "built_in_fit",
+)
+LAUNCHES = {1: CASES, "fsdp-2": CASES, "fsdp-4": SOME, "hsdp-4": SOME}
+LAUNCHES |= {"tp-2": (*SPLIT, "refused"), "tpfsdp-4": SOME} if HAS_PLANS else {}
 SHARDED = [(way, name) for way, names in LAUNCHES.items() if way != 1 for name in names if name != "refused"]
 
 
@@ -46,6 +62,14 @@ def test_what_cannot_work_on_shards_is_refused_with_the_line_to_write(outcomes: 
     said = outcomes["fsdp-2"]["refused"]
     assert "call self.model(...)" in said["part"]
     assert "a model that each process has whole" in said["auto_micro_batch"]
+
+
+@pytest.mark.skipif(not HAS_PLANS, reason="transformers before 5.23 applies no plans to a model that is there")
+def test_what_cannot_work_on_split_models_is_refused_with_the_line_to_write(outcomes: dict[Any, Any]) -> None:
+    said = outcomes["tp-2"]["refused"]
+    assert "which shards any model" in said["adapter"]
+    assert "whole heads on each" in said["heads"]
+    assert "leave shard_dataloaders out" in said["own_data"]
 
 
 def flatten(value: Any, path: str = "") -> dict[str, Any]:

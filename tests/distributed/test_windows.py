@@ -14,11 +14,19 @@ from tests.distributed.scripts import windows
 from tests.launching import SCRIPTS, launch
 
 CASES = {case.name: case for case in windows.make_cases()}
+SPLIT = {case.name: case for case in windows.make_split_cases()}
 SHARDED = {case.name: case for case in windows.make_sharded_cases()}
 
 
-@pytest.fixture(scope="module", params=["fsdp-2", "fsdp-3", "hsdp-4"])
+@pytest.fixture(scope="module", params=["fsdp-2", "fsdp-4", "hsdp-4"])
 def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("windows") / "result.json"
+    launch(SCRIPTS / "windows.py", str(path), processes=request.param, result=path, timeout_s=240)
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module", params=["tp-2", "tpfsdp-4"])
+def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("windows") / "result.json"
     launch(SCRIPTS / "windows.py", str(path), processes=request.param, result=path, timeout_s=240)
     return json.loads(path.read_text())
@@ -103,6 +111,12 @@ def test_every_update_equals_that_of_one_big_batch(name: str, results: dict[str,
 def test_every_update_of_a_sharded_model_equals_that_of_one_big_batch(name: str, sharded: dict[str, Any]) -> None:
     check(SHARDED[name], sharded[name])
     check_counts(SHARDED[name], sharded[name])
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_every_update_of_a_split_model_equals_that_of_one_big_batch(name: str, split: dict[str, Any]) -> None:
+    check(SPLIT[name], split[name])
+    check_counts(SPLIT[name], split[name])
 
 
 def check(case: windows.Case, result: dict[str, Any]) -> None:

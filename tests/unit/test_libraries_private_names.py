@@ -306,7 +306,50 @@ def test_accelerate_shards_a_model_on_cpu_processes(alone):
     assert is_sharded, missing("accelerate", "fsdp2_prepare_model", "shard_by_plugin")
 
 
+def test_accelerate_lets_layers_compute_their_activations_again(alone):
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+    accelerator, model = Accelerator(cpu=True), nn.Sequential(nn.Linear(40, 40), nn.Linear(2, 2))
+    asked = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 1000, "activation_checkpointing": True}
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **asked)
+    names.checkpoint_activations_by_plugin(model, accelerator)
+    is_wrapped = [isinstance(layer, CheckpointWrapper) for layer in model]
+    assert is_wrapped == [True, False], missing("accelerate", "fsdp2_apply_ac", "checkpoint_activations_by_plugin")
+
+
 # transformers
+
+
+@pytest.fixture
+def qwen():
+    pytest.importorskip("transformers", minversion="5.23")
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=8, intermediate_size=8, head_dim=4, **sizes))
+
+
+def test_transformers_has_a_plan_for_tensor_parallelism(qwen, tiny):
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan = names.plan_of_tensors(qwen, 2)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert plan[name] == "colwise", missing("transformers", "_resolve_parallel_plans", "plan_of_tensors")
+    assert callable(apply_tensor_parallelism)
+    with pytest.raises(ValueError, match="has no `tp_plan`"):
+        names.plan_of_tensors(tiny, 2)
+    with pytest.raises(AttributeError, match="no PreTrainedModel"):
+        names.plan_of_tensors(nn.Linear(1, 1), 2)
+
+
+def test_transformers_adds_up_gradients_of_norms_of_heads_itself(qwen):
+    assert names.sums_gradients_of_parts(qwen) == []
+    qwen._tp_size = 2
+    attention = qwen.model.layers[0].self_attn
+    found = names.sums_gradients_of_parts(qwen)
+    expected = [attention.q_norm.weight, attention.k_norm.weight]
+    assert {*map(id, found)} == {*map(id, expected)}, missing("transformers", "_tp_size", "sums_gradients_of_parts")
 
 
 def test_transformers_generates_on_all_processes_together_where_a_model_is_marked():

@@ -268,8 +268,8 @@ def test_each_process_compares_with_its_own_losses_after_a_resume(
     monkeypatch: pytest.MonkeyPatch, index: int, count: int, found: int
 ) -> None:
     """With another number of processes nobody knows whose losses they were, and the comparison starts again."""
-    monkeypatch.setattr("accmt.recovery.loss_guard.num_processes", lambda: count)
-    monkeypatch.setattr("accmt.recovery.loss_guard.process_index", lambda: index)
+    monkeypatch.setattr("accmt.recovery.loss_guard.num_data_processes", lambda: count)
+    monkeypatch.setattr("accmt.recovery.loss_guard.data_index", lambda: index)
     guard = LossGuard("stop", 8.0)
     guard.load_state_dict({"recent": [[1.0, 1.1] * 10, [100.0, 101.0] * 10]})
     guard.add(torch.tensor(50.0), 1, Place(21, 0, 20, 20))

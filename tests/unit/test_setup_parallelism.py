@@ -26,7 +26,7 @@ FSDP = 'Trainer(parallelism={"fsdp": True})'
         ({"ACCELERATE_USE_FSDP": "true"}, "--fsdp_version 2"),
         ({"ACCELERATE_USE_DEEPSPEED": "True"}, ZERO),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, FSDP),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}, "leave them out"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}, "-N 2"),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "4"}, "leave them out"),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, "-N 2"),
     ],
@@ -49,7 +49,8 @@ def test_an_engine_that_a_launcher_asks_for_is_not_dropped(
         ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)}, "--fsdp_version 2"),
         ({"deepspeed_plugin": object()}, ZERO),
         ({"megatron_lm_plugin": object()}, FSDP),
-        ({"parallelism_config": ParallelismConfig(tp_size=2)}, "leave them out"),
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, "-N 2"),
+        ({"parallelism_config": ParallelismConfig(cp_size=2)}, "leave them out"),
         ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, "-N 2"),
     ],
     ids=lambda value: [*value][0] if isinstance(value, dict) else "",
@@ -105,8 +106,47 @@ def test_the_sizes_of_the_mesh_are_those_of_the_launch(
     assert (None if config is None else config.dp_replicate_size) == replicate
 
 
+@pytest.mark.parametrize(
+    ("parallelism", "shard", "replicate"),
+    [({"tp": 8}, 1, 1), ({"tp": 2}, 4, 1), ({"tp": 2, "shard": 4}, 4, 1), ({"tp": 2, "replicate": 2}, 2, 2)],
+)
+def test_what_tensor_parallelism_leaves_of_the_processes_shards(
+    parallelism: Any, shard: int, replicate: int, eight_processes: None
+) -> None:
+    found = find_parallelism(RunningSettings(parallelism=parallelism))
+    assert found.config is not None
+    assert (found.config.dp_shard_size, found.config.dp_replicate_size) == (shard, replicate)
+    assert found.config.tp_size == parallelism["tp"]
+    assert (found.plugin is None) == (shard == 1)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "got"),
+    [
+        ({"tp": 4, "replicate": 2}, "beside DDP"),
+        ({"tp": 8, "fsdp": {"cpu_offload": True}}, "no processes that would shard"),
+        ({"tp": 3}, "1 x 2 x 3, on 8 processes"),
+    ],
+)
+def test_a_mesh_of_tensor_parallelism_that_cannot_be_is_an_error(
+    parallelism: Any, got: str, eight_processes: None
+) -> None:
+    with pytest.raises(ArgumentError, match=got):
+        find_parallelism(RunningSettings(parallelism=parallelism))
+
+
+def test_copies_of_a_split_model_that_a_launch_asks_for_are_an_error(
+    eight_processes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate checks the sizes when a configuration is made, not those that are set later."""
+    config = ParallelismConfig(tp_size=4)
+    config._set_size("dp_replicate", 2)
+    with pytest.raises(ArgumentError, match="tensor parallelism beside DDP"):
+        find_parallelism(RunningSettings(accelerator={"parallelism_config": config}))
+
+
 def test_sizes_that_do_not_make_the_number_of_processes_are_an_error(eight_processes: None) -> None:
-    with pytest.raises(ArgumentError, match=r"replicate x shard = 2 x 3, on 8 processes"):
+    with pytest.raises(ArgumentError, match=r"replicate x shard x tp = 2 x 3 x 1, on 8 processes"):
         find_parallelism(RunningSettings(parallelism={"replicate": 2, "shard": 3}))
 
 
@@ -145,7 +185,7 @@ def test_the_engine_is_asked_for_in_one_place(monkeypatch: pytest.MonkeyPatch) -
         ({"shard": 0}, "from 1"),
         ({"fsdp": False}, "leave `parallelism` out"),
         ({"fsdp": {"reshard_after_foward": True}}, "did you mean reshard_after_forward"),
-        ("fsdp", "a dict with any of fsdp, shard, replicate"),
+        ("fsdp", "a dict with any of fsdp, shard, replicate, tp"),
     ],
 )
 def test_what_is_asked_for_is_checked_when_the_trainer_is_made(parallelism: Any, do: str) -> None:

@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.data import DataLoader, Dataset
 
 import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Accuracy, Metric, Trainer
-from accmt.processes import gather_objects, is_main_process, process_index
+from accmt.processes import data_index, gather_objects, is_main_process
+from tests.splitting import is_split, split
 
 LENGTHS = (1, 4, 7, 8, 9, 17)
 BATCH_SIZE = 4
@@ -78,7 +81,15 @@ class Classifier(AcceleratorModule):
 
     def __init__(self) -> None:
         torch.manual_seed(int(os.environ.get("RANK", "0")))
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+        if is_split():
+            self.own_model = model
+        else:
+            self.model = model
+
+    def configure_model(self) -> None:
+        whole = {"output_layouts": Replicate()}
+        self.model = split(self.own_model, {"0": ColwiseParallel(**whole), "3": ColwiseParallel(**whole)})
 
     def training_step(self, batch: dict[str, Any]) -> torch.Tensor:
         return nn.functional.cross_entropy(self.model(batch["inputs"]), batch["label"])
@@ -158,17 +169,20 @@ def predict_otherwise(folder: Path) -> dict[str, Any]:
     """Predict data that are cut or shared otherwise."""
     module, data = Classifier(), Texts(9)
     loader = DataLoader(data, batch_size=2, collate_fn=collate)
-    own = Texts(7 + process_index())
-    alone = make_trainer(folder, shard_dataloaders=False).predict(module, own)
-    alone_cut = make_trainer(folder, MAX_TOKENS, shard_dataloaders=False).predict(module, own)
     return {
         "loader": plain(make_trainer(folder).predict(module, loader)),
         "chunked": plain(make_trainer(folder, metric_options={"gather_chunk_size": 1}).predict(module, data)),
         "unchunked": plain(make_trainer(folder, metric_options={"gather_chunk_size": None}).predict(module, data)),
         "limited": plain(make_trainer(folder, limit_batches={"predict": 1}).predict(module, data)),
-        "alone": plain(alone),
-        "alone cut": plain(alone_cut),
-    }
+    } | ({} if is_split() else predict_alone(folder, module))
+
+
+def predict_alone(folder: Path, module: AcceleratorModule) -> dict[str, Any]:
+    """Predict data that each process has for itself."""
+    own = Texts(7 + data_index())
+    alone = make_trainer(folder, shard_dataloaders=False).predict(module, own)
+    alone_cut = make_trainer(folder, MAX_TOKENS, shard_dataloaders=False).predict(module, own)
+    return {"alone": plain(alone), "alone cut": plain(alone_cut)}
 
 
 def find_errors(folder: Path) -> dict[str, str]:

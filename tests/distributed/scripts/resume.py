@@ -15,11 +15,14 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import Dataset
 
 from accmt import AcceleratorModule, Callback, Trainer
-from accmt.processes import gather_objects, is_main_process
+from accmt.processes import gather_from_data, is_main_process
 from accmt.sharded_tensors import make_whole
+from tests.splitting import is_split, split
 
 SAMPLES = 118
 EPOCHS = 2
@@ -38,14 +41,24 @@ class Indexed(Dataset[tuple[torch.Tensor, int]]):
         return SAMPLES
 
 
+def build_model(dropout: float) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(400, 400), nn.GELU(), nn.Dropout(dropout))]
+    return nn.Sequential(nn.Linear(24, 400), nn.LayerNorm(400), *layers, nn.Linear(400, 1))
+
+
 class Recording(AcceleratorModule):
     """Writes down which samples it trained on. Large enough that gradients lie in several buckets."""
 
     def __init__(self, dropout: float) -> None:
-        torch.manual_seed(0)
-        layers = [layer for _ in range(3) for layer in (nn.Linear(400, 400), nn.GELU(), nn.Dropout(dropout))]
-        self.model = nn.Sequential(nn.Linear(24, 400), nn.LayerNorm(400), *layers, nn.Linear(400, 1))
+        if not is_split():
+            self.model = build_model(dropout)
+        self.dropout = dropout
         self.seen: list[tuple[int, int, list[int]]] = []
+
+    def configure_model(self) -> None:
+        styles = {"2": ColwiseParallel(), "5": RowwiseParallel(), "8": ColwiseParallel(output_layouts=Replicate())}
+        self.model = split(build_model(self.dropout), styles)
 
     def training_step(self, batch: Any) -> torch.Tensor:
         inputs, indices = batch
@@ -102,7 +115,7 @@ def train(
     for tensor in module.unwrapped_model.state_dict().values():
         weights.update(make_whole(tensor).contiguous().numpy().data)
     return {
-        "seen": gather_objects(module.seen),
+        "seen": gather_from_data(module.seen),
         "began": begin.counters,
         "ended": trainer.state.state_dict(),
         "weights": weights.hexdigest(),

@@ -17,13 +17,14 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.utils.data import TensorDataset
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import tests.many_runs  # noqa: F401
 from accmt import EMA, AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer, read_history
 from accmt.errors import AccmtError
 from accmt.processes import is_main_process, run_on_main_process
 from accmt.sharded_tensors import make_whole
+from tests.splitting import num_data_processes
 
 VOCABULARY = 61
 SAMPLES = 22
@@ -73,20 +74,14 @@ def fit(module: AcceleratorModule, folder: Path, callbacks: Any = (), **settings
     """Train, and return losses, norms and results; the samples of a step are the same on every launch."""
     own: dict[str, Any] = {"model_saving": None, "checkpoint_every": None, "seed": 5, "verbose": False} | settings
     optim = own.pop("optim", {"type": "AdamW", "lr": 1e-2})
-    hps = {"max_steps": STEPS, "batch_size": 12 // trainer_processes(), "optim": optim}
+    micro = own.pop("max_micro_batch_size", None)
+    hps = {"max_steps": STEPS, "batch_size": 12 // num_data_processes(), "optim": optim, "max_micro_batch_size": micro}
     recorder = Last()
     trainer = Trainer(hps, folder / "model", logging_dir=folder / "logs", callbacks=[recorder, *callbacks], **own)
     trainer.fit(module, make_texts(), make_texts())
     rows = read_history(trainer.log_dir) if is_main_process() else []
     losses = [row["values"]["train_loss"] for row in rows if "train_loss" in row.get("values", {})]
     return {"losses": losses, "norms": recorder.norms, "results": dict(trainer.state.metrics)}
-
-
-def trainer_processes() -> int:
-    """Return how many processes were launched."""
-    import os
-
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def weights_of(module: AcceleratorModule) -> list[float]:
@@ -97,6 +92,16 @@ def weights_of(module: AcceleratorModule) -> list[float]:
 def plain(folder: Path) -> Any:
     module = Texts()
     return {**fit(module, folder), "weights": weights_of(module)}
+
+
+def accumulated(folder: Path) -> Any:
+    """Train a model with norms of each head, whose gradients tensor parallelism adds up, in windows of two batches."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, max_position_embeddings=32, **sizes, **heads))
+    module = Texts(model)
+    return {**fit(module, folder, max_micro_batch_size=6 // num_data_processes()), "weights": weights_of(module)}
 
 
 def clipped_by_value(folder: Path) -> Any:
@@ -289,7 +294,7 @@ def build_in_fit(folder: Path, *, is_tied: bool) -> Any:
     module = AcceleratorModule.from_hf(folder / "base", "AutoModelForCausalLM", in_fit=True)
     assert getattr(module, "model", None) is None
     own: dict[str, Any] = {"model_saving": None, "seed": 5, "verbose": False, "logging_dir": folder / "logs"}
-    hps = {"max_steps": STEPS, "batch_size": 12 // trainer_processes(), "optim": {"type": "AdamW", "lr": 1e-2}}
+    hps = {"max_steps": STEPS, "batch_size": 12 // num_data_processes(), "optim": {"type": "AdamW", "lr": 1e-2}}
     trainer = Trainer(hps, folder / "model", **own, checkpoint_every="step", save_last=True)
     trainer.fit(module, Labelled(), Labelled())
     last = AutoModelForCausalLM.from_pretrained(folder / "model" / "last").state_dict()
@@ -308,6 +313,9 @@ def refused(folder: Path) -> Any:
     asked: dict[str, Callable[[Path], Any]] = {
         "part": lambda place: fit(CallsPart(), place),
         "auto_micro_batch": lambda place: fit(Texts(), place, auto_micro_batch=True),
+        "adapter": with_adapter,
+        "heads": lambda place: fit(Texts(make_llama(num_attention_heads=1)), place),
+        "own_data": lambda place: fit(Texts(), place, shard_dataloaders=False),
     }
     said = {}
     for name, ask in asked.items():
@@ -318,7 +326,18 @@ def refused(folder: Path) -> Any:
     return said
 
 
-_TRAINED = (plain, grouped, clipped_by_value, clipped_and_monitored, averaged, unfrozen, by_hand, guarded, half)
+_TRAINED = (
+    plain,
+    accumulated,
+    grouped,
+    clipped_by_value,
+    clipped_and_monitored,
+    averaged,
+    unfrozen,
+    by_hand,
+    guarded,
+    half,
+)
 CASES = {case.__name__: case for case in (*_TRAINED, saved, with_adapter, generated, compiled, built_in_fit, refused)}
 
 

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. torchrun --nproc-per-node 2 windows.py RESULT.json
 
-Where the launch asks for FSDP2 it is a smaller grid.
+Where the launch asks for FSDP2 or tensor parallelism it is a smaller grid.
 
 Each sample has 1 to 5 tokens. Without weights the loss is the mean over samples; with weights it is the mean over
 tokens, weighted by their number.
@@ -23,13 +23,16 @@ from typing import Any
 import torch
 import transformers.optimization  # noqa: F401
 from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, default_collate
 
 import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Callback, Trainer, read_history
-from accmt.processes import gather_objects, is_main_process, num_processes, process_index
+from accmt.processes import gather_objects, is_main_process, num_data_processes, process_index
 from accmt.sharded_tensors import make_whole
 from tests.pairs import pairs
+from tests.splitting import is_split, split
 
 BATCH_SIZE = 4
 TOKENS = 5
@@ -63,6 +66,13 @@ def make_sharded_cases() -> list[Case]:
     cases += [Case(29, 2, w, data) for w in (False, True) for data in ("loader", "stream", "unshared", *COLLATED)]
     cases += [Case(29, a, w, max_tokens=9) for a in (1, 2) for w in (False, True)]
     return [*cases, Case(29, 2, micro=3), Case(29, 2, weighted=True, clip=CLIP), Case(29, 1, clip=CLIP)]
+
+
+def make_split_cases() -> list[Case]:
+    """Return those that models split by tensor parallelism are trained on."""
+    cases = [Case(1, 1), Case(3, 2, weighted=True), Case(29, 4, weighted=True), Case(29, 2, micro=3)]
+    cases += [Case(29, 2, w, data) for w, data in ((True, "stream"), (False, "dropping"), (True, "adding"))]
+    return [*cases, Case(29, 2, weighted=True, max_tokens=9), Case(29, 1, clip=CLIP)]
 
 
 def make_cases() -> list[Case]:
@@ -161,8 +171,13 @@ class Regression(AcceleratorModule):
     """Returns a mean, or a mean with its weight."""
 
     def __init__(self, *, weighted: bool) -> None:
-        self.model = build_model()
+        if not is_split():
+            self.model = build_model()
         self.weighted = weighted
+
+    def configure_model(self) -> None:
+        columns = ColwiseParallel(use_local_output=False)  # of which there are 5: processes have unequally many
+        self.model = split(build_model(), {"0": columns, "2": RowwiseParallel(input_layouts=Shard(-1))})
 
     def length_of(self, sample: Any) -> int:
         return int(sample["mask"].sum())
@@ -239,13 +254,15 @@ def run_case(case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
         "weights": weights,
         "learning_rates": recorder.learning_rates,
         "processes_agree": all(other == every[0] for other in every),
-        "processes": num_processes(),
+        "processes": num_data_processes(),
     }
 
 
 def main() -> None:
     """Run the grid and write the results."""
     cases = make_sharded_cases() if "ACCELERATE_USE_FSDP" in os.environ else make_cases()
+    if is_split():
+        cases = make_split_cases()
     with tempfile.TemporaryDirectory() as folder:
         results = {case.name: run_case(case, Path(folder) / str(i)) for i, case in enumerate(cases)}
     if is_main_process():

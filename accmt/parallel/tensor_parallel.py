@@ -1,0 +1,174 @@
+"""Tensor parallelism: processes that share each batch hold a part of most tensors, and compute with it.
+
+The engine is transformers' (the plan of each model) and torch's (`DTensor`). Beside the tensors that are split there
+are others, such as those of norms, which all processes have, with the same gradients; so what concerns all parameters
+at once meets tensors of several kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accmt.errors import ModuleContractError, explain
+from accmt.libraries.private_names import plan_of_tensors, sums_gradients_of_parts
+from accmt.parallel.reduction import broadcast_tensors
+from accmt.parallel.shards import is_by_fsdp
+from accmt.processes import num_data_processes, num_processes, process_index
+from accmt.sharded_tensors import is_dtensor, mesh_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch.distributed.device_mesh import DeviceMesh
+
+_NAME = "tp"
+_ASKED = 'Trainer(parallelism={"tp": ...})'
+
+
+def split_tensors(model: nn.Module, accelerator: Accelerator) -> None:
+    """Split the tensors of a transformers model in place, by its own plan.
+
+    Every process begins with the main one's weights and buffers, as under data parallelism.
+
+    Processes: collective.
+
+    Raises:
+        ModuleContractError: The model has no plan, or cannot be split over so many processes.
+    """
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    mesh: Any = accelerator.torch_device_mesh[_NAME]
+    plan = _find_plan(model, mesh.size())
+    broadcast_tensors([*model.parameters(), *model.buffers()], accelerator.device)
+    tied = _untie(model)
+    apply_tensor_parallelism(model, mesh, plan)
+    _tie_again(model, tied)
+    vars(model)["_tp_size"] = mesh.size()  # which `generate` reads
+
+
+def _find_plan(model: nn.Module, size: int) -> dict[str, str]:
+    try:
+        plan = plan_of_tensors(model, size)
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
+        got = f"a {type(model).__name__} without a plan for tensor parallelism: {error}"
+        expected = "a transformers model with one (transformers 5.23 or newer), or a model that comes split"
+        do = f"split it in configure_model by torch's parallelize_module, over a mesh with a dimension {_NAME!r}"
+        do = f'Trainer(parallelism={{"fsdp": True}}), which shards any model; or {do}'
+        raise ModuleContractError(explain(_ASKED, got, expected, do)) from error
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(text, name, None)
+        if isinstance(heads, int) and heads % size:
+            got, expected = f"{name}={heads} of a {type(model).__name__}, over {size} processes", "whole heads on each"
+            raise ModuleContractError(explain(_ASKED, got, expected, f'a size that divides {heads}, such as "tp": 2'))
+    return plan
+
+
+def _untie(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Give each place of a tied weight one of its own, and return the places of each such weight.
+
+    A plan is followed place by place, and makes another parameter at each.
+    """
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(parameter, []).append((module, name))
+    tied = {parameter: of_one for parameter, of_one in places.items() if len(of_one) > 1}
+    for parameter, of_one in tied.items():
+        for module, name in of_one[1:]:
+            setattr(module, name, nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad))
+    return list(tied.values())
+
+
+def _tie_again(model: nn.Module, tied: list[list[tuple[nn.Module, str]]]) -> None:
+    for (first, first_name), *others in tied:
+        parameter = getattr(first, first_name)
+        for module, name in others:
+            other = getattr(module, name)
+            if getattr(other, "placements", None) != getattr(parameter, "placements", None):
+                got = f"tied weights of a {type(model).__name__}, of which its plan splits each in another way"
+                do = "tie_word_embeddings=False, or FSDP2"
+                raise ModuleContractError(explain(_ASKED, got, "one way for both", do))
+            setattr(module, name, parameter)
+
+
+def share_weights(model: nn.Module, accelerator: Accelerator) -> None:
+    """Give every process the main one's weights of a model that comes split, as far as it has the same ones.
+
+    That is what is not split; and of what is, the parts of the main process and of those that share its batches.
+
+    Processes: collective.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    broadcast_tensors([tensor for tensor in tensors if not is_dtensor(tensor)], accelerator.device)
+    if num_data_processes() == 1:
+        return
+    mesh: Any = accelerator.torch_device_mesh
+    for tensor in filter(is_dtensor, tensors):
+        dist.broadcast(tensor.to_local().detach(), group=mesh["dp"].get_group(), group_src=0)
+
+
+def ranks_of_batch(model: nn.Module, asked: int) -> int:
+    """Return how many processes share each batch: those over which tensors of the model are split, or will be.
+
+    Args:
+        model: The model, split or not.
+        asked: What the run asks for, 1 where it does not.
+
+    Raises:
+        ModuleContractError: The model comes split over others than processes with neighbouring ranks, or than asked.
+    """
+    found = (_mesh_of_split(parameter, by_fsdp=is_by_fsdp(model)) for parameter in model.parameters())
+    meshes = {id(mesh): mesh for mesh in found if mesh is not None}
+    sizes = {mesh.size() for mesh in meshes.values()}
+    if not sizes:
+        return asked
+    size = max(sizes)
+    first = process_index() // size * size
+    ranks = [mesh.mesh.flatten().tolist() for mesh in meshes.values()]
+    expected = f"processes {first} to {first + size - 1} together, as the last dimension of a mesh over all has them"
+    if asked not in (1, size):
+        got = f"a model that comes split over {size} processes, where {asked} are asked for"
+        raise ModuleContractError(explain(_ASKED, got, "one size", f'parallelism={{"{_NAME}": {size}}}'))
+    if any(of_one != list(range(first, first + size)) for of_one in ranks) or num_processes() % size:
+        got = f"a model that comes split over the processes {ranks[0]}"
+        do = 'init_device_mesh(device, (shard, tp), mesh_dim_names=("shard", "tp"))'
+        raise ModuleContractError(explain("self.model", got, expected, do))
+    return size
+
+
+def _mesh_of_split(parameter: Tensor, *, by_fsdp: bool) -> DeviceMesh | None:
+    """Return the processes over which a tensor is split for computing with its parts; None where it is not.
+
+    A dimension of a mesh that is called "tp" says so; where FSDP2 has not sharded the model, a mesh without names too.
+    """
+    mesh = mesh_of(parameter)
+    if mesh is None or mesh.mesh_dim_names is None:
+        return None if by_fsdp else mesh
+    return mesh[_NAME] if _NAME in mesh.mesh_dim_names else None
+
+
+def partial_gradients(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters whose gradients transformers adds up over the processes of a split by a hook of its own.
+
+    It does so whenever a gradient is added to what is there: at the second micro-batch of a window what was added up
+    at the first would be added up again (seen with transformers 5.23).
+    """
+    return [parameter for parameter in sums_gradients_of_parts(model) if not is_dtensor(parameter)]
+
+
+@contextmanager
+def beginning_anew(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Let a backward pass find no gradients of these parameters, and add what was there before to what it leaves."""
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    yield
+    for parameter, gradient in zip(parameters, before, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

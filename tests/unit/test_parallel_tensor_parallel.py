@@ -1,0 +1,117 @@
+"""Which processes hold one model together, and what concerns parameters of several kinds, on faked processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from accmt.data import MicroBatch
+from accmt.data.bad_samples import BadSample, _require_same_in_groups
+from accmt.errors import DataError, ModuleContractError
+from accmt.parallel import tensor_parallel
+from accmt.parallel.tensor_parallel import beginning_anew, ranks_of_batch
+from accmt.processes import data_index, each_once, is_counted, num_data_processes, share_batches, sum_over_data
+from accmt.sharded_tensors import by_mesh
+
+
+@pytest.fixture(params=[0, 3])
+def rank(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Let this be one of four processes, whose communication does nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=4)
+    yield request.param
+    share_batches(1)
+    dist.destroy_process_group()
+
+
+def make_split(shape: Sequence[int], names: Sequence[str] | None) -> nn.Module:
+    mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=None if names is None else tuple(names))
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    return parallelize_module(model, mesh if names is None else mesh["tp"], {"0": ColwiseParallel()})
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "size"), [((2, 2), ("dp", "tp"), 2), ((4,), None, 4), ((1, 4), ("dp", "tp"), 4)]
+)
+def test_a_split_model_shows_which_processes_share_a_batch(
+    rank: int, shape: Sequence[int], names: Sequence[str] | None, size: int
+) -> None:
+    model = make_split(shape, names)
+    assert ranks_of_batch(model, 1) == ranks_of_batch(model, size) == size
+    share_batches(size)
+    assert (num_data_processes(), data_index(), is_counted()) == (4 // size, rank // size, rank == 0)
+    assert each_once(list(range(4))) == list(range(0, 4, size))
+
+
+def test_a_model_that_is_whole_is_split_as_asked(rank: int) -> None:
+    assert [ranks_of_batch(nn.Linear(2, 2), asked) for asked in (1, 2)] == [1, 2]
+
+
+def test_processes_of_a_split_that_are_not_neighbours_are_an_error(rank: int) -> None:
+    with pytest.raises(ModuleContractError, match="comes split over the processes") as raised:
+        ranks_of_batch(make_split((2, 2), ("tp", "dp")), 1)
+    assert "init_device_mesh(device, (shard, tp)" in str(raised.value)
+
+
+def test_another_size_than_the_model_comes_with_is_an_error(rank: int) -> None:
+    with pytest.raises(ModuleContractError, match="comes split over 2 processes, where 4 are asked for"):
+        ranks_of_batch(make_split((2, 2), ("dp", "tp")), 4)
+
+
+def test_a_sum_over_the_data_takes_what_is_shared_once(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    share_batches(2)
+    monkeypatch.setattr("accmt.processes.sum_over_processes", lambda values: values)
+    assert sum_over_data((3.0, 1.0)) == ((3.0, 1.0) if rank == 0 else [0.0, 0.0])
+
+
+def test_tensors_of_several_kinds_are_divided_with_what_belongs_to_them(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain, both, split = torch.ones(2), torch.ones(2), torch.ones(2)
+    of_both = DTensor.from_local(both, mesh, [Replicate(), Shard(0)])
+    of_split = DTensor.from_local(split, mesh["tp"], [Shard(0)])
+    tensors = [plain, of_both, of_split, plain]
+    divided = by_mesh(tensors, [torch.tensor(float(number)) for number in range(4)])
+    assert [[float(number) for number in numbers] for _, numbers in divided] == [[0, 3], [1], [2]]
+
+
+def test_a_backward_pass_adds_what_was_there_before(rank: int) -> None:
+    first, second, unused = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    first.grad = torch.ones(1)
+    unused.grad = torch.ones(1)
+    with beginning_anew([first, second, unused]):
+        assert first.grad is None
+        first.grad, second.grad = torch.full((1,), 2.0), torch.full((1,), 5.0)
+    assert [float(one.grad) for one in (first, second, unused) if one.grad is not None] == [3, 5, 1]
+
+
+def test_tied_weights_that_a_plan_splits_in_two_ways_are_an_error(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    model = nn.ModuleDict({"first": nn.Linear(4, 4, bias=False), "second": nn.Linear(4, 4, bias=False)})
+    model["second"].weight = model["first"].weight
+    tied = tensor_parallel._untie(model)
+    assert model["second"].weight is not model["first"].weight
+    tensor_parallel._tie_again(model, tied)
+    assert model["second"].weight is model["first"].weight
+    tied = tensor_parallel._untie(model)
+    parallelize_module(model, mesh, {"second": ColwiseParallel()})
+    with pytest.raises(ModuleContractError, match="splits each in another way"):
+        tensor_parallel._tie_again(model, tied)
+
+
+def test_samples_that_one_process_of_a_group_could_read_are_an_error(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_batches(2)
+    own = MicroBatch(0, None, bad=(BadSample(7, "gone"),))
+    monkeypatch.setattr("accmt.data.bad_samples.gather_objects", lambda value: [[], [], value, value])
+    _require_same_in_groups(own)
+    monkeypatch.setattr("accmt.data.bad_samples.gather_objects", lambda value: [[], [], [], value])
+    with pytest.raises(DataError, match=r"\[7\] on process 3"):
+        _require_same_in_groups(own)
