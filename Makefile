@@ -21,6 +21,8 @@ TRACKERS := wandb==0.31.0 comet-ml==3.58.8 aim==3.29.1 clearml==2.1.12 dvclive==
 QUANTIZED := bitsandbytes==0.50.2 torchao==0.18.0
 # It brings triton, and replaces functions of transformers.
 KERNELS := liger-kernel==0.8.5
+# What the wheel is installed beside; PEFT is in .venv.
+BESIDE := trl==1.16.0 lightning==2.6.6 uv==0.13.9
 TRACKER_TESTS := $(foreach tracker,$(TRACKERS),tracker-$(firstword $(subst ==, ,$(tracker))))
 
 # Models and data are installed packages; nothing is asked of a hub, and no package reports that it is used.
@@ -29,7 +31,7 @@ export DO_NOT_TRACK := true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-lowest lint docs coverage bench gpu trackers quantized kernels release clean
+.PHONY: help install demo test test-lowest lint docs coverage bench gpu trackers quantized kernels beside release clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -87,8 +89,11 @@ release: $(INSTALLED)  ## set the VERSION, date the changelog, commit and tag; n
 	$(if $(VERSION),,$(error say which version: make release VERSION=0.2.0))
 	$(BIN)/python docs/release.py $(VERSION)
 
+beside: $(INSTALLED)  ## test the built wheel beside trl, peft and lightning in an environment of its own
+	@tests/laid_over.sh .venv-beside $(VENV) tests/beside $(BESIDE)
+
 clean:  ## remove everything that was made: .venv, caches, outputs of the examples
-	rm -rf $(VENV) $(LOWEST) .venv-trackers .venv-quantized .venv-kernels .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db .coverage
+	rm -rf $(VENV) $(LOWEST) .venv-beside .venv-trackers .venv-quantized .venv-kernels .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt

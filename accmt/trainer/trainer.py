@@ -187,8 +187,9 @@ class Trainer(TrainerProperties):
         mixed_precision: "no", "fp16" or "bf16"; None takes the launch's.
         ddp_kwargs: Arguments of `accelerate.DistributedDataParallelKwargs`.
         parallelism: Shards the model over the processes of a launch by FSDP2: a dict. "fsdp": True, or arguments of
-            `accelerate.FullyShardedDataParallelPlugin`. "shard" and "replicate": the sizes of hybrid sharding, whose
-            product is the number of processes; by default all processes shard.
+            `accelerate.FullyShardedDataParallelPlugin`. "shard" and "replicate": the sizes of hybrid sharding; by
+            default all processes shard. "tp": over how many processes the model is split by its plan for tensor
+            parallelism; such processes share each batch. The product of the sizes is the number of processes.
         failures: A dict. "on_nonfinite": what happens after a training loss that is not finite: "stop" (the default)
             ends the run with an error that names the batch, "skip" leaves the optimizer step out before it is made (and
             waits for the device once per step), "rollback" goes back to the newest checkpoint and skips that step; None
