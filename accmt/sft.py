@@ -105,9 +105,11 @@ class SFTModule(HuggingFaceModule):
         """Return the mean loss over the target tokens, and how many there are."""
         labels = batch["labels"]
         weight = (labels[:, 1:] != IGNORED).sum()
-        if "position_ids" not in batch:  # packed rows without a target are no micro-batch
-            # The mean over no token is NaN, and 0 * NaN is NaN: without a target the loss is that of any tokens.
-            batch = {**batch, "labels": torch.where(weight > 0, labels, batch["input_ids"])}
+        # The mean over no token is NaN, and 0 * NaN is NaN: without a target the loss is that of any tokens.
+        anything = batch["input_ids"]
+        if "position_ids" in batch:  # packed documents, the first token of which is no target
+            anything = anything.masked_fill(batch["position_ids"] == 0, IGNORED)
+        batch = {**batch, "labels": torch.where(weight > 0, labels, anything)}
         return {**super().step(batch), "weight": weight}
 
     def get_train_dataloader(self, dataset: Any = None) -> Any:

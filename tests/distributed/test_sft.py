@@ -1,0 +1,43 @@
+"""Supervised fine-tuning on several processes gives the weights that one gives, sharded or not, and resumes exactly."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.launching import SCRIPTS, launch
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.feature("N68")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs the script once for each launch and kind."""
+
+    @cache
+    def once(way: int | str, kind: str) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("sft")
+        result = folder / "result.json"
+        launch(SCRIPTS / "sft.py", str(result), str(folder), kind, processes=way, result=result, timeout_s=280)
+        found: dict[str, Any] = json.loads(Path(result).read_text())
+        return found
+
+    return once
+
+
+@pytest.mark.parametrize("kind", ["batches", "packing"])
+@pytest.mark.parametrize("way", [2, "fsdp-2"])
+def test_processes_train_what_one_trains_and_resume_with_equal_bits(run: Any, way: int | str, kind: str) -> None:
+    one, several = run(1, kind), run(way, kind)
+    for name, found in several.items():
+        assert found["moved"], name
+        assert found["resumes"], name
+        expected = one[name]
+        assert expected["resumes"], name
+        difference = torch.tensor(found["weights"], dtype=torch.float64) - torch.tensor(expected["weights"])
+        assert difference.abs().max() < 1e-7, name  # transformers computes the loss in float32
