@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from accmt.libraries.private_names import checkpoint_activations_by_plugin, gene
 from accmt.libraries.versions import parallel_size
 from accmt.parallel.reduction import broadcast_tensors
 from accmt.processes import broadcast_object, gather_objects, num_data_processes, num_processes
-from accmt.sharded_tensors import is_dtensor
+from accmt.sharded_tensors import class_of, is_dtensor
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -34,13 +35,62 @@ def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer
     """
     if not is_sharded(model):
         broadcast_tensors([*model.parameters(), *model.buffers()], accelerator.device)
+    tied = _names_of_tied(model)
     try:
-        _shard(model, accelerator, optimizer)
+        with _embeddings_for_themselves(model, accelerator.state.fsdp_plugin):
+            _shard(model, accelerator, optimizer)
     except (ValueError, KeyError) as error:
         do = "look at auto_wrap_policy and transformer_cls_names_to_wrap, or leave them out"
         message = explain("the model, sharded by FSDP2", str(error), "layers that can be sharded one by one", do)
         raise ModuleContractError(message) from error
+    _require_tied(model, tied)
     generate_together(model)
+
+
+def _names_of_tied(model: nn.Module) -> list[list[str]]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [of_one for of_one in names.values() if len(of_one) > 1]
+
+
+def _require_tied(model: nn.Module, tied: list[list[str]]) -> None:
+    """Check that weights which were tied are sharded together: torch rejects a weight of two groups, in the forward."""
+    now = dict(model.named_parameters(remove_duplicate=False))
+    for names in tied:
+        if len({id(now[name]) for name in names if name in now}) > 1:
+            got = f"{' and '.join(names)}, which are tied, in two groups of layers that are sharded"
+            expected = "tied weights in one group, as Accelerate has embeddings and head"
+            do = "untie them, or train it without `parallelism`"
+            raise ModuleContractError(explain("the model, sharded by FSDP2", got, expected, do))
+
+
+@contextmanager
+def _embeddings_for_themselves(model: nn.Module, plugin: Any) -> Iterator[None]:
+    """Let a plugin not shard a layer that holds the embeddings: Accelerate shards them afterwards, once more.
+
+    BERT, say, names its BertEmbeddings among the layers to shard; torch answers with a TypeError about an invariant
+    (seen with Accelerate 1.15 and torch 2.13).
+
+    Raises:
+        ModuleContractError: The user has named such a layer.
+    """
+    names = plugin.transformer_cls_names_to_wrap
+    found = [getattr(model, f"get_{kind}_embeddings", lambda: None)() for kind in ("input", "output")]
+    held = [module for module in model.modules() if any(one in list(module.modules())[1:] for one in found)]
+    holders = {class_of(module).__name__ for module in held}
+    if names is not None and holders.intersection(names):
+        named = ", ".join(sorted(holders.intersection(names)))
+        got = f"transformer_cls_names_to_wrap with {named}, which holds the embeddings"
+        message = explain("the model, sharded by FSDP2", got, "layers without them", f"leave {named} out")
+        raise ModuleContractError(message)
+    own = getattr(model, "_no_split_modules", None) or ()
+    if names is None and holders.intersection(own):
+        plugin.transformer_cls_names_to_wrap = [name for name in own if name not in holders]
+    try:
+        yield
+    finally:
+        plugin.transformer_cls_names_to_wrap = names
 
 
 def _shard(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer | None) -> None:

@@ -62,6 +62,7 @@ def test_what_cannot_work_on_shards_is_refused_with_the_line_to_write(outcomes: 
     said = outcomes["fsdp-2"]["refused"]
     assert "call self.model(...)" in said["part"]
     assert "a model that each process has whole" in said["auto_micro_batch"]
+    assert "cls.predictions.bias and cls.predictions.decoder.bias, which are tied" in said["tied"]
 
 
 @pytest.mark.skipif(not HAS_PLANS, reason="transformers before 5.23 applies no plans to a model that is there")

@@ -17,7 +17,16 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.utils.data import TensorDataset
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import tests.many_runs  # noqa: F401
 from accmt import EMA, AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer, read_history
@@ -102,6 +111,28 @@ def accumulated(folder: Path) -> Any:
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, max_position_embeddings=32, **sizes, **heads))
     module = Texts(model)
     return {**fit(module, folder, max_micro_batch_size=6 // num_data_processes()), "weights": weights_of(module)}
+
+
+class Reviews(AcceleratorModule):
+    """Trains an encoder, whose embeddings lie in a layer that it names among those to shard."""
+
+    def __init__(self) -> None:
+        self.model = make_bert(BertForSequenceClassification)
+
+    def step(self, batch: Any) -> torch.Tensor:
+        return self.model(input_ids=batch[0], labels=batch[0][:, 0] % 2).loss
+
+
+def make_bert(kind: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return kind(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=32, **sizes, **rates))
+
+
+def encoder(folder: Path) -> Any:
+    module = Reviews()
+    return {**fit(module, folder), "weights": weights_of(module)}
 
 
 def clipped_by_value(folder: Path) -> Any:
@@ -314,6 +345,7 @@ def refused(folder: Path) -> Any:
         "part": lambda place: fit(CallsPart(), place),
         "auto_micro_batch": lambda place: fit(Texts(), place, auto_micro_batch=True),
         "adapter": with_adapter,
+        "tied": lambda place: fit(Texts(make_bert(BertForMaskedLM)), place),
         "heads": lambda place: fit(Texts(make_llama(num_attention_heads=1)), place),
         "own_data": lambda place: fit(Texts(), place, shard_dataloaders=False),
     }
@@ -329,6 +361,7 @@ def refused(folder: Path) -> Any:
 _TRAINED = (
     plain,
     accumulated,
+    encoder,
     grouped,
     clipped_by_value,
     clipped_and_monitored,
