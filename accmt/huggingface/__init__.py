@@ -12,6 +12,7 @@ from accmt.huggingface.gradient_checkpointing import enable_gradient_checkpointi
 from accmt.huggingface.merging import merge_adapter as merge_adapter
 from accmt.huggingface.merging import require_mergeable as require_mergeable
 from accmt.huggingface.model_kinds import advise_wrapping as advise_wrapping
+from accmt.huggingface.model_kinds import base_model_of as base_model_of
 from accmt.huggingface.model_kinds import describe_model as describe_model
 from accmt.huggingface.model_kinds import is_peft_model as is_peft_model
 from accmt.huggingface.model_kinds import is_transformers_model as is_transformers_model

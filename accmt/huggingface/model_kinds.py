@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -75,18 +76,32 @@ def reject_injected_adapters(model: object) -> None:
 
 
 def describe_model(model: Any) -> dict[str, str]:
-    """Return the library of a model, without wrappers, and its base model, for a model card.
+    """Return the library of a model, without wrappers, its task and its base model, for a model card's head.
 
     A model that was built from a local folder has no `base_model`: nobody else could find it.
     """
+    if not is_peft_model(model) and not is_transformers_model(model):
+        return {"library_name": "pytorch"}
+    library = "peft" if is_peft_model(model) else "transformers"
+    base = base_model_of(model)
+    is_of_hub = base is not None and not base.startswith((".", "/", "~")) and base.count("/") <= 1
+    named = {"base_model": base} if base is not None and is_of_hub and not Path(base).exists() else {}
+    return {"library_name": library, **_name_task(model), **named}
+
+
+def base_model_of(model: Any) -> str | None:
+    """Return the name or path of what a model was made of by `from_pretrained`, if it was."""
     if is_peft_model(model):
-        base = model.active_peft_config.base_model_name_or_path or getattr(model.get_base_model(), "name_or_path", None)
-        return {"library_name": "peft", **_name_base(base)}
-    if is_transformers_model(model):
-        return {"library_name": "transformers", **_name_base(model.name_or_path)}
-    return {"library_name": "pytorch"}
+        known: str | None = model.active_peft_config.base_model_name_or_path
+        model = model.get_base_model()
+        if known:
+            return known
+    return getattr(model, "name_or_path", None) or None if is_transformers_model(model) else None
 
 
-def _name_base(name: str | None) -> dict[str, str]:
-    is_hub_name = bool(name) and not str(name).startswith((".", "/", "~")) and str(name).count("/") <= 1
-    return {"base_model": str(name)} if is_hub_name and not Path(str(name)).exists() else {}
+def _name_task(model: Any) -> dict[str, str]:
+    from transformers.modelcard import TASK_MAPPING
+
+    name = type(model.get_base_model() if is_peft_model(model) else model).__name__
+    classes: Mapping[str, Any] = TASK_MAPPING
+    return next(({"pipeline_tag": task} for task, models in classes.items() if name in models.values()), {})

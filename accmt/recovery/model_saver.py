@@ -47,6 +47,9 @@ from accmt.tracking import resolve_trackers
 from accmt.tracking.trackers import TRACKERS
 from accmt.version import __version__
 
+_READERS = ("arrow", "audiofolder", "csv", "generator", "imagefolder", "json", "pandas", "parquet", "sql", "text")
+"""Names of `datasets` for data that somebody read from a file: no data set that a hub knows."""
+
 
 class _NotSavedError(Exception):
     """A model could not be written, which was said and noted."""
@@ -267,10 +270,10 @@ def write_card(run: Run, folder: Path) -> None:
     state, model = run.state, run.unwrapped_model
     write_model_card(
         folder,
-        head={**huggingface.describe_model(model), "tags": ["accmt"]},
+        head={**huggingface.describe_model(model), "tags": ["accmt"], **_name_sources(run)},
         sections={
             "Results": {**_describe_loss(run), **state.metrics, **state.best},
-            "Model": {"model": class_of(model).__name__, "parameters": sum(p.numel() for p in model.parameters())},
+            "Model": _describe_model(model),
             "Samples": _count_samples(run),
             "Hyper-parameters": run.settings.hps.get_config(),
             "Training": _describe_training(run),
@@ -309,6 +312,21 @@ def _count_samples(run: Run) -> dict[str, Any]:
     loaders |= {f"validation {name}".strip(): loader for name, loader in run.val_loaders.items()}
     counted = {name: length_of(loader.dataloader.dataset) for name, loader in loaders.items()}
     return {name: number for name, number in counted.items() if number is not None}
+
+
+def _name_sources(run: Run) -> dict[str, list[str]]:
+    """Return the data sets and metrics of a run by the names that a hub knows."""
+    read = [loader.dataloader.dataset for loader in (run.train_loader, *run.val_loaders.values())]
+    infos = [getattr(getattr(data, "dataset", data), "info", None) for data in read]
+    names = {str(name) for info in infos if (name := getattr(info, "dataset_name", None)) and name not in _READERS}
+    metrics = sorted({name.split("__")[0] for name in run.state.metrics} & BUILTIN.keys())
+    return {key: values for key, values in (("datasets", sorted(names)), ("metrics", metrics)) if values}
+
+
+def _describe_model(model: torch.nn.Module) -> dict[str, Any]:
+    base = huggingface.base_model_of(model)
+    known = {} if base is None else {"base model": Path(base).name if Path(base).exists() else base}
+    return {"model": class_of(model).__name__, **known, "parameters": sum(p.numel() for p in model.parameters())}
 
 
 def _describe_loss(run: Run) -> dict[str, float]:

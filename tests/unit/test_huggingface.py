@@ -481,11 +481,15 @@ def test_not_strict_loads_what_a_transformers_model_has_in_common(tmp_path):
     ("model", "head"),
     [
         (nn.Linear(1, 1), {"library_name": "pytorch"}),
-        (bert(), {"library_name": "transformers"}),
+        (bert(), {"library_name": "transformers", "pipeline_tag": "fill-mask"}),
+        (
+            BertForSequenceClassification(bert_config()),
+            {"library_name": "transformers", "pipeline_tag": "text-classification"},
+        ),
     ],
-    ids=["plain", "transformers"],
+    ids=["plain", "transformers", "of a task"],
 )
-def test_the_head_of_a_card_names_the_library(model, head):
+def test_the_head_of_a_card_names_library_and_task(model, head):
     assert describe_model(model) == head
 
 

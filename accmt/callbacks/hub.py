@@ -1,0 +1,118 @@
+"""The saved model, uploaded to the Hugging Face hub when the run is over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accmt.callbacks.base import MainProcessCallback
+from accmt.errors import ArgumentError, explain
+from accmt.messages import say, warn
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+
+class PushToHub(MainProcessCallback):
+    """Uploads the model folder, its card included, at the end of a run that finished, also of one that ended early.
+
+    The repository is made when the run starts, if there is none: a token that is missing or has no right to that is an
+    error then, and not after hours. A hub that cannot be reached, then or at the end, is a warning with the
+    command that uploads the folder; the run is not harmed.
+
+    Args:
+        repo_id: The repository, "user/name"; it is made if there is none.
+        private: Whether one that is made is private; None is the account's default.
+        token: Whose repository it is; None is the token of `hf auth login` or of `HF_TOKEN`.
+        revision: The branch; None is the main one.
+        endpoint: Another hub than that of `HF_ENDPOINT` or huggingface.co.
+
+    Raises:
+        ArgumentError: At the start of the run: the hub refuses, or huggingface_hub is offline.
+
+    Processes: main only.
+
+    Example:
+        >>> from accmt import PushToHub, Trainer
+        >>> trainer = Trainer("hps/bbc_news.yaml", "out/news", callbacks=PushToHub("user/news"))  # doctest: +SKIP
+    """
+
+    order = float("inf")
+
+    def __init__(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+        endpoint: str | None = None,
+    ) -> None:
+        self.repo_id = repo_id
+        self._private = private
+        self._token = token
+        self._revision = revision
+        self._endpoint = endpoint
+
+    def on_fit_start(self) -> None:
+        """Make the repository, if there is none."""
+        with self._noting_unreachable_hub("The run goes on; it is tried again at the end."):
+            self._ask_hub()
+
+    def on_fit_end(self) -> None:
+        """Upload the folder."""
+        folder = self.trainer.settings.model_folder
+        is_saved = self.trainer.run.saver.selection.has_saved or self.trainer.settings.saving.save_last
+        if not self.state.finished or not is_saved:
+            return
+        with self._noting_unreachable_hub(f"Upload it by hand: hf upload {self.repo_id} {folder}"):
+            self._upload(folder)
+
+    def _ask_hub(self) -> None:
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalTokenNotFoundError,
+            OfflineModeIsEnabled,
+        )
+
+        try:
+            self._api().create_repo(self.repo_id, private=self._private, exist_ok=True)
+        except (HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled) as error:
+            self._refuse(error, "name it user/name, log in with `hf auth login`, and unset HF_HUB_OFFLINE")
+        except HfHubHTTPError as error:
+            if error.response.status_code >= 500:
+                raise
+            self._refuse(error, "log in with `hf auth login`, with a token that may write to it")
+
+    def _upload(self, folder: Path) -> None:
+        api = self._api()
+        api.upload_folder(
+            repo_id=self.repo_id,
+            folder_path=folder,
+            revision=self._revision,
+            ignore_patterns=[".*"],
+            commit_message=f"accmt: {self.state.global_step} steps",
+        )
+        say(f"uploaded {folder} to {api.endpoint}/{self.repo_id}")
+
+    def _api(self) -> HfApi:
+        from huggingface_hub import HfApi
+
+        return HfApi(endpoint=self._endpoint, token=self._token)
+
+    def _refuse(self, error: Exception, do: str) -> None:
+        got = str(error).strip().partition("\n")[0] or type(error).__name__
+        where, expected = f"PushToHub({self.repo_id!r})", "a repository that may be written to"
+        raise ArgumentError(explain(where, got, expected, do)) from error
+
+    @contextmanager
+    def _noting_unreachable_hub(self, then: str) -> Iterator[None]:
+        try:
+            yield
+        except ArgumentError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a network does must not end a run
+            warn(f"the hub could not be reached for {self.repo_id}: {type(error).__name__}: {error}. {then}")
