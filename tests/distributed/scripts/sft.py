@@ -70,8 +70,9 @@ def make_module(kind: str, *, lora: bool) -> SFTModule:
 def quantize(model: LlamaForCausalLM) -> Any:
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        loaded = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+        torch.save(model.state_dict(), Path(folder) / "pytorch_model.bin")  # `save_pretrained` is for the first process
+        model.config.to_json_file(Path(folder) / "config.json")
+        loaded = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, use_safetensors=False)
     return prepare_model_for_kbit_training(loaded, use_gradient_checkpointing=False)
 
 
