@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def used_in_the_documents() -> set[str]:
 @pytest.mark.feature("D38")
 def test_the_reference_shows_every_public_name_once():
     shown = [name for page in REFERENCE.glob("*.md") for name in shown_on(page)]
-    assert len(shown) == len(set(shown))
+    assert [name for name, count in Counter(shown).items() if count > 1] == []
     public = {f"accmt.{name}" for name in accmt.__all__ if name != "__version__"}
     public |= {f"accmt.compat.{name}" for name in compat.__all__}
     again = {f"accmt.{name.rpartition('.')[2]}" for name in used_in_the_documents()} & public
