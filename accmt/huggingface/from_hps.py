@@ -15,7 +15,7 @@ from torch import nn
 
 from accmt.config import HyperParameters
 from accmt.config.arguments import annotation_of, fits_as_written
-from accmt.config.faults import describe, suggest
+from accmt.config.faults import describe, nearest, suggest
 from accmt.config.model_section import NAMES, ModelSection
 from accmt.errors import AccmtError, HyperParameterError, MissingPackageError, explain
 from accmt.huggingface.gradient_checkpointing import enable_gradient_checkpointing
@@ -112,7 +112,11 @@ def _load(hps: HyperParameters, section: ModelSection, arguments: dict[str, Any]
     except (TypeError, ValueError, AttributeError) as error:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         name = unknown[1] if unknown else None
-        do = suggest(name, NAMES, f"remove `{name}`") if name else "correct the section"
+        class_is_missing = section.type is None and (Path(section.path) / ADAPTER_CONFIG).is_file()
+        otherwise = (
+            "write `type: AutoModelForCausalLM`, or the class for its task" if class_is_missing else "correct it"
+        )
+        do = suggest(name, NAMES, f"remove `{name}`") if name else otherwise
         where, expected = hps.where("model", *([name] if name else [])), "arguments that `from_pretrained` accepts"
         raise HyperParameterError(explain(where, str(error), expected, do)) from error
 
@@ -146,8 +150,15 @@ def _with_adapter(hps: HyperParameters, section: ModelSection, model: Any) -> An
         return peft.get_peft_model(model, made)
     except (ValueError, TypeError, KeyError, NotImplementedError) as error:
         layers = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
-        do = f"layers are such as {', '.join(sorted(layers))}"
+        targets = values.get("target_modules", ())
+        near = [near for one in ([targets] if isinstance(targets, str) else targets) if (near := nearest(one, layers))]
+        do = f"write `targets: [{', '.join(near)}]`; " if near else ""
+        do += f"layers are such as {', '.join(sorted(layers))}"
         raise HyperParameterError(explain(hps.where(*where), str(error), "parts that the model has", do)) from error
+    except AttributeError as error:  # PEFT's class for a task needs a model with the head of that task
+        got, expected = f"{type(model).__name__}, and {made.task_type}: {error}", "a model with the head of its task"
+        do = "write `type: AutoModelForCausalLM` in `model`, or the class for your task"
+        raise HyperParameterError(explain(hps.where(*where), got, expected, do)) from error
 
 
 def _find(hps: HyperParameters, where: tuple[str, ...], library: Any, name: str, ending: str) -> Callable[..., Any]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from accmt.errors import WeightsError, explain
 from accmt.libraries.versions import require
-from accmt.saving.layout import ADAPTER_NAMES
+from accmt.messages import warn_once
+from accmt.saving.layout import ADAPTER_CONFIG, ADAPTER_NAMES
 from accmt.saving.load_weights import read_weights, require_fit
 from accmt.saving.state_dict import give_own_memory, plain_names
 from accmt.saving.weights import SavedWeights, save_adapter, write_tensors
@@ -60,6 +61,7 @@ def load_adapters(model: PeftModel, folder: Path, *, strict: bool = True) -> Non
     state = model.state_dict()
     current = {name: _read_adapter(model, state, name) for name in parts}
     saved = {name: read_weights(part) for name, part in parts.items()}
+    _warn_of_other_base(model, folder)
     for name, part in parts.items():
         what = f"the adapter {name!r} of {class_of(model).__name__}"
         require_fit(saved[name], _by_plain_name(current[name]), part, what=what, strict=strict)
@@ -76,6 +78,21 @@ def read_base_name(folder: Path) -> str:
         return name
     do = "build the model, and PEFT around it: PeftModel.from_pretrained(model, folder, is_trainable=True)"
     raise WeightsError(explain(f"the adapter in {folder}", "no `base_model_name_or_path`", "the path of its model", do))
+
+
+def _warn_of_other_base(model: PeftModel, folder: Path) -> None:
+    """Warn where an adapter was trained around another model: it may fit, and would make nonsense of this one."""
+    trained_with = read_config(folder).base_model_name_or_path if (folder / ADAPTER_CONFIG).is_file() else None
+    loaded_into = getattr(model.get_base_model(), "name_or_path", None)
+    if trained_with and loaded_into and not _is_same_path(trained_with, loaded_into):
+        got = f"the adapter in {folder} was trained with {trained_with}, and is loaded into {loaded_into}"
+        warn_once(
+            f"{got}; where these are not the same model, its weights mean nothing", about="the base of an adapter"
+        )
+
+
+def _is_same_path(one: str, other: str) -> bool:
+    return one == other or Path(one).resolve() == Path(other).resolve()
 
 
 def read_config(folder: Path) -> PeftConfig:

@@ -11,7 +11,8 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from accmt import AcceleratorModule, HyperParameters, Trainer
 from accmt.cli.main import main
-from accmt.errors import AccmtError, HyperParameterError, MissingPackageError
+from accmt.errors import AccmtError, HyperParameterError, MissingPackageError, WeightsError
+from accmt.optimization import build_optimizer
 
 pytestmark = pytest.mark.feature("N72")
 
@@ -139,7 +140,8 @@ def test_a_wrong_form_is_found_when_the_file_is_read(model, place, message):
         ({"lora": {"layer_replication": [[0, 1, 2]]}}, "model.lora.layer_replication", "list[tuple[int, int]]"),
         ({"lora": {"bias": "some"}}, "model.lora.bias", "Literal['none', 'all', 'lora_only']"),
         ({"lora": {"r": 0}}, "model.lora", "r"),
-        ({"lora": {"targets": ["q_prj"]}}, "model.lora", "q_proj"),
+        ({"lora": {"targets": ["q_prj"]}}, "model.lora", "do: write `targets: [q_proj]`; layers are such as down_proj"),
+        ({"type": None, "lora": {"task_type": "CAUSAL_LM"}}, "model.lora", "do: write `type: AutoModelForCausalLM`"),
         ({"adapter": "Loro"}, "model.adapter", "do: write `LoraConfig`"),
     ],
 )
@@ -164,3 +166,27 @@ def test_a_class_that_does_not_exist_and_a_missing_package_are_said():
 def test_hyper_parameters_without_a_model_build_none():
     with pytest.raises(HyperParameterError, match="which model is to be trained"):
         AcceleratorModule.from_hps(HPS)
+
+
+def test_an_adapter_of_another_base_is_said(caplog):
+    model = {"path": "./llama", "type": "AutoModelForCausalLM", "lora": {"r": 2, "targets": ["q_proj"]}}
+    rows = {"input_ids": [[index, 3, 7] for index in range(4)]}
+    data = Dataset.from_dict({**rows, "labels": rows["input_ids"]}).with_format("torch")
+    Trainer(HPS, "out/adapter", verbose=False).fit(AcceleratorModule.from_hps({**HPS, "model": model}), data)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    for name, width in (("alike", 16), ("wider", 32)):
+        LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=width, **sizes)).save_pretrained(name)
+    AcceleratorModule.from_hps({**HPS, "model": {**model, "path": "llama"}}).load_weights("out/adapter")
+    assert "was trained with" not in caplog.text
+    AcceleratorModule.from_hps({**HPS, "model": {**model, "path": "./alike"}}).load_weights("out/adapter")
+    assert "was trained with ./llama, and is loaded into ./alike" in caplog.text
+    with pytest.raises(WeightsError, match=r"lora_A\.weight \[2, 16\] for \[2, 32\] in the model"):
+        AcceleratorModule.from_hps({**HPS, "model": {**model, "path": "./wider"}}).load_weights("out/adapter")
+    with pytest.raises(HyperParameterError, match="do: write `type: AutoModelForCausalLM`, or the class for its task"):
+        AcceleratorModule.from_hps({**HPS, "model": "out/adapter"})
+
+
+def test_a_learning_rate_of_0_is_a_warning(caplog):
+    hps = {**HPS, "optim": {"type": "SGD", "lr": 0}}
+    build_optimizer(HyperParameters.from_config(hps), torch.nn.Linear(2, 2))
+    assert "hps_config optim.lr is 0: the run trains nothing" in caplog.text
