@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from accmt.errors import explain
+from accmt.errors import ModuleContractError, explain
 from accmt.module_log import LogsValues
 
 if TYPE_CHECKING:
@@ -399,13 +400,42 @@ class ExtendedAcceleratorModule(AcceleratorModule):
         """
         self.manual_steps.backward(loss)
 
-    def step_optimizer(self) -> bool:
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers: those of a `ChainedOptimizer`, or the only one."""
+        from accmt.optimization import ChainedOptimizer
+
+        return list(self.optimizer.optimizers) if isinstance(self.optimizer, ChainedOptimizer) else [self.optimizer]
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Let only the parameters of one optimizer have gradients meanwhile, such as those of a GAN's generator."""
+        others = [parameter for parameter in _parameters_beside(self, optimizer) if parameter.requires_grad]
+        for parameter in others:
+            parameter.requires_grad_(False)  # noqa: FBT003 - torch's own signature
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)  # noqa: FBT003 - as above
+
+    def step_optimizer(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
         """Clip the gradients as the Trainer says, and let the optimizer step.
+
+        Args:
+            optimizer: The one of `optimizers()` that steps; None steps all. Gradients of the others stay as they are.
 
         Returns:
             Whether it really stepped; not where the gradient scaler met inf.
         """
-        return self.manual_steps.step_optimizer()
+        others = [] if optimizer is None else _parameters_beside(self, optimizer)
+        gradients = [parameter.grad for parameter in others]
+        for parameter in others:
+            parameter.grad = None  # what has no gradient is neither clipped nor stepped
+        try:
+            return self.manual_steps.step_optimizer()
+        finally:
+            for parameter, gradient in zip(others, gradients, strict=True):
+                parameter.grad = gradient
 
     def step_scheduler(self) -> None:
         """Advance the scheduler by one step, if there is one."""
@@ -419,6 +449,16 @@ class ExtendedAcceleratorModule(AcceleratorModule):
     def zero_grad(self) -> None:
         """Drop the gradients."""
         self.manual_steps.zero_grad()
+
+
+def _parameters_beside(module: ExtendedAcceleratorModule, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all optimizers but one."""
+    optimizers = module.optimizers()
+    if not any(one is optimizer for one in optimizers):
+        got, do = f"a {type(optimizer).__name__} that the run does not have", "take it from self.optimizers()"
+        raise ModuleContractError(explain("an optimizer", got, "one of self.optimizers()", do))
+    others = [one for one in optimizers if one is not optimizer]
+    return [parameter for one in others for group in one.param_groups for parameter in group["params"]]
 
 
 def defines(module: AcceleratorModule, name: str) -> bool:

@@ -119,10 +119,10 @@ FOREIGN_ATTRIBUTES: Mapping[str, str] = {
     "lr_schedulers": "self.scheduler",
     "manual_backward": "self.backward(loss), in a class derived from ExtendedAcceleratorModule",
     "named_parameters": "self.model.named_parameters()",
-    "optimizers": "self.optimizer",
+    "optimizers": "self.optimizer, or self.optimizers() in a class derived from ExtendedAcceleratorModule",
     "parameters": "self.model.parameters()",
     "save_hyperparameters": "nothing: hps.yaml and trainer_config.json lie beside the model",
-    "toggle_optimizer": "nothing: there is one optimizer, with a group for each part of the model",
+    "toggle_optimizer": "with self.toggled_optimizer(optimizer), in a class derived from ExtendedAcceleratorModule",
     "train": "self.model.train()",
 }
 """Attributes of a LightningModule or of transformers' Trainer, and where the same is found here."""

@@ -43,6 +43,11 @@ class ChainedOptimizer(Optimizer):
         self._share()
 
     @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The chained optimizers."""
+        return tuple(self._chained)
+
+    @property
     def class_names(self) -> str:
         """The chained optimizers by name: `AdamW + Muon`."""
         return " + ".join(type(one).__qualname__ for one in self._chained)

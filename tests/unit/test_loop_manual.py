@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from accmt import ExtendedAcceleratorModule
+from accmt import ChainedOptimizer, ExtendedAcceleratorModule, ModuleContractError
 from tests.toys import Linear, Recorder, logged, make_points, make_trainer
 
 HPS = {"epochs": 2, "batch_size": 3, "optim": {"type": "AdamW", "lr": 0.05}, "scheduler": {"type": "CosineAnnealingLR"}}
@@ -88,3 +88,108 @@ def test_step_is_no_shared_logic_of_a_manual_module():
 
     with pytest.raises(TypeError, match="neither training_step nor step"):
         make_trainer().fit(Incomplete(), make_points())
+
+
+class Adversaries(ExtendedAcceleratorModule):
+    """A generator and a discriminator with an optimizer each."""
+
+    def __init__(self):
+        torch.manual_seed(3)
+        self.model = nn.ModuleDict({"generator": nn.Linear(2, 3), "discriminator": nn.Linear(3, 1)})
+
+    def get_optimizer(self):
+        return make_adversaries_optimizers(self.model)
+
+    def training_step(self, batch):
+        for optimizer, loss in zip(self.optimizers(), adversarial_losses(self.model, batch[0]), strict=True):
+            with self.toggled_optimizer(optimizer):
+                self.backward(loss())
+                self.step_optimizer(optimizer)
+                self.zero_grad()
+        return torch.zeros(())
+
+
+def make_adversaries_optimizers(model):
+    return ChainedOptimizer([torch.optim.AdamW(part.parameters(), lr=0.05) for part in model.values()])
+
+
+def adversarial_losses(model, real):
+    judge, made = model["discriminator"], model["generator"](real[:, :2])
+    return (
+        lambda: nn.functional.softplus(-judge(made)).mean(),
+        lambda: nn.functional.softplus(-judge(real)).mean() + nn.functional.softplus(judge(made.detach())).mean(),
+    )
+
+
+def test_optimizers_that_step_apart_give_the_bits_of_plain_torch():
+    module, data = Adversaries(), make_points(8)
+    reference = Adversaries().model
+    make_trainer({"epochs": 2, "batch_size": 4}, shuffle_train=False).fit(module, data)
+    generator, discriminator = make_adversaries_optimizers(reference).optimizers
+    for start in [0, 4] * 2:
+        losses = adversarial_losses(reference, data[start : start + 4][0])
+        for optimizer, loss in zip((generator, discriminator), losses, strict=True):
+            parts = list(reference.parameters())
+            own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            gradients = torch.autograd.grad(loss(), own)
+            for parameter in parts:
+                parameter.grad = None
+            for parameter, gradient in zip(own, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+    for mine, theirs in zip(module.model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_only_the_parameters_of_a_toggled_optimizer_are_trained_and_those_frozen_before_stay_frozen():
+    seen = []
+
+    class Watched(Adversaries):
+        def training_step(self, batch):
+            frozen = self.model["discriminator"].bias
+            frozen.requires_grad_(False)
+            for optimizer in self.optimizers():
+                with self.toggled_optimizer(optimizer):
+                    seen.append([parameter.requires_grad for parameter in self.model.parameters()])
+            seen.append([parameter.requires_grad for parameter in self.model.parameters()])
+            frozen.requires_grad_(True)
+            return torch.zeros(())
+
+    make_trainer({"batch_size": 4}).fit(Watched(), make_points(4))
+    assert seen == [[True, True, False, False], [False, False, True, False], [True, True, True, False]]
+
+
+def test_gradients_of_the_other_optimizers_stay_where_one_steps():
+    kept = []
+
+    class Together(Adversaries):
+        def training_step(self, batch):
+            generator, discriminator = self.optimizers()
+            sum(loss() for loss in adversarial_losses(self.model, batch[0])).backward()
+            before = [parameter.detach().clone() for parameter in self.model.parameters()]
+            self.step_optimizer(discriminator)
+            kept.extend(torch.equal(a, b) for a, b in zip(before, self.model.parameters(), strict=True))
+            kept.extend(parameter.grad is not None for parameter in self.model.parameters())
+            self.zero_grad()
+            return torch.zeros(())
+
+    make_trainer({"batch_size": 4}).fit(Together(), make_points(4))
+    assert kept == [True, True, False, False] + [True] * 4
+
+
+def test_an_optimizer_that_the_run_does_not_have_is_refused():
+    class Foreign(Adversaries):
+        def training_step(self, batch):
+            self.step_optimizer(torch.optim.SGD(self.model.parameters(), lr=1.0))
+
+    with pytest.raises(ModuleContractError, match=r"self\.optimizers\(\)"):
+        make_trainer({"batch_size": 4}).fit(Foreign(), make_points(4))
+
+
+def test_one_optimizer_is_the_only_one():
+    class Single(Manual):
+        def training_step(self, batch):
+            assert self.optimizers() == [self.optimizer]
+            return super().training_step(batch)
+
+    make_trainer(HPS).fit(Single(), make_points(4), make_points(4))
