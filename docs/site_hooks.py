@@ -27,6 +27,12 @@ DOCS = ROOT / "docs"
 SOURCES = "source"
 """The folder of the site with the files of the repository that pages link."""
 
+RUNNER = "tests/e2e/test_docs.py"
+"""The test that runs the Python of each page."""
+
+SKIPPED = ("test_docs.py", "test_docs_site.py")
+"""Tests that name many pages, and are no evidence for one."""
+
 log = logging.getLogger("mkdocs.hooks.accmt")
 
 _ROW = re.compile(r"^\| \[([^\]]+)\]\(([^)#]+\.md)\) \|", re.MULTILINE)
@@ -113,11 +119,12 @@ def say_tests(path: Path) -> str:
     said = []
     if num_run:
         blocks = "block of this page is" if num_run == 1 else "blocks of this page are"
-        said.append(f"The {num_run} Python {blocks} run by `pytest tests/e2e/test_docs.py -k {name}`.")
-    if path.parent.name == "reference":
-        said.append("The examples of its docstrings are run by `tests/unit/test_docstring_examples.py`.")
-    readers = ", ".join(f"`{test}`" for test in tests_that_read(path.relative_to(DOCS).as_posix()))
-    said.append(f"What it says is checked by {readers or '`tests/e2e/test_docs.py` (links and names)'}.")
+        said.append(f"The {num_run} Python {blocks} run by `pytest {RUNNER} -k {name}`.")
+    if path.parent.name == "reference" and path.name != "index.md":
+        said.append("Examples in docstrings are run by `tests/unit/test_docstring_examples.py`.")
+    said.append(f"`{RUNNER}` checks links and names.")
+    if readers := [f"`{test}`" for test in tests_that_read(path.relative_to(DOCS).as_posix())]:
+        said.append(f"Other tests that read this page: {', '.join(readers)}.")
     return f'<p class="checked" markdown>{" ".join(said)}</p>'
 
 
@@ -128,7 +135,7 @@ def tests_that_read(name: str) -> list[str]:
 
 @cache
 def read_tests() -> dict[str, str]:
-    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    paths = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if path.name not in SKIPPED)
     return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Callback:
     """Acts at the moments of a run whose hooks it defines; `accmt.callbacks.hooks.HOOKS` is the table of them.
 
-    A hook is a method with a name of the table. It names the keywords it wants, of those the table gives::
+    A hook is a method with a name of the table. It names the keywords it wants, of those the table gives:
 
         class Watcher(Callback):
             def on_after_training_step(self, outputs):
