@@ -17,11 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from accmt.cli.runs import require_run
-    from accmt.report import read_run, write_report
+    from accmt.report import name_apart, read_run, write_report
 
     for folder in options.folders:
         require_run(folder, "report")
     path = options.output or options.folders[0] / "report.html"
-    write_report([read_run(folder) for folder in options.folders], path)
+    write_report(name_apart([read_run(folder) for folder in options.folders]), path)
     print(path)
     return 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +66,57 @@ class RunRecord:
         return max(last, self.events[-1].time_s)
 
     @property
+    def best(self) -> dict[str, tuple[int, float]]:
+        """The first step at which each result was best, and its value: of losses, and of metrics that accmt knows."""
+        best: dict[str, tuple[int, float]] = {}
+        for step, values in self.evaluations:
+            for name, value in values.items():
+                sign = _sign_of(name)
+                if sign and math.isfinite(value) and (name not in best or sign * value > sign * best[name][1]):
+                    best[name] = step, value
+        return best
+
+    @property
     def seconds_by_purpose(self) -> dict[str, float]:
         """What the time was spent on, as far as the monitor measured it."""
         names = [name for name in self.curves if name.startswith(SPLIT_PREFIX)]
         return {name.removeprefix(SPLIT_PREFIX): sum(self.curves[name].values) for name in names}
 
 
+def _sign_of(name: str) -> int:
+    """Return 1 where more is better, -1 where less is, 0 where nobody knows."""
+    from accmt.metrics.building import BUILTIN
+
+    base = name.split("__")[0]
+    if "loss" in base:
+        return -1
+    return 0 if base not in BUILTIN else -1 if base in ("mae", "mse", "perplexity", "rmse") else 1
+
+
+def name_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return runs by names that people tell apart: of those that are called by their time, the project and that.
+
+    Where several runs differ in one or two entries of their configuration, these are added.
+    """
+    named = [replace(run, name=_shorten_name(run)) for run in runs]
+    keys = list(dict.fromkeys(key for run in runs for key in run.config if key not in _SAYS_NOTHING))
+    different = [key for key in keys if len({repr(run.config.get(key)) for run in runs}) > 1]
+    if 1 <= len(different) <= 2:
+        named = [replace(run, name=f"{run.name}, {_describe(run, different)}") for run in named]
+    return named if len({run.name for run in named}) == len(runs) else list(runs)
+
+
+def _shorten_name(run: RunRecord) -> str:
+    time = _NAMED_BY_TIME.fullmatch(run.name)
+    return run.name if time is None else f"{run.folder.resolve().parent.name} {time[1]} {time[2]}:{time[3]}"
+
+
+def _describe(run: RunRecord, keys: Sequence[str]) -> str:
+    return ", ".join(f"{key} {run.config.get(key, '-')}" for key in keys)
+
+
+_NAMED_BY_TIME = re.compile(r"\d{4}-(\d\d-\d\d)_(\d\d)-(\d\d)-\d\d-\w+")
+_SAYS_NOTHING = ("model_path", "seed")
 _ENDINGS = ("finished", "failed", "killed", "preempted")
 
 

@@ -44,7 +44,7 @@ PROBE = """
   const losses = () => document.querySelector("#Losses .js-plotly-plot");
   window.addEventListener("load", async () => {
     const rest = () => new Promise(resolve => setTimeout(resolve, 500));
-    await rest();
+    while (!document.body.dataset.isDrawn) await rest();
     found.charts = document.querySelectorAll(".js-plotly-plot").length;
     found.drawn = [...document.querySelectorAll(".chart")].every(box => box.querySelector("svg.main-svg"));
     found.lines = losses().querySelectorAll(".scatterlayer .trace").length;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from accmt.cli.main import main
 from accmt.report.charts import draw_charts, thin_out
 from accmt.report.page import build_page
-from accmt.report.records import Curve, Event, RunRecord
+from accmt.report.records import Curve, Event, RunRecord, name_apart
 
 
 def make_run(name="steady", config=None, **curves):
@@ -71,9 +72,39 @@ def test_the_time_split_is_in_percent():
     assert not any("seconds_" in chart.figure.layout.title.text for chart in charts)
 
 
+def test_the_first_best_of_each_result_is_named_and_marked():
+    run = make_run()
+    results = [(1, 0.5, 0.5), (2, 0.25, 0.75), (3, 0.25, 0.75)]
+    run.evaluations[:] = [(s, {"val_loss": loss, "accuracy": a, "other": 1.0}) for s, loss, a in results]
+    page = build_page([run])
+    assert "val_loss 0.25 at step 2, accuracy 0.75 at step 2" in page
+    assert page.count("<b>0.25</b>") == page.count("<b>0.75</b>") == 1
+    assert "<b>1</b>" not in page
+
+
+def named(*runs):
+    made = [make_run(name, config) for name, config in runs]
+    made = [replace(run, folder=Path("logs/news") / run.name) for run in made]
+    return [run.name for run in name_apart(made)]
+
+
+def test_runs_have_names_that_people_tell_apart():
+    first, second = "2026-11-22_21-20-37-fffo", "2026-11-22_21-35-26-mguw"
+    assert named((first, {"lr": 1})) == ["news 11-22 21:20"]
+    assert named(("mine", {"lr": 1}), ("other", {"lr": 1})) == ["mine", "other"]
+    lrs = named((first, {"lr": 1, "seed": 3}), (second, {"lr": 2, "seed": 4}))
+    assert lrs == ["news 11-22 21:20, lr 1", "news 11-22 21:35, lr 2"]
+    alike = "2026-11-22_21-20-59-abcd"
+    assert named((first, {"lr": 1}), (alike, {"lr": 1})) == [first, alike]
+
+
+def test_the_page_is_no_larger_than_it_has_to_be():
+    assert len(build_page([make_run()])) < 2_200_000
+
+
 def test_the_tables_hold_evaluations_status_and_configuration():
     page = build_page([make_run(config={"optim.lr": 0.1, "epochs": 3})])
-    assert "<td>3</td><td>0.25</td>" in page
+    assert "<td>3</td><td><b>0.25</b></td>" in page
     assert '<b class="failed">failed</b>' in page
     assert "1 × checkpoint, 1 × failed" in page
     assert "<td>optim.lr</td><td>0.1</td>" in page
