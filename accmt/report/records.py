@@ -108,14 +108,14 @@ def name_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 def _shorten_name(run: RunRecord) -> str:
     time = _NAMED_BY_TIME.fullmatch(run.name)
-    return run.name if time is None else f"{run.folder.resolve().parent.name} {time[1]} {time[2]}:{time[3]}"
+    return run.name if time is None else f"{run.folder.resolve().parent.name} {time[1]} {time[2].replace('-', ':')}"
 
 
 def _describe(run: RunRecord, keys: Sequence[str]) -> str:
     return ", ".join(f"{key} {run.config.get(key, '-')}" for key in keys)
 
 
-_NAMED_BY_TIME = re.compile(r"\d{4}-(\d\d-\d\d)_(\d\d)-(\d\d)-\d\d-\w+")
+_NAMED_BY_TIME = re.compile(r"\d{4}-(\d\d-\d\d)_(\d\d-\d\d-\d\d)-\w+")
 _SAYS_NOTHING = ("model_path", "seed")
 _ENDINGS = ("finished", "failed", "killed", "preempted")
 

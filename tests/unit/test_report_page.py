@@ -90,11 +90,11 @@ def named(*runs):
 
 def test_runs_have_names_that_people_tell_apart():
     first, second = "2026-11-22_21-20-37-fffo", "2026-11-22_21-35-26-mguw"
-    assert named((first, {"lr": 1})) == ["news 11-22 21:20"]
+    assert named((first, {"lr": 1})) == ["news 11-22 21:20:37"]
     assert named(("mine", {"lr": 1}), ("other", {"lr": 1})) == ["mine", "other"]
     lrs = named((first, {"lr": 1, "seed": 3}), (second, {"lr": 2, "seed": 4}))
-    assert lrs == ["news 11-22 21:20, lr 1", "news 11-22 21:35, lr 2"]
-    alike = "2026-11-22_21-20-59-abcd"
+    assert lrs == ["news 11-22 21:20:37, lr 1", "news 11-22 21:35:26, lr 2"]
+    alike = "2026-11-22_21-20-37-abcd"
     assert named((first, {"lr": 1}), (alike, {"lr": 1})) == [first, alike]
 
 
