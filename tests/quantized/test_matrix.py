@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from accmt import AcceleratorModule, Trainer
-from accmt.errors import ModuleContractError
+from accmt.errors import ModuleContractError, WeightsError
 from tests.resume.unbroken import InterruptAt, InterruptionError
 
 pytestmark = [
@@ -161,6 +161,35 @@ def test_an_adapter_is_merged_where_the_weights_can_take_it(base: Path, precisio
         expected, found = module.model(**inputs).logits.float(), merged(**inputs).logits.float()
     rounding = {"fp32": 1e-5, "bf16": 3e-2, "int8": 1e-1, "nf4": 3e-1}[precision]
     assert (found - expected).abs().max() <= rounding * expected.abs().max()
+
+
+def torchao_module(base: Path, **model: Any) -> AcceleratorModule:
+    torch.manual_seed(3)
+    section = {"path": str(base), "type": "AutoModelForCausalLM", "quantization": "torchao:Int8WeightOnlyConfig"}
+    return AcceleratorModule.from_hps({"epochs": 1, "batch_size": 1, "optim": "SGD", "model": {**section, **model}})
+
+
+def test_torchaos_int8_weights_take_an_adapter_that_resumes(base: Path) -> None:
+    lora = {"r": 4, "dropout": 0.2, "targets": ["q_proj"]}
+    before, whole, resumed = (torchao_module(base, lora=lora) for _ in range(3))
+    fit("out/whole", whole, OPTIMIZERS["AdamW"])
+    fit("out/parts", torchao_module(base, lora=lora), OPTIMIZERS["AdamW"], InterruptAt(7))
+    fit("out/parts", resumed, OPTIMIZERS["AdamW"], resume=True)
+    expected, found, first = map(trained_weights, (whole, resumed, before))
+    assert any(not torch.equal(weight, first[name]) for name, weight in expected.items())
+    assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize("model", [{}, {"freeze": ["layers", "embed"]}], ids=["full", "frozen parts"])
+def test_without_an_adapter_torchaos_weights_are_refused_before_the_first_step(
+    base: Path, model: dict[str, Any]
+) -> None:
+    module = torchao_module(base, **model)
+    before = trained_weights(module)
+    with pytest.raises(WeightsError, match="which is made of other tensors"):
+        fit("out/m", module, OPTIMIZERS["AdamW"])
+    assert module.state.global_step == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in trained_weights(module).items())
 
 
 STATE_SIZES = {"bitsandbytes 8 bit": 0.27, "torchao 8 bit": 0.27, "torchao 4 bit": 0.14, "torchao fp8": 0.26}
