@@ -9,6 +9,7 @@ import torch
 from accmt.callbacks.base import MainProcessCallback
 from accmt.callbacks.stopwatch import Stopwatch
 from accmt.messages import warn
+from accmt.processes import num_data_processes, num_processes
 
 PEAKS = {
     "B200": 2250e12,
@@ -72,7 +73,9 @@ class ModelOperations(MainProcessCallback):
         samples = self.state.samples_seen - self._first_samples
         counter = self._stop()
         if counter is not None and samples:
-            self._per_sample = counter.get_total_flops() * self.state.num_processes / samples
+            # Operations on a tensor that is split are counted as a whole, on each process that has a part of it.
+            batches = self.state.num_processes * num_data_processes() / num_processes()
+            self._per_sample = counter.get_total_flops() * batches / samples
 
     def on_fit_end(self) -> None:
         self._stop()  # where the first step failed

@@ -5,7 +5,8 @@
 Each run is killed three times (SIGKILL), continued each time by the same command, and then left to end. Runs take turns
 with 0 and 2 loader workers, with and without asynchronous checkpoints. `--trainer transformers` does the same to
 transformers' Trainer; a run that cannot be continued counts as different. `--launch 2` kills runs of two processes, all
-at once or one of them, after which the other ends by itself; `--launch fsdp-2` does so with sharded models.
+at once or one of them, after which the other ends by itself; `--launch fsdp-2` does so with sharded models, `--launch
+tp-2` with split ones.
 `--max-tokens 12` cuts the samples of each step by a token budget.
 """
 
@@ -173,6 +174,6 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--trainer", choices=SCRIPT_OF, default="accmt")
-    parser.add_argument("--launch", default="1", metavar="1, 2, fsdp-2, hsdp-4")
+    parser.add_argument("--launch", default="1", metavar="1, 2, fsdp-2, hsdp-4, tp-2, tpfsdp-4")
     parser.add_argument("--max-tokens", default="")
     sys.exit(0 if main(**vars(parser.parse_args())) else 1)

@@ -152,6 +152,13 @@ def grouped(folder: Path) -> Any:
     return {**outcome, "weights": weights_of(module)}
 
 
+def checked(folder: Path) -> Any:
+    """Let a Trainer check itself that a run which is interrupted and continued is the unbroken one."""
+    hps = {"max_steps": STEPS, "batch_size": 6 // num_data_processes(), "optim": {"type": "AdamW", "lr": 1e-2}}
+    trainer = Trainer(hps, folder / "model", logging_dir=folder / "logs", model_saving=None, verbose=False, seed=5)
+    return {"is_compared": trainer.check_resume(Texts(), make_texts()) > 0}
+
+
 def averaged(folder: Path) -> Any:
     module = Texts()
     outcome = fit(module, folder / "whole", [average := EMA(0.9)], checkpoint_every="step")
@@ -371,7 +378,10 @@ _TRAINED = (
     guarded,
     half,
 )
-CASES = {case.__name__: case for case in (*_TRAINED, saved, with_adapter, generated, compiled, built_in_fit, refused)}
+CASES = {
+    case.__name__: case
+    for case in (*_TRAINED, checked, saved, with_adapter, generated, compiled, built_in_fit, refused)
+}
 
 
 def main(result: str, folder: str, *names: str) -> None:

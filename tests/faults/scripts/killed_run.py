@@ -17,11 +17,14 @@ import numpy as np
 import torch
 import xxhash
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import Dataset
 
 from accmt import AcceleratorModule, Callback, Trainer
 from accmt.processes import is_main_process
 from accmt.sharded_tensors import make_whole
+from tests.splitting import is_split, split
 
 WIDTH = int(os.environ.get("ACCMT_TEST_WIDTH", "2560"))  # of 2560, a checkpoint has 79 MB with AdamW's state
 SAMPLES = 120
@@ -43,10 +46,19 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return SAMPLES
 
 
+def build_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, 1))
+
+
 class Wide(AcceleratorModule):
     def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, 1))
+        if not is_split():
+            self.model = build_model()
+
+    def configure_model(self) -> None:
+        styles = {"0": ColwiseParallel(output_layouts=Replicate()), "3": RowwiseParallel(input_layouts=Replicate())}
+        self.model = split(build_model(), styles)
 
     def step(self, batch: Any) -> Any:
         inputs, targets = batch
