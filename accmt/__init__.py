@@ -13,6 +13,7 @@ from accmt.version import __version__
 
 if TYPE_CHECKING:
     from accmt.callbacks import EMA as EMA
+    from accmt.callbacks import BestModels as BestModels
     from accmt.callbacks import Callback as Callback
     from accmt.callbacks import LambdaCallback as LambdaCallback
     from accmt.callbacks import MainProcessCallback as MainProcessCallback
@@ -100,6 +101,7 @@ _HOMES = {
     "Accuracy": "accmt.metrics",
     "Aim": "accmt.tracking",
     "ArgumentError": "accmt.errors",
+    "BestModels": "accmt.callbacks",
     "Callback": "accmt.callbacks",
     "CallbackNotFoundError": "accmt.errors",
     "CheckpointCorruptError": "accmt.errors",

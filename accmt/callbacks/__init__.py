@@ -4,6 +4,7 @@ from pathlib import Path
 
 from accmt.callbacks.averaging import EMA
 from accmt.callbacks.base import Callback, LambdaCallback, MainProcessCallback
+from accmt.callbacks.best_models import BestModels
 from accmt.callbacks.dispatch import Hooks, build_callbacks, describe_hooks, find_hooks
 from accmt.callbacks.hooks import ALIASES, HOOKS
 from accmt.callbacks.hub import PushToHub
@@ -17,6 +18,7 @@ __all__ = [
     "ALIASES",
     "EMA",
     "HOOKS",
+    "BestModels",
     "Callback",
     "Hooks",
     "LambdaCallback",

@@ -1,0 +1,116 @@
+"""The best few models of a run, where one is not enough."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from accmt.callbacks.base import Callback
+from accmt.errors import ArgumentError, ModuleContractError, explain
+from accmt.messages import warn
+from accmt.processes import run_on_main_process
+
+
+class KeptModel(NamedTuple):
+    """A model that is kept.
+
+    Attributes:
+        value: What it is among the best by.
+        step: The optimizer step at which it was saved.
+    """
+
+    value: float
+    step: int
+
+
+class BestModels(Callback):
+    """Keeps the models of the best evaluations, each a folder as `model_path` is: `<model_path>/top/step-00000120`.
+
+    That is beside the model that `model_saving` keeps. Of equal values the first stays. A folder that cannot be written
+    is a warning, and training goes on.
+
+    Args:
+        monitor: The result that decides, as an evaluation names it: "val_loss", "accuracy", "accuracy__en".
+        top_k: How many models are kept.
+        mode: "min" or "max", which is better; None where accmt knows: losses, and results of metrics.
+        folder: Where they are kept, in place of `<model_path>/top`.
+
+    Raises:
+        ArgumentError: `top_k` is not at least 1, or nothing says which way is better.
+        ModuleContractError: An evaluation has no such result.
+
+    Attributes:
+        kept: The models, the best first.
+
+    Processes: all.
+    """
+
+    order = sys.float_info.max  # with the averaged weights in place, as the best model is saved
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        *,
+        top_k: int = 3,
+        mode: Literal["min", "max"] | None = None,
+        folder: str | Path | None = None,
+    ) -> None:
+        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
+            raise ArgumentError(explain("BestModels(top_k=...)", repr(top_k), "a whole number from 1", "top_k=3"))
+        if mode not in (None, "min", "max"):
+            raise ArgumentError(explain("BestModels(mode=...)", repr(mode), '"min", "max" or None', 'mode="max"'))
+        self.monitor = monitor
+        self.top_k = top_k
+        self.mode = mode
+        self.kept: list[KeptModel] = []
+        self._folder = folder
+
+    def folder_of(self, model: KeptModel) -> Path:
+        """Return where a model is kept."""
+        top = self.trainer.settings.model_folder / "top" if self._folder is None else Path(self._folder)
+        return top / f"step-{model.step:08}"
+
+    def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
+        """Save the model, if it is among the best, in the place of the worst of them."""
+        if self.state.last_evaluation_step is None:  # before training
+            return
+        if self.monitor not in metrics:
+            got, expected = f"an evaluation with {sorted(metrics)}", f"{self.monitor!r} among them"
+            raise ModuleContractError(explain("BestModels(monitor=...)", got, expected, "name one of them"))
+        model = KeptModel(metrics[self.monitor], self.state.global_step)
+        sign = -1 if self._is_rising() else 1
+        # The sort is stable: of equal values the first stays.
+        ranked = sorted([*self.kept, model], key=lambda kept: sign * kept.value)
+        if not math.isfinite(model.value) or model not in ranked[: self.top_k]:
+            return
+        try:
+            self.trainer.save_model(self.folder_of(model))
+        except OSError as error:
+            warn(f"one of the best models could not be saved in {self.folder_of(model)}: {error}")
+            return
+        self.kept = ranked[: self.top_k]
+        for worse in ranked[self.top_k :]:
+            run_on_main_process(partial(shutil.rmtree, self.folder_of(worse), ignore_errors=True))
+
+    def _is_rising(self) -> bool:
+        if self.mode is not None:
+            return self.mode == "max"
+        base, run = self.monitor.split("__")[0], self.trainer.run
+        if base == run.loss_name:
+            return False
+        is_better = run.saver.selection.directions.get(base)
+        if is_better is None:
+            got, do = f"{self.monitor!r}, which is no metric's", 'mode="max", or mode="min"'
+            raise ArgumentError(explain("BestModels(mode=...)", got, "which way is better", do))
+        return bool(is_better(1.0, 0.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": [list(model) for model in self.kept]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = [KeptModel(*values) for values in state["kept"]]
