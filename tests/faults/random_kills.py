@@ -7,7 +7,7 @@ with 0 and 2 loader workers, with and without asynchronous checkpoints. `--train
 transformers' Trainer; a run that cannot be continued counts as different. `--launch 2` kills runs of two processes, all
 at once or one of them, after which the other ends by itself; `--launch fsdp-2` does so with sharded models, `--launch
 tp-2` with split ones.
-`--max-tokens 12` cuts the samples of each step by a token budget.
+`--max-tokens 12` cuts the samples of each step by a token budget; `--trainer packed` packs documents into rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.launching import Fork, start_together
 
 SCRIPTS = Path(__file__).parent / "scripts"
-SCRIPT_OF = {"accmt": SCRIPTS / "killed_run.py", "transformers": SCRIPTS / "killed_transformers_run.py"}
+SCRIPT_OF = {
+    "accmt": SCRIPTS / "killed_run.py",
+    "packed": SCRIPTS / "killed_packed_run.py",
+    "transformers": SCRIPTS / "killed_transformers_run.py",
+}
 KILLS = 3
 TIMEOUT_S = 300
 ENDS_WITHIN_S = 60.0
@@ -38,7 +42,7 @@ class Variant(NamedTuple):
     """How a run is made.
 
     Attributes:
-        trainer: Whose trainer it is: "accmt" or "transformers".
+        trainer: Whose trainer it is: "accmt", "packed" (accmt with packed documents) or "transformers".
         workers: Loader workers.
         is_async: "1" where checkpoints are written while training goes on.
         launch: How many processes, and with which engine, as `tests.launching.launch` takes it.

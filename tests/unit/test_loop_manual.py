@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from accmt import ChainedOptimizer, ExtendedAcceleratorModule, ModuleContractError
+from accmt import AcceleratorModule, ChainedOptimizer, ExtendedAcceleratorModule, ModuleContractError
 from tests.toys import Linear, Recorder, logged, make_points, make_trainer
 
 HPS = {"epochs": 2, "batch_size": 3, "optim": {"type": "AdamW", "lr": 0.05}, "scheduler": {"type": "CosineAnnealingLR"}}
@@ -139,6 +139,33 @@ def test_optimizers_that_step_apart_give_the_bits_of_plain_torch():
             optimizer.step()
     for mine, theirs in zip(module.model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_one_clipping_is_over_all_of_several_optimizers():
+    class Both(AcceleratorModule):
+        def __init__(self):
+            torch.manual_seed(3)
+            self.model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+
+        def get_optimizer(self):
+            first, second = self.model
+            adam, sgd = torch.optim.AdamW(first.parameters(), lr=0.05), torch.optim.SGD(second.parameters(), lr=0.5)
+            return ChainedOptimizer([adam, sgd])
+
+        def training_step(self, batch):
+            return nn.functional.mse_loss(self.model(batch[0]), batch[1])
+
+    module, reference, data = Both(), Both(), make_points(8)
+    make_trainer({"epochs": 1, "batch_size": 4}, shuffle_train=False, clip_grad=0.1).fit(module, data)
+    optimizers = reference.get_optimizer().optimizers
+    for start in (0, 4):
+        reference.training_step(data[start : start + 4]).backward()
+        nn.utils.clip_grad_norm_(reference.model.parameters(), 0.1)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, theirs in zip(module.model.parameters(), reference.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
 def test_only_the_parameters_of_a_toggled_optimizer_are_trained_and_those_frozen_before_stay_frozen():

@@ -75,8 +75,14 @@ class Announce(Callback):
 
 
 def main(folder: str, workers: str, is_async: str, max_tokens: str | None = None) -> None:
+    train(Wide(), Noisy(), HPS | {"max_tokens": max_tokens}, folder, workers, is_async)
+
+
+def train(
+    module: AcceleratorModule, data: Dataset[Any], hps: dict[str, Any], folder: str, workers: str, is_async: str
+) -> None:
     trainer = Trainer(
-        HPS | {"max_tokens": max_tokens},
+        hps,
         f"{folder}/model",
         resume="auto",
         checkpoint_every="step",
@@ -91,8 +97,7 @@ def main(folder: str, workers: str, is_async: str, max_tokens: str | None = None
         logging_dir=f"{folder}/logs",
         callbacks=Announce(),
     )
-    module = Wide()
-    trainer.fit(module, Noisy())
+    trainer.fit(module, data)
     digest = xxhash.xxh3_64()
     optimizer = trainer.run.stepper.optimizer.state_dict()["state"].values()
     for tensor in [*module.model.state_dict().values(), *(value for state in optimizer for value in state.values())]:
