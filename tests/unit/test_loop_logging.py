@@ -119,7 +119,7 @@ def test_prog_bar_shows_the_newest_row():
     bar.on_fit_start()
     bar.show(trainer.progress_bar_metrics)
     bar.on_fit_end()
-    assert "acc=2" in stream.getvalue()
+    assert "acc 2" in stream.getvalue()
 
 
 @pytest.mark.feature("L88")
