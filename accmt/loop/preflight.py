@@ -59,14 +59,9 @@ def try_largest(run: Run) -> None:
     try:
         with without_trace(run.unwrapped_model):
             found = _find_largest(run)
-            if run.is_sharded and any(gather_objects(isinstance(found, str))):
-                found = found if isinstance(found, str) else "another process cannot make one"
-            if isinstance(found, str):
-                if asked or run.settings.hps.max_tokens is not None:
-                    say_once(f"{what} is not tried before training: {found}")
-                return
-            what = f"{what}, {found.num_samples} samples of up to {found.longest} tokens"
-            _put_through(run, found.batch)
+            if isinstance(found, LargestBatch):
+                what = f"{what}, {found.num_samples} samples of up to {found.longest} tokens"
+                _put_through(run, found.batch)
     except Exception as error:
         if not (run.is_sharded or isinstance(error, AccmtError) or is_out_of_memory(error)):
             warn(f"{what}, is not tried before training: {type(error).__name__}: {error}")
@@ -75,10 +70,21 @@ def try_largest(run: Run) -> None:
         off = "Trainer(try_longest=False) leaves the trial out"
         error.add_note(f"This was raised before training, while trying {what}{do}; {off}.")
         raise
-    say_once(f"{what}, went through forward and backward before training")
+    if isinstance(found, LargestBatch):
+        say_once(f"{what}, went through forward and backward before training")
+    elif asked or run.settings.hps.max_tokens is not None:
+        say_once(f"{what} is not tried before training: {found}")
 
 
 def _find_largest(run: Run) -> LargestBatch | str:
+    """Return the batch, or why there is none; where the model is sharded, each process has one, or none has."""
+    found = _make_largest(run)
+    if run.is_sharded and any(gather_objects(isinstance(found, str))):
+        return found if isinstance(found, str) else "another process cannot make one"
+    return found
+
+
+def _make_largest(run: Run) -> LargestBatch | str:
     if isinstance(run.module, ExtendedAcceleratorModule):
         return "the module steps by itself"
     if run.settings.optimization.auto_micro_batch:
