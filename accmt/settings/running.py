@@ -55,7 +55,8 @@ class RunningSettings:
             default all processes shard. "tp": over how many processes the model is split by its plan for tensor
             parallelism; such processes share each batch. The product of the sizes is the number of processes.
         compile: Whether the model is compiled by `torch.compile`; a dict gives its arguments. "buckets": 64 among them
-            pads batches to multiples of 64, so that there are few graphs, and says when one is made.
+            pads batches to multiples of 64, so that there are few graphs, and says when one is made. "regional": True
+            compiles the repeated layers one by one, which takes a fraction of the time, and leaves the rest as it is.
         seed: Seed of everything random; None draws one.
         torch_flags: A dict of what is set in torch during the run. "deterministic": True makes it use deterministic
             algorithms only, "warn" warns where there is none. "benchmark": sets `torch.backends.cudnn.benchmark`.
@@ -122,6 +123,8 @@ class RunningSettings:
         require_keywords("compile", self.compile_kwargs, torch.compile, "torch.compile")
         if self.compile_buckets is not None:
             require_int("compile.buckets", self.compile_buckets, at_least=1)
+        if isinstance(self.compile, Mapping):
+            require_choice("compile.regional", self.compile.get("regional", False), (False, True))
         require_ddp_kwargs(self.ddp_kwargs)
         require_options("parallelism", self.parallelism, ParallelismOptions)
         require_parallelism(self.parallelism)
@@ -134,12 +137,17 @@ class RunningSettings:
     def compile_kwargs(self) -> Mapping[str, Any]:
         """Arguments of `torch.compile`."""
         compiling = self.compile if isinstance(self.compile, Mapping) else {}
-        return {name: value for name, value in compiling.items() if name != "buckets"}
+        return {name: value for name, value in compiling.items() if name not in ("buckets", "regional")}
 
     @property
     def compile_buckets(self) -> int | None:
         """The length to whose multiples batches are padded; None leaves them as they are."""
         return self.compile.get("buckets") if isinstance(self.compile, Mapping) else None
+
+    @property
+    def compiles_regions(self) -> bool:
+        """Whether the repeated layers are compiled, and the rest is not."""
+        return isinstance(self.compile, Mapping) and bool(self.compile.get("regional"))
 
     @property
     def compiles(self) -> bool:

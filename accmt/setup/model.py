@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -211,12 +211,14 @@ def _require_forward(model: nn.Module) -> None:
 
 
 def compile_if_asked(model: nn.Module, settings: RunningSettings) -> None:
-    """Compile a model, unless an earlier run did."""
-    if settings.compiles and not is_compiled(model):
+    """Compile a model, or its repeated layers, unless an earlier run did."""
+    parts = _find_regions(model) if settings.compiles_regions else [model]
+    if settings.compiles and not any(map(is_compiled, parts)):
         if settings.compile_buckets is not None:
             allow_graphs(_MAX_GRAPHS)
         try:
-            compile_in_place(model, **settings.compile_kwargs)
+            for part in parts:
+                compile_in_place(part, **settings.compile_kwargs)
         except RuntimeError as error:
             expected, do = (
                 "a mode and a backend that torch.compile has",
@@ -224,6 +226,21 @@ def compile_if_asked(model: nn.Module, settings: RunningSettings) -> None:
             )
             where = f"Trainer(compile={dict(settings.compile_kwargs)!r})"
             raise ArgumentError(explain(where, str(error), expected, do)) from error
+
+
+def _find_regions(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that a model repeats, as Accelerate's regional compilation finds them.
+
+    Source: `compile_regions` of Accelerate, which makes a new model of other names.
+    """
+    from accelerate.utils.other import is_repeated_blocks
+
+    layers = [layer for part in model.modules() if is_repeated_blocks(part) for layer in cast(nn.ModuleList, part)]
+    if not layers:
+        got, expected = f"a {type(model).__name__} without a ModuleList of equal layers", "layers that repeat"
+        where, do = 'Trainer(compile={"regional": True})', "compile=True compiles the whole model"
+        raise ArgumentError(explain(where, got, expected, do))
+    return layers
 
 
 def detach_run(run: Run) -> None:

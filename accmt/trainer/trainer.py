@@ -87,7 +87,8 @@ class Trainer(TrainerProperties):
         max_shard_size: Largest weight file: bytes, or text such as "5GB".
         safe_serialization: True writes safetensors, tied weights included; False writes `pytorch_model*.bin`.
         compile: Whether the model is compiled by `torch.compile`; a dict gives its arguments. "buckets": 64 among them
-            pads batches to multiples of 64, so that there are few graphs, and says when one is made.
+            pads batches to multiples of 64, so that there are few graphs, and says when one is made. "regional": True
+            compiles the repeated layers one by one, which takes a fraction of the time, and leaves the rest as it is.
         train_loss_metric_name: Name of the training loss in the logs.
         val_loss_metric_name: Name of the validation loss in the logs.
         dataloader_pin_memory: Whether batches are put into pinned memory; has no effect without an accelerator device.

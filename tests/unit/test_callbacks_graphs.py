@@ -100,6 +100,52 @@ def test_lengths_are_rounded_up_and_each_needs_one_graph(
     assert f"torch.compile made {len(named)} graphs" in caplog.text
 
 
+class Stacked(Model):
+    """The same with three layers in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden.mean(1))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(hidden))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler's own look at its inputs
+def test_repeated_layers_share_their_graphs_and_keep_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One graph for each length serves all three layers: those are all that is compiled."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("tests.unit.test_callbacks_graphs.Model", Stacked)
+    whole = train(tmp_path / "whole")
+    torch._dynamo.reset()
+    module = train(tmp_path / "regional", compiling={**COMPILE, "regional": True}, verbose=True, model_saving="always")
+    for expected, got in zip(whole.model.parameters(), module.model.parameters(), strict=True):
+        assert torch.equal(expected, got)
+    assert [name for name, _ in module.model.named_parameters()] == [name for name, _ in whole.model.named_parameters()]
+    lone = {width for rows, width in module.shapes if rows == 1}
+    number = int(re.search(r"torch.compile made (\d+) graphs", caplog.text)[1])  # type: ignore[index]
+    assert 0 < number <= len({width for _, width in module.shapes}) + 1 + len(lone)
+
+
+def test_a_model_that_repeats_no_layers_has_no_regions(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="without a ModuleList of equal layers"):
+        train(tmp_path, compiling={"backend": "eager", "regional": True})
+
+
 def test_the_budget_counts_rounded_lengths(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     data = [Texts()[index] for index in range(45)]
