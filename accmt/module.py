@@ -139,6 +139,7 @@ class AcceleratorModule(LogsValues):
 
         A model that is to be sharded need not be whole on any process then: `AcceleratorModule.from_hf` with
         `in_fit=True` does this, and so do `from_pretrained(..., distributed_config=...)` and `fully_shard` in here.
+        A model from scratch is built on the meta device in here, and filled when it is sharded.
 
         Processes: all.
         """

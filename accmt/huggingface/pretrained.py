@@ -15,7 +15,7 @@ from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface.model_kinds import advise_wrapping, reject_injected_adapters
 from accmt.huggingface.peft_adapters import build_with_adapter, read_base_name
 from accmt.libraries.versions import require
-from accmt.parallel.shards import has_tied_shards, sizes_of_shards
+from accmt.parallel.shards import distribution_of_new, has_tied_shards
 from accmt.saving.layout import ADAPTER_CONFIG
 from accmt.saving.load_weights import describe_shapes, misfit
 from accmt.saving.state_dict import plain_names
@@ -89,8 +89,8 @@ def _load_sharded(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:
         None where it has not, where the run has settings of FSDP2 that transformers does not take, where the folder
         lacks weights (each process would draw its part of them by itself), or where weights are tied.
     """
-    sizes = sizes_of_shards()
-    if sizes is None or "distributed_config" in kwargs:
+    distribution = distribution_of_new()
+    if distribution is None or "distributed_config" in kwargs:
         return None
     try:
         from transformers.distributed.configuration_utils import DistributedConfig
@@ -98,8 +98,9 @@ def _load_sharded(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:
         return None
     if not hasattr(DistributedConfig, "fsdp_size"):  # before 5.23 it is there, but shards experts only
         return None
-    shard, replicate, tp = sizes
-    config = DistributedConfig(fsdp_size=shard, dp_replicate_size=replicate, tp_size=tp)
+    config = DistributedConfig(**distribution)
+    if distribution["fsdp_mixed_precision"]:  # which rounds in each forward, and trains what is not rounded
+        kwargs = {**kwargs, "dtype": torch.float32}
     with torch.random.fork_rng(devices=[]):  # a new head is drawn once, by the way that is taken in the end
         model, report = _read(model_class, path, **kwargs, distributed_config=config, output_loading_info=True)
     return None if report["missing_keys"] or has_tied_shards(model) else model

@@ -6,7 +6,7 @@ and not somewhere in a run. Nothing here imports a library that is not in use.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -265,6 +265,18 @@ def sums_gradients_of_parts(model: nn.Module) -> list[nn.Parameter]:
     style = "replicated_with_grad_allreduce"
     names = {name for name, found in plan_of_tensors(model, own._tp_size).items() if found == style}
     return [parameter for name, parameter in own.named_parameters() if name in names]
+
+
+def layers_to_shard(model: nn.Module) -> tuple[str, ...]:
+    """Return the classes of layers that a transformers model names as those to be sharded one by one."""
+    own: Any = model
+    return tuple(getattr(own, "_no_split_modules", None) or ())
+
+
+def initializer_of(model: nn.Module) -> Callable[[nn.Module], None] | None:
+    """Return what draws the first values of each part of a transformers model; None for any other."""
+    own: Any = model
+    return own._init_weights if hasattr(own, "config") and hasattr(own, "_init_weights") else None
 
 
 def generate_together(model: nn.Module) -> None:

@@ -7,11 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from accmt.errors import ModuleContractError, explain
-from accmt.libraries.private_names import checkpoint_activations_by_plugin, generate_together, shard_by_plugin
+from accmt.libraries.private_names import (
+    checkpoint_activations_by_plugin,
+    generate_together,
+    layers_to_shard,
+    shard_by_plugin,
+)
 from accmt.libraries.versions import parallel_size
+from accmt.parallel.meta import is_on_meta
 from accmt.parallel.reduction import broadcast_tensors
 from accmt.processes import broadcast_object, gather_objects, num_data_processes, num_processes
 from accmt.sharded_tensors import class_of, is_dtensor
@@ -33,7 +40,7 @@ def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer
 
     Processes: collective.
     """
-    if not is_sharded(model):
+    if not (is_sharded(model) or is_on_meta(model)):
         broadcast_tensors([*model.parameters(), *model.buffers()], accelerator.device)
     tied = _names_of_tied(model)
     try:
@@ -84,7 +91,7 @@ def _embeddings_for_themselves(model: nn.Module, plugin: Any) -> Iterator[None]:
         got = f"transformer_cls_names_to_wrap with {named}, which holds the embeddings"
         message = explain("the model, sharded by FSDP2", got, "layers without them", f"leave {named} out")
         raise ModuleContractError(message)
-    own = getattr(model, "_no_split_modules", None) or ()
+    own = layers_to_shard(model)
     if names is None and holders.intersection(own):
         plugin.transformer_cls_names_to_wrap = [name for name in own if name not in holders]
     try:
@@ -97,7 +104,7 @@ def _shard(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer | No
     if optimizer is not None:
         accelerator.prepare(model, optimizer)
         return
-    if is_sharded(model):  # by tensor parallelism, from which Accelerate would take its weights for whole ones
+    if is_sharded(model) or is_on_meta(model):  # whose weights Accelerate would take for whole ones
         accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
         checkpoint_activations_by_plugin(model, accelerator)
     shard_by_plugin(model, accelerator)
@@ -131,8 +138,8 @@ def require_known_shards(model: nn.Module) -> None:
     raise ModuleContractError(explain("self.model", got, expected, do))
 
 
-def sizes_of_shards() -> tuple[int, int, int] | None:
-    """Return over how many processes a model that is built now is to be sharded, replicated, and split by its plan.
+def distribution_of_new() -> dict[str, Any] | None:
+    """Return the arguments of transformers' `DistributedConfig` by which a model that is built now comes distributed.
 
     None where no run shards, or where the model has to be whole before: settings ask for more than sharding.
     """
@@ -144,15 +151,19 @@ def sizes_of_shards() -> tuple[int, int, int] | None:
     tp = 1 if config is None else parallel_size(config, "tp")
     if (not state.is_fsdp2 and tp == 1) or (state.is_fsdp2 and _does_more_than_shard(state.fsdp_plugin)):
         return None
-    return (num_processes(), 1, 1) if config is None else (config.dp_shard_size, config.dp_replicate_size, tp)
+    shard, replicate = (num_processes(), 1) if config is None else (config.dp_shard_size, config.dp_replicate_size)
+    is_mixed = state.is_fsdp2 and state.fsdp_plugin.mixed_precision_policy is not None
+    return {"fsdp_size": shard, "dp_replicate_size": replicate, "tp_size": tp, "fsdp_mixed_precision": is_mixed}
 
 
 def _does_more_than_shard(plugin: Any) -> bool:
-    from torch.distributed.fsdp import CPUOffloadPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-    asked = plugin.activation_checkpointing, plugin.ignored_modules, plugin.mixed_precision_policy
+    takes = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    has_own_precision = plugin.mixed_precision_policy not in (None, takes)
     has_own_layers = plugin.transformer_cls_names_to_wrap is not None or plugin.reshard_after_forward is False
-    return any(asked) or has_own_layers or isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    asked = plugin.activation_checkpointing, plugin.ignored_modules, has_own_precision, has_own_layers
+    return any(asked) or isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
 def as_shard(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from accmt.errors import ModuleContractError, explain
 from accmt.libraries.private_names import plan_of_tensors, sums_gradients_of_parts
+from accmt.parallel.meta import is_on_meta
 from accmt.parallel.reduction import broadcast_tensors
 from accmt.parallel.shards import is_by_fsdp
 from accmt.processes import num_data_processes, num_processes, process_index
@@ -43,7 +44,8 @@ def split_tensors(model: nn.Module, accelerator: Accelerator) -> None:
 
     mesh: Any = accelerator.torch_device_mesh[_NAME]
     plan = _find_plan(model, mesh.size())
-    broadcast_tensors([*model.parameters(), *model.buffers()], accelerator.device)
+    if not is_on_meta(model):
+        broadcast_tensors([*model.parameters(), *model.buffers()], accelerator.device)
     tied = _untie(model)
     apply_tensor_parallelism(model, mesh, plan)
     _tie_again(model, tied)
@@ -59,14 +61,28 @@ def _find_plan(model: nn.Module, size: int) -> dict[str, str]:
         do = f"split it in configure_model by torch's parallelize_module, over a mesh with a dimension {_NAME!r}"
         do = f'Trainer(parallelism={{"fsdp": True}}), which shards any model; or {do}'
         raise ModuleContractError(explain(_ASKED, got, expected, do)) from error
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(text, name, None)
-        if isinstance(heads, int) and heads % size:
-            got, expected = f"{name}={heads} of a {type(model).__name__}, over {size} processes", "whole heads on each"
-            raise ModuleContractError(explain(_ASKED, got, expected, f'a size that divides {heads}, such as "tp": 2'))
     return plan
+
+
+def require_whole_heads(model: nn.Module, size: int) -> None:
+    """Check that the plan of a transformers model leaves whole heads of attention on each process.
+
+    Raises:
+        ModuleContractError: It does not.
+    """
+    config: Any = getattr(model, "config", None)
+    if not (hasattr(config, "get_text_config") and getattr(model, "tp_plan", None)):
+        return
+    from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
+
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+    plan: Any = model.tp_plan
+    if heads is not None and get_kv_heads_per_rank(plan, heads, size) is None:
+        got = f"{heads} heads of keys and values of a {type(model).__name__}, over {size} processes"
+        raise ModuleContractError(
+            explain(_ASKED, got, "whole heads on each", 'a size that divides it, such as "tp": 2')
+        )
 
 
 def _untie(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

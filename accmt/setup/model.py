@@ -26,6 +26,7 @@ from accmt.loop.logging import Logs
 from accmt.module import AcceleratorModule
 from accmt.optimization import build_optimizer
 from accmt.optimization.stepper import Stepper
+from accmt.parallel.meta import fill, is_on_meta
 from accmt.parallel.reduction import (
     TransparentWrapper,
     broadcast_buffers,
@@ -34,12 +35,20 @@ from accmt.parallel.reduction import (
     require_equal_weights,
     settle_buckets,
 )
-from accmt.parallel.shards import as_shard, is_by_fsdp, is_sharded, require_known_shards, shard_model, sizes_of_shards
+from accmt.parallel.shards import (
+    as_shard,
+    distribution_of_new,
+    is_by_fsdp,
+    is_sharded,
+    require_known_shards,
+    shard_model,
+)
 from accmt.parallel.sync_batchnorm import restore_batch_norm, synchronize_if_asked
 from accmt.parallel.tensor_parallel import (
     beginning_anew,
     partial_gradients,
     ranks_of_batch,
+    require_whole_heads,
     share_weights,
     split_tensors,
 )
@@ -94,7 +103,7 @@ def prepare(
         got = "a sharded model: a process without memory cannot leave what it does together with the others"
         do = "leave it out (`tune` uses it too), and take a smaller batch size or gradient_checkpointing=True"
         raise ArgumentError(explain("Trainer(auto_micro_batch=True)", got, "a model that each process has whole", do))
-    _split_if_asked(module.model, accelerator)
+    _distribute_first(module.model, accelerator)
     if accelerator.device_placement and not (accelerator.is_fsdp2 or is_sharded(module.model)):
         module.model.to(accelerator.device)
     synchronize_if_asked(module.model, settings, accelerator.device)
@@ -133,7 +142,7 @@ def create_optimizer(model: nn.Module, optim: str | type[torch.optim.Optimizer],
         HyperParameterError: An argument is wrong, or a group does not fit the model.
     """
     hps = HyperParameters(optim=optim, optim_kwargs=optim_kwargs)
-    is_in_parts = sizes_of_shards() is not None or is_sharded(model)
+    is_in_parts = distribution_of_new() is not None or is_sharded(model)
     return build_optimizer(hps, model, as_trained=as_shard if is_in_parts else torch.clone)
 
 
@@ -168,7 +177,7 @@ def prepare_for_evaluation(module: AcceleratorModule, accelerator: Accelerator, 
 
     Processes: collective; every process gets the main process's weights, as training would give them.
     """
-    _split_if_asked(module.model, accelerator)
+    _distribute_first(module.model, accelerator)
     compile_if_asked(module.model, settings.running)
     if is_sharded(module.model):
         require_known_shards(module.model)
@@ -182,21 +191,31 @@ def prepare_for_evaluation(module: AcceleratorModule, accelerator: Accelerator, 
     return model
 
 
-def _split_if_asked(model: nn.Module, accelerator: Accelerator) -> None:
-    """Split the tensors of a model where it is asked for, and shard what is split where processes are left for that.
+def _distribute_first(model: nn.Module, accelerator: Accelerator) -> None:
+    """Spread what has to be spread before the optimizer is built, so that it has the parameters as they are trained.
 
-    Before the optimizer is built, so that it has the parameters as they are trained.
+    That is a model that is split by tensor parallelism, and sharded where processes are left for that; and a model that
+    has no values yet.
     """
-    if num_data_processes() == num_processes():
-        return
-    comes_split = is_sharded(model)
+    is_empty = is_on_meta(model)
+    if num_data_processes() < num_processes():
+        _split(model, accelerator)
+    if is_empty:
+        if accelerator.is_fsdp2 and not is_by_fsdp(model):
+            _require_forward(model)
+            shard_model(model, accelerator, None)
+        fill(model, accelerator.device)
+
+
+def _split(model: nn.Module, accelerator: Accelerator) -> None:
+    comes_split, is_empty = is_sharded(model), is_on_meta(model)
     if not comes_split:
         split_tensors(model, accelerator)
-    if accelerator.device_placement:
+    if accelerator.device_placement and not is_empty:
         model.to(accelerator.device)
     if is_by_fsdp(model):
         return
-    if comes_split:
+    if comes_split and not is_empty:
         share_weights(model, accelerator)
     if accelerator.is_fsdp2:
         shard_model(model, accelerator, None)
@@ -278,6 +297,8 @@ def share_batches_if_split(module: AcceleratorModule, accelerator: Accelerator, 
     asked = tensor_parallel_size(accelerator)
     size = ranks_of_batch(module.model, asked)
     share_batches(size)
+    if size > 1:
+        require_whole_heads(module.model, size)
     if size != asked and accelerator.is_fsdp2 and not is_by_fsdp(module.model):
         got = f"a model that comes split over {size} processes, and FSDP2 over all"
         do = f'Trainer(parallelism={{"tp": {size}}}): the other processes shard'

@@ -28,7 +28,7 @@ OF_DDP = (
     "compiled",
     "checked",
 )
-SPLIT = tuple(name for name in CASES if name not in ("encoder", "with_adapter"))  # which have no plan
+SPLIT = tuple(name for name in CASES if name not in ("encoder", "with_adapter", "built_in_bf16"))  # which have no plan
 LAUNCHES = {1: CASES, "ddp-2": OF_DDP, "fsdp-2": CASES, "fsdp-4": SOME, "hsdp-4": SOME}
 LAUNCHES |= {"tp-2": SPLIT, "tpfsdp-4": (*SOME, "accumulated", "grouped")} if HAS_PLANS else {}
 SHARDED = [(way, name) for way, names in LAUNCHES.items() if way != 1 for name in names if name != "refused"]
@@ -57,13 +57,17 @@ def test_a_sharded_model_gives_what_one_process_gives(outcomes: dict[Any, Any], 
 def test_what_was_saved_or_resumed_has_the_same_bits(outcomes: dict[Any, Any], way: str, name: str) -> None:
     flags = {key: value for key, value in flatten(outcomes[way][name]).items() if isinstance(value, bool)}
     assert all(flags.values())
-    assert bool(flags) == (name in ("averaged", "saved", "with_adapter", "built_in_fit", "checked"))
+    assert bool(flags) == (
+        name in ("averaged", "saved", "with_adapter", "built_in_fit", "built_in_bf16", "checked", "from_meta")
+    )
 
 
 def test_what_cannot_work_on_shards_is_refused_with_the_line_to_write(outcomes: dict[Any, Any]) -> None:
     said = outcomes["fsdp-2"]["refused"]
     assert "call self.model(...)" in said["part"]
     assert "a model that each process has whole" in said["auto_micro_batch"]
+    assert "build it on the CPU" in said["tied_meta"]
+    assert "1, a MultiheadAttention with tensors of its own" in said["no_reset"]
     assert "cls.predictions.bias and cls.predictions.decoder.bias, which are tied" in said["tied"]
 
 

@@ -352,6 +352,22 @@ def test_transformers_adds_up_gradients_of_norms_of_heads_itself(qwen):
     assert {*map(id, found)} == {*map(id, expected)}, missing("transformers", "_tp_size", "sums_gradients_of_parts")
 
 
+def test_transformers_names_the_layers_to_shard(tiny):
+    found = set(names.layers_to_shard(tiny))
+    assert {"BertEmbeddings", "BertLayer"} <= found, missing("transformers", "_no_split_modules", "layers_to_shard")
+    assert names.layers_to_shard(nn.Linear(1, 1)) == ()
+
+
+def test_transformers_draws_the_first_values_of_a_part(tiny):
+    initialize = names.initializer_of(tiny)
+    assert initialize is not None, missing("transformers", "PreTrainedModel._init_weights", "initializer_of")
+    norm = tiny.embeddings.LayerNorm
+    nn.init.zeros_(norm.weight)
+    initialize(norm)
+    assert norm.weight.tolist() == [1.0] * 8
+    assert names.initializer_of(nn.Linear(1, 1)) is None
+
+
 def test_transformers_generates_on_all_processes_together_where_a_model_is_marked():
     from transformers.integrations.fsdp import is_fsdp_managed_module
 

@@ -31,9 +31,10 @@ from transformers import (
 import tests.many_runs  # noqa: F401
 from accmt import EMA, AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer, read_history
 from accmt.errors import AccmtError
+from accmt.parallel.shards import is_sharded
 from accmt.processes import is_main_process, run_on_main_process
 from accmt.sharded_tensors import make_whole
-from tests.splitting import num_data_processes
+from tests.splitting import is_split, num_data_processes
 
 VOCABULARY = 61
 SAMPLES = 22
@@ -323,6 +324,84 @@ def built_in_fit(folder: Path) -> Any:
     return {str(is_tied): build_in_fit(folder / str(is_tied), is_tied=is_tied) for is_tied in (False, True)}
 
 
+class Empty(Texts):
+    """Is built without values, when the processes know one another."""
+
+    def __init__(self) -> None:
+        pass
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.model = make_llama()
+
+
+class EmptyLayers(AcceleratorModule):
+    """The same of torch's own layers."""
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.model = make_layers()
+
+    def step(self, batch: Any) -> torch.Tensor:
+        return self.model(batch[0].float()).square().mean()
+
+
+class EmptyTied(Texts):
+    """Has tied weights without values."""
+
+    def __init__(self) -> None:
+        with torch.device("meta"):
+            self.model = make_llama(tie_word_embeddings=True)
+
+
+class EmptyOwn(EmptyLayers):
+    """Has a part that cannot fill itself."""
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.model = nn.Sequential(nn.Linear(9, 16), nn.MultiheadAttention(16, 2))
+
+
+def make_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(9, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+
+
+def from_meta(folder: Path) -> Any:
+    """Train models from scratch that no process holds as a whole, and compare their first weights."""
+    torch.manual_seed(0)
+    layers, whole = EmptyLayers(), make_layers()
+    torch.manual_seed(0)
+    outcome = fit(layers, folder / "layers", optim={"type": "SGD", "lr": 0.0}) if not is_split() else {}
+    found = [make_whole(p.detach()) for p in layers.unwrapped_model.parameters()] if outcome else []
+    is_same = all(torch.equal(*pair) for pair in zip(found, whole.parameters(), strict=False))
+    torch.manual_seed(0)
+    module = Empty()
+    fit(module, folder / "llama", save_last=True)
+    return {"is_same": is_same, "weights": weights_of(module), "names": run_on_main_process(lambda: names_of(folder))}
+
+
+def names_of(folder: Path) -> list[str]:
+    return sorted(AutoModelForCausalLM.from_pretrained(folder / "llama" / "model" / "last").state_dict())
+
+
+def built_in_bf16(folder: Path) -> Any:
+    """Train a model in bf16 that each process reads its part of, in the precision in which it is trained."""
+    from accelerate import PartialState
+
+    PartialState(cpu=True).wait_for_everyone()
+    run_on_main_process(lambda: make_llama().to(torch.bfloat16).save_pretrained(folder / "base") and None)
+    module = AcceleratorModule.from_hf(folder / "base", "AutoModelForCausalLM", in_fit=True)
+    own: dict[str, Any] = {"model_saving": None, "checkpoint_every": None, "seed": 5, "verbose": False}
+    hps = {"max_steps": STEPS, "batch_size": 12 // num_data_processes(), "optim": {"type": "AdamW", "lr": 1e-2}}
+    trainer = Trainer(hps, folder / "model", mixed_precision="bf16", logging_dir=folder / "logs", **own)
+    trainer.fit(module, Labelled(), Labelled())
+    model = module.unwrapped_model
+    is_read_in_parts = vars(model).get("_is_distributed_loading_by_transformers", False)
+    is_whole = not is_sharded(model)
+    parts = {"is_as_asked": is_whole or (is_read_in_parts and model.dtype == torch.float32)}
+    return {"loss": round(trainer.state.metrics["val_loss"], 1), **parts}
+
+
 def build_in_fit(folder: Path, *, is_tied: bool) -> Any:
     """Train a model that each process reads its part of, and one with a new head, which is whole at first."""
     from accelerate import PartialState
@@ -352,6 +431,8 @@ def refused(folder: Path) -> Any:
         "part": lambda place: fit(CallsPart(), place),
         "auto_micro_batch": lambda place: fit(Texts(), place, auto_micro_batch=True),
         "adapter": with_adapter,
+        "tied_meta": lambda place: fit(EmptyTied(), place),
+        "no_reset": lambda place: fit(EmptyOwn(), place),
         "tied": lambda place: fit(Texts(make_bert(BertForMaskedLM)), place),
         "heads": lambda place: fit(Texts(make_llama(num_attention_heads=1)), place),
         "own_data": lambda place: fit(Texts(), place, shard_dataloaders=False),
@@ -378,10 +459,9 @@ _TRAINED = (
     guarded,
     half,
 )
-CASES = {
-    case.__name__: case
-    for case in (*_TRAINED, checked, saved, with_adapter, generated, compiled, built_in_fit, refused)
-}
+_BUILT = (built_in_fit, built_in_bf16, from_meta)
+_KEPT = (saved, with_adapter, generated, compiled)
+CASES = {case.__name__: case for case in (*_TRAINED, checked, *_KEPT, *_BUILT, refused)}
 
 
 def main(result: str, folder: str, *names: str) -> None:
