@@ -18,9 +18,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def make(stream, *, total=100, **options):
+def make(stream, *, total=100, validates=True, **options):
     bar = ProgressBar(stream=stream, **options)
-    run = SimpleNamespace(cadence=SimpleNamespace(epochs=4), val_loaders={})
+    validation = {"": SimpleNamespace(num_micro_batches=2)} if validates else {}
+    run = SimpleNamespace(cadence=SimpleNamespace(epochs=4), val_loaders=validation)
     bar.trainer = SimpleNamespace(estimated_stepping_batches=total, run=run)
     bar.state = TrainingState()
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.0025)
@@ -108,6 +109,16 @@ def test_without_a_terminal_a_line_is_logged_every_so_often(monkeypatch, caplog)
     assert list(lines) == [10, 30, 90, 150]
     assert lines[10] == "step 10 of 1,000,000, epoch 1/4: loss 1.25, lr 0.0025, samples/s 8"
     assert len(caplog.messages) == 4
+
+
+def test_an_evaluation_without_data_is_not_shown():
+    stream = Terminal()
+    bar = make(stream, validates=False)
+    bar.on_fit_start()
+    bar.on_evaluation_start()
+    bar.on_evaluation_end(metrics={})
+    bar.on_fit_end()
+    assert "evaluating" not in stream.getvalue()
 
 
 def test_a_long_evaluation_shows_its_batches():
