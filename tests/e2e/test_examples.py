@@ -194,6 +194,60 @@ def test_lora_trains_and_saves_the_adapter_alone(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_both_networks_of_the_gan_are_trained_and_scored_as_printed(tmp_path: Path, import_example):
+    printed = run_example("gan", "--output", "model", "--limit", "64")
+    example = import_example("gan")
+    example.set_seed(example.SEED)
+    before, after = example.GAN().model.state_dict(), load_file("model/model.safetensors")
+    changed = {name.split(".")[0] for name, weights in before.items() if not weights.equal(after[name])}
+    assert changed == {"generator", "discriminator"}
+    status = read_status(Path("model"))
+    best = status["best"]["best_digit_score"]
+    assert read_number(r"digit score +([\d.]+);", printed) == pytest.approx(best, abs=0.006)
+    saved_at = {int(folder.name) for folder in Path("logs/model").glob("*/media/generated/*")}
+    assert status["global_step"] == max(saved_at), "each generator that was saved has its images"
+    assert Path("model/generated.png").stat().st_size > 1000
+
+
+def test_the_digit_score_is_near_ten_for_ten_clear_digits_and_one_for_one_image(import_example):
+    example = import_example("gan")
+    train, _ = example.build_datasets()
+    digit_score, (images, labels) = example.DigitScore(*train.tensors), train.tensors
+    sure = digit_score.judge.predict_proba(images.flatten(1).numpy()).max(1) > 0.98
+    same_often = torch.cat([images[sure & (labels == digit).numpy()][:5] for digit in range(10)])
+    assert len(same_often) == 50
+    assert 9 < digit_score.compute(same_often, None)["digit_score"] < 10
+    assert digit_score.compute(images[:1].repeat(50, 1, 1, 1), None)["digit_score"] == pytest.approx(1)
+
+
+@pytest.mark.slow
+def test_the_residual_network_is_as_accurate_as_printed(tmp_path: Path, import_example):
+    printed = run_example("vision", "--output", "model", "--limit", "64")
+    example = import_example("vision")
+    model = example.ResNet().model.eval()
+    model.load_state_dict(load_file("model/model.safetensors"))
+    images, labels = example.build_datasets(64)[1][:]
+    with torch.inference_mode():
+        accuracy = (model(images).argmax(-1) == labels).float().mean().item()
+    assert read_number(r"best accuracy +([\d.]+)% of 64", printed) == pytest.approx(100 * accuracy, abs=0.06)
+    assert read_status(Path("model"))["best"]["best_accuracy"] == pytest.approx(accuracy)
+
+
+def test_images_are_augmented_anew_and_mixed_with_their_labels(import_example):
+    example = import_example("vision")
+    train, _ = example.build_datasets(16)
+    augmented = example.Augmented(train)
+    assert augmented[0][0].shape == train[0][0].shape
+    assert not augmented[0][0].equal(augmented[0][0])
+    example.set_seed(1)
+    images, targets = example.mixup([train[index] for index in range(16)])
+    originals, labels = train[:]
+    weights = torch.linalg.lstsq(originals.flatten(1).T, images.flatten(1).T).solution.T  # [images, originals]
+    assert ((weights > 0.01).sum(1) == 2).sum() >= 8, "most are made of two"
+    assert weights.clip(0).matmul(functional.one_hot(labels, 10).float()).sub(targets).abs().max() < 1e-3
+
+
+@pytest.mark.slow
 @pytest.mark.feature("N68")
 def test_the_answers_of_the_fine_tuned_model_are_as_right_as_printed(tmp_path: Path, import_example):
     run = run_script(EXAMPLES / "sft.py", "--output", "model", "--limit", "24", timeout_s=240)
