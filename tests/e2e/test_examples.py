@@ -248,6 +248,23 @@ def test_images_are_augmented_anew_and_mixed_with_their_labels(import_example):
 
 
 @pytest.mark.slow
+def test_the_articles_of_headlines_are_found_as_often_as_printed(tmp_path: Path, import_example):
+    printed = run_example("retrieval", "--output", "model", "--limit", "24")
+    example = import_example("retrieval")
+    tokenizer = example.AutoTokenizer.from_pretrained("model")
+    model = example.AutoModel.from_pretrained("model").eval()
+    pairs = example.tokenize(example.read_pairs()[:24], tokenizer)
+    assert model.config.num_hidden_layers == example.LAYERS
+    with torch.inference_mode():  # one at a time: no padding
+        embed = lambda side: example.embed(model, tokenizer.pad([side], return_tensors="pt"))[0]  # noqa: E731
+        headlines, articles = (torch.stack([embed(side) for side in sides]) for sides in zip(*pairs, strict=True))
+    ranks = [(row > row[own]).sum().item() for own, row in enumerate(headlines @ articles.T)]
+    for name, most in (("first", 1), ("five", 5)):
+        found = 100 * sum(rank < most for rank in ranks) / 24
+        assert read_number(rf"after .*{name} ([\d.]+)%", printed) == pytest.approx(found, abs=0.06)
+
+
+@pytest.mark.slow
 @pytest.mark.feature("N68")
 def test_the_answers_of_the_fine_tuned_model_are_as_right_as_printed(tmp_path: Path, import_example):
     run = run_script(EXAMPLES / "sft.py", "--output", "model", "--limit", "24", timeout_s=240)
