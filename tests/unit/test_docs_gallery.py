@@ -1,0 +1,79 @@
+"""The page of recipes: it has every example, and its pictures are drawn by the commands beside them."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.e2e.markdown import ROOT, read_blocks, read_links
+
+PAGE = ROOT / "docs" / "recipes.md"
+SVG = "{http://www.w3.org/2000/svg}"
+MOST_BYTES = 12_000
+
+
+@pytest.fixture(scope="module")
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "docs" / "draw_curves.py"))
+
+
+def read_commands() -> dict[str, list[str]]:
+    """Return the values that are drawn, by picture."""
+    texts = [block.text.replace("\\\n", "") for block in read_blocks(PAGE, "bash") if "draw_curves.py" in block.text]
+    return {picture: names for _, _, _, picture, *names in map(shlex.split, texts)}
+
+
+def texts_of(svg: str) -> list[str]:
+    return [element.text or "" for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]  # noqa: S314 - ours
+
+
+def test_the_page_links_every_example():
+    linked = {(PAGE.parent / link).resolve() for link in read_links(PAGE) if link.startswith("../")}
+    assert linked >= set((ROOT / "examples").glob("*.py"))
+
+
+def test_each_picture_has_its_command_and_shows_the_curves_that_it_names():
+    commands = read_commands()
+    shown = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", PAGE.read_text(encoding="utf-8"))
+    assert (
+        {f"docs/{link}" for link in shown}
+        == commands.keys()
+        == set(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "images").glob("curve-*.svg"))
+    )
+    for picture, names in commands.items():
+        svg = (ROOT / picture).read_text(encoding="utf-8")
+        assert len(svg) < MOST_BYTES, picture
+        labels = {text.split()[0] for text in texts_of(svg)}
+        assert labels >= set(names), picture
+
+
+def test_the_curves_of_a_history_are_averages_of_neighbours_and_end_with_the_last_value(script: dict[str, Any]):
+    rows: list[dict[str, Any]] = [{"config": {}}, {"step": 3, "values": {"accuracy": 0.25}}]
+    rows += [{"step": step, "values": {"loss": 1000.0 - step}} for step in range(1, 801)]
+    svg = script["draw_run"](rows, ["loss", "accuracy"])
+    assert {"loss 200", "accuracy 0.25"} <= set(texts_of(svg))
+    lines = [element.get("points").split() for element in ElementTree.fromstring(svg).iter(f"{SVG}polyline")]
+    assert [len(points) for points in lines] == [40, 1]
+    titles = [element.text for element in ElementTree.fromstring(svg).iter(f"{SVG}title")]
+    assert titles[0] == "loss 989.5 at step 10"
+
+
+def test_a_value_that_was_not_logged_is_named_with_those_that_were(script: dict[str, Any]):
+    with pytest.raises(ValueError, match="the run has no acuracy; it has accuracy, loss"):
+        script["draw_run"]([{"step": 1, "values": {"loss": 1.0, "accuracy": 0.5}}], ["acuracy"])
+
+
+def test_the_newest_run_of_a_folder_is_drawn(script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, loss in (("2026-01-01", 1.0), ("2026-01-02", 2.0)):
+        (tmp_path / "logs" / name).mkdir(parents=True)
+        row = f'{{"step": 1, "time": 0.0, "values": {{"loss": {loss}}}}}\n'
+        (tmp_path / "logs" / name / "history.jsonl").write_text(row)
+    monkeypatch.setattr("sys.argv", ["draw_curves.py", str(tmp_path / "logs"), str(tmp_path / "loss.svg"), "loss"])
+    script["main"]()
+    assert "loss 2" in texts_of((tmp_path / "loss.svg").read_text())
