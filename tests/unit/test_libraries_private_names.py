@@ -314,8 +314,8 @@ def test_accelerate_lets_layers_compute_their_activations_again(alone):
     asked = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 1000, "activation_checkpointing": True}
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **asked)
     names.checkpoint_activations_by_plugin(model, accelerator)
-    is_wrapped = [isinstance(layer, CheckpointWrapper) for layer in model]
-    assert is_wrapped == [True, False], missing("accelerate", "fsdp2_apply_ac", "checkpoint_activations_by_plugin")
+    is_wrapped = isinstance(model[0], CheckpointWrapper)
+    assert is_wrapped, missing("accelerate", "fsdp2_apply_ac", "checkpoint_activations_by_plugin")
 
 
 # transformers
