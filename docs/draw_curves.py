@@ -1,6 +1,6 @@
 """Draw curves of a run as a small SVG, of the history in its run folder: the pictures of docs/recipes.md.
 
-python docs/draw_curves.py logs/gan docs/images/curve-gan.svg digit_score confidence
+python docs/draw_curves.py logs/gan docs/images/curve-gan.svg digit_score train_loss discriminator_loss
 """
 
 from __future__ import annotations

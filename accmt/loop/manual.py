@@ -9,6 +9,7 @@ import torch
 
 from accmt.data import MicroBatch, derive_seed, seed_generators
 from accmt.loop.optimizer_step import advance_scheduler, step_optimizer, zero_gradients
+from accmt.loop.step_outputs import read_further_values
 from accmt.messages import say_once
 from accmt.module import ExtendedAcceleratorModule
 from accmt.parallel.reduction import average_gradients, broadcast_buffers
@@ -67,9 +68,10 @@ class ManualSteps:
             outputs = run.training_step(batch)
         run.packing.require_passed()
         run.trained.require_unchanged()
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        is_mapping = isinstance(outputs, Mapping)
+        loss = outputs.get("loss") if is_mapping else outputs
         if isinstance(loss, torch.Tensor):
-            run.running_averages.add(loss.detach(), own)
+            run.running_averages.add(loss.detach(), own, read_further_values(outputs) if is_mapping else None)
             run.guard.add(
                 loss.detach(),
                 own,

@@ -49,7 +49,7 @@ def read_training_output(output: Any) -> TrainingOutput:
     if not isinstance(loss, torch.Tensor):
         _reject(f'"loss": {_describe(loss)}', "return the tensor itself, not loss.item()")
     weight = _read_weight("training_step", output.get("weight"))
-    return TrainingOutput(_require_trainable(loss), weight, _read_others(output) or None)
+    return TrainingOutput(_require_trainable(loss), weight, read_further_values(output) or None)
 
 
 def _require_trainable(loss: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,8 @@ def _require_trainable(loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def _read_others(output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def read_further_values(output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the scalars that a step returned beside loss and weight, detached; what is no scalar is left out."""
     others = {}
     for name, value in output.items():
         if name in ("loss", "weight"):

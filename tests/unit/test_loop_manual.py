@@ -52,6 +52,21 @@ def test_the_manual_loop_gives_the_bits_of_the_automatic_one():
     assert outcomes[0] == outcomes[1]
 
 
+@pytest.mark.feature("N29", "D03")
+def test_further_values_of_a_step_are_logged_as_the_automatic_loop_logs_them():
+    def with_largest(self, batch):
+        loss = type(self).__bases__[0].training_step(self, batch)
+        return {"loss": loss, "largest": batch[0].max(), "size": len(batch[0])}
+
+    rows = []
+    for kind in (Linear, Manual):
+        trainer = make_trainer(HPS)
+        trainer.fit(type("WithLargest", (kind,), {"training_step": with_largest})(), make_points(8))
+        rows.append([logged(trainer, name) for name in ("train_loss", "largest", "size")])
+    assert all(rows[0])
+    assert rows[0] == rows[1]
+
+
 @pytest.mark.feature("N29", "L106")
 def test_several_steps_of_one_batch_count_as_one_update():
     class Twice(Manual):
