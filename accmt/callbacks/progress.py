@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -189,7 +190,7 @@ class _Bar:
             file=stream,
             bar_format=f"{{desc}} {'{n_fmt} steps {elapsed}' if total is None else counted}{{values}}",
             ascii=" ╸━" if encoding.lower().startswith("utf") else " -#",
-            colour="green" if stream.isatty() else None,
+            colour="green" if stream is sys.stderr and stream.isatty() and "NO_COLOR" not in os.environ else None,
             dynamic_ncols=True,
             mininterval=0,
             miniters=0,

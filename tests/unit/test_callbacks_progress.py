@@ -111,6 +111,24 @@ def test_without_a_terminal_a_line_is_logged_every_so_often(monkeypatch, caplog)
     assert len(caplog.messages) == 4
 
 
+@pytest.mark.parametrize(
+    ("is_stderr", "no_colour", "expected"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_colours_are_for_terminals_of_people_who_want_them(is_stderr, no_colour, expected, monkeypatch):
+    """A notebook shows the line as HTML, where they would be signs; https://no-color.org says who wants none."""
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream if is_stderr else Terminal())
+    bar = make(None if is_stderr else stream)
+    with pytest.MonkeyPatch.context() as patch:  # undone before the guard against changed environments looks
+        patch.delenv("NO_COLOR", raising=False)
+        if no_colour:
+            patch.setenv("NO_COLOR", "1")
+        bar.on_fit_start()
+    train(bar, 1)
+    bar.on_fit_end()
+    assert ("\x1b[" in stream.getvalue()) is expected
+
+
 def test_an_evaluation_without_data_is_not_shown():
     stream = Terminal()
     bar = make(stream, validates=False)
