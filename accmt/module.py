@@ -370,7 +370,7 @@ class ManualSteps(Protocol):
     has_gradients: bool
 
     def backward(self, loss: torch.Tensor) -> None: ...
-    def step_optimizer(self) -> bool: ...
+    def step_optimizer(self, *, is_whole: bool = True) -> bool: ...
     def step_scheduler(self) -> None: ...
     def zero_grad(self) -> None: ...
 
@@ -433,7 +433,7 @@ class ExtendedAcceleratorModule(AcceleratorModule):
         for parameter in others:
             parameter.grad = None  # what has no gradient is neither clipped nor stepped
         try:
-            return self.manual_steps.step_optimizer()
+            return self.manual_steps.step_optimizer(is_whole=all(gradient is None for gradient in gradients))
         finally:
             for parameter, gradient in zip(others, gradients, strict=True):
                 parameter.grad = gradient

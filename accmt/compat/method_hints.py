@@ -121,7 +121,9 @@ FOREIGN_ATTRIBUTES: Mapping[str, str] = {
     "named_parameters": "self.model.named_parameters()",
     "optimizers": "self.optimizer, or self.optimizers() in a class derived from ExtendedAcceleratorModule",
     "parameters": "self.model.parameters()",
+    "print": "print where self.trainer.is_main",
     "save_hyperparameters": "nothing: hps.yaml and trainer_config.json lie beside the model",
+    "untoggle_optimizer": "with self.toggled_optimizer(optimizer), in a class derived from ExtendedAcceleratorModule",
     "toggle_optimizer": "with self.toggled_optimizer(optimizer), in a class derived from ExtendedAcceleratorModule",
     "train": "self.model.train()",
 }

@@ -35,6 +35,9 @@ class ManualSteps:
         before: ManualSteps | None = getattr(module, "manual_steps", None)
         # A step may span two epochs.
         self.has_gradients: bool = before is not None and before._run is run and before.has_gradients
+        # Those that an optimizer has stepped on wait for zero_grad only, unless a backward adds to them before it.
+        self._has_stepped_on = before is not None and before._run is run and before._has_stepped_on
+        self._adds_to_stepped = before is not None and before._run is run and before._adds_to_stepped
         module.manual_steps = self
 
     def forward_backward(self, micro_batch: MicroBatch) -> bool:
@@ -101,7 +104,7 @@ class ManualSteps:
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a batch's mean loss, weighted by this process's share of the micro-batch."""
         run = self._run
-        self.has_gradients = True
+        self.has_gradients, self._adds_to_stepped = True, self._adds_to_stepped or self._has_stepped_on
         for hook in run.hooks.on_before_backward:
             hook(loss=loss)
         if run.is_wrapped:
@@ -112,11 +115,18 @@ class ManualSteps:
         for hook in run.hooks.on_after_backward:
             hook(loss=loss)
 
-    def step_optimizer(self) -> bool:
-        """Unscale, clip and let the optimizer step."""
+    def step_optimizer(self, *, is_whole: bool = True) -> bool:
+        """Unscale, clip and let the optimizer step.
+
+        Args:
+            is_whole: Whether there are no gradients of parameters that do not step here.
+        """
         self._run.stepper.unscale()
         is_done = step_optimizer(self._run)
         self._has_stepped |= is_done
+        if is_whole:
+            self._has_stepped_on = True
+            self.has_gradients = self._adds_to_stepped
         return is_done
 
     def step_scheduler(self) -> None:
@@ -126,5 +136,5 @@ class ManualSteps:
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        self.has_gradients = False
+        self.has_gradients = self._has_stepped_on = False
         zero_gradients(self._run)

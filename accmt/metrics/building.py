@@ -71,7 +71,8 @@ def _build_one(value: Any, name: str | None) -> Metric:
 
 def _find_builtin(name: str) -> Callable[..., Metric]:
     if name not in BUILTIN:
-        nearest = get_close_matches(name.lower(), BUILTIN, n=1)
+        begun = [known for known in BUILTIN if known.startswith(name.lower())]
+        nearest = begun or get_close_matches(name.lower(), BUILTIN, n=1)
         raise _wrong_value(
             repr(name), f"metrics=[{nearest[0]!r}]" if nearest else "a Metric of your own: class MyMetric(Metric)"
         )

@@ -27,8 +27,8 @@ from accmt.settings import Settings
 from accmt.settings.saving import Checkpointer
 
 _UNFINISHED = (
-    "a checkpoint is due in the middle of a step: the module has called backward and not yet step_optimizer, and "
-    "gradients are in no checkpoint; it is written when one is due after a step"
+    "a checkpoint is due in the middle of a step: the module has called backward and not yet step_optimizer, or not "
+    "zero_grad before the next backward, and gradients are in no checkpoint; it is written when one is due after a step"
 )
 
 

@@ -199,10 +199,10 @@ def _warn_of_unused_gpu() -> None:
 def _warn_of_ignored_processes() -> None:
     """Say that `accelerate launch` started one process only, although it was asked for more.
 
-    With `--cpu` it does so unless several machines are named, and does not tell the process: the command that started
-    it does.
+    It does so on machines without a GPU, unless `--multi_gpu` or several machines are named, and does not tell the
+    process: the command that started it does.
     """
-    if not is_set("ACCELERATE_USE_CPU") or "WORLD_SIZE" in os.environ:
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ or "WORLD_SIZE" in os.environ:
         return
     try:
         parent = psutil.Process().parent()
@@ -212,8 +212,8 @@ def _warn_of_ignored_processes() -> None:
     asked = re.search(r"launch .*--num[-_]processes[ =](\d+)", command)
     if asked and int(asked[1]) > 1:
         warn_once(
-            f"`accelerate launch --cpu` was asked for {asked[1]} processes, but starts one on a single machine: "
-            f"write `accmt launch --cpu -N {asked[1]}`, or --multi_gpu in place of --cpu",
+            f"`accelerate launch` was asked for {asked[1]} processes, but starts one: on CPUs write "
+            f"`accmt launch --cpu -N {asked[1]}`, or give accelerate --multi_gpu in place of --cpu",
             about="ignored processes",
         )
 

@@ -104,10 +104,10 @@ make_trainer(verbose=True).fit(Linear(), make_points())
 """
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_accelerate_that_ignores_the_number_of_processes_is_told(number, tmp_path):
+@pytest.mark.parametrize(("number", "cpu"), [(1, ["--cpu"]), (2, ["--cpu"]), (2, [])])
+def test_accelerate_that_ignores_the_number_of_processes_is_told(number, cpu, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_machines", "1"]
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *cpu, "--num_machines", "1"]
     launch += ["--num_processes", str(number), "--mixed_precision", "no", "--dynamo_backend", "no"]
     done = subprocess.run([*launch, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

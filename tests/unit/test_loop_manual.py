@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -235,3 +237,48 @@ def test_one_optimizer_is_the_only_one():
             return super().training_step(batch)
 
     make_trainer(HPS).fit(Single(), make_points(4), make_points(4))
+
+
+class LightningOrder(Manual):
+    """Gradients are dropped before the next backward, not after the step."""
+
+    def training_step(self, batch):
+        loss = self.loss(batch)
+        self.zero_grad()
+        self.backward(loss)
+        self.step()
+        return loss
+
+
+def steps_of_checkpoints():
+    return sorted(int(path.name.rpartition("-")[2]) for path in Path("out/checkpoint-model").glob("step-*"))
+
+
+def test_gradients_that_were_stepped_on_are_no_reason_against_a_checkpoint():
+    trainer = make_trainer(HPS, checkpoint_every="step", max_checkpoints=10)
+    trainer.fit(LightningOrder(), make_points(9), make_points(4))
+    assert steps_of_checkpoints() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_in_that_order_resumes_with_the_bits_of_the_unbroken_one():
+    hps = {name: value for name, value in HPS.items() if name != "scheduler"}  # which depends on max_steps
+    whole = LightningOrder()
+    make_trainer(hps, model_path="out/whole", seed=4).fit(whole, make_points(9), make_points(4))
+    make_trainer({**hps, "max_steps": 4}, checkpoint_every="step", seed=4).fit(
+        LightningOrder(), make_points(9), make_points(4)
+    )
+    resumed = LightningOrder()
+    make_trainer(hps, resume=True, seed=4).fit(resumed, make_points(9), make_points(4))
+    assert torch.equal(resumed.model.weight, whole.model.weight)
+
+
+def test_gradients_that_are_added_to_are_never_left_out_of_a_checkpoint():
+    class NeverDropped(Manual):
+        def training_step(self, batch):
+            loss = self.loss(batch)
+            self.backward(loss)
+            self.step()
+            return loss
+
+    make_trainer(HPS, checkpoint_every="step", max_checkpoints=10).fit(NeverDropped(), make_points(9), make_points(4))
+    assert steps_of_checkpoints() in ([1], [])  # the first, before the second backward showed it
