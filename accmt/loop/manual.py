@@ -33,11 +33,13 @@ class ManualSteps:
         self._calls: list[None] = []
         self._has_stepped = False
         before: ManualSteps | None = getattr(module, "manual_steps", None)
+        if before is None or before._run is not run:
+            before = None
         # A step may span two epochs.
-        self.has_gradients: bool = before is not None and before._run is run and before.has_gradients
+        self.has_gradients: bool = before is not None and before.has_gradients
         # Those that an optimizer has stepped on wait for zero_grad only, unless a backward adds to them before it.
-        self._has_stepped_on = before is not None and before._run is run and before._has_stepped_on
-        self._adds_to_stepped = before is not None and before._run is run and before._adds_to_stepped
+        self._has_stepped_on: bool = before is not None and before._has_stepped_on
+        self._adds_to_stepped: bool = before is not None and before._adds_to_stepped
         module.manual_steps = self
 
     def forward_backward(self, micro_batch: MicroBatch) -> bool:
