@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from accmt.callbacks.base import Callback
 from accmt.errors import ArgumentError, ModuleContractError, explain
-from accmt.messages import warn
+from accmt.messages import say, warn
 from accmt.processes import run_on_main_process
 
 
@@ -74,6 +74,12 @@ class BestModels(Callback):
         """Return where a model is kept."""
         top = self.trainer.settings.model_folder / "top" if self._folder is None else Path(self._folder)
         return top / f"step-{model.step:08}"
+
+    def on_fit_start(self) -> None:
+        """Say where models of an earlier run lie among those of this one, which deletes none of them."""
+        top = self.folder_of(KeptModel(0.0, 0)).parent
+        if not self.trainer.run.is_resumed and top.is_dir() and any(top.iterdir()):
+            say(f"models of an earlier run lie in {top}: they stay, beside the best ones of this run")
 
     def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
         """Save the model, if it is among the best, in the place of the worst of them."""

@@ -20,7 +20,8 @@ class PushToHub(MainProcessCallback):
 
     The repository is made when the run starts, if there is none: a token that is missing or has no right to that is an
     error then, and not after hours. A hub that cannot be reached, then or at the end, is a warning with the
-    command that uploads the folder; the run is not harmed.
+    command that uploads the folder; the run is not harmed. Several processes wait for the main one meanwhile: an upload
+    that takes longer than their timeout (`InitProcessGroupKwargs`) is better made after the run.
 
     Args:
         repo_id: The repository, "user/name"; it is made if there is none.

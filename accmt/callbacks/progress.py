@@ -62,7 +62,7 @@ class ProgressBar(MainProcessCallback):
         self._shown: dict[str, float] = {}
         self._rates = _Rates()
         self._total_validation: int | None = None
-        self._saved_at: int | None = None
+        self._saved: tuple[str, float, int] | None = None
 
     def show(self, values: Mapping[str, float]) -> None:
         """Add numbers to the right of the bar; they are seen at the next drawing, and stay until they are replaced."""
@@ -72,7 +72,7 @@ class ProgressBar(MainProcessCallback):
         if self._enable is False:
             return
         self._shown.clear()
-        self._saved_at = None
+        self._saved = None
         self._rates = _Rates()
         stream = self._stream or sys.stderr
         total = self.trainer.estimated_stepping_batches
@@ -104,7 +104,10 @@ class ProgressBar(MainProcessCallback):
             self._draw_evaluation()
 
     def on_save_model(self, folder: Path) -> None:
-        self._saved_at = self.state.global_step
+        run = self.trainer.run
+        for name, value in list(self.state.best.items())[:1]:  # the one that is shown; other rules save elsewhere
+            if folder == run.saver.selection.folder(run.settings.model_folder, name):
+                self._saved = name, value, self.state.global_step
 
     def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
         self.show(metrics)
@@ -138,8 +141,9 @@ class ProgressBar(MainProcessCallback):
         known = {"loss": None, "lr": self._lr(), "samples/s": samples_per_s} | self._shown
         texts = {name: f"{name} {value:.4g}" for name, value in known.items() if value is not None}
         for name, value in list(self.state.best.items())[:1]:
-            best = f"best {name.removeprefix('best_')} {value:.4g}"
-            texts["best"] = best if self._saved_at is None else f"{best} saved at {self._saved_at:,}"
+            texts["best"] = f"best {name.removeprefix('best_')} {value:.4g}"
+            if self._saved is not None and self._saved[:2] == (name, value):
+                texts["best"] += f" saved at {self._saved[2]:,}"
         first = [texts.pop(name) for name in ("loss", "best", "lr", "samples/s", "tokens_per_s") if name in texts]
         return first + list(texts.values())
 

@@ -124,7 +124,7 @@ def compile_in_place(model: nn.Module, **kwargs: Any) -> None:
     """Compile a model, which stays the same object with the same names of its weights.
 
     `Module.compile` does so, but the compiler leaves out the code of torch.nn itself, so that of an `nn.Sequential` it
-    would compile nothing, without a word. It then gets a function of ours to compile, into which it takes the model.
+    would silently compile nothing. It then gets a function of ours to compile, into which it takes the model.
 
     Args:
         kwargs: For `torch.compile`.

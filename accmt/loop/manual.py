@@ -10,12 +10,17 @@ import torch
 from accmt.data import MicroBatch, derive_seed, seed_generators
 from accmt.loop.optimizer_step import advance_scheduler, step_optimizer, zero_gradients
 from accmt.loop.step_outputs import read_further_values
-from accmt.messages import say_once
+from accmt.messages import say_once, warn
 from accmt.module import ExtendedAcceleratorModule
 from accmt.parallel.reduction import average_gradients, broadcast_buffers
 from accmt.precision import autocast
 from accmt.processes import data_index, num_data_processes, sum_over_data
 from accmt.run import Place, Run, counting_calls, require_call, require_planned
+
+_NOT_DROPPED = (
+    "gradients are added to those that an optimizer has stepped on: call zero_grad after step_optimizer, or before the "
+    "next backward. Checkpoints hold no gradients, so none is written from now on; an earlier one resumes without them"
+)
 
 
 class ManualSteps:
@@ -106,7 +111,10 @@ class ManualSteps:
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a batch's mean loss, weighted by this process's share of the micro-batch."""
         run = self._run
-        self.has_gradients, self._adds_to_stepped = True, self._adds_to_stepped or self._has_stepped_on
+        self.has_gradients = True
+        if self._has_stepped_on and not self._adds_to_stepped:
+            self._adds_to_stepped = True
+            warn(_NOT_DROPPED)
         for hook in run.hooks.on_before_backward:
             hook(loss=loss)
         if run.is_wrapped:

@@ -24,7 +24,7 @@ CHUNK_BYTES = 32_000_000
 
 
 Position = int | list[tuple[int, int]]
-"""The index of a batch; where samples were put together anew, for each the index of its batch and its place in that."""
+"""The index of a batch; where samples were regrouped, for each the index of its batch and its place in that."""
 Pair = tuple[Position, Any, Any]
 """The position of a batch, its predictions and its references."""
 
@@ -120,7 +120,7 @@ def to_cpu(value: Any) -> Any:
 def join_pairs(name: str, every: list[list[Pair]]) -> tuple[Any, Any]:
     """Return the predictions and the references of all processes, each joined, for the metric `name`.
 
-    They have the order of the data; where samples were put together anew and not all have one entry each, that of the
+    They have the order of the data; where samples were regrouped and not all have one entry each, that of the
     batches.
     """
     pairs, order = order_parts(every)
@@ -139,7 +139,7 @@ def order_parts(every: list[list[T]], *, are_shared: bool = True) -> tuple[list[
         are_shared: Whether processes share the data; else those of each stay together.
 
     Returns:
-        The parts, and where samples were put together anew the order of the joined samples; else None.
+        The parts, and where samples were regrouped the order of the joined samples; else None.
     """
     parts: list[Any] = list(chain(*every))
     if not any(isinstance(part[0], list) for part in parts):

@@ -30,7 +30,7 @@ class Accumulation(Protocol):
         Args:
             entry: What it returned under the metric's name, such as `(predictions, references)`.
             position: The batch's index in the order of the data; of equal ones, the lower rank comes first. Where
-                samples were put together anew, for each the index of its batch and its place in that.
+                samples were regrouped, for each the index of its batch and its place in that.
         """
 
     def compute(self, chunk_bytes: int | None = CHUNK_BYTES) -> dict[str, float]:

@@ -38,10 +38,9 @@ def fill(model: nn.Module, device: torch.device) -> None:
     model.to_empty(device=device)
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(broadcast_object(torch.get_rng_state()))
-        for part in model.modules():
-            if _has_own(part):
-                with _as_wholes(part), torch.no_grad():
-                    initialize(part)
+        for part in filter(_has_own, model.modules()):
+            with _as_wholes(part), torch.no_grad():
+                initialize(part)
 
 
 def _require_fillable(model: nn.Module) -> None:

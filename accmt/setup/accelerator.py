@@ -185,7 +185,7 @@ def _asks_for_cpu(user: Any) -> bool:
 
 
 def _warn_of_unused_gpu() -> None:
-    """Say once that the machine has a GPU which torch cannot use; it would train on the CPU without a word."""
+    """Say once that the machine has a GPU which torch cannot use; it would silently train on the CPU."""
     if not _DRIVER.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return
     if torch.version.cuda is None:
@@ -209,7 +209,7 @@ def _warn_of_ignored_processes() -> None:
         command = "" if parent is None else " ".join(parent.cmdline())
     except psutil.Error:  # it is gone, or hidden
         return
-    asked = re.search(r"launch .*--num[-_]processes[ =](\d+)", command)
+    asked = re.search(r"launch (?:(?!\.py\b).)*--num[-_]processes[ =](\d+)", command)  # before the script's own
     if asked and int(asked[1]) > 1:
         warn_once(
             f"`accelerate launch` was asked for {asked[1]} processes, but starts one: on CPUs write "

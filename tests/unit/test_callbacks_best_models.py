@@ -23,7 +23,7 @@ def train(losses, *callbacks, epochs=None, **arguments):
 
 
 def steps_in(folder):
-    return sorted(int(path.name.removeprefix("step-")) for path in folder.iterdir())
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-" + "[0-9]" * 8))
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,14 @@ def test_a_continued_run_keeps_the_best_of_all():
     train(losses, continued, epochs=4, checkpoint_every="epoch", resume=True)
     assert [model.step for model in continued.kept] == [1, 4]
     assert steps_in(TOP) == [1, 4]
+
+
+def test_models_of_an_earlier_run_are_told_and_stay(caplog):
+    train([0.2, 0.5], BestModels(top_k=2), verbose=True)
+    assert "models of an earlier run" not in caplog.text
+    train([0.4], BestModels(top_k=2), verbose=True)
+    assert "models of an earlier run lie in out/model/top" in caplog.text
+    assert {1, 2} <= set(steps_in(TOP))
 
 
 def test_which_way_is_better_can_be_said_and_another_folder_be_named(tmp_path):

@@ -1,6 +1,7 @@
 import io
 import re
 import threading
+from pathlib import Path
 from time import sleep
 from types import SimpleNamespace
 
@@ -22,6 +23,8 @@ def make(stream, *, total=100, validates=True, **options):
     bar = ProgressBar(stream=stream, **options)
     validation = {"": SimpleNamespace(num_micro_batches=2)} if validates else {}
     run = SimpleNamespace(cadence=SimpleNamespace(epochs=4), val_loaders=validation)
+    run.settings = SimpleNamespace(model_folder=Path("out"))
+    run.saver = SimpleNamespace(selection=SimpleNamespace(folder=lambda path, name: path / name))
     bar.trainer = SimpleNamespace(estimated_stepping_batches=total, run=run)
     bar.state = TrainingState()
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.0025)
@@ -76,7 +79,7 @@ def test_the_bar_keeps_its_width_and_values_are_whole_or_left_out(columns, monke
     bar.on_log(values={"train_loss": 1.25})
     bar.show({"a_long_name_of_a_metric": 0.123, "accuracy": 0.5, "f1": 0.75})
     bar.state.best = {"best_accuracy": 0.625}
-    bar.on_save_model(folder=None)
+    bar.on_save_model(folder=Path("out/best_accuracy"))
     train(bar, 500)
     bar.on_fit_end()
     last = stream.getvalue().split("\r")[-1].rstrip()
@@ -127,6 +130,24 @@ def test_colours_are_for_terminals_of_people_who_want_them(is_stderr, no_colour,
     train(bar, 1)
     bar.on_fit_end()
     assert ("\x1b[" in stream.getvalue()) is expected
+
+
+def test_a_best_value_is_saved_only_where_its_own_rule_saved_it():
+    stream = Terminal()
+    bar = make(stream)
+    bar.on_fit_start()
+
+    def shown(step, best, rule=None):
+        bar.state.global_step, bar.state.best = step, {"best_f1": best, "best_accuracy": 0.9}
+        if rule is not None:
+            bar.on_save_model(folder=Path("out") / rule)
+        return next(value for value in bar._values() if value.startswith("best "))
+
+    assert shown(3, 0.5, "best_f1") == "best f1 0.5 saved at 3"
+    assert shown(6, 0.5, "best_accuracy") == "best f1 0.5 saved at 3"  # another rule
+    assert shown(9, 0.75) == "best f1 0.75"  # not between its thresholds
+    assert shown(9, 0.75, "best_accuracy") == "best f1 0.75"
+    bar.on_fit_end()
 
 
 def test_an_evaluation_without_data_is_not_shown():

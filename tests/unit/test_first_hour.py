@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import traceback
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,6 +97,26 @@ def test_a_fault_of_accmt_keeps_its_traceback(monkeypatch):
     with pytest.raises(TypeError) as failure:  # the signature differs
         make_trainer().fit(Linear(), make_points())
     assert len([file for file in files_in(failure.value) if "/accmt/" in file]) > 2
+
+
+@pytest.mark.parametrize(
+    ("command", "is_told"),
+    [
+        ("accelerate launch --num_processes 2 train.py", True),
+        ("accelerate launch --num-processes=2 --cpu train.py", True),
+        ("accelerate launch train.py --num_processes 2", False),
+        ("accelerate launch --num_processes 1 train.py --num_processes 2", False),
+        ("bash run.sh", False),
+    ],
+)
+def test_only_what_stands_before_the_script_is_the_launchers(command, is_told, monkeypatch, caplog):
+    parent = SimpleNamespace(cmdline=command.split)
+    monkeypatch.setattr(accelerator.psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
+    environment = {"ACCELERATE_MIXED_PRECISION": "no"}
+    monkeypatch.setattr(accelerator, "os", SimpleNamespace(environ=environment))
+    monkeypatch.setattr("accmt.messages._said", set())
+    accelerator._warn_of_ignored_processes()
+    assert ("was asked for 2 processes" in caplog.text) is is_told
 
 
 SCRIPT = """
