@@ -29,7 +29,8 @@ OF_DDP = (
     "checked",
 )
 SPLIT = tuple(name for name in CASES if name not in ("encoder", "with_adapter", "built_in_bf16"))  # which have no plan
-OF_FSDP = tuple(name for name in CASES if HAS_PLANS or name != "built_in_bf16")  # before 5.23 it is whole at first
+LEFT_OUT = () if HAS_PLANS else ("built_in_bf16",)  # before 5.23 it is whole at first
+OF_FSDP = tuple(name for name in CASES if name not in LEFT_OUT)
 LAUNCHES = {1: CASES, "ddp-2": OF_DDP, "fsdp-2": OF_FSDP, "fsdp-4": SOME, "hsdp-4": SOME}
 LAUNCHES |= {"tp-2": SPLIT, "tpfsdp-4": (*SOME, "accumulated", "grouped")} if HAS_PLANS else {}
 SHARDED = [(way, name) for way, names in LAUNCHES.items() if way != 1 for name in names if name != "refused"]
