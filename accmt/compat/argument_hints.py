@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from accmt.compat.value_hints import advise_value
+from accmt.settings.running import Failures
 
 FOREIGN: Mapping[str, Mapping[str, str]] = {
     "Lightning's Trainer": {
@@ -134,15 +135,13 @@ EXAMPLE = object()
 """Stands for a value that is not known: the advice is the line of the table."""
 
 
-_FAILURES = ("on_nonfinite", "spike_guard", "hang_timeout_s", "machine_timeout_s", "preempt_exit_code", "preflight")
-
 JOINED: Mapping[str, tuple[str, str]] = {
     **{f"limit_{stage}_batches": ("limit_batches", stage) for stage in ("train", "val", "test", "predict")},
     "consolidate_metrics": ("metric_options", "means"),
     "additional_metric_consolidation": ("metric_options", "further"),
     "report_all_metrics": ("metric_options", "report_all"),
     "gather_chunk_size": ("metric_options", "gather_chunk_size"),
-    **{name: ("failures", name) for name in _FAILURES},
+    **{name: ("failures", name) for name in Failures.__annotations__},
     **{name: ("torch_flags", name) for name in ("deterministic", "benchmark", "detect_anomaly")},
     "tracker_offline": ("tracker_delivery", "offline"),
     "tracker_flush_s": ("tracker_delivery", "flush_s"),

@@ -98,6 +98,6 @@ def _require_same_in_groups(micro_batch: MicroBatch) -> None:
 def _nothing_is_read(options: LoaderOptions, unread: int, micro_batch: MicroBatch) -> DataError:
     last = f"; the last is sample {micro_batch.bad[-1].index}: {micro_batch.bad[-1].error}" if micro_batch.bad else ""
     got = f"{unread} samples in a row that cannot be read{last}"
-    expected = 'single samples that cannot be read, which on_bad_sample="skip" skips'
+    expected = 'single samples that cannot be read, which failures={"on_bad_sample": "skip"} skips'
     do = "check the path, the disk, or the dataset's __getitem__"
     return DataError(explain(f"the {options.kind} data", got, expected, do))

@@ -21,7 +21,7 @@ from accmt.errors import AccmtError, explain, is_out_of_memory
 
 _MAX_NAMED = 16
 _MAX_TEXT = 200
-_SKIP = 'Trainer(on_bad_sample="skip") skips what cannot be read'
+_SKIP = 'Trainer(failures={"on_bad_sample": "skip"}) skips what cannot be read'
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,7 @@ def require_batch(batch: Any, options: LoaderOptions) -> None:
     if batch is not None or not options.agrees_each_batch or options.skips_bad:
         return
     got = "None: the collate function made no batch of the samples of this process"
-    do = 'raise an error in __getitem__ and pass Trainer(on_bad_sample="skip"), or filter the dataset beforehand'
+    do = 'raise an error in __getitem__ and pass failures={"on_bad_sample": "skip"}, or filter the dataset beforehand'
     raise DataError(explain(f"a batch of the {options.kind} data", got, "a batch on each of the processes", do))
 
 

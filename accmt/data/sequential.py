@@ -63,7 +63,7 @@ class SequentialLoader:
         if options.skips_bad:
             kind = f"the {options.kind} data, which can only be read from the start"
             why = "an iterator that has raised an error cannot continue; catch errors where they are raised"
-            warn_once(f'on_bad_sample="skip" has no effect on {kind}: {why}', about=kind)
+            warn_once(f'failures={{"on_bad_sample": "skip"}} has no effect on {kind}: {why}', about=kind)
 
     def samples_in(self, first: int, last: int) -> int | None:
         return None  # known only once they are read

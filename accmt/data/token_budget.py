@@ -136,7 +136,7 @@ class _BudgetLoader(WrappedLoader):
         if self._rejects_long:
             where, got = f"max_tokens: {max_tokens}", f"{which} are longer, up to {longest} tokens"
             do = f"tokenizer(..., truncation=True, max_length={max_tokens}), filter them, or raise max_tokens"
-            expected = 'none, because of Trainer(on_long_sample="raise")'
+            expected = 'none, because of Trainer(failures={"on_long_sample": "raise"})'
             raise DataError(explain(where, got, expected, do))
         warn_once(
             f"{which} are longer than max_tokens: {max_tokens} (up to {longest} tokens); each such sample is a "

@@ -1,4 +1,4 @@
-"""What is counted and said of samples that could not be read, where `on_bad_sample="skip"` leaves them out."""
+"""What is counted and said of samples that could not be read, where the failure setting `on_bad_sample` is "skip"."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def report_bad_samples(run: EvaluationRun, key: str, bad: BadSamples, *, has_bat
     Raises:
         DataError: Nothing is left of the set.
     """
-    if run.settings.data.on_bad_sample != "skip":
+    if run.settings.failures.on_bad_sample != "skip":
         return
     every = gather_from_data((bad.count, bad.first, has_batch))
     count = sum(count for count, _, _ in every)

@@ -52,7 +52,7 @@ def try_largest(run: Run) -> None:
         AccmtError: The batch cannot be trained on.
         Exception: Memory ran out; or anything where the model is sharded, since the processes no longer keep in step.
     """
-    asked = run.settings.data.try_longest
+    asked = run.settings.failures.try_longest
     if asked is False or (asked is None and run.device.type == "cpu"):
         return
     what = "the largest micro-batch"
@@ -67,7 +67,7 @@ def try_largest(run: Run) -> None:
             warn(f"{what}, is not tried before training: {type(error).__name__}: {error}")
             return
         do = ": lower max_tokens or batch_size" if is_out_of_memory(error) else ""
-        off = "Trainer(try_longest=False) leaves the trial out"
+        off = 'Trainer(failures={"try_longest": False}) leaves the trial out'
         error.add_note(f"This was raised before training, while trying {what}{do}; {off}.")
         raise
     if isinstance(found, LargestBatch):

@@ -9,7 +9,6 @@ from typing import Any, TypedDict
 from accmt.errors import ArgumentError, explain
 from accmt.settings.checks import (
     raise_wrong_value,
-    require_choice,
     require_flags,
     require_int,
     require_options,
@@ -59,16 +58,9 @@ class DataSettings:
         overfit_batches: Trains and validates on so many (or this fraction of the) training batches, unshuffled; 0 is
             off.
         batch_device_placement: Whether batches are moved to the device before a step sees them.
-        on_bad_sample: "raise" ends the run where a sample cannot be read, with an error that names it; "skip" leaves it
-            out of its batch, counts it (`bad_samples`) and warns. Has no effect on streams.
         group_by_length: Whether training batches are made of samples of like length: some 50 batches of neighbours in
             the random order are sorted by length. It changes which samples meet in a step; `max_tokens` in the
             hyper-parameters does not.
-        on_long_sample: With `max_tokens` in the hyper-parameters: "warn" makes a sample that is longer a micro-batch of
-            its own, and warns once; "raise" ends the run.
-        try_longest: Whether the largest micro-batch that the data can bring goes through forward and backward before
-            training, without effect, so that memory runs out now if it does: the one of the longest samples, where
-            lengths are known. None does so where the device has memory of its own.
     """
 
     shuffle_train: bool = True
@@ -88,10 +80,7 @@ class DataSettings:
     limit_batches: int | float | Limits = 1.0
     overfit_batches: int | float = 0.0
     batch_device_placement: bool = True
-    on_bad_sample: str = "raise"
     group_by_length: bool = False
-    on_long_sample: str = "warn"
-    try_longest: bool | None = None
 
     def __post_init__(self) -> None:
         require_flags(self)
@@ -100,10 +89,6 @@ class DataSettings:
             self.reload_epochs  # noqa: B018 - raises what is wrong with it
         else:
             require_int("reload_dataloaders_every_n_epochs", self.reload_dataloaders_every_n_epochs, at_least=0)
-        require_choice("on_bad_sample", self.on_bad_sample, ("raise", "skip"))
-        if self.try_longest is not None and not isinstance(self.try_longest, bool):
-            raise_wrong_value("try_longest", self.try_longest, "True, False or None", "try_longest=False")
-        require_choice("on_long_sample", self.on_long_sample, ("warn", "raise"))
         _require_limit("overfit_batches", self.overfit_batches, at_least=0)
         is_dict = isinstance(self.limit_batches, Mapping)
         if is_dict:

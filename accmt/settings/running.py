@@ -195,10 +195,13 @@ class Failures(TypedDict, total=False):
 
     on_nonfinite: Literal["stop", "skip", "rollback"] | None
     spike_guard: float | None
+    on_bad_sample: Literal["raise", "skip"]
+    on_long_sample: Literal["warn", "raise"]
     hang_timeout_s: float | None
     machine_timeout_s: float | None
     preempt_exit_code: int
     preflight: bool
+    try_longest: bool | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,11 +215,18 @@ class FailureSettings:
             ends the run with an error that names the batch, "skip" leaves the optimizer step out before it is made (and
             waits for the device once per step), "rollback" goes back to the newest checkpoint and skips that step; None
             only warns. "spike_guard": treats a loss this many standard deviations above the mean of the process's last
-            100 as not finite, from the 21st on. "hang_timeout_s": seconds without a finished batch after which the run
-            counts as hung and ends, saying where. "machine_timeout_s": on several machines, seconds without a sign of
-            life of one after which the others end; 120; None waits as long as torch does. "preempt_exit_code": exit
-            code after SIGTERM or SIGUSR1, from 0 to 255; 143. "preflight": whether a run tries at its start to save and
-            load its state in memory, and compares the room on the disk with what checkpoints and model will need; True.
+            100 as not finite, from the 21st on. "on_bad_sample": "raise" (the default) ends the run where a sample
+            cannot be read, with an error that names it; "skip" leaves it out of its batch, counts it (`bad_samples`)
+            and warns; no effect on streams. "on_long_sample": with `max_tokens` in the hyper-parameters, "warn" (the
+            default) makes a sample that is longer a micro-batch of its own, and warns once; "raise" ends the run.
+            "hang_timeout_s": seconds without a finished batch after which the run counts as hung and ends, saying
+            where. "machine_timeout_s": on several machines, seconds without a sign of life of one after which the
+            others end; 120; None waits as long as torch does. "preempt_exit_code": exit code after SIGTERM or SIGUSR1,
+            from 0 to 255; 143. "preflight": whether a run tries at its start to save and load its state in memory, and
+            compares the room on the disk with what checkpoints and model will need; True. "try_longest": whether the
+            largest micro-batch that the data can bring goes through forward and backward before training, without
+            effect, so that memory runs out now if it does: the one of the longest samples, where lengths are known;
+            None (the default) does so where the device has memory of its own.
     """
 
     handlers: Handler | str | Iterable[Handler | str] | None = None
@@ -232,6 +242,8 @@ class FailureSettings:
                 do = 'failures={"spike_guard": 6, "on_nonfinite": "rollback"}'
                 expected = "on_nonfinite other than None beside it"
                 raise_wrong_value("failures.spike_guard", self.spike_guard, expected, do)
+        require_choice("failures.on_bad_sample", self.on_bad_sample, ("raise", "skip"))
+        require_choice("failures.on_long_sample", self.on_long_sample, ("warn", "raise"))
         if self.hang_timeout_s is not None:
             require_positive("failures.hang_timeout_s", self.hang_timeout_s)
         if self.machine_timeout_s is not None:
@@ -242,6 +254,7 @@ class FailureSettings:
             raise_wrong_value("failures.preempt_exit_code", self.preempt_exit_code, "0 to 255", do)
         if not isinstance(self.preflight, bool):
             raise_wrong_value("failures.preflight", self.preflight, "True or False", 'failures={"preflight": False}')
+        require_choice("failures.try_longest", self.try_longest, (True, False, None))
 
     @property
     def on_nonfinite(self) -> Literal["stop", "skip", "rollback"] | None:
@@ -252,6 +265,16 @@ class FailureSettings:
     def spike_guard(self) -> float | None:
         """Standard deviations from which a loss is a spike; None is off."""
         return (self.failures or {}).get("spike_guard")
+
+    @property
+    def on_bad_sample(self) -> Literal["raise", "skip"]:
+        """What happens where a sample cannot be read."""
+        return (self.failures or {}).get("on_bad_sample", "raise")
+
+    @property
+    def on_long_sample(self) -> Literal["warn", "raise"]:
+        """What happens to a sample longer than `max_tokens`."""
+        return (self.failures or {}).get("on_long_sample", "warn")
 
     @property
     def hang_timeout_s(self) -> float | None:
@@ -272,6 +295,11 @@ class FailureSettings:
     def preflight(self) -> bool:
         """Whether a run tries at its start to save and load its state."""
         return (self.failures or {}).get("preflight", True)
+
+    @property
+    def try_longest(self) -> bool | None:
+        """Whether the largest micro-batch is tried before training; None: where the device has memory of its own."""
+        return (self.failures or {}).get("try_longest")
 
     @property
     def kinds(self) -> frozenset[Handler]:

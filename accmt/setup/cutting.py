@@ -170,7 +170,7 @@ def find_cutting(
         "length_of": module.length_of,
         "seed": seed,
         "pins_memory": pins_memory,
-        "rejects_long": settings.data.on_long_sample == "raise",
+        "rejects_long": settings.failures.on_long_sample == "raise",
     }
     return Cutting(module=module, settings=settings, data=data, options=options)
 

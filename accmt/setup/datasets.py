@@ -161,7 +161,7 @@ def build_train_loader(
         num_workers=data_settings.dataloader_num_workers,
         persistent_workers=data_settings.dataloader_persistent_workers,
         pin_memory=pins_memory and not cutting,
-        skips_bad=data_settings.on_bad_sample == "skip",
+        skips_bad=settings.failures.on_bad_sample == "skip",
         also_read=also_read,
         agrees_each_batch=data_settings.shard_dataloaders and num_data_processes() > 1,
     )
@@ -211,7 +211,7 @@ def build_evaluation_loader(
         num_workers=data_settings.dataloader_num_workers,
         persistent_workers=data_settings.dataloader_persistent_workers,
         pin_memory=pins_memory and not cutting,
-        skips_bad=data_settings.on_bad_sample == "skip",
+        skips_bad=settings.failures.on_bad_sample == "skip",
         agrees_each_batch=keeps_in_step,
     )
     loader = _end_together(build_loader(cutting.data if cutting else data, options))

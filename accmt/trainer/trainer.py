@@ -124,16 +124,9 @@ class Trainer(TrainerProperties):
         fast_dev_run: Runs so many batches (True: 1) of each kind, with one evaluation at the end, and writes nothing,
             to try a script.
         batch_device_placement: Whether batches are moved to the device before a step sees them.
-        on_bad_sample: "raise" ends the run where a sample cannot be read, with an error that names it; "skip" leaves it
-            out of its batch, counts it (`bad_samples`) and warns. Has no effect on streams.
         group_by_length: Whether training batches are made of samples of like length: some 50 batches of neighbours in
             the random order are sorted by length. It changes which samples meet in a step; `max_tokens` in the hyper-
             parameters does not.
-        on_long_sample: With `max_tokens` in the hyper-parameters: "warn" makes a sample that is longer a micro-batch of
-            its own, and warns once; "raise" ends the run.
-        try_longest: Whether the largest micro-batch that the data can bring goes through forward and backward before
-            training, without effect, so that memory runs out now if it does: the one of the longest samples, where
-            lengths are known. None does so where the device has memory of its own.
         min_length: Before which training does not end early: "2 epochs", "100 steps", or a list of both.
         max_time: Longest time, after which training ends at an optimizer step: "DD:HH:MM:SS" or "1h30m", a timedelta,
             or a dict of its arguments. Interruptions do not count, `min_length` comes first.
@@ -195,11 +188,18 @@ class Trainer(TrainerProperties):
             ends the run with an error that names the batch, "skip" leaves the optimizer step out before it is made (and
             waits for the device once per step), "rollback" goes back to the newest checkpoint and skips that step; None
             only warns. "spike_guard": treats a loss this many standard deviations above the mean of the process's last
-            100 as not finite, from the 21st on. "hang_timeout_s": seconds without a finished batch after which the run
-            counts as hung and ends, saying where. "machine_timeout_s": on several machines, seconds without a sign of
-            life of one after which the others end; 120; None waits as long as torch does. "preempt_exit_code": exit
-            code after SIGTERM or SIGUSR1, from 0 to 255; 143. "preflight": whether a run tries at its start to save and
-            load its state in memory, and compares the room on the disk with what checkpoints and model will need; True.
+            100 as not finite, from the 21st on. "on_bad_sample": "raise" (the default) ends the run where a sample
+            cannot be read, with an error that names it; "skip" leaves it out of its batch, counts it (`bad_samples`)
+            and warns; no effect on streams. "on_long_sample": with `max_tokens` in the hyper-parameters, "warn" (the
+            default) makes a sample that is longer a micro-batch of its own, and warns once; "raise" ends the run.
+            "hang_timeout_s": seconds without a finished batch after which the run counts as hung and ends, saying
+            where. "machine_timeout_s": on several machines, seconds without a sign of life of one after which the
+            others end; 120; None waits as long as torch does. "preempt_exit_code": exit code after SIGTERM or SIGUSR1,
+            from 0 to 255; 143. "preflight": whether a run tries at its start to save and load its state in memory, and
+            compares the room on the disk with what checkpoints and model will need; True. "try_longest": whether the
+            largest micro-batch that the data can bring goes through forward and backward before training, without
+            effect, so that memory runs out now if it does: the one of the longest samples, where lengths are known;
+            None (the default) does so where the device has memory of its own.
         **kwargs: Further keywords of the Trainer, handed to the trackers' start; `mlflow={...}` goes to that one only.
 
     Raises:
@@ -260,10 +260,7 @@ class Trainer(TrainerProperties):
         overfit_batches: float = 0.0,
         fast_dev_run: bool | int = False,
         batch_device_placement: bool = True,
-        on_bad_sample: Literal["raise", "skip"] = "raise",
         group_by_length: bool = False,
-        on_long_sample: Literal["warn", "raise"] = "warn",
-        try_longest: bool | None = None,
         min_length: str | Sequence[str] | None = None,
         max_time: str | timedelta | Mapping[str, float] | None = None,
         num_sanity_val_steps: int = 2,

@@ -34,7 +34,7 @@ def test_a_process_whose_batch_lost_all_its_samples_ends_the_run_and_says_why(tm
     assert not path.exists()
     assert all(fork.poll() not in (0, None) for fork in forks)
     assert "None: the collate function made no batch of the samples of this process" in printed
-    assert 'pass Trainer(on_bad_sample="skip")' in printed
+    assert 'pass failures={"on_bad_sample": "skip"}' in printed
 
 
 DIFFERENT = {

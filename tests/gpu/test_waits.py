@@ -117,7 +117,7 @@ class Batches(Callback):
 
 @pytest.mark.cuda_only("host memory is pinned for a device")
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("on_bad_sample", ["error", "skip"])
+@pytest.mark.parametrize("on_bad_sample", ["raise", "skip"])
 def test_batches_come_in_pinned_memory(num_workers: int, on_bad_sample: str, settings: dict[str, Any]) -> None:
     batches = Batches()
     train(
@@ -126,7 +126,7 @@ def test_batches_come_in_pinned_memory(num_workers: int, on_bad_sample: str, set
         settings,
         callbacks=batches,
         dataloader_num_workers=num_workers,
-        on_bad_sample=on_bad_sample,
+        failures={"on_bad_sample": on_bad_sample},
     )
     assert batches.are_pinned == [True] * 32
 

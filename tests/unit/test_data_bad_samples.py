@@ -127,5 +127,5 @@ def test_a_stream_says_that_it_cannot_skip(caplog):
         build_loader(Stream(), options())
         build_loader(Stream(), options())
     (record,) = caplog.records
-    assert 'on_bad_sample="skip" has no effect on the training data' in record.message
+    assert 'failures={"on_bad_sample": "skip"} has no effect on the training data' in record.message
     assert "catch errors where they are raised" in record.message

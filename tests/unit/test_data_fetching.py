@@ -110,7 +110,7 @@ def test_an_error_of_a_sample_keeps_its_type_and_says_where_it_was(kind):
     assert got == "  got: KeyError: 'label of 2'"
     assert expected.startswith("  expected: a sample for every index below 10")
     assert do.startswith("  do:")
-    assert 'on_bad_sample="skip"' in do
+    assert 'failures={"on_bad_sample": "skip"}' in do
     assert "raise self.error or KeyError" in text_of(caught.value)
 
 

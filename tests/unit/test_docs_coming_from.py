@@ -282,9 +282,6 @@ def test_every_argument_that_was_added_is_told_to_somebody_or_is_our_own():
         "collate_fn_val",
         "sampler_val",
         "batch_sampler",
-        "on_bad_sample",
-        "on_long_sample",
-        "try_longest",
         "batch_device_placement",
     }
     ours |= {"async_checkpointing", "metric_options", "tracker_delivery", "failures", "callbacks"}

@@ -26,7 +26,7 @@ class Unreadable(Numbers):
 
 
 def fit(data, validation=None, **settings):
-    trainer = make_trainer(on_bad_sample="skip", shuffle_train=False, **settings)
+    trainer = make_trainer(failures={"on_bad_sample": "skip"}, shuffle_train=False, **settings)
     module = Scripted()
     trainer.fit(module, data, validation)
     return trainer, module
@@ -96,7 +96,7 @@ def test_a_validation_set_of_which_nothing_can_be_read_is_an_error():
 
 
 def test_evaluation_and_prediction_by_hand_count_the_others(caplog):
-    trainer, module = make_trainer(on_bad_sample="skip"), Linear()
+    trainer, module = make_trainer(failures={"on_bad_sample": "skip"}), Linear()
     inputs = torch.arange(15.0).reshape(5, 3)
 
     class Points(Unreadable):
@@ -135,7 +135,8 @@ class Manual(ExtendedAcceleratorModule):
 
 
 def test_manual_steps_skip_a_batch_without_anything_left():
-    trainer, module = make_trainer(on_bad_sample="skip", shuffle_train=False, checkpoint_every="1 step"), Manual()
+    module = Manual()
+    trainer = make_trainer(failures={"on_bad_sample": "skip"}, shuffle_train=False, checkpoint_every="1 step")
     trainer.fit(module, Unreadable(8, {2, 3, 4}))
     assert module.seen == [[0.0, 1.0], [5.0], [6.0, 7.0]]
     assert (trainer.state.global_step, trainer.state.samples_seen, trainer.state.bad_samples) == (3, 5, 3)
@@ -151,7 +152,7 @@ class Torn(Augmented):
 
 @pytest.mark.parametrize("stop", [1, 4, 8, 11, 17])
 def test_an_interrupted_run_goes_on_with_the_same_bits_and_counts(stop):
-    settings = {"on_bad_sample": "skip", "model_saving": None, "grad_accumulation_steps": 1}
+    settings = {"failures": {"on_bad_sample": "skip"}, "model_saving": None, "grad_accumulation_steps": 1}
     whole = state_of(*train("out/whole", data=Torn(24), **settings))
     train("out/broken", stop=stop, data=Torn(24), **settings)
     continued = state_of(*train("out/broken", data=Torn(24), resume="auto", **settings))

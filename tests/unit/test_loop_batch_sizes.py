@@ -65,7 +65,7 @@ def fit(data, module=None, **settings):
 SOURCES = {
     "dataset": (Unreadable, {"collate_fn": drop}),
     "dataset, with workers": (Unreadable, {"collate_fn": drop, "dataloader_num_workers": 1}),
-    "dataset, bad samples skipped": (Unreadable, {"collate_fn": drop, "on_bad_sample": "skip"}),
+    "dataset, bad samples skipped": (Unreadable, {"collate_fn": drop, "failures": {"on_bad_sample": "skip"}}),
     "stream": (Stream, {"collate_fn": drop}),
     "DataLoader": (lambda: DataLoader(Unreadable(), 4, collate_fn=drop), {}),
     "DataLoader of a stream": (lambda: DataLoader(Stream(), 4, collate_fn=drop), {}),

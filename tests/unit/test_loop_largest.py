@@ -108,7 +108,7 @@ def run(folder: Path, module: Any = None, data: Any = None, hps: Any = None, **s
     hps = {"epochs": 1, "batch_size": BATCH, "optim": {"type": "AdamW", "lr": 0.1}, "max_tokens": TOKENS} | (hps or {})
     hooks = Hooks()
     own = {"collate_fn": pad, "model_saving": None, "logging_dir": folder, "seed": 3, "log_every": 1}
-    own |= {"callbacks": [hooks], "try_longest": True}
+    own |= {"callbacks": [hooks], "failures": {"try_longest": True}}
     trainer = Trainer(hps, folder / "model", **(own | settings))
     module = Classifier() if module is None else module
     trainer.fit(module, Texts() if data is None else data)
@@ -122,7 +122,7 @@ def test_the_trial_leaves_no_trace_in_the_run(tmp_path: Path, caplog: pytest.Log
         torch.manual_seed(7)
         first = Classifier()
         expected = {name: tensor.clone() for name, tensor in first.model.state_dict().items()}
-        trainer, module, hooks = run(tmp_path / str(tries), first, try_longest=tries)
+        trainer, module, hooks = run(tmp_path / str(tries), first, failures={"try_longest": tries})
         for name, tensor in expected.items():
             torch.testing.assert_close(hooks.before[name], tensor, rtol=0, atol=0)
         rows = [{**row, "time": 0} for row in read_history(trainer.log_dir)]
@@ -210,7 +210,7 @@ def test_it_is_off_on_a_cpu_and_where_it_is_not_wanted(
     tmp_path: Path, asked: bool | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     texts = Texts()
-    run(tmp_path, data=texts, try_longest=asked)
+    run(tmp_path, data=texts, failures={"try_longest": asked})
     assert sorted(texts.reads) == list(range(NUMBER))
     assert "largest micro-batch" not in caplog.text
 
@@ -267,7 +267,7 @@ def test_a_packed_row_and_a_run_that_resumes_are_tried(tmp_path: Path) -> None:
         for end in ends:
             hps = {"epochs": 2, "max_steps": end, "packing": True}
             data = [{"input_ids": sample["input_ids"]} for sample in Texts()]
-            settings = {"checkpoint_every": "1 steps", "resume": "auto", "try_longest": tries}
+            settings = {"checkpoint_every": "1 steps", "resume": "auto", "failures": {"try_longest": tries}}
             _, module, _ = run(tmp_path / name, Own(), data, hps, **settings)
         assert not tries or TOKENS - 8 <= module.tokens[0] <= TOKENS
         weights.append([weight.detach().clone() for weight in module.model.parameters()])
@@ -297,12 +297,12 @@ def test_a_compiled_model_has_no_further_graph(tmp_path: Path) -> None:
             hps,
             collate_fn=None,
             compile={"backend": count},
-            try_longest=tries,
+            failures={"try_longest": tries},
         )
         assert len(graphs) == 1
     torch.compiler.reset()
 
 
 def test_another_value_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="try_longest(.|\n)*True, False or None"):
-        run(tmp_path, try_longest="no")
+    with pytest.raises(ArgumentError, match="try_longest(.|\n)*one of True, False, None"):
+        run(tmp_path, failures={"try_longest": "no"})

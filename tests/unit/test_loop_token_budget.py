@@ -257,7 +257,7 @@ def test_bad_samples_are_skipped_and_the_rest_is_cut(tmp_path: Path) -> None:
                 raise OSError("gone")
             return super().__getitem__(index)
 
-    module, recorder = run(tmp_path, data=Faulty(), on_bad_sample="skip", hps={"epochs": 1})
+    module, recorder = run(tmp_path, data=Faulty(), failures={"on_bad_sample": "skip"}, hps={"epochs": 1})
     assert sorted(index for batch in module.batches for index in batch) == [
         index for index in range(NUMBER) if index not in (3, 11)
     ]
@@ -366,7 +366,7 @@ def test_micro_batches_are_pinned_as_batches_are(pins: bool) -> None:
 
 def test_a_sample_longer_than_the_budget_is_an_error_where_asked_for(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"are longer, up to 23 tokens(.|\n)*truncation=True, max_length=20"):
-        run(tmp_path, hps={"max_tokens": 20}, on_long_sample="raise")
+        run(tmp_path, hps={"max_tokens": 20}, failures={"on_long_sample": "raise"})
 
 
 class WithLengths(Texts):

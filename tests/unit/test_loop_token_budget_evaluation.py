@@ -188,7 +188,7 @@ def test_bad_samples_are_skipped_and_the_rest_is_evaluated(tmp_path: Path) -> No
                 raise OSError("gone")
             return super().__getitem__(index)
 
-    predictions = make_trainer(tmp_path, on_bad_sample="skip").predict(Classifier(), Faulty())
+    predictions = make_trainer(tmp_path, failures={"on_bad_sample": "skip"}).predict(Classifier(), Faulty())
     assert predictions["pair"][0].tolist() == [index for index in range(NUMBER) if index not in (3, 11)]
 
 

@@ -120,7 +120,7 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
         dataloader_num_workers=case.workers,
         callbacks=recorder,
         verbose=False,
-        on_bad_sample="skip",
+        failures={"on_bad_sample": "skip"},
         **(by_sampler if case.data == "shared by a sampler" else {}),
     )
     module = Evaluated(weighted=case.weighted)

@@ -70,7 +70,7 @@ def main(result: str, folder: str) -> None:
         hps | {"max_tokens": TOKENS, "packing": True},
         shuffle_train=False,
         callbacks=[shapes],
-        try_longest=True,  # without effect
+        failures={"try_longest": True},  # without effect
         monitor=Monitor(throughput=True),
     )
     trainer.fit(HuggingFaceModule(model), make_documents())
