@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from accmt.errors import HyperParameterFileError as HyperParameterFileError
     from accmt.errors import HyperParameterTypeError as HyperParameterTypeError
     from accmt.errors import MetricError as MetricError
+    from accmt.errors import MissingArgumentError as MissingArgumentError
     from accmt.errors import MissingPackageError as MissingPackageError
     from accmt.errors import ModuleContractError as ModuleContractError
     from accmt.errors import NoCheckpointError as NoCheckpointError
@@ -133,6 +134,7 @@ _HOMES = {
     "Metric": "accmt.metrics",
     "MetricError": "accmt.errors",
     "MetricOptions": "accmt.settings.evaluation",
+    "MissingArgumentError": "accmt.errors",
     "MissingPackageError": "accmt.errors",
     "ModuleContractError": "accmt.errors",
     "Monitor": "accmt.settings.monitor",

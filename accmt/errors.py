@@ -41,6 +41,10 @@ class UnknownArgumentError(ArgumentError, TypeError):
     """A Trainer argument that does not exist, or a keyword that nobody would read."""
 
 
+class MissingArgumentError(ArgumentError, TypeError):
+    """The Trainer was made without hyper-parameters, or without a folder for the model."""
+
+
 class SeveralFaultsError(HyperParameterError, ArgumentError):
     """There are faults in the hyper-parameters and in the Trainer's arguments; they are reported together."""
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
+from accmt.compat.joint_hints import advise_joint
 from accmt.compat.value_hints import advise_value
 from accmt.settings.running import Failures
 
@@ -160,16 +162,20 @@ REPLACED: Mapping[str, Callable[[Any], str]] = {
 """What has no name of its own here, and the line to write."""
 
 
-def find_foreign(name: str, value: Any = EXAMPLE) -> tuple[str, str] | None:
+def find_foreign(
+    name: str, value: Any = EXAMPLE, beside: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[str, str] | None:
     """Return where a name is an argument and what to do here, or None for a name that nobody else has.
 
     Args:
         name: The name.
         value: Its value, which is then in the line to write.
+        beside: What else was written there, which may belong into the same line.
     """
     for owner, names in FOREIGN.items():
         if name in names:
-            return owner, _write((None if value is EXAMPLE else advise_value(name, value)) or names[name])
+            advice = None if value is EXAMPLE else advise_joint(name, beside) or advise_value(name, value)
+            return owner, _write(advice or names[name])
     return None
 
 
@@ -190,16 +196,17 @@ def _write(here: str) -> str:
     return f"start the program with `{here}`" if is_command else f"write {here}"
 
 
-def advise_key(key: str, value: Any) -> str | None:
+def advise_key(key: str, values: Mapping[str, Any]) -> str | None:
     """Return what to do about a key of the hyper-parameters that is something else, or None if nobody knows it.
 
     Args:
         key: The key.
-        value: What was written there.
+        values: What was written there, and beside it.
     """
     from accmt.settings.settings import Settings
 
-    foreign = find_foreign(key, value)
+    value = values[key]
+    foreign = find_foreign(key, value, values)
     if foreign is not None:
         owner, do = foreign
         return f"{do}: `{key}` is an argument of {owner}"

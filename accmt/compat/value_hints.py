@@ -7,6 +7,8 @@ from enum import Enum
 from math import inf
 from typing import Any, TypeAlias
 
+from accmt.config.numbers import is_number
+
 Advice: TypeAlias = Callable[[Any], str | None]
 """Makes the line for a value; None where the value says nothing that a line could."""
 
@@ -35,19 +37,15 @@ def advise_value(name: str, value: Any) -> str | None:
     return _BY_NAME[name](value) if name in _BY_NAME and isinstance(value, _PLAIN) else None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _number(
     template: str, off: str = "there is no limit or number of one's own", *, least: float = 0, most: float = inf
 ) -> Advice:
     """Advise a number up to `most` that is passed on; None, False, and what is not above `least`, is to be left out."""
 
     def advise(value: Any) -> str | None:
-        if value is None or value is False or (_is_number(value) and value <= least):
+        if value is None or value is False or (is_number(value) and value <= least):
             return f"leave it out: {off}"
-        return template.format(value) if _is_number(value) and value <= most else None
+        return template.format(value) if is_number(value) and value <= most else None
 
     return advise
 
@@ -100,7 +98,7 @@ def _advise_trackers(value: Any) -> str | None:
 def _advise_accumulation(value: Any) -> str | None:
     if value in (None, 1):
         return "leave it out: nothing is accumulated"
-    is_count = _is_number(value) and value > 1
+    is_count = is_number(value) and value > 1
     return f"Trainer(grad_accumulation_steps={value!r})" if is_count or isinstance(value, dict) and value else None
 
 
@@ -112,7 +110,7 @@ def _advise_devices(value: Any) -> str | None:
         return 'Trainer(accelerator={"cpu": True})'
     if number in (None, "auto", -1):
         return "accmt launch train.py"
-    if _is_number(number):
+    if is_number(number):
         return f"accmt launch -N {number} train.py" if number > 1 else "python train.py"
     listed = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value).strip(",")
     return f"accmt launch --gpus {listed} train.py" if listed.replace(",", "").isdigit() else None
@@ -135,9 +133,9 @@ def _advise_strategy(value: Any) -> str | None:
 
 
 def _advise_epochs(value: Any) -> str | None:
-    if value is None or (_is_number(value) and value <= 0):
+    if value is None or (is_number(value) and value <= 0):
         return "leave it out, and write `max_steps: 1000` in the hyper-parameters"
-    if not _is_number(value):
+    if not is_number(value):
         return None
     whole = int(value) == value
     return f"epochs: {int(value)}" if whole else f"epochs: {int(value) + 1}, and max_steps where {value} epochs end"
@@ -147,7 +145,7 @@ def _advise_fraction(value: Any) -> str | None:
     """Advise an interval of evaluations: a float is a part of an epoch, of which 1.0 is the whole."""
     if value is None or (isinstance(value, float) and value == 1):
         return "leave it out: each epoch is evaluated"
-    return f"Trainer(evaluate_every_n_steps={value!r})" if _is_number(value) and value > 0 else None
+    return f"Trainer(evaluate_every_n_steps={value!r})" if is_number(value) and value > 0 else None
 
 
 def _advise_scheduler(value: Any) -> str | None:
@@ -297,7 +295,6 @@ _BY_NAME: Mapping[str, Advice] = {
     "greater_is_better": _flag(
         "leave it out: the direction belongs to the metric", 'accmt.Metric("name", greater_is_better=False)'
     ),
-    "group_by_length": _flag("Trainer(batch_sampler=sampler)", "leave it out: batches are of any length"),
     "label_smoothing_factor": _number(
         "torch.nn.functional.cross_entropy(logits, labels, label_smoothing={0})", "nothing is smoothed"
     ),

@@ -22,7 +22,7 @@ from accmt.config.grouping import (
     read_patterns,
     split_grouping,
 )
-from accmt.config.numbers import whole
+from accmt.config.numbers import is_number, whole
 from accmt.config.optimizer_names import find_optimizer, name_of
 from accmt.libraries.versions import without_tensors
 
@@ -255,11 +255,10 @@ def _warmup_faults(warmup: Mapping[str, Any]) -> Iterable[Fault]:
         yield Fault(("scheduler", "num_warmup_steps"), got, "one of the two", do)
         return
     ((name, value),) = warmup.items()
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if name == "warmup_ratio" and not (is_number and 0 <= value <= 1):
+    if name == "warmup_ratio" and not (is_number(value) and 0 <= value <= 1):
         do = "write `warmup_ratio: 0.1`, or `num_warmup_steps:` for a number of steps"
         yield Fault(("scheduler", name), describe(value), "a number from 0 to 1, the part of all steps", do)
-    if name == "num_warmup_steps" and not (is_number and value >= 0 and (isinstance(value, int) or value < 1)):
+    if name == "num_warmup_steps" and not (is_number(value) and value >= 0 and (isinstance(value, int) or value < 1)):
         do = "write `num_warmup_steps: 100`, or `warmup_ratio: 0.1`"
         yield Fault(("scheduler", name), describe(value), "a whole number of steps from 0", do)
 

@@ -32,6 +32,11 @@ def read_numbers(value: Any) -> Any:
     return value
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number, which True and False are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def whole(value: Any) -> Any:
     """Return a float without a fraction as the int it means (`1e5` steps), anything else as it is."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

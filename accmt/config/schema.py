@@ -17,6 +17,9 @@ from accmt.config.numbers import whole
 from accmt.config.optimizer_names import find_optimizer, find_scheduler
 from accmt.config.sft_section import SFTSection, read_sft_section
 
+_NOTHING = "nothing"
+"""What was got of a key that is missing."""
+
 
 class ComponentSchema(BaseModel):
     """An optimizer or a scheduler: its `type`, and arguments, which `check` holds against its signature."""
@@ -122,7 +125,7 @@ def check(document: Document) -> Checked:
     sft, sft_faults = read_sft_section(document.values["sft"]) if "sft" in document.values else (None, [])
     faults += [*model_faults, *sft_faults]
     if faults or schema is None:
-        raise document.reject(faults)
+        raise document.reject(_without_examples_of(faults))
     return Checked(document, schema, optim, scheduler, model, sft)
 
 
@@ -162,11 +165,11 @@ def _fault(path: KeyPath, kind: str, document: Document) -> Fault:
         names = list(Schema.model_fields)
         from accmt.compat.argument_hints import advise_key
 
-        do = advise_key(key, document.values[key]) or suggest(key, [*names, "optimizer"], f"remove `{key}`")
+        do = advise_key(key, document.values) or suggest(key, [*names, "optimizer"], f"remove `{key}`")
         return Fault(path, f"{key} = {describe(document.values[key])}", f"one of {', '.join(names)}", do)
     info = Schema.model_fields[key]
     value = document.values.get(key)
-    got = "nothing" if kind == "missing" else describe(value["type"] if path[1:] and isinstance(value, dict) else value)
+    got = _NOTHING if kind == "missing" else describe(value["type"] if path[1:] and isinstance(value, dict) else value)
     expected = f"{info.description}, with its `type`" if path[1:] == ("type",) else str(info.description)
     return Fault(path, got, expected, f"write `{(info.examples or [''])[0]}`")
 
@@ -178,10 +181,17 @@ def _unbounded(document: Document) -> Iterable[Fault]:
         yield Fault(("packing",), "true, and no max_tokens", expected, "add `max_tokens: 4096`, say")
 
 
+def _without_examples_of(faults: Iterable[Fault]) -> list[Fault]:
+    """Leave out that a key is missing where another fault has its line: the example would contradict that line."""
+    faults = list(faults)
+    told = [fault.do for fault in faults if fault.got != _NOTHING]
+    return [fault for fault in faults if fault.got != _NOTHING or not any(f"`{fault.path[0]}: " in do for do in told)]
+
+
 def _endless(document: Document) -> Iterable[Fault]:
     epochs, max_steps = (document.values.get(key, -1) for key in ("epochs", "max_steps"))
     if epochs == max_steps == -1:
-        got = "-1 and no max_steps" if "epochs" in document.values else "nothing"
+        got = "-1 and no max_steps" if "epochs" in document.values else _NOTHING
         expected = "a whole number from 1, or max_steps"
         yield Fault(("epochs",), got, expected, "write `epochs: 3`, or `max_steps: 1000`")
 

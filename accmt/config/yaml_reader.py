@@ -107,17 +107,17 @@ def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[Fault]
     if not isinstance(inner, dict):
         raise HyperParameterError(explain(name, describe(inner), _LAYOUT, "start from hps/example.yaml"))
     if inner is not root:
-        faults = [*faults, *(_beside_hps(key, root[key], lines) for key in root if key != "hps")]
+        faults = [*faults, *(_beside_hps(key, root, lines) for key in root if key != "hps")]
         faults = [_below_hps(fault) for fault in faults]
         lines = {path[1:]: line for path, line in lines.items() if path[:1] == ("hps",)}
     values = {str(key): value for key, value in inner.items() if value is not None}
     return Document(name, values, lines, tuple(faults))
 
 
-def _beside_hps(key: str, value: Any, lines: dict[KeyPath, int]) -> Fault:
+def _beside_hps(key: str, root: dict[str, Any], lines: dict[KeyPath, int]) -> Fault:
     from accmt.compat.argument_hints import advise_key
 
-    do = advise_key(key, value) or f"indent `{key}` below `hps:`, or remove it"
+    do = advise_key(key, root) or f"indent `{key}` below `hps:`, or remove it"
     return Fault((key,), "a key beside `hps`", "`hps` alone at the outermost level", do, lines.get((key,)))
 
 

@@ -25,7 +25,7 @@ def check_keywords(extra: Mapping[str, Any], names: Iterable[str], *, has_tracke
             any keyword where there is no tracker.
     """
     known = [*names, *_HPS]
-    found = [_find_mistake(name, value, known, has_tracker=has_tracker) for name, value in extra.items()]
+    found = [_find_mistake(name, extra, known, has_tracker=has_tracker) for name in extra]
     mistakes = [mistake for mistake in found if mistake is not None]
     if len(mistakes) > 1:
         mistakes.insert(0, f"{len(mistakes)} arguments that Trainer does not have")
@@ -33,16 +33,16 @@ def check_keywords(extra: Mapping[str, Any], names: Iterable[str], *, has_tracke
         raise UnknownArgumentError("\n\n".join(mistakes))
 
 
-def _find_mistake(name: str, value: Any, names: Iterable[str], *, has_tracker: bool) -> str | None:
+def _find_mistake(name: str, extra: Mapping[str, Any], names: Iterable[str], *, has_tracker: bool) -> str | None:
     where, expected = f"Trainer({name}=...)", "an argument of Trainer"
     if name in _HPS:
         return explain(where, "a hyper-parameter", expected, f"put {name} into the hyper-parameters: it is one of them")
     from accmt.compat.argument_hints import find_foreign, find_replaced
 
-    do = find_replaced(name, value)
+    do = find_replaced(name, extra[name])
     if do is not None:
         return explain(where, "no argument of its own here", expected, do)
-    foreign = find_foreign(name, value)
+    foreign = find_foreign(name, extra[name], extra)
     if foreign is not None:
         owner, do = foreign
         do += f"; one meant for a tracker goes to it alone, as in mlflow={{{name!r}: ...}}" if has_tracker else ""

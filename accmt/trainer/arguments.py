@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
 from accmt.config import HyperParameters
 from accmt.config.flags import split_flags
-from accmt.errors import ArgumentError, UnknownArgumentError, explain
+from accmt.errors import AccmtError, ArgumentError, MissingArgumentError, UnknownArgumentError, explain
 from accmt.settings import Settings
 from accmt.settings.command_line import list_flags, read_value
 
@@ -26,9 +27,45 @@ MISSPELT = ("model_saving_aboce",)
 
 Config: TypeAlias = str | PathLike[str] | Mapping[str, Any]
 
-_REQUIRED = ("hps_config", "model_path")
+Init = TypeVar("Init", bound=Callable[..., None])
+
+_STAND_INS: Mapping[str, Any] = {"hps_config": {"epochs": 1, "batch_size": 1, "optim": "SGD"}, "model_path": "model"}
+_REQUIRED = tuple(_STAND_INS)
+_EXPECTED = "hyper-parameters, and a folder for the model"
 HPS_FLAGS = "hps_flags"
 """Where parsed arguments have the hyper-parameters that were typed, by dotted key."""
+
+
+def reports_at_call(init: Init) -> Init:
+    """Let the Trainer's constructor report its faults where it is called, and also what it was called without.
+
+    An error says where the fault is; the frames of the checks, on each process, would bury that. Without the two
+    arguments that it needs, Python would report these alone, and hide what is said of another trainer's arguments.
+    """
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        missing = [name for name in _REQUIRED[len(args) :] if name not in kwargs]
+        try:
+            if missing:
+                raise _report_missing(missing, lambda stand_ins: init(self, *args, **kwargs, **stand_ins))
+            init(self, *args, **kwargs)
+        except AccmtError as error:
+            raise error.with_traceback(None) from error.__cause__
+
+    return cast(Init, checked)
+
+
+def _report_missing(missing: list[str], call: Callable[[Mapping[str, Any]], None]) -> MissingArgumentError:
+    """Return the error about missing arguments, with all that is wrong beside them."""
+    do = 'Trainer({"epochs": 3, "batch_size": 16, "optim": {"type": "AdamW", "lr": 1e-4}}, "out/model"), or the path of'
+    do += " a YAML file instead of the dict"
+    faults = [explain("Trainer", f"no {' and no '.join(missing)}", _EXPECTED, do)]
+    try:
+        call({name: _STAND_INS[name] for name in missing})
+    except AccmtError as error:
+        faults.append(str(error))
+    return MissingArgumentError("\n\n".join(faults))
 
 
 def add_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
@@ -78,7 +115,7 @@ def take_typed(args: argparse.Namespace, config: Config | None, others: Mapping[
     """Return the Trainer's arguments of a file or dict, replaced by those typed, replaced by others.
 
     Raises:
-        ArgumentError: `hps_config` or `model_path` is missing.
+        MissingArgumentError: `hps_config` or `model_path` is missing.
         FileNotFoundError: There is no such file.
     """
     names = {flag.name for flag in list_flags()}
@@ -89,9 +126,8 @@ def take_typed(args: argparse.Namespace, config: Config | None, others: Mapping[
         arguments["hps_config"] = HyperParameters.from_config(arguments.get("hps_config", {}), hps_flags)
     missing = [f"--{name}" for name in _REQUIRED if name not in arguments]
     if missing:
-        got, expected = f"no {' and no '.join(missing)}", "hyper-parameters, and a folder for the model"
-        do = "--hps_config hps.yaml --model_path out/model"
-        raise ArgumentError(explain("Trainer.from_argparse_args", got, expected, do))
+        got, do = f"no {' and no '.join(missing)}", "--hps_config hps.yaml --model_path out/model"
+        raise MissingArgumentError(explain("Trainer.from_argparse_args", got, _EXPECTED, do))
     return arguments
 
 

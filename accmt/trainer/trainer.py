@@ -11,13 +11,13 @@ import torch
 
 from accmt.callbacks import build_callbacks
 from accmt.config import HyperParameters
-from accmt.errors import AccmtError, CheckpointError, UnknownArgumentError, explain
+from accmt.errors import CheckpointError, UnknownArgumentError, explain
 from accmt.module import AcceleratorModule
 from accmt.settings import Settings
 from accmt.settings.saving import RegisteredSaving
 from accmt.settings.trial_runs import apply_trials
 from accmt.state import TrainingState
-from accmt.trainer.arguments import resolve_aliases
+from accmt.trainer.arguments import reports_at_call, resolve_aliases
 from accmt.trainer.properties import TrainerProperties
 from accmt.trainer.tracebacks import ShortTraceback
 
@@ -205,6 +205,7 @@ class Trainer(TrainerProperties):
     Raises:
         HyperParameterError: Faults in the hyper-parameters, all at once.
         ArgumentError: An argument with an invalid value.
+        MissingArgumentError: `hps_config` or `model_path` is missing.
         UnknownArgumentError: Arguments that do not exist; the message names what there is instead.
         SeveralFaultsError: Faults in the hyper-parameters and in arguments, all at once.
     """
@@ -212,6 +213,7 @@ class Trainer(TrainerProperties):
     own_steps: ClassVar[tuple[Callable[..., Any], ...]]
     """The steps that a subclass may replace, as they are here."""
 
+    @reports_at_call
     def __init__(
         self,
         hps_config: str | PathLike[str] | Mapping[str, Any] | HyperParameters,
@@ -301,13 +303,10 @@ class Trainer(TrainerProperties):
         from accmt.setup.inputs import check_metrics
         from accmt.tracking import find_specs
 
-        try:
-            self.settings = apply_trials(Settings.from_arguments(arguments | {"tracker_kwargs": tracker_kwargs}))
-            build_callbacks(self.settings.running.callbacks)
-            check_metrics(self.settings)
-            find_specs(self.settings.tracking.log_with)
-        except AccmtError as error:  # it says where; the frames of the checks, on each process, would bury that
-            raise error.with_traceback(None) from error.__cause__
+        self.settings = apply_trials(Settings.from_arguments(arguments | {"tracker_kwargs": tracker_kwargs}))
+        build_callbacks(self.settings.running.callbacks)
+        check_metrics(self.settings)
+        find_specs(self.settings.tracking.log_with)
         self.registered_savings: list[RegisteredSaving] = []
         self.state = TrainingState()
 

@@ -17,7 +17,7 @@ from accmt.compat.argument_hints import FOREIGN, advise_key, find_foreign
 from accmt.compat.value_hints import _BY_NAME as BY_NAME
 from accmt.compat.value_hints import advise_value
 from accmt.config.hyperparameters import FIELDS
-from accmt.errors import HyperParameterError
+from accmt.errors import HyperParameterError, UnknownArgumentError
 from accmt.settings import Settings
 from accmt.trainer.arguments import ALIASES
 from tests.toys import HPS
@@ -113,7 +113,7 @@ def test_a_foreign_key_beside_hps_is_not_told_to_be_indented(tmp_path):
 
 
 def test_nobodys_name_is_left_to_the_nearest():
-    assert advise_key("eopchs", 3) is None
+    assert advise_key("eopchs", {"eopchs": 3}) is None
 
 
 class WandbLogger:
@@ -214,6 +214,51 @@ def test_the_advice_has_the_value_that_was_typed(name, value, line):
     owner, do = find_foreign(name, value)
     assert line in do.replace("`", "") if line[:6] != "leave " and "`" not in line else line in do
     assert do.startswith("leave ") == line.startswith("leave ")
+
+
+OPTIMIZER = "optim: {type: AdamW, lr: 5e-05, weight_decay: 0.1}"
+JOINT = [
+    ({"per_device_train_batch_size": 8, "per_device_eval_batch_size": 16}, "batch_size: [8, 16]"),
+    ({"per_device_eval_batch_size": 16}, "batch_size: [16, 16]"),
+    ({"learning_rate": 5e-5, "weight_decay": 0.1}, OPTIMIZER),
+    ({"learning_rate": 5e-5, "weight_decay": 0.1, "adam_beta2": None}, OPTIMIZER),
+    ({"adam_beta1": 0.8, "adam_beta2": 1}, "optim: {type: AdamW, lr: 1e-4, betas: [0.8, 1.0]}"),
+    ({"lr": 0.1, "momentum": 0.9}, "optim: {type: SGD, lr: 0.1, momentum: 0.9}"),
+    (
+        {"lr_scheduler_type": "cosine", "warmup_ratio": 0.2},
+        "scheduler: {type: CosineWithWarmup, warmup_ratio: 0.2}",
+    ),
+    (
+        {"lr_scheduler_type": SchedulerType.LINEAR, "warmup_steps": 50, "warmup_ratio": 0.0},
+        "scheduler: {type: LinearWithWarmup, num_warmup_steps: 50}",
+    ),
+    ({"lr_scheduler_type": "constant", "warmup_steps": 0}, "scheduler: {type: Constant}"),
+    ({"warmup_steps": 0.1, "warmup_ratio": None, "lr_scheduler_type": "linear"}, "warmup_ratio: 0.1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "line"), JOINT, ids=str)
+def test_arguments_of_one_hyper_parameter_get_one_line(arguments, line):
+    names = [name for name, value in arguments.items() if value is not None]
+    advice = {find_foreign(name, arguments[name], arguments)[1] for name in names}
+    assert len(advice) == 1
+    assert line in advice.pop()
+    with pytest.raises(UnknownArgumentError, match=re.escape(line)):
+        Trainer(HPS, "out", **arguments)
+
+
+def test_a_value_that_says_nothing_here_gets_the_line_of_its_name():
+    beside = {"learning_rate": "fast", "weight_decay": 0.1, "lr_scheduler_type": "odd", "warmup_ratio": 0.1}
+    assert "weight_decay: 0.1" in find_foreign("weight_decay", 0.1, beside)[1]
+    assert "LinearWithWarmup, warmup_ratio: 0.1" in find_foreign("warmup_ratio", 0.1, beside)[1]
+
+
+def test_a_key_that_another_one_stands_for_is_not_told_to_be_missing():
+    with pytest.raises(HyperParameterError) as caught:
+        HyperParameters.from_config({"num_train_epochs": 5, "per_device_train_batch_size": 4, "learning_rate": 0.1})
+    message = str(caught.value)
+    assert message.startswith("3 faults in hps_config\n")
+    assert [line for line in message.splitlines() if "got: nothing" in line] == []
 
 
 VALUES = [True, False, None, 0, 1, -1, 2, 4, 0.5, 0.0, 1e-5, [], {}, (), "", [2], {"a": 1}, "a", object()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 import traceback
@@ -10,7 +11,7 @@ import traceback
 import pytest
 
 from accmt import Accuracy, Callback, Trainer
-from accmt.errors import AccmtError, UnknownArgumentError
+from accmt.errors import AccmtError, MissingArgumentError, UnknownArgumentError
 from accmt.settings import Settings
 from accmt.trainer.arguments import ALIASES
 
@@ -249,4 +250,29 @@ def test_an_error_of_the_arguments_shows_no_frames_but_the_call():
     for arguments in ({"model_savng": "always"}, {"log_every": "x", "seed": "y"}, {"metrics": ["accuracyy"]}):
         with pytest.raises(AccmtError) as caught:
             Trainer(HPS, "out/x", **arguments)
-        assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:] == ["__init__"]
+        assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:] == ["checked"]
+
+
+@pytest.mark.feature("A56")
+def test_a_trainer_without_its_arguments_is_told_what_the_others_are_called_here():
+    with pytest.raises(TypeError) as caught:
+        Trainer(model=object(), train_dataset=[1], accelerator="gpu")
+    assert type(caught.value) is MissingArgumentError
+    message = str(caught.value)
+    assert message.startswith("Trainer\n  got: no hps_config and no model_path\n  expected: hyper-parameters, and")
+    assert "Trainer(train_dataset=...)\n  got: an argument of transformers' Trainer" in message
+    assert "Trainer(accelerator=...)\n  got: 'gpu'" in message
+    assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:] == ["checked"]
+
+
+@pytest.mark.feature("A56")
+@pytest.mark.parametrize(
+    ("arguments", "missing"), [({}, "no hps_config and no model_path"), ({"hps_config": HPS}, "no model_path")]
+)
+def test_what_is_missing_is_told_alone_where_nothing_else_is_wrong(arguments, missing):
+    with pytest.raises(MissingArgumentError) as caught:
+        Trainer(**arguments)
+    assert f"got: {missing}\n" in str(caught.value)
+    assert str(caught.value).count("got:") == 1
+    example = re.search(r"do: (Trainer\(.*?\"\))", str(caught.value))[1]
+    assert eval(example, {"Trainer": Trainer}).settings
