@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_origin
 
 import torch
@@ -142,6 +142,29 @@ def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> t
     return {**warmup, **arguments}, [*_warmup_faults(warmup), *faults]
 
 
+def check_names(part: str, factories: Iterable[Callable[..., Any]], values: Mapping[str, Any]) -> list[Fault]:
+    """Return a fault for each argument that no optimizer or scheduler has, where nobody knows which one was meant.
+
+    Args:
+        part: "optim" or "scheduler".
+        factories: All of them.
+        values: The arguments.
+    """
+    names = sorted({name for factory in factories for name in _Call((part,), factory).names})
+    names += GROUPING if part == "optim" else ()
+    expected = f"an argument of {'an optimizer' if part == 'optim' else 'a scheduler'}"
+    unknown = [name for name in values if name not in names]
+    return [_no_argument((part, name), values[name], expected, names) for name in unknown]
+
+
+def _no_argument(path: KeyPath, value: Any, expected: str, names: Sequence[str]) -> Fault:
+    name = str(path[-1])
+    synonym = _SYNONYMS.get(name)
+    meant = synonym if synonym in names else nearest(name, names)
+    do = f"write `{meant}`" if meant else f"remove `{name}`"
+    return Fault(path, f"{name} = {describe(value)}", expected, do)
+
+
 class _Call:
     """A call that will be made with the user's arguments."""
 
@@ -188,12 +211,9 @@ class _Call:
         return Fault(path, describe(value), f"{expected} ({self.name}'s signature)", f"correct `{name}`")
 
     def _unknown(self, name: str, value: Any) -> Fault:
-        synonym = _SYNONYMS.get(name)
         beside = GROUPING if self.path == ("optim",) else SELECTORS if self.path[0] == "optim" else ()
-        meant = synonym if synonym in self.names else nearest(name, [*self.names, *beside])
-        do = f"write `{meant}`" if meant else f"remove `{name}`"
-        takes = ", ".join(self.names) or "nothing"
-        return Fault((*self.path, name), f"{name} = {describe(value)}", f"an argument of {self.name}: {takes}", do)
+        expected = f"an argument of {self.name}: {', '.join(self.names) or 'nothing'}"
+        return _no_argument((*self.path, name), value, expected, [*self.names, *beside])
 
     def _missing(self, values: Iterable[str]) -> Iterable[Fault]:
         for name, parameter in self.parameters.items():

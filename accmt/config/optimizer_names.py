@@ -122,6 +122,16 @@ def scheduler_names() -> list[str]:
     return _SCHEDULERS.names()
 
 
+def all_optimizers() -> list[Callable[..., Any]]:
+    """Return what builds an optimizer, for all short names."""
+    return [_OPTIMIZERS.by_name(name) for name in _OPTIMIZERS.names()]
+
+
+def all_schedulers() -> list[Callable[..., Any]]:
+    """Return what builds a scheduler, for all short names."""
+    return [_SCHEDULERS.by_name(name) for name in _SCHEDULERS.names()]
+
+
 def schedulers_of_transformers() -> Mapping[str, str]:
     """Return the values of transformers' `lr_scheduler_type`, each with the name of the scheduler here."""
     return _SCHEDULERS.others_names
@@ -178,7 +188,7 @@ def _import(value: str, kind: _Kind) -> Any:
     module_name, _, attribute = value.rpartition(".")
     if not module_name:
         expected = f"one of {', '.join(names)}, or an import path"
-        others_names = kind.others_names.get(value)
+        others_names = kind.others_names.get(value.lower())
         do = f"write `{others_names}`" if others_names else suggest(value, names, "choose one of these names")
         return Fault(kind.path, describe(value), expected, do)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
@@ -9,14 +10,15 @@ from typing import Annotated, Any, Literal
 from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, ValidationError, field_validator
 
-from accmt.config.arguments import check_optimizer, check_scheduler
+from accmt.config.arguments import check_names, check_optimizer, check_scheduler
 from accmt.config.document import Document
-from accmt.config.faults import Fault, KeyPath, describe, suggest
+from accmt.config.faults import Fault, KeyPath, describe, nearest, suggest
 from accmt.config.model_section import ModelSection, read_model_section
 from accmt.config.numbers import whole
-from accmt.config.optimizer_names import find_optimizer, find_scheduler
+from accmt.config.optimizer_names import all_optimizers, all_schedulers, find_optimizer, find_scheduler
 from accmt.config.sft_section import SFTSection, read_sft_section
 
+_OTHER_NAMES = {"optimizer": "optim"}
 _NOTHING = "nothing"
 """What was got of a key that is missing."""
 
@@ -117,8 +119,8 @@ def check(document: Document) -> Checked:
     """
     document, faults = _with_primary_spelling(document)
     schema, schema_faults = _parse(document)
-    optim, optim_faults = _check_component(document.values.get("optim"), find_optimizer, check_optimizer)
-    scheduler, scheduler_faults = _check_component(document.values.get("scheduler"), find_scheduler, check_scheduler)
+    optim, optim_faults = _check_component(document, _OPTIM)
+    scheduler, scheduler_faults = _check_component(document, _SCHEDULER)
     faults += [*document.faults, *schema_faults, *_endless(document), *_unbounded(document)]
     faults += [*optim_faults, *scheduler_faults]
     model, model_faults = read_model_section(document.values["model"]) if "model" in document.values else (None, [])
@@ -143,7 +145,7 @@ def _with_primary_spelling(document: Document) -> tuple[Document, list[Fault]]:
 
 
 def _primary(key: Any) -> Any:
-    return "optim" if key == "optimizer" else key
+    return _OTHER_NAMES.get(key, key)
 
 
 def _parse(document: Document) -> tuple[Schema | None, list[Fault]]:
@@ -165,7 +167,7 @@ def _fault(path: KeyPath, kind: str, document: Document) -> Fault:
         names = list(Schema.model_fields)
         from accmt.compat.argument_hints import advise_key
 
-        do = advise_key(key, document.values) or suggest(key, [*names, "optimizer"], f"remove `{key}`")
+        do = advise_key(key, document.values) or suggest(key, [*names, *_OTHER_NAMES], f"remove `{key}`")
         return Fault(path, f"{key} = {describe(document.values[key])}", f"one of {', '.join(names)}", do)
     info = Schema.model_fields[key]
     value = document.values.get(key)
@@ -184,8 +186,12 @@ def _unbounded(document: Document) -> Iterable[Fault]:
 def _without_examples_of(faults: Iterable[Fault]) -> list[Fault]:
     """Leave out that a key is missing where another fault has its line: the example would contradict that line."""
     faults = list(faults)
-    told = [fault.do for fault in faults if fault.got != _NOTHING]
-    return [fault for fault in faults if fault.got != _NOTHING or not any(f"`{fault.path[0]}: " in do for do in told)]
+    told = " ".join(fault.do for fault in faults if fault.got != _NOTHING)
+
+    def has_line(fault: Fault) -> bool:
+        return fault.got == _NOTHING and len(fault.path) == 1 and re.search(rf"`{fault.path[0]}[:`]", told) is not None
+
+    return [fault for fault in faults if not has_line(fault)]
 
 
 def _endless(document: Document) -> Iterable[Fault]:
@@ -196,21 +202,49 @@ def _endless(document: Document) -> Iterable[Fault]:
         yield Fault(("epochs",), got, expected, "write `epochs: 3`, or `max_steps: 1000`")
 
 
-def _check_component(
-    value: Any,
-    find: Callable[[Any], Any],
-    check_arguments: Callable[[Any, dict[str, Any]], tuple[dict[str, Any], list[Fault]]],
-) -> tuple[Component, list[Fault]]:
+@dataclass(frozen=True)
+class _Part:
+    """What is called `optim` or `scheduler`: how a name of one is found, and how its arguments are checked."""
+
+    key: str
+    find: Callable[[Any], Any]
+    check: Callable[[Any, dict[str, Any]], tuple[dict[str, Any], list[Fault]]]
+    list_all: Callable[[], list[Callable[..., Any]]]
+
+
+_OPTIM = _Part("optim", find_optimizer, check_optimizer, all_optimizers)
+_SCHEDULER = _Part("scheduler", find_scheduler, check_scheduler, all_schedulers)
+
+
+def _check_component(document: Document, part: _Part) -> tuple[Component, list[Fault]]:
     """Return what was named, and its faults; what is not even a name is the schema's to report."""
-    value = _as_mapping(value)
-    kind = value.get("type") if isinstance(value, dict) else None
+    key = _find_key(document, part.key)
+    value = _as_dict(_as_mapping(document.values.get(key)))
+    kind = value.get("type")
     if not (isinstance(kind, str) or callable(kind)):
         return Component(), []
-    factory = find(kind)
+    factory, given = part.find(kind), {str(name): value[name] for name in value if name != "type"}
     if isinstance(factory, Fault):
-        return Component(), [factory]
-    arguments, faults = check_arguments(factory, {str(name): value[name] for name in value if name != "type"})
-    return Component(kind, factory, arguments), faults
+        is_name = isinstance(kind, str) and "." not in kind  # which nobody knows, but a typo beside it may be known
+        arguments: dict[str, Any] = {}
+        faults = [factory, *(check_names(part.key, part.list_all(), given) if is_name else ())]
+    else:
+        arguments, faults = part.check(factory, given)
+    return Component(kind, factory, arguments), [replace(fault, path=(key, *fault.path[1:])) for fault in faults]
+
+
+def _find_key(document: Document, name: str) -> str:
+    """Return the key for a name: itself, or the misspelt one, so that what is wrong below it is reported, too."""
+    if name in document.values:
+        return name
+    names = [*Schema.model_fields, *_OTHER_NAMES]
+    misspelt = [key for key, value in document.values.items() if key not in names and "type" in _as_dict(value)]
+    near = (key for key in misspelt if (found := nearest(key, names)) and _OTHER_NAMES.get(found, found) == name)
+    return next(near, name)
+
+
+def _as_dict(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _as_mapping(value: Any) -> Any:

@@ -11,11 +11,12 @@ from typing import Any
 import yaml
 
 from accmt.config.document import Document
-from accmt.config.faults import Fault, KeyPath, describe
+from accmt.config.faults import Fault, KeyPath, describe, nearest
 from accmt.config.numbers import number_in, read_numbers
 from accmt.errors import HyperParameterError, HyperParameterFileError, HyperParameterTypeError, explain
 
 _SUFFIXES = (".yaml", ".yml", ".json")
+_EXAMPLE = "`hps: {epochs: 3, batch_size: 16, optim: {type: AdamW, lr: 1e-4}}`"
 _LAYOUT = "a mapping, `hps:` with epochs, batch_size and optim below it"
 
 
@@ -39,7 +40,7 @@ def read_document(source: object) -> Document:
         "hps_config",
         describe(source),
         "a path to a .yaml, .yml or .json file, a dict, or HyperParameters",
-        'pass hps_config="hps/example.yaml"',
+        'pass hps_config="hps.yaml", the path of your file',
     )
     raise HyperParameterTypeError(message)
 
@@ -53,10 +54,9 @@ def _read_file(path: Path) -> Document:
     try:
         values = reader.read_root()
     except (yaml.YAMLError, RecursionError) as error:
-        raise _unreadable(name, error) from error
+        raise _unreadable(name, error) from None  # the parser's frames say no more
     if values is None:
-        message = explain(name, "an empty file", _LAYOUT, "start from hps/example.yaml")
-        raise HyperParameterError(message)
+        raise HyperParameterError(explain(name, "an empty file", _LAYOUT, f"write {_EXAMPLE}"))
     return _unwrap(name, values, reader.lines, reader.faults)
 
 
@@ -69,7 +69,7 @@ def _read_text(path: Path) -> str:
             f"hps_config={str(path)!r}",
             f"no such file, seen from {Path.cwd()}",
             "a .yaml, .yml or .json file that exists",
-            "correct the path, or start from hps/example.yaml",
+            _find_file(path),
         )
         raise HyperParameterFileError(message)
     if path.suffix not in _SUFFIXES:
@@ -80,7 +80,14 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         message = explain(str(path), f"bytes that are no text: {error}", "UTF-8 text", "save it as UTF-8")
-        raise HyperParameterError(message) from error
+        raise HyperParameterError(message) from None
+
+
+def _find_file(path: Path) -> str:
+    """Return what to do about a file that is not there: its path may be misspelt, or nobody has written it yet."""
+    beside = [str(found) for found in path.parent.glob("*") if found.suffix in _SUFFIXES]
+    near = nearest(str(path), beside)
+    return f"did you mean {near}?" if near else f"correct the path, or make the file and write {_EXAMPLE} into it"
 
 
 def _check_json(name: str, text: str) -> str:
@@ -90,7 +97,7 @@ def _check_json(name: str, text: str) -> str:
     except json.JSONDecodeError as error:
         where = f"{name}:{error.lineno}"
         message = explain(where, error.msg, "JSON", f"correct line {error.lineno}, column {error.colno}")
-        raise HyperParameterError(message) from error
+        raise HyperParameterError(message) from None
     return text.replace("\t", " ")
 
 
@@ -105,7 +112,7 @@ def _unreadable(name: str, error: Exception) -> HyperParameterError:
 def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[Fault]) -> Document:
     inner = root.get("hps", root) if isinstance(root, dict) else root
     if not isinstance(inner, dict):
-        raise HyperParameterError(explain(name, describe(inner), _LAYOUT, "start from hps/example.yaml"))
+        raise HyperParameterError(explain(name, describe(inner), _LAYOUT, f"write {_EXAMPLE}"))
     if inner is not root:
         faults = [*faults, *(_beside_hps(key, root, lines) for key in root if key != "hps")]
         faults = [_below_hps(fault) for fault in faults]

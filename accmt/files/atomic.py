@@ -75,4 +75,4 @@ def require_writable_folder(folder: Path, argument: str) -> None:
             "a folder that exists or can be created",
             f"pass another {argument}, or make {parent} writable",
         )
-        raise SavingError(message) from error
+        raise SavingError(message) from None  # tempfile's frames say no more

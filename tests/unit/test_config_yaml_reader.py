@@ -1,8 +1,10 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from accmt import HyperParameters
 from accmt.config.yaml_reader import read_document
 from accmt.errors import AccmtError, HyperParameterError
 
@@ -95,6 +97,15 @@ def test_a_missing_file_is_a_file_not_found_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such file, seen from") as caught:
         read_document(tmp_path / "a.yaml")
     assert isinstance(caught.value, HyperParameterError)
+    line = re.search("`(hps: .*)`", str(caught.value))[1]
+    assert HyperParameters.from_config(write(tmp_path, "hps.yaml", line)).epochs == 3
+
+
+def test_a_misspelt_path_is_told_the_file_that_is_there(tmp_path):
+    path = write(tmp_path, "train.yaml", YAML)
+    write(tmp_path, "train.txt", "")
+    with pytest.raises(FileNotFoundError, match=f"do: did you mean {path}"):
+        read_document(tmp_path / "trian.yml")
 
 
 @pytest.mark.parametrize(
@@ -117,8 +128,9 @@ def test_a_missing_file_is_a_file_not_found_error(tmp_path):
     ],
 )
 def test_content_that_cannot_be_read_names_file_and_line(tmp_path, name, text, message):
-    with pytest.raises(HyperParameterError, match=message):
+    with pytest.raises(HyperParameterError, match=message) as caught:
         read_document(write(tmp_path, name, text))
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None  # no frames of the parser before it
 
 
 def test_a_folder_is_refused(tmp_path):

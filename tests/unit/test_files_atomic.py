@@ -78,8 +78,9 @@ def test_writable_folder_may_be_missing_and_is_not_created(tmp_path):
 @pytest.mark.parametrize("below", [".", "inside"])
 def test_file_where_a_folder_should_be_is_refused_with_the_argument_in_the_message(tmp_path, below):
     (tmp_path / "taken").write_text("a file")
-    with pytest.raises(SavingError, match=r"model_path=.*\n.*it is a file\n"):
+    with pytest.raises(SavingError, match=r"model_path=.*\n.*it is a file\n") as caught:
         require_writable_folder(tmp_path / "taken" / below, "model_path")
+    assert caught.value.__suppress_context__  # no frames of tempfile before it
 
 
 def test_a_file_gets_the_permissions_of_a_new_one(tmp_path):
