@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from accmt.processes import is_main_process
 
+PREFIX = "[accmt] "
 logger = logging.getLogger("accmt")
 _said: set[str] = set()
 
@@ -38,16 +41,23 @@ def warn_once(message: str, *, about: str) -> None:
         warn(message)
 
 
+def columns_of_messages() -> int | None:
+    """Return how wide a message may be to stay on one line of the terminal; None where there is none."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):  # of what is no terminal, or no file
+        return None
+    return columns - len(PREFIX) if columns else None
+
+
 class _BarFriendlyHandler(logging.Handler):
     """Writes to stderr above the progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        import sys
-
         from tqdm.std import tqdm
 
         try:
-            tqdm.write(f"[accmt] {self.format(record)}", file=sys.stderr)
+            tqdm.write(PREFIX + self.format(record), file=sys.stderr)
         except Exception:  # noqa: BLE001 - as every handler of the standard library: a closed terminal stops nothing
             self.handleError(record)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from time import monotonic
 
 from accmt.callbacks.base import MainProcessCallback
@@ -47,9 +47,9 @@ class EndSummary(MainProcessCallback):
         if loss is not None:
             yield self._loss_name, f"{loss:.5g}"
         if state.metrics:
-            yield "evaluation", _write_values(state.metrics)
+            yield "evaluation", _join(f"{name} {value:.5g}" for name, value in state.metrics.items())
         if state.best:
-            yield "best", _write_values(state.best)
+            yield "best", _join(self._write_best(name, value) for name, value in state.best.items())
         settings = self.trainer.settings
         if self.trainer.run.saver.selection.has_saved:
             yield "model", str(settings.model_folder)
@@ -58,9 +58,13 @@ class EndSummary(MainProcessCallback):
         if command:
             yield "dashboard", command
 
+    def _write_best(self, name: str, value: float) -> str:
+        step = self.trainer.run.saver.selection.saved_at(name)
+        return f"{name.removeprefix('best_')} {value:.5g}{', not saved' if step is None else f' at step {step:,}'}"
 
-def _write_values(values: Mapping[str, float]) -> str:
-    shown = [f"{name} {value:.5g}" for name, value in values.items()]
+
+def _join(texts: Iterable[str]) -> str:
+    shown = list(texts)
     more = f" and {len(shown) - 6} more" if len(shown) > 6 else ""
     return ", ".join(shown[:6]) + more
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from accmt.callbacks.base import MainProcessCallback
-from accmt.messages import say
+from accmt.messages import columns_of_messages, say
 
 
 class EvaluationReport(MainProcessCallback):
@@ -47,12 +47,23 @@ class EvaluationReport(MainProcessCallback):
         known = {} if loss is None else {self._loss_name: loss}
         is_counted = self.state.train_step == 0 and self.state.epoch > 0  # an evaluation after the epoch's end
         epoch = self.state.epoch if is_counted else self.state.epoch + 1
-        values = [f"{name} {value:<7.4g} {self._mark(name, value):<6}" for name, value in {**known, **metrics}.items()]
-        line = "  ".join([f"step {step}{of_total}, epoch {epoch}:", *values, "saved" if self._is_saved else ""])
-        say(line.rstrip())
+        epochs = self.trainer.run.cadence.epochs
+        head = f"step {step}{of_total}, epoch {str(epoch).rjust(len(str(epochs or '')))}:"
+        cells = [f"{name} {value:<7.4g} {self._mark(name, value):<6}" for name, value in {**known, **metrics}.items()]
+        say(_fold(head, [*cells, *(["saved"] if self._is_saved else [])], columns_of_messages()))
 
     def _mark(self, name: str, value: float) -> str:
         """Return how a value compares with the last one, whose place it takes, and with the best one."""
         last, self._last[name] = self._last.get(name, math.nan), value
         arrow = "↑" if value > last else "↓" if value < last else "=" if value == last else ""
         return f"{arrow} best" if arrow and value == self.state.best_metrics.get(name) else arrow
+
+
+def _fold(head: str, cells: Sequence[str], columns: int | None) -> str:
+    """Return the cells in one line, or below one another where that would be wider than a terminal."""
+    lines = [head]
+    for cell in cells:
+        if columns is not None and len(lines[-1]) + 2 + len(cell) > columns and lines[-1].strip():
+            lines.append(" " * len(head))
+        lines[-1] += f"  {cell}"
+    return "\n".join(line.rstrip() for line in lines)

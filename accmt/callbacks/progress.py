@@ -6,7 +6,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol, TextIO, TypeVar
 
@@ -62,7 +61,6 @@ class ProgressBar(MainProcessCallback):
         self._shown: dict[str, float] = {}
         self._rates = _Rates()
         self._total_validation: int | None = None
-        self._saved: tuple[str, float, int] | None = None
 
     def show(self, values: Mapping[str, float]) -> None:
         """Add numbers to the right of the bar; they are seen at the next drawing, and stay until they are replaced."""
@@ -72,7 +70,6 @@ class ProgressBar(MainProcessCallback):
         if self._enable is False:
             return
         self._shown.clear()
-        self._saved = None
         self._rates = _Rates()
         stream = self._stream or sys.stderr
         total = self.trainer.estimated_stepping_batches
@@ -102,12 +99,6 @@ class ProgressBar(MainProcessCallback):
     def on_after_validation_step(self) -> None:
         if perf_counter() >= self._next_drawing:
             self._draw_evaluation()
-
-    def on_save_model(self, folder: Path) -> None:
-        run = self.trainer.run
-        for name, value in list(self.state.best.items())[:1]:  # the one that is shown; other rules save elsewhere
-            if folder == run.saver.selection.folder(run.settings.model_folder, name):
-                self._saved = name, value, self.state.global_step
 
     def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
         self.show(metrics)
@@ -142,8 +133,8 @@ class ProgressBar(MainProcessCallback):
         texts = {name: f"{name} {value:.4g}" for name, value in known.items() if value is not None}
         for name, value in list(self.state.best.items())[:1]:
             texts["best"] = f"best {name.removeprefix('best_')} {value:.4g}"
-            if self._saved is not None and self._saved[:2] == (name, value):
-                texts["best"] += f" saved at {self._saved[2]:,}"
+            step = self.trainer.run.saver.selection.saved_at(name)
+            texts["best"] += "" if step is None else f" saved at {step:,}"
         first = [texts.pop(name) for name in ("loss", "best", "lr", "samples/s", "tokens_per_s") if name in texts]
         return first + list(texts.values())
 

@@ -260,7 +260,8 @@ class CheckpointStore:
     def _explain(self, failure: Failure, step: int | None) -> str:
         where = f"checkpoint folder {self.folder}" if step is None else f"checkpoint of step {step} in {self.folder}"
         expected = "every file written and made durable; the complete checkpoints are untouched"
-        return explain(where, failure.cause, expected, failure.advice)
+        cause = failure.cause.replace(f"{self.folder}/", "")  # a path in it goes on from that of `where`
+        return explain(where, cause, expected, failure.advice)
 
     def _publish(self, staging: Staging, files: Mapping[str, FileEntry], info: Mapping[str, Any]) -> Path:
         published = self.folder / step_name(staging.step)

@@ -18,7 +18,7 @@ import torch
 from accmt import huggingface
 from accmt.callbacks import Callback
 from accmt.data.options import length_of
-from accmt.errors import SavingError, explain
+from accmt.errors import AccmtError, SavingError, explain
 from accmt.messages import say, warn
 from accmt.metrics import Metric
 from accmt.metrics.building import BUILTIN
@@ -100,7 +100,7 @@ class ModelSaver(Callback):
         self._note_best(metrics)
         values = self._values(metrics, self.trainer.run.running_averages.take_since_evaluation())
         before = self.selection.state_dict()
-        rules = self.selection.consider(values)
+        rules = self.selection.consider(values, step=self.state.global_step)
         try:
             self._save(rules)
         except BaseException as error:
@@ -145,11 +145,11 @@ class ModelSaver(Callback):
         try:
             save_model(run, *folders)
         except OSError as error:
-            where = ", ".join(map(str, folders))
             for folder in folders:
                 self._unsaved.setdefault(folder, {})[self.state.global_step] = error
+            where = "" if isinstance(error, AccmtError) else f" in {', '.join(map(str, folders))}"  # ours say it
             warn(
-                f"the model could not be saved in {where}: {error}\n"
+                f"the model could not be saved{where}: {error}\n"
                 "Training continues, and the next best model is tried again."
             )
             raise _NotSavedError from error
@@ -162,9 +162,11 @@ class ModelSaver(Callback):
             return
         folder, failures = next(iter(self._unsaved.items()))
         *_, error = failures.values()
-        got = f"the model of step {', '.join(map(str, failures))} could not be written: {error}"
+        # The reason alone: our error about a file has a place and advice of its own, which would be said twice.
+        reason = error.__cause__ if isinstance(error, AccmtError) and error.__cause__ is not None else error
+        got = f"the model of step {', '.join(map(str, failures))} could not be written: {reason}"
         do = "free space there; a checkpoint of such a step, where one is kept, gives its weights: `accmt get`"
-        raise SavingError(explain(f"model folder {folder}", got, "every best model saved", do)) from error
+        raise SavingError(explain(f"model folder {folder}", got, "every best model saved", do)) from None
 
     def forget_missing(self, model_path: Path, run_id: str) -> None:
         """Forget the best values of a resumed run, where the folder does not hold the model that had them.

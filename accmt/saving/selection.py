@@ -65,6 +65,7 @@ class Selection:
         self._quantities = Quantities(directions, sets)
         self._savings: list[_Saving] = []
         self._chosen: set[str] = set()
+        self._saved_at: dict[str, int] = {}
         self.best: dict[str, float] = {}
         self._add(self._quantities.read_rules(rule, _MODEL_SAVING), below, above, _MODEL_SAVING)
 
@@ -108,16 +109,25 @@ class Selection:
         """
         return model_path if len(self._savings) == 1 else model_path / name.replace("/", "+")
 
-    def consider(self, values: Mapping[str, float]) -> list[str]:
+    def consider(self, values: Mapping[str, float], *, step: int = 0) -> list[str]:
         """Take note of an evaluation, and return the names of the rules by which the weights should be saved.
 
-        `values` are its results as `name_by_rules` gives them. Where one that decides is missing, nothing is noted.
+        Args:
+            values: Its results as `name_by_rules` gives them. Where one that decides is missing, nothing is noted.
+            step: The optimizer step that it came after.
         """
         self.require(values)
         new_best = [saving for saving in self._savings if saving.rule.update(self.best, values)]
         chosen = [saving.rule.name for saving in new_best if saving.allows(values)]
         self._chosen.update(chosen)
+        for saving in new_best:  # a best value that thresholds held back has no model, whatever an earlier one has
+            self._saved_at.pop(saving.rule.name, None)
+        self._saved_at |= dict.fromkeys(chosen, step)
         return chosen
+
+    def saved_at(self, key: str) -> int | None:
+        """Return the optimizer step of the model that has a best value, by its key in `best`; None if there is none."""
+        return self._saved_at.get(key.partition("[")[0])
 
     def require(self, values: Mapping[str, float]) -> None:
         """Check that all values that decide are among the results of an evaluation."""
@@ -135,7 +145,7 @@ class Selection:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": dict(self.best), "chosen": sorted(self._chosen)}
+        return {"best": dict(self.best), "chosen": sorted(self._chosen), "saved_at": dict(self._saved_at)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned; a rule that was not there starts over, one that is gone is dropped."""
@@ -143,6 +153,7 @@ class Selection:
         self.best.clear()
         self.best.update({key: value for key, value in state["best"].items() if key in keys})
         self._chosen = set(state["chosen"]) & set(self.names)
+        self._saved_at = {name: step for name, step in state["saved_at"].items() if name in self.names}
 
     def forget(self, holds_its_model: Callable[[str], bool]) -> list[str]:
         """Forget the best values of models that are not where they were saved, so that the next one is the best.
@@ -157,6 +168,7 @@ class Selection:
         described = [f"{rule.name} ({self._describe_best(rule)})" for rule in gone]
         for rule in gone:
             self._chosen.discard(rule.name)
+            self._saved_at.pop(rule.name, None)
             for key in rule.keys:
                 self.best.pop(key, None)
         return described

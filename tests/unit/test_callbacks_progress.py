@@ -1,7 +1,6 @@
 import io
 import re
 import threading
-from pathlib import Path
 from time import sleep
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ from accmt.callbacks.dispatch import find_hooks
 from accmt.callbacks.progress import ProgressBar, draw_batches
 from accmt.state import TrainingState
 from tests.slow import Ticks
+from tests.toys import Numbers, Scripted, make_trainer
 
 
 class Terminal(io.StringIO):
@@ -19,12 +19,14 @@ class Terminal(io.StringIO):
         return True
 
 
+SAVED_AT = {"best_accuracy": 1200}
+
+
 def make(stream, *, total=100, validates=True, **options):
     bar = ProgressBar(stream=stream, **options)
     validation = {"": SimpleNamespace(num_micro_batches=2)} if validates else {}
     run = SimpleNamespace(cadence=SimpleNamespace(epochs=4), val_loaders=validation)
-    run.settings = SimpleNamespace(model_folder=Path("out"))
-    run.saver = SimpleNamespace(selection=SimpleNamespace(folder=lambda path, name: path / name))
+    run.saver = SimpleNamespace(selection=SimpleNamespace(saved_at=SAVED_AT.get))
     bar.trainer = SimpleNamespace(estimated_stepping_batches=total, run=run)
     bar.state = TrainingState()
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.0025)
@@ -48,7 +50,7 @@ def train(bar, updates, *, seconds=0.0, samples=8):
 
 
 def test_its_methods_are_hooks():
-    evaluation = {"on_evaluation_start", "on_after_validation_step", "on_save_model", "on_evaluation_end"}
+    evaluation = {"on_evaluation_start", "on_after_validation_step", "on_evaluation_end"}
     assert set(find_hooks(ProgressBar())) == evaluation | {"on_fit_start", "on_update_end", "on_log", "on_fit_end"}
 
 
@@ -79,16 +81,15 @@ def test_the_bar_keeps_its_width_and_values_are_whole_or_left_out(columns, monke
     bar.on_log(values={"train_loss": 1.25})
     bar.show({"a_long_name_of_a_metric": 0.123, "accuracy": 0.5, "f1": 0.75})
     bar.state.best = {"best_accuracy": 0.625}
-    bar.on_save_model(folder=Path("out/best_accuracy"))
     train(bar, 500)
     bar.on_fit_end()
     last = stream.getvalue().split("\r")[-1].rstrip()
     assert len(re.sub(r"\x1b\[\S*?m", "", last)) <= columns
     assert "loss 1.25" in last
-    assert ("best accuracy 0.625 saved at 0" in last) is (columns == 140)
+    assert ("best accuracy 0.625 saved at 1,200" in last) is (columns == 140)
     plain = re.sub(r"\x1b\[\S*?m", "", last)
     assert plain.startswith("epoch 1/4 " + "#" * 10 + " " * 11 + "500/1000 ")
-    whole = {"loss 1.25", "best accuracy 0.625 saved at 0", "lr 0.0025", "accuracy 0.5", "f1 0.75"}
+    whole = {"loss 1.25", "best accuracy 0.625 saved at 1,200", "lr 0.0025", "accuracy 0.5", "f1 0.75"}
     values = [value for value in plain.split("  ")[6:] if "samples/s" not in value]
     assert set(values) <= whole | {"a_long_name_of_a_metric 0.123"}
 
@@ -132,22 +133,35 @@ def test_colours_are_for_terminals_of_people_who_want_them(is_stderr, no_colour,
     assert ("\x1b[" in stream.getvalue()) is expected
 
 
-def test_a_best_value_is_saved_only_where_its_own_rule_saved_it():
-    stream = Terminal()
-    bar = make(stream)
-    bar.on_fit_start()
+class BestOfBar(ProgressBar):
+    """Keeps what it shows of the best value, after each evaluation."""
 
-    def shown(step, best, rule=None):
-        bar.state.global_step, bar.state.best = step, {"best_f1": best, "best_accuracy": 0.9}
-        if rule is not None:
-            bar.on_save_model(folder=Path("out") / rule)
-        return next(value for value in bar._values() if value.startswith("best "))
+    def __init__(self):
+        super().__init__(stream=Terminal())
+        self.shown = []
 
-    assert shown(3, 0.5, "best_f1") == "best f1 0.5 saved at 3"
-    assert shown(6, 0.5, "best_accuracy") == "best f1 0.5 saved at 3"  # another rule
-    assert shown(9, 0.75) == "best f1 0.75"  # not between its thresholds
-    assert shown(9, 0.75, "best_accuracy") == "best f1 0.75"
-    bar.on_fit_end()
+    def on_epoch_end(self):
+        self.shown += [value for value in self._values() if value.startswith("best ")]
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_best_value_is_saved_only_where_its_own_rule_saved_it_also_after_a_resume(stop):
+    """Losses of 0.5, 0.25, 0.125 and 0.75: the second is not between the thresholds, the third and the first are."""
+
+    def fit(epochs, resume):
+        bar = BestOfBar()
+        trainer = make_trainer(
+            {"epochs": epochs, "batch_size": 4}, model_saving=["best_valid_loss", "always"], checkpoint_every="epoch",
+            callbacks=bar, model_saving_above={"valid_loss": 0.1},
+            model_saving_below={"valid_loss": 0.2 if epochs > 1 else 0.6}, resume=resume,
+        )  # fmt: skip
+        trainer.fit(Scripted([0.5, 0.25, 0.125, 0.75]), Numbers(4), Numbers(2))
+        return bar.shown
+
+    shown = fit(stop, False) + fit(4, True)
+    held_back = ["best valid_loss 0.5", "best valid_loss 0.25"]
+    first = ["best valid_loss 0.5 saved at 1", "best valid_loss 0.25"] if stop == 1 else held_back
+    assert shown == [*first, "best valid_loss 0.125 saved at 3", "best valid_loss 0.125 saved at 3"]
 
 
 def test_an_evaluation_without_data_is_not_shown():

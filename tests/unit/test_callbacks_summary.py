@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from torch import nn
 
@@ -64,6 +66,14 @@ def test_the_end_of_a_run_says_the_essentials_in_ten_lines(caplog):
     assert names == ["status", "done", "time", "train_loss", "evaluation", "best", "model", "report"]
     assert "8 steps, 2 epochs, 16 samples" in said[2]
     assert f"val_loss {trainer.state.metrics['val_loss']:.5g}" in said[5]
+    assert said[6] == f"  best        valid_loss {trainer.state.best['best_valid_loss']:.5g} at step 8"
+
+
+def test_a_best_value_whose_model_thresholds_held_back_is_said_to_have_none(caplog):
+    make_trainer(model_saving="best_valid_loss", model_saving_below=0.0, verbose=True).fit(
+        Linear(), make_points(8), make_points(4)
+    )
+    assert re.search(r"  best +valid_loss \S+, not saved\n", caplog.text)
 
 
 def test_the_samples_per_second_of_a_run_that_goes_on_are_those_of_this_part(caplog, monkeypatch):

@@ -157,6 +157,15 @@ def test_an_error_while_writing_names_cause_process_and_what_helps(tmp_path, err
     assert newest_content(tmp_path) == "at 1"
 
 
+def test_a_path_in_the_folder_is_not_told_with_the_folder_again(tmp_path):
+    def write(files):
+        raise OSError(28, "No space left on device", str(files / "tensors"))
+
+    with pytest.raises(CheckpointError, match=r"on process 0: OSError: .* '\.tmp-step\S+/tensors'\n") as raised:
+        save_with(CheckpointStore(tmp_path), 2, write, {})
+    assert str(raised.value).count(str(tmp_path)) == 1
+
+
 def test_after_an_error_nothing_more_is_written(tmp_path):
     store = CheckpointStore(tmp_path)
     staging = store.begin(1)

@@ -4,6 +4,7 @@ import errno
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from accmt.errors import SavingError
 from tests.checkpoints import names_in
@@ -64,6 +65,21 @@ def test_what_is_not_saved_at_the_end_is_an_error_and_nothing_else_is_lost(disk,
     assert (Path("out/model/model.safetensors")).exists()
     assert names_in(Path("out/checkpoint-model")) == ["step-00000006"]
     assert len(logged(trainer, "val_loss")) == 3
+
+
+def test_a_full_disk_is_told_with_each_place_once_and_without_the_frames_of_the_library(monkeypatch, caplog):
+    def fail(*args, **kwargs):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    trainer, error = train(Scripted([3.0]), checkpoint_every=None)
+    warning = next(message for message in caplog.messages if "could not be saved" in message)
+    assert warning.count("out/model") == 1
+    assert "No space left on device" in warning
+    assert str(error).count("out/model") == 1
+    assert str(error).count("got:") == 1
+    assert "the model of step 2 could not be written: I/O error: No space left on device (os error 28)" in str(error)
+    assert error.__suppress_context__
 
 
 def test_the_last_model_too(disk):

@@ -164,7 +164,7 @@ def test_the_state_is_a_copy():
     selection = Selection("best_valid_loss", {})
     state = selection.state_dict()
     selection.consider({"best_valid_loss": 1.0})
-    assert state == {"best": {}, "chosen": []}
+    assert state == {"best": {}, "chosen": [], "saved_at": {}}
 
 
 @pytest.mark.feature("D23")
@@ -353,8 +353,18 @@ def test_an_evaluation_that_lacks_one_value_changes_nothing():
         values = {key: value for key, value in whole.items() if key != name}
         with pytest.raises(ModuleContractError, match=f"(?s){message}"):
             selection.consider(values)
-        assert selection.state_dict() == {"best": {}, "chosen": []}
+        assert selection.state_dict() == {"best": {}, "chosen": [], "saved_at": {}}
     assert selection.consider(whole) == list(selection.names)
+
+
+def test_the_step_of_a_model_is_that_of_its_best_value():
+    rule = "best_valid_loss/accuracy"
+    selection = Selection(["best_valid_loss", rule], DIRECTIONS, above={"valid_loss": 0.3})
+    steps = {10: (1.0, 0.5), 20: (0.5, 0.4), 30: (0.2, 0.6)}
+    for step, (loss, accuracy) in steps.items():
+        selection.consider({"best_valid_loss": loss, "best_accuracy": accuracy}, step=step)
+        seen = [selection.saved_at(key) for key in ("best_valid_loss", f"{rule}[valid_loss]")]
+        assert seen == {10: [10, 10], 20: [20, 10], 30: [None, None]}[step]
 
 
 def test_a_run_that_saved_nothing_says_why():
@@ -370,9 +380,11 @@ def test_a_run_that_saved_nothing_says_why():
 
 def test_a_resume_with_other_rules_keeps_those_that_stayed():
     selection = Selection(["best_valid_loss", "best_accuracy"], DIRECTIONS)
-    selection.consider({"best_valid_loss": 1.0, "best_accuracy": 0.5})
+    selection.consider({"best_valid_loss": 1.0, "best_accuracy": 0.5}, step=7)
     again = continued(selection, ["best_accuracy", "best_wer"], DIRECTIONS)
-    assert again.state_dict() == {"best": {"best_accuracy": 0.5}, "chosen": ["best_accuracy"]}
+    kept = {"best": {"best_accuracy": 0.5}, "chosen": ["best_accuracy"], "saved_at": {"best_accuracy": 7}}
+    assert again.state_dict() == kept
+    assert (again.saved_at("best_accuracy"), again.saved_at("best_valid_loss")) == (7, None)
     assert again.consider({"best_accuracy": 0.4, "best_wer": 0.9}) == ["best_wer"]
 
 
