@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accmt.errors import ModuleContractError, explain
-from accmt.huggingface.model_kinds import predicts_next_token
+from accmt.huggingface.own_loss import count_targets
 from accmt.module import AcceleratorModule
 
 Step = Callable[[Any, Any], Any]
@@ -85,7 +85,7 @@ class HuggingFaceModule(AcceleratorModule):
         loss = getattr(self.model(**batch), "loss", None)
         if loss is None:
             raise _explain_missing_loss(self.unwrapped_model, batch)
-        weight = _count_targets(self.unwrapped_model, batch.get("labels"))
+        weight = count_targets(self.unwrapped_model, batch.get("labels"))
         return loss if weight is None else {"loss": loss, "weight": weight}
 
     def predict_step(self, batch: Any) -> Any:
@@ -103,13 +103,3 @@ def _explain_missing_loss(model: nn.Module, batch: Any) -> ModuleContractError:
         do = 'add the targets to the dataset as "labels", such as by dataset.rename_column("label", "labels")'
     where, got = f"the transformers model {type(model).__name__}", f"no loss from a batch with {sorted(batch)}"
     return ModuleContractError(explain(where, got, expected, do))
-
-
-def _count_targets(model: Any, labels: Any) -> torch.Tensor | None:
-    """Return the target tokens of a batch, which its mean loss is over; None where the loss is a mean over samples."""
-    is_tokens = getattr(labels, "ndim", 0) == 2 and not (labels.is_floating_point() or labels.is_complex())
-    if not is_tokens or getattr(model.config, "problem_type", None) == "multi_label_classification":
-        return None
-    is_causal = predicts_next_token(model)
-    count: torch.Tensor = ((labels[:, 1:] if is_causal else labels) != -100).sum()
-    return count

@@ -18,7 +18,7 @@ from accmt.data import Loader, MicroBatch, find_batch_size
 from accmt.data.bad_samples import BadSamples
 from accmt.data.largest import LargestBatch
 from accmt.errors import DataError, ModuleContractError, explain
-from accmt.huggingface import PackingGuard
+from accmt.huggingface import OwnLoss, PackingGuard
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.trained_parameters import TrainedParameters
 from accmt.loop.weighting import Weighting
@@ -175,6 +175,11 @@ class EvaluationRun:
     def is_sharded(self) -> bool:
         """Whether each process holds a part of the model only, so that each forward needs them all."""
         return is_sharded(self.unwrapped_model)
+
+    @cached_property
+    def own_loss(self) -> OwnLoss:
+        """What is known of losses that a transformers model computes itself."""
+        return OwnLoss(self.unwrapped_model, self.model)
 
     def explaining_parts(self) -> AbstractContextManager[None]:
         """Return a context in which a step that calls a part of a sharded model gets an error that says so."""

@@ -18,6 +18,7 @@ from accmt.huggingface.model_kinds import is_peft_model as is_peft_model
 from accmt.huggingface.model_kinds import is_transformers_model as is_transformers_model
 from accmt.huggingface.model_kinds import reject_injected_adapters as reject_injected_adapters
 from accmt.huggingface.model_kinds import require_library as require_library
+from accmt.huggingface.own_loss import OwnLoss as OwnLoss
 from accmt.huggingface.packing import PackingGuard as PackingGuard
 from accmt.huggingface.pretrained import build_empty as build_empty
 from accmt.huggingface.pretrained import load_pretrained as load_pretrained

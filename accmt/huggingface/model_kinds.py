@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -31,6 +31,15 @@ def is_peft_model(model: object) -> TypeGuard[PeftModel]:
     """Return whether `model`, without wrappers, is what `get_peft_model` returns."""
     modeling = sys.modules.get("peft.peft_model")
     return modeling is not None and isinstance(model, modeling.PeftModel)
+
+
+def find_transformers_models(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """Yield the transformers models in a model that are inside no other one."""
+    if is_transformers_model(model):
+        yield model
+        return
+    for child in model.children():
+        yield from find_transformers_models(child)
 
 
 def predicts_next_token(model: Any) -> bool:

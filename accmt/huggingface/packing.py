@@ -13,7 +13,7 @@ from torch import nn
 
 from accmt.errors import DataError, explain
 from accmt.huggingface.isolation import PackedCall, Verdict, try_packing
-from accmt.huggingface.model_kinds import is_transformers_model, predicts_next_token
+from accmt.huggingface.model_kinds import find_transformers_models, is_transformers_model, predicts_next_token
 from accmt.libraries.private_names import attention_of, children_of, is_compiled
 from accmt.messages import warn_once
 
@@ -115,7 +115,7 @@ class PackingGuard:
             )
         if not is_packed or self._was_passed or self._is_compiled or not any(map(is_transformers_model, self._watched)):
             return
-        called = list(_outermost(self._model))
+        called = list(find_transformers_models(self._model))
         names = ", ".join(type(model).__name__ for model in called)
         got = f"a batch with position_ids that start again within a row, and {names} was called without them"
         takes = any("position_ids" in self._watched[model] for model in called)
@@ -225,19 +225,12 @@ def _find_watched(model: nn.Module, *, is_compiled: bool) -> dict[nn.Module, Map
 
     Those inside another one are called by it, and by a step that computes its loss in parts.
     """
-    found = list(_outermost(model)) if is_compiled else list(filter(is_transformers_model, model.modules()))
+    found: list[nn.Module] = list(find_transformers_models(model))
+    if not is_compiled:
+        found = list(filter(is_transformers_model, model.modules()))
     if not found and "position_ids" in inspect.signature(model.forward).parameters:
         found = [model]
     return {part: inspect.signature(part.forward).parameters for part in found}
-
-
-def _outermost(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the transformers models in a model that are inside no other one."""
-    if is_transformers_model(model):
-        yield model
-        return
-    for child in model.children():
-        yield from _outermost(child)
 
 
 def _takes_positions(takes: Mapping[str, inspect.Parameter]) -> bool:

@@ -7,6 +7,7 @@ and not somewhere in a run. Nothing here imports a library that is not in use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,6 +138,23 @@ def compile_in_place(model: nn.Module, **kwargs: Any) -> None:
         return model._call_impl(*inputs, **named)  # type: ignore[no-untyped-call]
 
     model._compiled_call_impl = torch.compile(call, **kwargs)
+
+
+@contextmanager
+def looking_at_compiled_calls(model: nn.Module, look: Callable[..., Any]) -> Iterator[None]:
+    """Call `look(model, args, kwargs, outputs)` after each call of a compiled model, which would compile its hooks."""
+    compiled: Any = model._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        outputs = compiled(*args, **kwargs)
+        look(model, args, kwargs, outputs)
+        return outputs
+
+    model._compiled_call_impl = call
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = compiled
 
 
 def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:

@@ -16,7 +16,7 @@ from accmt.data import Loader, MicroBatch, derive_seed, seed_generators
 from accmt.data.bad_samples import BadSamples
 from accmt.errors import ModuleContractError, explain
 from accmt.loop.bad_sample_counts import report_bad_samples
-from accmt.loop.step_outputs import read_validation_output
+from accmt.loop.step_outputs import read_validation_output, read_weight
 from accmt.metrics import ValidationCollector
 from accmt.metrics.consolidation import consolidate, find_members, require_members
 from accmt.parallel.reduction import broadcast_buffers
@@ -234,13 +234,19 @@ class _SetEvaluation:
         with autocast(run.accelerator), run.explaining_parts():
             output = run.validation_step(self._key, batch)
         entries, weight = read_validation_output(output, loss_name)
-        self._gave_weight.add(weight is not None)
+        is_weighed = True in self._gave_weight if self._gave_weight else None
+        targets = read_weight("", run.own_loss.find_weight(entries.get(loss_name), is_weighed=is_weighed))
+        loss_weight = targets if weight is None else weight
+        self._gave_weight.add(loss_weight is not None)
         if weight is None:
-            weight = run.count_samples(micro_batch, batch)
-        self._collector.add(entries, weight, micro_batch.places or micro_batch.index)
+            weight = run.count_samples(micro_batch, batch, has_weight=targets is not None)
+        if loss_weight is None:
+            loss_weight = weight
+        position = micro_batch.places or micro_batch.index
+        self._collector.add(entries, weight, position, weights={loss_name: loss_weight})
         for hook in self._hooks_after:
             hook(batch=batch, outputs=output)
-        return entries.get(loss_name, 0.0), weight
+        return entries.get(loss_name, 0.0), loss_weight
 
     def _take_part(self, borrowed: Any) -> None:
         """Run the step on another process's batch, whose forward needs all processes; nothing of it counts."""

@@ -49,6 +49,7 @@ def fit(run: Run) -> None:
     with ExitStack() as stack:  # what is entered first ends last
         stack.enter_context(printing_resume_hint(run))
         stack.enter_context(run.packing.watching())
+        stack.enter_context(run.own_loss.watching())
         stack.enter_context(keeping_quantized_weights(run.unwrapped_model))
         stack.callback(_close, run)
         stack.enter_context(_recording_outcome(run))

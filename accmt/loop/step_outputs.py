@@ -48,7 +48,7 @@ def read_training_output(output: Any) -> TrainingOutput:
     loss = output["loss"]
     if not isinstance(loss, torch.Tensor):
         _reject(f'"loss": {_describe(loss)}', "return the tensor itself, not loss.item()")
-    weight = _read_weight("training_step", output.get("weight"))
+    weight = read_weight("training_step", output.get("weight"))
     return TrainingOutput(_require_trainable(loss), weight, read_further_values(output) or None)
 
 
@@ -74,7 +74,12 @@ def read_further_values(output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return others
 
 
-def _read_weight(step: str, weight: Any) -> Weight | None:
+def read_weight(step: str, weight: Any) -> Weight | None:
+    """Read what a step's loss weighs; what is on a device stays there.
+
+    Raises:
+        ModuleContractError: It is no finite number from 0.
+    """
     if weight is None:
         return None
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
@@ -127,4 +132,4 @@ def read_validation_output(output: Any, loss_name: str) -> tuple[dict[str, Any],
         expected = 'a tensor of shape [], or a dict such as {"loss": loss, "accuracy": (predictions, references)}'
         raise ModuleContractError(explain("validation_step", _describe(output), expected, 'return {"loss": loss}'))
     entries = {loss_name if name == "loss" else name: value for name, value in output.items() if name != "weight"}
-    return entries, _read_weight("validation_step", output.get("weight"))
+    return entries, read_weight("validation_step", output.get("weight"))

@@ -9,8 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accmt.data import MicroBatch, derive_seed, seed_generators
 from accmt.errors import ArgumentError, ModuleContractError, explain, is_out_of_memory
+from accmt.huggingface.own_loss import hint_at_weights
 from accmt.loop.optimizer_step import finish_window, skip_window
-from accmt.loop.step_outputs import TrainingOutput, read_training_output
+from accmt.loop.step_outputs import TrainingOutput, read_training_output, read_weight
 from accmt.loop.weighting import AccumulationWindow
 from accmt.metrics.weighted_sum import Weight
 from accmt.parallel.reduction import broadcast_buffers
@@ -162,8 +163,12 @@ class AutomaticSteps:
         output = read_training_output(outputs)
         if micro_batch.num_targets is not None and (output.weight is None or not micro_batch.num_targets):
             output = output._replace(weight=float(micro_batch.num_targets))  # which is known without the device
+        targets = read_weight("", run.own_loss.find_weight(output.loss, is_weighed=run.weighting.is_explicit))
+        is_own = output.weight is None and targets is not None
+        if is_own:
+            output = output._replace(weight=targets)
         loss, detached = output.loss, output.loss.detach()
-        weight = _weigh(run, window, micro_batch, batch, output)
+        weight, samples = _weigh(run, window, micro_batch, batch, output)
         for hook in hooks.on_before_backward:
             hook(loss=loss)
         factor = 1.0 if window.is_one_batch else run.weighting.loss_factor(window, weight)
@@ -174,7 +179,7 @@ class AutomaticSteps:
             hook(loss=loss)
         state = run.state
         place = Place(state.global_step + 1, state.epoch, micro_batch.index, window.samples_before)
-        run.running_averages.add(detached, weight, output.others)
+        run.running_averages.add(detached, weight, output.others, samples if is_own else None)
         run.guard.add(detached, weight, place)
         for hook in hooks.on_after_training_step:
             hook(batch=batch, outputs=outputs)
@@ -219,12 +224,17 @@ def _require_finite(loss: torch.Tensor) -> None:
         raise ModuleContractError(explain("training_step", got, "a finite loss", do))
 
 
-def _weigh(run: Run, window: AccumulationWindow, micro_batch: MicroBatch, batch: Any, output: TrainingOutput) -> Weight:
+def _weigh(
+    run: Run, window: AccumulationWindow, micro_batch: MicroBatch, batch: Any, output: TrainingOutput
+) -> tuple[Weight, int]:
+    """Count a batch, and return what its loss weighs and its samples."""
     has_weight = output.weight is not None
     samples = run.count_samples(micro_batch, batch, has_weight=has_weight)
     weight = samples if output.weight is None else output.weight
     if run.weighting.is_explicit is None:
         run.weighting.decide(weight, is_explicit=has_weight)
+        if not (has_weight or window.is_one_batch):
+            hint_at_weights(micro_batch.batch)
     if has_weight != run.weighting.is_explicit:
         seen, other = ("this batch", "the first") if has_weight else ("the first batch", "this one")
         do = 'return {"loss": loss, "weight": weight} from every training_step, or from none'
@@ -233,4 +243,4 @@ def _weigh(run: Run, window: AccumulationWindow, micro_batch: MicroBatch, batch:
     if not (has_weight or window.is_one_batch) and run.weighting.uses_plan(window):
         require_planned(micro_batch, samples)
     window.add(weight, samples)
-    return weight
+    return weight, samples

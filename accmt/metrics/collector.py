@@ -42,7 +42,13 @@ class ValidationCollector:
         self._num_entries: Counter[str] = Counter()
         self._num_batches = 0
 
-    def add(self, outputs: Mapping[str, Any], weight: Weight, position: Position | None = None) -> None:
+    def add(
+        self,
+        outputs: Mapping[str, Any],
+        weight: Weight,
+        position: Position | None = None,
+        weights: Mapping[str, Weight] | None = None,
+    ) -> None:
         """Add what `validation_step` returned for one batch.
 
         Args:
@@ -50,6 +56,7 @@ class ValidationCollector:
             weight: What scalars weigh: samples in the batch, or the weight that the step returned.
             position: The index of the micro-batch, or places of its samples, by which the order of the data is
                 restored; None is the next.
+            weights: What scalars weigh otherwise, by name.
         """
         position = self._num_batches if position is None else position
         self._num_batches += 1
@@ -62,7 +69,7 @@ class ValidationCollector:
                 raise self._unknown_name(name)
             else:
                 scalars[name] = _to_scalar(name, value)
-        self._scalars.end_batch(weight, scalars)
+        self._scalars.end_batch(weight, scalars, weights)
         self._scalars.begin_batch()
 
     def _unknown_name(self, name: str) -> MetricError:

@@ -75,8 +75,13 @@ class LoggedValues:
         else:
             self._waiting.append((name, scalar))
 
-    def end_batch(self, weight: Weight, returned: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Give the values of a batch its weight."""
+    def end_batch(
+        self,
+        weight: Weight,
+        returned: Mapping[str, torch.Tensor] | None = None,
+        weights: Mapping[str, Weight] | None = None,
+    ) -> None:
+        """Give the values of a batch its weight, those in `weights` their own."""
         self._weight = weight
         waiting, self._waiting = self._waiting or (), None
         for name, value in waiting:
@@ -85,7 +90,7 @@ class LoggedValues:
                 raise _wrong_value(name, got, "each name once", do)
             self._weigh(name, value)
         for name, value in (returned or {}).items():
-            self._sums.setdefault(name, WeightedSum()).add(value, weight)
+            self._sums.setdefault(name, WeightedSum()).add(value, (weights or {}).get(name, weight))
 
     def take(self) -> Totals:
         """Return what this process logged, and start again from nothing. Waits for the device."""

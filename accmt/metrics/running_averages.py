@@ -37,10 +37,21 @@ class RunningAverages:
         self._of_epoch = _Mean()
         self._is_epoch_over = False
 
-    def add(self, loss: torch.Tensor, weight: Weight, others: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Add the detached mean loss of one batch, its weight, and further detached scalars that its step returned."""
+    def add(
+        self,
+        loss: torch.Tensor,
+        weight: Weight,
+        others: Mapping[str, torch.Tensor] | None = None,
+        others_weight: Weight | None = None,
+    ) -> None:
+        """Add the detached mean loss of one batch, and what it weighs.
+
+        Args:
+            others: Further detached scalars that its step returned.
+            others_weight: What these weigh, and what the step has logged; None is the same.
+        """
         self._loss.add(loss, weight)
-        self._logged.end_batch(weight, others)
+        self._logged.end_batch(weight if others_weight is None else others_weight, others)
 
     def take_row(self, loss_name: str) -> dict[str, float]:
         """Return the weighted means (and sums, where asked for) since the last row, over all processes.

@@ -200,7 +200,8 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
         dataloaders = [loader.dataloader for loader in run.val_loaders.values()]
         request.trainer._dataloaders = {**request.trainer._dataloaders, function: dataloaders}
         try:
-            yield run
+            with run.own_loss.watching():
+                yield run
         finally:
             end_workers(run.val_loaders.values())
             if request.current_run is not None:

@@ -161,6 +161,20 @@ def test_torch_has_one_base_of_all_norms_over_batches(kind):
     assert not names.has_running_statistics(nn.LayerNorm(2))
 
 
+def test_torch_keeps_the_compiled_call_of_a_model_where_another_may_stand():
+    seen, model = [], torch.nn.Linear(2, 1)
+    names.compile_in_place(model, backend="eager")
+    compiled = model._compiled_call_impl
+    with names.looking_at_compiled_calls(model, lambda *call: seen.append(call)):
+        outputs = model(torch.ones(1, 2))
+    assert [one[3] is outputs for one in seen] == [True], missing(
+        "torch", "_compiled_call_impl", "looking_at_compiled_calls"
+    )
+    model(torch.ones(1, 2))
+    assert len(seen) == 1
+    assert model._compiled_call_impl is compiled
+
+
 def test_torch_counts_the_graphs_of_its_compiler():
     torch._dynamo.reset()
     before = names.count_graphs()

@@ -119,7 +119,7 @@ class _Queue:
                 calls.append("wait")
 
         monkeypatch.setattr(torch, "Event", Event)
-        monkeypatch.setattr("accmt.loop.step_outputs._read_weight", lambda step, weight: torch.tensor(weight))
+        monkeypatch.setattr("accmt.loop.step_outputs.read_weight", lambda step, weight: torch.tensor(weight))
 
 
 def train_weighted(queue, weigh=lambda batch: float(batch[0])):

@@ -1,0 +1,122 @@
+"""The loss that a transformers model computes itself, of labels for each token, where a step returns it as it is."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from accmt.huggingface.model_kinds import (
+    find_transformers_models,
+    is_peft_model,
+    is_transformers_model,
+    predicts_next_token,
+)
+from accmt.libraries.private_names import is_compiled, looking_at_compiled_calls
+from accmt.messages import say_once
+
+_IGNORED = -100
+
+
+class _Call(NamedTuple):
+    """A call of a model that computed a loss, which nothing is kept of but who it is."""
+
+    loss: weakref.ref[torch.Tensor]
+    labels: torch.Tensor
+    model: Any
+
+
+class OwnLoss:
+    """Finds out that a loss is a transformers model's own, and of how many target tokens it is the mean.
+
+    A step that returns `self.model(**batch).loss` need not say so, as nobody has to in transformers' Trainer. Nothing
+    is known of a loss that a step computes further.
+
+    Args:
+        model: The model, without the wrapper of the launch.
+        wrapped: The model as steps call it.
+    """
+
+    def __init__(self, model: nn.Module, wrapped: nn.Module) -> None:
+        self._watched: dict[nn.Module, Any] = {one: one for one in find_transformers_models(model)}
+        if is_transformers_model(model) or is_peft_model(
+            model
+        ):  # a wrapper may return copies of what its model returns
+            self._watched[wrapped] = model
+        self._calls: deque[_Call] = deque(maxlen=4)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at what each call of the models returns."""
+        with ExitStack() as stack:
+            for called, model in self._watched.items():
+                look = partial(self._look, model)
+                if is_compiled(called):
+                    stack.enter_context(looking_at_compiled_calls(called, look))
+                else:
+                    stack.callback(called.register_forward_hook(look, with_kwargs=True).remove)
+            yield
+
+    def find_weight(self, loss: object, *, is_weighed: bool | None) -> torch.Tensor | None:
+        """Return the number of target tokens of which the loss of a step is the mean, on the device.
+
+        Args:
+            loss: What the step returned.
+            is_weighed: Whether the losses before it had weights, for all or none have; None if it is the first.
+
+        Returns:
+            None where the loss is a mean of something else, or nobody knows.
+        """
+        calls, self._calls = self._calls, deque(maxlen=4)
+        if not calls or is_weighed is False:
+            return None
+        own = next((call for call in calls if call.loss() is loss), None)
+        if own is not None and not is_weighed:
+            name = type(own.model).__name__
+            say_once(f"a step returns the loss of {name} as it is: each batch weighs its target tokens")
+        call = own or (calls[-1] if is_weighed else None)
+        return None if call is None else count_targets(call.model, call.labels)
+
+    def _look(self, model: Any, _: nn.Module, __: tuple[Any, ...], named: Mapping[str, Any], outputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        labels = named.get("labels")
+        loss = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "loss", None)
+        if not isinstance(loss, torch.Tensor) or named.get("num_items_in_batch") is not None:
+            return  # with which the loss is a sum over this batch's tokens, divided by that number
+        if labels is not None and _is_of_tokens(model, labels):
+            self._calls.append(_Call(weakref.ref(loss), labels, model))
+
+
+def count_targets(model: Any, labels: Any) -> torch.Tensor | None:
+    """Return the target tokens of a batch, which its mean loss is over; None where the loss is a mean over samples."""
+    if not _is_of_tokens(model, labels):
+        return None
+    count: torch.Tensor = ((labels[:, 1:] if predicts_next_token(model) else labels) != _IGNORED).sum()
+    return count
+
+
+def hint_at_weights(batch: Any) -> None:
+    """Say how a step returns a weight, where a batch has tokens that are no targets and its step returned none."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or labels.is_floating_point():
+        return
+    if (labels == _IGNORED).any():
+        say_once(
+            "labels are -100 at some tokens, and each batch weighs its samples: where the loss is a mean over tokens, "
+            'return {"loss": loss, "weight": (labels != -100).sum()}'
+        )
+
+
+def _is_of_tokens(model: Any, labels: Any) -> bool:
+    """Return whether each token has a label; the loss of a CTC model is none over them."""
+    if getattr(labels, "ndim", 0) != 2 or labels.is_floating_point() or labels.is_complex():
+        return False
+    is_multi_label = getattr(model.config, "problem_type", None) == "multi_label_classification"
+    return not is_multi_label and not hasattr(model.config, "ctc_loss_reduction")

@@ -1,0 +1,55 @@
+"""Trains one step on the loss that a transformers model computes, and tells its gradient.
+
+torchrun --nproc-per-node 2 own_loss.py RESULT.json FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tests.many_runs  # noqa: F401
+from accmt import Callback, Trainer
+from accmt.processes import is_main_process, num_processes
+from tests.unit.test_huggingface_own_loss import Inside, Own, make_model, make_rows
+
+CASES: dict[str, tuple[type[Own], dict[str, Any]]] = {
+    "own": (Own, {}),
+    "inside": (Inside, {}),
+    "unused": (Own, {"ddp_kwargs": {"find_unused_parameters": True}}),
+}
+
+
+class Gradient(Callback):
+    """Keeps the gradient of a step, whole."""
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        parameters = self.trainer.run.unwrapped_model.parameters()
+        whole = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in parameters]
+        self.gradient = torch.cat([part.flatten() for part in whole]).tolist()
+
+
+def train(kind: type[Own], settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Make one step of all rows, in two micro-batches of each process."""
+    hps = {"epochs": 1, "batch_size": 4 // num_processes(), "optim": {"type": "SGD", "lr": 1e-6}}
+    gradient = Gradient()
+    settings = {"callbacks": gradient, "grad_accumulation_steps": 2, "model_saving": None, **settings}
+    trainer = Trainer(hps, folder, logging_dir=folder, verbose=False, **settings)
+    state = trainer.fit(kind(make_model()), make_rows(), make_rows())
+    return {"gradient": gradient.gradient, "val_loss": state.metrics["val_loss"]}
+
+
+def main() -> None:
+    """Run each case and write the results."""
+    path, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    found = {name: train(*case, folder / name) for name, case in CASES.items()}
+    if is_main_process():
+        path.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

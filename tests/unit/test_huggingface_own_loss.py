@@ -1,0 +1,219 @@
+"""A step that returns a transformers model's own loss is weighed by the target tokens, without a word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from accmt import AcceleratorModule, Callback
+from tests.toys import make_trainer
+
+LENGTHS = (3, 12, 5, 9, 2, 11, 7, 4)
+
+
+def make_model() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 20, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0))
+
+
+def make_rows() -> list[dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    rows = []
+    for length in LENGTHS:
+        ids = torch.randint(1, 20, (12,))
+        is_there = torch.arange(12) < length
+        rows.append({"input_ids": ids, "attention_mask": is_there.long(), "labels": ids.masked_fill(~is_there, -100)})
+    return rows
+
+
+class Own(AcceleratorModule):
+    """Returns the loss that the model computes."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def step(self, batch: Any) -> Any:
+        return self.model(**batch).loss
+
+
+class InADict(Own):
+    def step(self, batch: Any) -> Any:
+        return {"loss": super().step(batch), "samples": torch.tensor(float(len(batch["input_ids"])))}
+
+
+class InATuple(Own):
+    def step(self, batch: Any) -> Any:
+        return self.model(**batch, return_dict=False)[0]
+
+
+class Inside(Own):
+    """Has the model in a network of its own."""
+
+    class Network(torch.nn.Module):
+        def __init__(self, part: Any) -> None:
+            super().__init__()
+            self.part = part
+
+        def forward(self, **batch: Any) -> torch.Tensor:
+            return self.part(**batch).loss
+
+    def __init__(self, model: Any) -> None:
+        self.model = self.Network(model)
+
+    def step(self, batch: Any) -> Any:
+        return self.model(**batch)
+
+
+class Gradients(Callback):
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        model = self.trainer.run.unwrapped_model
+        self.seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+
+
+def of_plain_torch(rows: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, float]:
+    model = make_model()
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    loss = model(**batch).loss
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()]), loss.item()
+
+
+def train(module: AcceleratorModule, *, batch_size: int = 2, **settings: Any) -> tuple[Any, list[torch.Tensor]]:
+    gradients = Gradients()
+    hps = {"epochs": 1, "batch_size": batch_size, "optim": {"type": "SGD", "lr": 0.0}}
+    settings = {"model_saving": None, "callbacks": [gradients], "grad_accumulation_steps": 4, **settings}
+    trainer = make_trainer(hps, **settings)
+    trainer.fit(module, make_rows(), make_rows())
+    return trainer, gradients.seen
+
+
+WHOLE, REGIONS = {"compile": {"backend": "eager"}}, {"compile": {"backend": "eager", "regional": True}}
+
+
+@pytest.mark.feature("A01")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of what the compiler looks at
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        *((kind, {}) for kind in (Own, InADict, InATuple, Inside)),
+        *((kind, WHOLE) for kind in (Own, InADict, InATuple)),
+        *((kind, REGIONS) for kind in (Own, Inside)),
+    ],
+)
+def test_a_window_has_the_gradient_and_the_loss_of_one_big_batch(kind: type[Own], settings: dict[str, Any]) -> None:
+    torch.compiler.reset()
+    gradient, loss = of_plain_torch(make_rows())
+    trainer, seen = train(kind(make_model()), **settings)
+    assert len(seen) == 1
+    assert (seen[0] - gradient).norm() <= 1e-6 * gradient.norm()
+    assert trainer.state.metrics["val_loss"] == pytest.approx(loss, rel=1e-6)
+
+
+class Further(Own):
+    """Computes further with the model's loss after the first batch; or always."""
+
+    def __init__(self, model: Any, *, first: int) -> None:
+        self.model, self.first, self.count = model, first, 0
+
+    def training_step(self, batch: Any) -> Any:
+        self.count += 1
+        loss = self.model(**batch).loss
+        return loss * 1.0 if self.count > self.first else loss
+
+    def validation_step(self, batch: Any) -> Any:
+        return self.model(**batch).loss * 1.0
+
+
+class Weighed(Own):
+    def step(self, batch: Any) -> Any:
+        return {"loss": self.model(**batch).loss, "weight": 1}
+
+
+def test_a_loss_that_is_computed_further_weighs_samples_from_the_first_batch_on() -> None:
+    _, computed = train(Further(make_model(), first=0))
+    _, weighed = train(Weighed(make_model()))  # batches of two samples each
+    assert torch.allclose(computed[0], weighed[0], rtol=1e-6)
+    gradient, _ = of_plain_torch(make_rows())
+    assert (computed[0] - gradient).norm() > 1e-2 * gradient.norm()
+
+
+def test_a_run_that_weighs_target_tokens_keeps_to_them() -> None:
+    gradient, _ = of_plain_torch(make_rows())
+    _, seen = train(Further(make_model(), first=1))
+    assert (seen[0] - gradient).norm() <= 1e-6 * gradient.norm()
+
+
+def test_what_a_step_returns_beside_its_loss_weighs_samples() -> None:
+    rows = make_rows()[:3]
+    gradients = Gradients()
+    hps = {"epochs": 1, "batch_size": 2, "optim": {"type": "SGD", "lr": 0.0}}
+    trainer = make_trainer(hps, model_saving=None, callbacks=[gradients])
+    trainer.fit(InADict(make_model()), rows, rows)
+    assert trainer.state.metrics["samples"] == pytest.approx((2 * 2 + 1) / 3)
+    assert trainer.state.metrics["val_loss"] == pytest.approx(of_plain_torch(rows)[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Own, Inside])
+def test_an_evaluation_without_training_weighs_so_too(kind: type[Own]) -> None:
+    trainer = make_trainer({"batch_size": 3})
+    found = trainer.validate(kind(make_model()), make_rows())["val_loss"]
+    assert found == pytest.approx(of_plain_torch(make_rows())[1], rel=1e-6)
+
+
+def test_a_loss_over_a_number_of_items_that_the_step_names_is_no_mean_over_tokens() -> None:
+    class Named(Own):
+        def step(self, batch: Any) -> Any:
+            return self.model(**batch, num_items_in_batch=len(batch["labels"])).loss
+
+    _, seen = train(Named(make_model()), grad_accumulation_steps=1, batch_size=8)
+    _, halves = train(Named(make_model()), grad_accumulation_steps=2, batch_size=4)
+    assert torch.allclose(seen[0], halves[0], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_hooks_are_gone_after_the_run() -> None:
+    torch.compiler.reset()
+    model = make_model()
+    train(Own(model))
+    assert not model._forward_hooks
+    train(Own(model), compile={"backend": "eager"})
+    assert model._compiled_call_impl.__name__ != "call"
+
+
+def test_no_loss_or_graph_is_kept_where_steps_say_what_they_weigh() -> None:
+    import gc
+
+    class Losses(Callback):
+        alive: list[int] = []
+
+        def on_update_end(self, *_: Any) -> None:
+            gc.collect()
+            self.alive.append(
+                sum(isinstance(one, torch.Tensor) and one.grad_fn is not None for one in gc.get_objects())
+            )
+
+    losses = Losses()
+    hps = {"epochs": 2, "batch_size": 1, "optim": {"type": "SGD", "lr": 0.0}}
+    make_trainer(hps, model_saving=None, callbacks=[losses]).fit(Weighed(make_model()), make_rows())
+    assert losses.alive[-1] <= losses.alive[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "accumulation", "is_said"), [(Own, 4, False), (Further, 4, True), (Further, 1, False)]
+)
+def test_what_to_return_is_said_where_nobody_knows(
+    kind: Any, accumulation: int, is_said: bool, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = kind(make_model()) if kind is Own else kind(make_model(), first=0)
+    train(module, grad_accumulation_steps=accumulation, verbose=True)
+    printed = caplog.text + "".join(capsys.readouterr())
+    assert ('"weight": (labels != -100).sum()' in printed) == is_said
+    assert ("each batch weighs its target tokens" in printed) == (kind is Own)
