@@ -8,6 +8,8 @@ Every message has four parts, which `explain` joins: where, what was got, what w
 
 from __future__ import annotations
 
+_LONGEST_VALUE = 300
+
 
 class AccmtError(Exception):
     """Base of every error that accmt raises on purpose."""
@@ -130,6 +132,13 @@ def explain(where: str, got: str, expected: str, do: str) -> str:
     if "\n  got: " in got:  # a message of four parts itself
         got = got.replace("\n", "\n    ")
     return f"{where}\n  got: {got}\n  expected: {expected}\n  do: {do}"
+
+
+def describe_value(value: object) -> str:
+    """Return a value and its type as messages show them: of a long one, such as a model, the type alone."""
+    text = repr(value)
+    kind = type(value).__name__
+    return f"{text} ({kind})" if len(text) <= _LONGEST_VALUE and "\n" not in text else f"an object of type {kind}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

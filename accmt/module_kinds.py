@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import DataError, ModuleContractError, explain
 from accmt.huggingface.own_loss import count_targets
 from accmt.module import AcceleratorModule
 
@@ -81,8 +81,15 @@ class HuggingFaceModule(AcceleratorModule):
 
         Raises:
             ModuleContractError: The model computes none: it has no head for a task, or the batch has no labels.
+            DataError: The model cannot compute, and the batch has lists where it needs tensors.
         """
-        loss = getattr(self.model(**batch), "loss", None)
+        try:
+            loss = getattr(self.model(**batch), "loss", None)
+        except (AttributeError, TypeError, ValueError) as error:
+            lists = {name: value for name, value in batch.items() if isinstance(value, list)}
+            if lists:
+                raise _explain_lists(lists) from error
+            raise
         if loss is None:
             raise _explain_missing_loss(self.unwrapped_model, batch)
         weight = count_targets(self.unwrapped_model, batch.get("labels"))
@@ -93,6 +100,16 @@ class HuggingFaceModule(AcceleratorModule):
         outputs = self.model(**{name: value for name, value in batch.items() if name != "labels"})
         named = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
         return named.get("logits", named)
+
+
+def _explain_lists(lists: dict[str, list[Any]]) -> DataError:
+    """Return what to do about what torch makes of text, and of lists of numbers: it turns rows into columns."""
+    got, expected = f"lists under {', '.join(map(repr, lists))}", "a tensor under each name"
+    texts = [name for name, values in lists.items() if values and isinstance(values[0], str)]
+    steps = [f"dataset.remove_columns({texts})"] if texts else []
+    steps += ["Trainer(collate_fn=DataCollatorWithPadding(tokenizer))"] if len(texts) < len(lists) else []
+    do = f"write {', and '.join(steps)}"
+    return DataError(explain("a batch for the transformers model", got, expected, do))
 
 
 def _explain_missing_loss(model: nn.Module, batch: Any) -> ModuleContractError:

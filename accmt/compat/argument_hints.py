@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -114,7 +115,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "compute_metrics": 'Trainer(metrics=["accuracy", "f1"])',
         "data_collator": "Trainer(collate_fn=collator)",
         "eval_dataset": "trainer.fit(module, train_dataset, val_dataset)",
-        "model": "trainer.fit(module, train_dataset, val_dataset)",
+        "model": 'trainer.fit((path, "AutoModelForCausalLM"), train_dataset, val_dataset)  # or self.model of a module',
         "model_init": "def __init__(self): self.model = MyNetwork()",
         "optimizers": "def get_optimizer(self): return optimizer, and get_scheduler for its scheduler",
         "preprocess_logits_for_metrics": 'def validation_step(self, batch): return {"f1": (predictions, labels)}',
@@ -132,6 +133,20 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
 }
 """By where it is an argument: each name, and the line of the hyper-parameters, the program or the shell to write."""
 
+
+_SET_BY_ITSELF = ("disable_tqdm", "optim")
+"""What `TrainingArguments` set without being told, or what is the same here."""
+
+_OTHER_DEFAULTS = (
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "learning_rate",
+    "lr_scheduler_type",
+    "max_grad_norm",
+    "num_train_epochs",
+    "weight_decay",
+)
+"""What has another default here, or none."""
 
 EXAMPLE = object()
 """Stands for a value that is not known: the advice is the line of the table."""
@@ -174,9 +189,26 @@ def find_foreign(
     """
     for owner, names in FOREIGN.items():
         if name in names:
+            if name == "args" and is_dataclass(value):
+                return owner, _write_each(value)
             advice = None if value is EXAMPLE else advise_joint(name, beside) or advise_value(name, value)
             return owner, _write(advice or names[name])
     return None
+
+
+def _write_each(arguments: Any) -> str:
+    """Return what to do about each value of an object such as `TrainingArguments` that is not the default here."""
+    changed = {}
+    for field in fields(arguments):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        value = getattr(arguments, field.name)
+        is_off = value is None or (value is False and not default)
+        is_default = value == default and field.name not in _OTHER_DEFAULTS
+        if not (is_off or is_default or field.name in _SET_BY_ITSELF):
+            changed[field.name] = value
+    advice = {name: advise_key(name, changed) for name in changed}
+    lines = [f"{name}: {do.partition(': `')[0]}" for name, do in advice.items() if do and not do.startswith("leave ")]
+    return "write what stands in it as arguments and hyper-parameters:" + "".join(f"\n    {line}" for line in lines)
 
 
 def find_replaced(name: str, value: Any) -> str | None:

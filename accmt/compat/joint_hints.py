@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from accmt.compat.value_hints import advise_value
 from accmt.config.numbers import is_number
 
 
@@ -66,6 +67,10 @@ def _advise_scheduler(known: Mapping[str, Any]) -> str | None:
     return _write("scheduler", texts)
 
 
+def _advise_best(known: Mapping[str, Any]) -> str | None:
+    return advise_value("metric_for_best_model", known["metric_for_best_model"])
+
+
 def _write(key: str, values: Mapping[str, Any]) -> str:
     texts = [f"{name}: {value}" for name, value in values.items() if value is not None]
     return f"{key}: {{{', '.join(texts)}}}"
@@ -74,5 +79,6 @@ def _write(key: str, values: Mapping[str, Any]) -> str:
 _JOINT: Mapping[tuple[str, ...], Callable[[Mapping[str, Any]], str | None]] = {
     ("per_device_train_batch_size", "per_device_eval_batch_size"): _advise_batch_sizes,
     ("learning_rate", "lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "momentum"): _advise_optimizer,
+    ("load_best_model_at_end", "metric_for_best_model"): _advise_best,
     ("lr_scheduler_type", "warmup_ratio", "warmup_steps"): _advise_scheduler,
 }

@@ -18,8 +18,9 @@ FOREIGN_METHODS: Mapping[str, Mapping[str, str]] = {
         "clip_gradients": "Trainer(clip_grad=1.0)",
         "configure_callbacks": "def get_callbacks(self): return [callback]",
         "configure_gradient_clipping": "Trainer(clip_grad=1.0)",
-        "configure_optimizers": "def get_optimizer(self): return optimizer, and get_scheduler for its scheduler;"
-        " or optim and scheduler in the hyper-parameters",
+        "configure_optimizers": "def get_optimizer(self): return torch.optim.AdamW(self.model.parameters(), lr=1e-3),"
+        " and def get_scheduler(self, optimizer, steps_per_epoch, epochs) for its scheduler; or `optim` and `scheduler`"
+        " in the hyper-parameters",
         "configure_sharded_model": "def __init__(self): self.model = MyNetwork()",
         "lr_scheduler_step": "def get_scheduler(self, optimizer, steps_per_epoch, epochs): return scheduler, which is"
         " stepped once after each step of the optimizer",
@@ -122,7 +123,7 @@ FOREIGN_ATTRIBUTES: Mapping[str, str] = {
     "optimizers": "self.optimizer, or self.optimizers() in a class derived from ExtendedAcceleratorModule",
     "parameters": "self.model.parameters()",
     "print": "print where self.trainer.is_main",
-    "save_hyperparameters": "nothing: hps.yaml and trainer_config.json lie beside the model",
+    "save_hyperparameters": "leave it out: hps.yaml and trainer_config.json lie beside the model",
     "untoggle_optimizer": "with self.toggled_optimizer(optimizer), in a class derived from ExtendedAcceleratorModule",
     "toggle_optimizer": "with self.toggled_optimizer(optimizer), in a class derived from ExtendedAcceleratorModule",
     "train": "self.model.train()",
@@ -156,7 +157,12 @@ def describe_missing(module: object, name: str) -> str:
     if here is None:
         return f"{type(module).__name__!r} object has no attribute {name!r}"
     got = "an attribute of another trainer's module"
-    return explain(f"self.{name}", got, "an attribute of an AcceleratorModule", f"write {here}")
+    return explain(
+        f"self.{name}",
+        got,
+        "an attribute of an AcceleratorModule",
+        here if here.startswith("leave ") else f"write {here}",
+    )
 
 
 def find_unused_foreign_methods(kinds: Mapping[type, Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:

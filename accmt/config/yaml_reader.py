@@ -13,7 +13,13 @@ import yaml
 from accmt.config.document import Document
 from accmt.config.faults import Fault, KeyPath, describe, nearest
 from accmt.config.numbers import number_in, read_numbers
-from accmt.errors import HyperParameterError, HyperParameterFileError, HyperParameterTypeError, explain
+from accmt.errors import (
+    HyperParameterError,
+    HyperParameterFileError,
+    HyperParameterTypeError,
+    describe_value,
+    explain,
+)
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 _EXAMPLE = "`hps: {epochs: 3, batch_size: 16, optim: {type: AdamW, lr: 1e-4}}`"
@@ -38,7 +44,7 @@ def read_document(source: object) -> Document:
         return _read_file(Path(source))
     message = explain(
         "hps_config",
-        describe(source),
+        describe_value(source),
         "a path to a .yaml, .yml or .json file, a dict, or HyperParameters",
         'pass hps_config="hps.yaml", the path of your file',
     )

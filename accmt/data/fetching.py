@@ -8,7 +8,7 @@ Source: `ExceptionWrapper` in torch/_utils.py, which sends an error of a worker 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -157,7 +157,17 @@ class CollateFetched:
         if str(getattr(self.collate, "__module__", "")).startswith("accmt."):
             name = "torch's default_collate"
         expected, do = f"samples that {name} can collate", "check these samples, or pass another collate_fn"
+        texts = _find_texts(samples)
+        if texts:
+            expected = "numbers alone: of text no tensor can be made"
+            do = f"leave {', '.join(texts)} out of the dataset: dataset.remove_columns({texts}) of `datasets`"
         error.add_note(explain(where, _describe(error), expected, do))
+
+
+def _find_texts(samples: Sequence[Any]) -> list[str]:
+    """Return the entries of samples that are text, such as what is left of a dataset beside its tokens."""
+    first = next((sample for sample in samples if isinstance(sample, Mapping)), {})
+    return [name for name, value in first.items() if isinstance(value, str)]
 
 
 def _is_out_of_memory(error: Exception) -> bool:

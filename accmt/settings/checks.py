@@ -9,7 +9,7 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from accmt.config.numbers import read_numbers, whole
-from accmt.errors import ArgumentError, explain
+from accmt.errors import ArgumentError, describe_value, explain
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -171,6 +171,4 @@ def raise_wrong_value(name: str, value: Any, expected: str, do: str) -> NoReturn
     Raises:
         ArgumentError: Always.
     """
-    raise ArgumentError(
-        explain(f"Trainer({write_argument(name, '...')})", f"{value!r} ({type(value).__name__})", expected, do)
-    )
+    raise ArgumentError(explain(f"Trainer({write_argument(name, '...')})", describe_value(value), expected, do))

@@ -149,10 +149,18 @@ def _reject_foreign_methods(module: AcceleratorModule) -> None:
     from accmt.compat.method_hints import find_unused_foreign_methods
 
     kinds = {kind: vars(kind) for kind in type(module).__mro__ if kind.__module__.split(".")[0] not in _LIBRARIES}
-    for name, owner, do in find_unused_foreign_methods(kinds):
-        where, got = f"{type(module).__name__}.{name}", f"a method of {owner}, which nothing calls here"
-        expected = "methods of an AcceleratorModule, or others that its own methods call"
-        raise ModuleContractError(explain(where, got, expected, f"{do}; or rename it, if it is called elsewhere"))
+    expected = "methods of an AcceleratorModule, or others that its own methods call"
+    faults = [
+        explain(
+            f"{type(module).__name__}.{name}",
+            f"a method of {owner}, which nothing calls here",
+            expected,
+            f"{do}; or rename it, if it is called elsewhere",
+        )
+        for name, owner, do in find_unused_foreign_methods(kinds)
+    ]
+    if faults:
+        raise ModuleContractError("\n\n".join(faults))
     is_manual = getattr(module, "automatic_optimization", True) is False
     if is_manual and not isinstance(module, ExtendedAcceleratorModule):
         where, got = f"{type(module).__name__}.automatic_optimization", "False, which nothing reads here"

@@ -11,6 +11,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
+from torch import nn
+
 from accmt.config import HyperParameters
 from accmt.config.flags import split_flags
 from accmt.errors import AccmtError, ArgumentError, MissingArgumentError, UnknownArgumentError, explain
@@ -31,6 +33,7 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 _STAND_INS: Mapping[str, Any] = {"hps_config": {"epochs": 1, "batch_size": 1, "optim": "SGD"}, "model_path": "model"}
 _REQUIRED = tuple(_STAND_INS)
+_OF_TRANSFORMERS = ("model", "args", "data_collator", "train_dataset", "eval_dataset")
 _EXPECTED = "hyper-parameters, and a folder for the model"
 HPS_FLAGS = "hps_flags"
 """Where parsed arguments have the hyper-parameters that were typed, by dotted key."""
@@ -45,6 +48,8 @@ def reports_at_call(init: Init) -> Init:
 
     @wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        if args and isinstance(args[0], nn.Module):  # by position as transformers has them
+            args, kwargs = (), {**dict(zip(_OF_TRANSFORMERS, args, strict=False)), **kwargs}
         missing = [name for name in _REQUIRED[len(args) :] if name not in kwargs]
         try:
             if missing:

@@ -61,6 +61,14 @@ def test_fit_refuses_before_it_trains():
     assert trainer.state.train_step == 0
 
 
+def test_all_methods_of_another_trainer_are_told_at_once():
+    methods = {name: lambda self: None for name in ("configure_optimizers", "train_dataloader", "val_dataloader")}
+    with pytest.raises(ModuleContractError) as caught:
+        check_module(module_with(**methods))
+    assert re.findall(r"^Ported\.(\w+)$", str(caught.value), re.MULTILINE) == sorted(methods)
+    assert "return torch.optim.AdamW(self.model.parameters(), lr=1e-3)" in str(caught.value)
+
+
 @pytest.mark.parametrize("function", ["validate", "test", "predict"])
 def test_what_does_not_train_refuses_too(function):
     with pytest.raises(ModuleContractError, match="validation_epoch_end"):

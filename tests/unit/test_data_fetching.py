@@ -13,6 +13,7 @@ from accmt.data import LoaderOptions, build_loader
 from accmt.data.fetching import BadSample, CollateFetched, Fetched, Kept, SeededDataset
 from accmt.data.seeding import BatchIndices
 from accmt.errors import DataError
+from tests.toys import Linear, make_trainer
 
 
 def draw():
@@ -277,3 +278,20 @@ def test_what_collate_draws_for_samples_that_are_only_held_is_seeded(kind):
     held = SeededDataset(kind(range(4)))
     drawn = [CollateFetched(collate)(held.__getitems__(BatchIndices([0, 1], seed))) for seed in (3, 4, 3)]
     assert drawn[0] == drawn[2] != drawn[1]
+
+
+def test_text_beside_the_numbers_of_samples_is_told_with_its_name():
+    class Texts:
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return {"text": "words", "note": "more", "input_ids": [1, 2]}
+
+    def collate(samples):
+        raise ValueError("too many dimensions 'str'")
+
+    with pytest.raises(ValueError, match="too many") as failure:
+        make_trainer({"batch_size": 2}, collate_fn=collate).fit(Linear(), Texts())
+    note = failure.value.__notes__[0]
+    assert "do: leave text, note out of the dataset: dataset.remove_columns(['text', 'note'])" in note

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import default_collate
+from transformers import BertConfig, BertForSequenceClassification
 
 from accmt import AcceleratorModule
-from accmt.errors import ModuleContractError
+from accmt.errors import DataError, ModuleContractError
+from accmt.module_kinds import HuggingFaceModule
 from tests.toys import Linear, make_points, make_trainer
 
 
@@ -83,3 +86,19 @@ def test_a_function_that_takes_something_else_is_refused_by_its_own_error():
         fit(AcceleratorModule.from_functions(make_model(), lambda batch: None))
     with pytest.raises(ModuleContractError, match="validation_step\n  got: None"):
         fit(AcceleratorModule.from_functions(make_model(), lambda batch, trainer: None))
+
+
+def test_lists_where_a_transformers_model_needs_tensors_are_told_with_what_to_write():
+    model = BertForSequenceClassification(
+        BertConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
+    )
+    batch = default_collate([{"text": "a", "input_ids": [1, 2], "labels": 0}] * 2)
+    with pytest.raises(DataError, match=r"lists under 'text', 'input_ids'(.|\n)*remove_columns.*, and Trainer\(coll"):
+        HuggingFaceModule(model).step(batch)
+    with pytest.raises(AttributeError, match="wrong"):
+        HuggingFaceModule(Failing()).step({"input_ids": torch.ones(1)})
+
+
+class Failing(torch.nn.Module):
+    def forward(self, input_ids):
+        raise AttributeError("wrong")

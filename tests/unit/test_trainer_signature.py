@@ -9,6 +9,7 @@ import sys
 import traceback
 
 import pytest
+import torch
 
 from accmt import Accuracy, Callback, Trainer
 from accmt.errors import AccmtError, MissingArgumentError, UnknownArgumentError
@@ -263,6 +264,22 @@ def test_a_trainer_without_its_arguments_is_told_what_the_others_are_called_here
     assert "Trainer(train_dataset=...)\n  got: an argument of transformers' Trainer" in message
     assert "Trainer(accelerator=...)\n  got: 'gpu'" in message
     assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:] == ["checked"]
+
+
+@pytest.mark.feature("A56")
+def test_a_model_in_the_first_place_is_taken_for_another_trainers_argument():
+    with pytest.raises(MissingArgumentError, match=r"Trainer\(args=(.|\n)*Trainer\(data_collator=") as caught:
+        Trainer(torch.nn.Linear(2, 2), "args", list, train_dataset=[1])
+    assert str(caught.value).count("argument of transformers' Trainer") == 4
+    assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.feature("A56")
+def test_a_value_that_is_long_is_told_by_its_type():
+    with pytest.raises(AccmtError) as caught:
+        Trainer(HPS, torch.nn.Sequential(*[torch.nn.Linear(2, 2)] * 9), log_every="x" * 400)
+    assert "got: an object of type Sequential\n" in str(caught.value)
+    assert "got: an object of type str\n" in str(caught.value)
 
 
 @pytest.mark.feature("A56")
