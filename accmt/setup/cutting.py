@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from accmt.data import (
@@ -27,7 +28,7 @@ from accmt.data import (
 )
 from accmt.data.collate import collate_or_explain
 from accmt.errors import ArgumentError, explain
-from accmt.libraries.private_names import attention_of
+from accmt.libraries.private_names import attention_of, is_batch_norm
 from accmt.messages import say_once, warn_once
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
 from accmt.processes import num_data_processes
@@ -56,6 +57,7 @@ class Cutting:
     def of_training(self, loader: Loader) -> Loader:
         """Return a loader that cuts the samples of optimizer steps."""
         self._say_what_is_expected(self.training_budget)
+        _warn_of_batch_norm(self.module.model)
         batches_per_step = self.settings.optimization.accumulation_at
         return TokenBudgetLoader(
             loader, self.training_budget, batches_per_step=batches_per_step, **self.training_options
@@ -125,6 +127,17 @@ class Cutting:
         length_of = self.module.length_of if defines(self.module, "length_of") else None
         lengths = known_lengths(data, length_of, chosen.tolist())
         return None if lengths is None else lengths.tolist()
+
+
+def _warn_of_batch_norm(model: nn.Module) -> None:
+    """Warn of the layers whose outputs do depend on how samples are cut."""
+    named = next((name for name, part in model.named_modules() if is_batch_norm(part)), None)
+    if named is not None:
+        warn_once(
+            f"max_tokens: batch norm ({named}) normalizes each micro-batch by itself, so its statistics are those of "
+            "fewer samples, of like length; a norm of each sample, such as LayerNorm, does not depend on the cut",
+            about="batch norm and max_tokens",
+        )
 
 
 def find_cutting(

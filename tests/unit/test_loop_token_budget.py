@@ -458,3 +458,14 @@ def test_a_resume_among_ten_million_samples_reads_those_of_the_step_only(tmp_pat
     assert data.reads.total() == 2 * 2 * BATCH
     for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_batch_norm_is_warned_of_and_a_norm_of_each_sample_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, norm in {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d}.items():
+        module = Classifier()
+        module.model["norm"] = norm(1).requires_grad_(False)
+        run(tmp_path / name, module=module, hps={"max_steps": 1}, callbacks=[])
+        said = [record.message for record in caplog.records if "batch norm (norm)" in record.message]
+        assert len(said) == (name == "batch")
