@@ -54,7 +54,7 @@ def main() -> None:
 
     logging.set_verbosity_error()  # or transformers reports that the new classification layer has no weights yet
     set_seed(SEED)  # so it begins with random ones
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR, model_max_length=96)  # tokens of an article that are read
     model = get_peft_model(load_base(topics), LORA)
     trainer = Trainer(
         hps_config=HPS_PATH,
