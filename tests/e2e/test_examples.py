@@ -9,7 +9,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -289,6 +289,77 @@ def test_the_answers_of_the_fine_tuned_model_are_as_right_as_printed(tmp_path: P
     articles = example.read_articles()[:24]
     right = sum(topic in example.answer(text, tokenizer, model) for text, topic in articles)
     assert read_number(r"right answers +([\d.]+)% of 24", run.stdout) == pytest.approx(100 * right / 24, abs=0.06)
+
+
+@pytest.mark.slow
+def test_the_capitals_that_were_taken_away_are_found_as_often_as_printed(tmp_path: Path, import_example):
+    printed = run_example("token_classification", "--output", "model", "--limit", "24")
+    from sklearn.metrics import f1_score
+    from transformers import pipeline
+
+    example = import_example("token_classification")
+    tokenizer = example.AutoTokenizer.from_pretrained("model")
+    model = example.AutoModelForTokenClassification.from_pretrained("model").eval()
+    predicted, expected = [], []
+    for _, article in example.read_pairs()[:24]:  # one at a time: no padding
+        sample = example.tokenize(*example.take_capitals_away(article), tokenizer)
+        with torch.inference_mode():
+            logits = model(torch.tensor([sample["input_ids"]])).logits[0]
+        kept = [(label, row.argmax().item()) for label, row in zip(sample["labels"], logits, strict=True) if label >= 0]
+        expected += [label for label, _ in kept]
+        predicted += [label for _, label in kept]
+    for label, name in enumerate(example.LABELS):
+        f1 = f1_score(expected, predicted, labels=[label], average=None, zero_division=0)[0]
+        count = expected.count(label)
+        assert count > 20
+        assert re.search(rf"^{name} +F1 {f1:.3f} of {count} words$", printed, re.MULTILINE), printed
+    named = pipeline("token-classification", model="model", ignore_labels=[])("profits fell but the bank is strong")
+    assert len(named) == 7
+    assert {found["entity"] for found in named} <= set(example.LABELS)
+
+
+def test_cases_become_labels_of_first_tokens_and_are_written_back(import_example):
+    example = import_example("token_classification")
+    text = (
+        'Profits at "TimeWarner" jumped 76%, to $1.13bn (£600m); "Why not?" I asked a year-earlier BBC spokesman - Jo.'
+    )
+    words, labels = example.take_capitals_away(text)
+    assert " ".join(words) == (
+        "profits at timewarner jumped 76% to $1.13bn £600m why not i asked a year-earlier bbc spokesman jo"
+    )
+    cases = {word: list(example.LABELS)[label] for word, label in zip(words, labels, strict=True)}
+    titles = dict.fromkeys(["profits", "timewarner", "why", "i", "jo"], "TITLE")
+    assert cases == dict.fromkeys(words, "O") | titles | {"bbc": "UPPER"}
+    tokenizer = example.AutoTokenizer.from_pretrained(example.MODEL_DIR)
+    sample = example.tokenize(words, labels, tokenizer)
+    assert len(sample["labels"]) == len(sample["input_ids"]) > len(words) + 2, "a word may have several tokens"
+    assert [label for label in sample["labels"] if label >= 0] == labels
+
+    def knows_them(ids: torch.Tensor) -> SimpleNamespace:
+        assert ids.tolist() == [sample["input_ids"]]
+        return SimpleNamespace(logits=functional.one_hot(torch.tensor([sample["labels"]]).clip(0), 3))
+
+    assert example.write_capitals(words, tokenizer, knows_them) == (
+        "Profits at Timewarner jumped 76% to $1.13bn £600m Why not I asked a year-earlier BBC spokesman Jo"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.feature("N31")
+def test_the_curriculum_is_as_accurate_on_short_texts_as_printed(tmp_path: Path, import_example):
+    printed = run_example("curriculum", "--output", "model", "--limit", "24")
+    example = import_example("curriculum")
+    articles = example.read_articles()
+    topics = sorted({topic for _, topic in articles})
+    tokenizer = example.AutoTokenizer.from_pretrained(example.MODEL_DIR)
+    model = example.BagOfWords(len(tokenizer), len(topics)).model.eval()
+    model.load_state_dict(load_file("model/model.safetensors"))
+    words, expected = example.collate(example.build_samples(articles[:24], tokenizer, topics, 10))
+    with torch.inference_mode():
+        accuracy = (model(words).argmax(-1) == expected).float().mean().item()
+    assert read_number(r"accuracy +([\d.]+)% of 24", printed) == pytest.approx(100 * accuracy, abs=0.06)
+    rows = [row for row in read_history(next(Path("logs/model").glob("*"))) if "accuracy" in row.get("values", {})]
+    assert [row["step"] for row in rows] == list(range(30, 361, 30)), "four evaluations in each of three stages"
 
 
 def test_the_page_lists_every_example():

