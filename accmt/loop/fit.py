@@ -25,8 +25,10 @@ from accmt.recovery.restart import Restart
 from accmt.recovery.resume_hint import printing_resume_hint
 from accmt.recovery.shutdown import handle_failure, watching
 from accmt.run import Run
+from accmt.saving.rules import TRAIN_LOSS, VALID_LOSS
 from accmt.state import Progress
 from accmt.tracking import RunStatus
+from accmt.tracking.values import HIGHER_IS_BETTER, LOWER_IS_BETTER
 
 _TRACKER_STATUS: dict[Progress, RunStatus] = {
     "finished": "FINISHED",
@@ -254,6 +256,11 @@ def describe(run: Run) -> dict[str, Any]:
 
     settings = run.settings
     accumulation = settings.optimization.accumulation_at(0)
+    metrics = {
+        name: HIGHER_IS_BETTER if is_better(1.0, 0.0) else LOWER_IS_BETTER
+        for name, is_better in run.saver.selection.directions.items()
+        if f"best_{name}" not in (VALID_LOSS, TRAIN_LOSS)
+    }
     return {
         **settings.hps.get_config(),
         "effective_batch_size": settings.hps.train_batch_size * accumulation * num_data_processes(),
@@ -262,6 +269,8 @@ def describe(run: Run) -> dict[str, Any]:
         "mixed_precision": str(run.accelerator.mixed_precision),
         "seed": run.seed,
         "model_path": str(settings.saving.model_path),
+        **({"model_saving": run.saver.selection.rule} if run.saver.selection.rule else {}),
+        **({"metrics": metrics} if metrics else {}),
         "accmt_version": __version__,
         **(settings.tracking.additional_tracker_config or {}),
     }

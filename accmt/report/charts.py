@@ -20,6 +20,7 @@ _SYMBOLS = {
     "resumed": "triangle-up",
     "finished": "star",
     "failed": "x",
+    "interrupted": "square",
     "killed": "x",
     "preempted": "square",
 }

@@ -77,7 +77,7 @@ def _list_runs(runs: Sequence[RunRecord]) -> str:
 
 
 def _count_events(run: RunRecord) -> str:
-    kinds = [event.kind for event in run.events if event.kind in ("checkpoint", "resumed", "failed", "killed")]
+    kinds = [event.kind for event in run.events if event.kind not in ("started", "finished")]
     return ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds)) or "-"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from accmt.errors import ArgumentError, explain
 from accmt.tracking.history import HISTORY_FILE, read_history
 from accmt.tracking.media import Media
-from accmt.tracking.values import flatten
+from accmt.tracking.values import HIGHER_IS_BETTER, LOWER_IS_BETTER, flatten
 
 CHECKPOINT = "checkpoint"
 SPLIT_PREFIX = "seconds_"
@@ -31,7 +31,8 @@ class Event:
     """Something that happened to a run.
 
     Attributes:
-        kind: "started", "checkpoint", "resumed", "finished", "failed", "killed" or "preempted".
+        kind: "started", "checkpoint", "resumed", "finished", "failed", "interrupted" (Ctrl-C), "preempted" or
+            "killed".
     """
 
     kind: str
@@ -67,11 +68,11 @@ class RunRecord:
 
     @property
     def best(self) -> dict[str, tuple[int, float]]:
-        """The first step at which each result was best, and its value: of losses, and of metrics that accmt knows."""
+        """The first step at which each result was best, and its value: of what has a known direction."""
         best: dict[str, tuple[int, float]] = {}
         for step, values in self.evaluations:
             for name, value in values.items():
-                sign = _sign_of(name)
+                sign = _sign_of(name, self.config)
                 if sign and math.isfinite(value) and (name not in best or sign * value > sign * best[name][1]):
                     best[name] = step, value
         return best
@@ -83,11 +84,14 @@ class RunRecord:
         return {name.removeprefix(SPLIT_PREFIX): sum(self.curves[name].values) for name in names}
 
 
-def _sign_of(name: str) -> int:
-    """Return 1 where more is better, -1 where less is, 0 where nobody knows."""
+def _sign_of(name: str, config: Mapping[str, Any]) -> int:
+    """Return 1 where more is better, -1 where less is, 0 where nobody knows; a run says it of its own metrics."""
     from accmt.metrics.building import BUILTIN
 
     base = name.split("__")[0]
+    told = {HIGHER_IS_BETTER: 1, LOWER_IS_BETTER: -1}.get(str(config.get(f"metrics.{base}")))
+    if told is not None:
+        return told
     if "loss" in base:
         return -1
     return 0 if base not in BUILTIN else -1 if base in ("mae", "mse", "perplexity", "rmse") else 1
@@ -117,7 +121,7 @@ def _describe(run: RunRecord, keys: Sequence[str]) -> str:
 
 _NAMED_BY_TIME = re.compile(r"\d{4}-(\d\d-\d\d)_(\d\d-\d\d-\d\d)-\w+")
 _SAYS_NOTHING = ("model_path", "seed")
-_ENDINGS = ("finished", "failed", "killed", "preempted")
+_ENDINGS = ("finished", "failed", "interrupted", "killed", "preempted")
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -196,5 +200,5 @@ def _name_event(row: Mapping[str, Any]) -> str | None:
     if "rewind" in row:
         return "resumed"
     if "status" in row:
-        return str(row["status"]).lower()
+        return str(row.get("how", row["status"])).lower()
     return "checkpoint" if CHECKPOINT in row.get("values", {}) else None

@@ -3,7 +3,7 @@
 Five kinds of line: `{"step", "time", "values"}` for a row of logged numbers, `{"step", "time", "media"}` for images, a
 table or files, whose `"media": {"kind", "name", "path"}` says where they lie, `{"time", "config"}` where a run starts
 or resumes, `{"time", "rewind"}` where a resumed run goes back to its checkpoint, or to its beginning where there was
-none, `{"time", "status"}` where it ends.
+none, `{"time", "status"}` where it ends; after Ctrl-C with `"how": "interrupted"`, which is "KILLED" to trackers.
 `time` is in seconds since the epoch. Nothing is ever taken out: `"rewind": {"line", "step", "attempt"}` says that the
 rows from line `line` (counted from 0) on to itself were logged after the checkpoint, and are superseded.
 """
@@ -79,8 +79,9 @@ class History:
         """Declare the rows from `line` on superseded: attempt `attempt` resumes after step `step`."""
         self._append({"time": time.time(), "rewind": {"line": line, "step": step, "attempt": attempt}})
 
-    def add_status(self, status: str) -> None:
-        self._append({"time": time.time(), "status": status})
+    def add_status(self, status: str, *, how: str | None = None) -> None:
+        """Write that the run has ended, and how, where the trackers' word for that does not say it."""
+        self._append({"time": time.time(), "status": status, **({} if how is None else {"how": how})})
 
     def unwritten(self, line: int) -> bytes | None:
         """Return a line that waits for room on the disk; None where it is on the disk, or not there yet."""

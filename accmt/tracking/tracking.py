@@ -182,7 +182,7 @@ class Tracking:
         if history is None:
             return
         deliveries, self._deliveries = self._deliveries, []
-        history.add_status(status)
+        history.add_status(status, how="interrupted" if status == "KILLED" else None)  # a true kill writes nothing
         try:
             wait_for_the_end(deliveries, status, flush_s)
         finally:

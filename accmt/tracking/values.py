@@ -16,6 +16,10 @@ from zlib import crc32
 from accmt.errors import MetricError, explain
 from accmt.files import dumps
 
+HIGHER_IS_BETTER = "higher is better"
+LOWER_IS_BETTER = "lower is better"
+"""What the configuration of a run says of a metric, as `metrics.<name>`."""
+
 Scalar: TypeAlias = str | int | float | bool
 
 

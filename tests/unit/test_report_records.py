@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
+from accmt import Metric
 from accmt.errors import ArgumentError
 from accmt.report import read_run
+from accmt.report.page import build_page
 from accmt.report.records import Event
+from tests.toys import Numbers, Scripted, make_trainer
 
 
 def write_history(folder, *rows):
@@ -84,3 +88,51 @@ def test_another_folder_is_refused(tmp_path):
         read_run(tmp_path)
     with pytest.raises(ArgumentError, match="an empty history"):
         read_run(write_history(tmp_path))
+
+
+class Errors(Metric):
+    def compute(self, predictions, references):
+        return {self.name: float((predictions - references).abs().sum())}
+
+
+class Measured(Scripted):
+    def validation_step(self, batch):
+        loss = super().validation_step(batch)
+        return {"loss": loss, "errors": (loss.view(1), torch.zeros(1)), "hits": (loss.view(1), torch.zeros(1))}
+
+
+def test_a_run_says_what_is_better_and_what_its_model_was_saved_by():
+    metrics = [Errors("errors", greater_is_better=False), Errors("hits", greater_is_better=True)]
+    hps = {"epochs": 3, "batch_size": 4}
+    trainer = make_trainer(hps, metrics=metrics, model_saving=["best_errors", "best_hits"])
+    trainer.fit(Measured([0.5, 0.25, 0.75]), Numbers(4), Numbers(1))
+    run = read_run(trainer.log_dir)
+    assert run.config["model_saving"] == "best_errors, best_hits"
+    assert run.config["metrics.errors"] == "lower is better"
+    assert run.config["metrics.hits"] == "higher is better"
+    assert run.best == {"val_loss": (2, 0.25), "errors": (2, 0.25), "hits": (3, 0.75)}
+
+
+def test_a_run_that_saves_nothing_and_measures_nothing_says_nothing_of_it():
+    trainer = make_trainer()
+    trainer.fit(Scripted(), Numbers(4))
+    assert not [name for name in read_run(trainer.log_dir).config if name.startswith(("metrics", "model_saving"))]
+
+
+def test_an_interruption_is_told_from_a_kill(tmp_path):
+    class Interrupted(Scripted):
+        def on_update_end(self):
+            raise KeyboardInterrupt
+
+    trainer = make_trainer()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Interrupted(), Numbers(4))
+    interrupted = read_run(trainer.log_dir)
+    killed = read_run(
+        write_history(tmp_path / "killed", CONFIG, values(1, 101.0, x=1.0), {"time": 2e2, "status": "KILLED"})
+    )
+    assert (interrupted.status, killed.status) == ("interrupted", "killed")
+    page = build_page([interrupted, killed])
+    assert '<b class="interrupted">interrupted</b>' in page
+    assert "1 × interrupted" in page
+    assert "1 × killed" in page
