@@ -79,7 +79,7 @@ $(TRACKER_TESTS): tracker-%: $(INSTALLED)
 	@tests/laid_over.sh .venv-trackers/$* $(VENV) tests/trackers/test_$(subst -,_,$*).py '$(filter $*==%,$(TRACKERS))'
 
 quantized: $(INSTALLED)  ## test quantized weights and low-bit optimizers in an environment of its own
-	@tests/laid_over.sh .venv-quantized $(VENV) tests/quantized $(QUANTIZED)
+	@WORKERS=2 tests/laid_over.sh .venv-quantized $(VENV) tests/quantized $(QUANTIZED)
 
 kernels: $(INSTALLED)  ## test Liger's kernels in an environment of its own, as far as a CPU goes
 	@tests/laid_over.sh .venv-kernels $(VENV) tests/kernels $(KERNELS)
