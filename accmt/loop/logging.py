@@ -115,7 +115,8 @@ class Logs:
             raise ModuleContractError(explain("log", f"the name {describe(name)}", "text", 'self.log("name", value)'))
         settings = self._trainer.settings.tracking
         if name in (settings.train_loss_metric_name, settings.val_loss_metric_name):
-            got, do = "the name of a loss, which is logged anyway", "leave the line out, or rename the value"
+            got = "the name of a loss, which is logged anyway"
+            do = 'leave the line out, and return {"loss": loss} from the step; or rename the value'
             raise ModuleContractError(explain(f"log({name!r}, ...)", got, "another name", do))
 
 

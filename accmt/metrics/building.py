@@ -58,8 +58,10 @@ def _build_one(value: Any, name: str | None) -> Metric:
         return TorchMetric(value, name)
     if not isinstance(value, Metric):
         if isfunction(value):
-            do = f"class Mine(Metric): def compute(self, predictions, references): return {value.__name__}(...); "
-            do += "validation_step returns (predictions, references) under its name. Whole in docs/coming-from.md"
+            called = f"{value.__name__}(predictions, references)"
+            do = f"class Mine(Metric): def compute(self, predictions, references): return {{self.name: {called}}}; and "
+            do += f"metrics=Mine({value.__name__!r}), with (predictions, references) under that name in what "
+            do += "validation_step returns. Whole, also for a compute_metrics of transformers, in docs/coming-from.md"
             raise _wrong_value(f"the function {value.__name__}", do)
         got = f"the class {value.__name__}" if isinstance(value, type) else describe(value)
         raise _wrong_value(got, f"metrics=[{value.__name__ if isinstance(value, type) else 'Accuracy'}()]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import traceback
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import accmt
-from accmt import AcceleratorModule, HyperParameters, MetricError, TrainingState
+from accmt import AcceleratorModule, HyperParameters, Metric, MetricError, TrainingState
 from accmt.setup import accelerator
 from tests.toys import Linear, Numbers, Scripted, make_points, make_trainer
 
@@ -39,6 +40,36 @@ def test_a_function_among_the_metrics_is_told_with_what_to_write():
 
     with pytest.raises(MetricError, match=r"the function compute_metrics(.|\n)*class Mine\(Metric\)"):
         make_trainer(metrics=compute_metrics)
+
+
+def test_what_is_told_of_a_function_among_the_metrics_works():
+    def halved(predictions, references):
+        return float((predictions - references).abs().mean()) / 2
+
+    with pytest.raises(MetricError) as failure:
+        make_trainer(metrics=halved)
+    do = str(failure.value).partition("do: ")[2]
+    kind, _, made = do.partition("; and metrics=")
+    names = {"Metric": Metric, "halved": halved}
+    exec(re.sub(r"\): def", "):\n    def", kind), names)
+    metric = eval(made.partition(",")[0], names)
+
+    class Measured(Scripted):
+        def validation_step(self, batch):
+            return {"loss": batch.mean(), metric.name: (batch, torch.zeros(len(batch)))}
+
+    trainer = make_trainer(metrics=metric)
+    trainer.fit(Measured(), Numbers(2), Numbers([1.0, 3.0]))
+    assert trainer.state.metrics["halved"] == 1.0
+
+
+def test_a_logged_loss_is_told_to_be_returned():
+    class Logging(Scripted):
+        def validation_step(self, batch):
+            self.log("val_loss", batch.mean())
+
+    with pytest.raises(accmt.ModuleContractError, match=r'return \{"loss": loss\} from the step'):
+        make_trainer().fit(Logging(), Numbers(2), Numbers(2))
 
 
 def test_names_of_optimizers_and_schedulers_are_attributes():
