@@ -63,7 +63,7 @@ def _with_changes(run: Run) -> str:
     """Return what has to change in the program for it to resume there."""
     resume = run.settings.checkpoints.resume
     begins_there = resume in (True, None, "auto") or (resume is not False and not run.checkpoints.has_saved)
-    changes = [] if begins_there else ["resume=True"]
+    changes = [] if begins_there else ["Trainer(resume=True)"]
     if resume is False and run.checkpoints.began_elsewhere:
         changes.append("no load_checkpoint")
     if run.interruption.ended_by == "max_time":  # which counts the time of all parts of a run

@@ -16,7 +16,7 @@ from accmt.errors import Preempted
 from tests.toys import Linear, make_points, make_trainer
 
 ON_IT_GOES = "resume: run the same program{} to continue from out/checkpoint-model/step-0000000{}"
-WITH_TRUE = " with resume=True"
+WITH_TRUE = " with Trainer(resume=True)"
 
 
 class BrokenError(Exception):
@@ -99,7 +99,7 @@ def test_a_program_that_chose_a_checkpoint_would_choose_it_again(ended, caplog):
     trainer.load_checkpoint("out/checkpoint-model")
     with pytest.raises(BrokenError) as caught:
         trainer.fit(Linear(), make_points())
-    way = "resume: run the same program with resume=True and no load_checkpoint to continue from "
+    way = "resume: run the same program with Trainer(resume=True) and no load_checkpoint to continue from "
     assert shown(caught.value)[-1] == f"{way}out/checkpoint-other/step-00000004"
 
 
@@ -139,7 +139,7 @@ def test_what_a_checkpointer_keeps_is_named_by_its_class(ended):
         def load(self):
             return None
 
-    kept = "resume: run the same program with resume=True to continue from what Shelf keeps"
+    kept = "resume: run the same program with Trainer(resume=True) to continue from what Shelf keeps"
     assert ended(3, checkpointer=Shelf())[1] == kept
     assert "so the same program starts from the beginning" in ended(1, checkpointer=Shelf())[1]
 
