@@ -6,22 +6,29 @@ import copy
 import difflib
 import inspect
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface.model_kinds import advise_wrapping, reject_injected_adapters
 from accmt.huggingface.peft_adapters import build_with_adapter, read_base_name
+from accmt.libraries.private_names import distributing_as_read, has_first_value
 from accmt.libraries.versions import require
-from accmt.parallel.shards import distribution_of_new, has_tied_shards
+from accmt.parallel.building import accelerator_to_build_for, device_of_shards, distribute_empty
+from accmt.parallel.meta import as_wholes
+from accmt.processes import broadcast_object, gather_objects
 from accmt.saving.layout import ADAPTER_CONFIG
 from accmt.saving.load_weights import describe_shapes, misfit
 from accmt.saving.state_dict import plain_names
 from accmt.sharded_tensors import class_of, shard_state
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from transformers import PreTrainedModel
 
 
@@ -52,7 +59,7 @@ def load_pretrained(
     folder = Path(path)
     if (folder / ADAPTER_CONFIG).is_file():
         return build_with_adapter(_read(model_class, read_base_name(folder), **kwargs), folder)
-    model = _load_sharded(model_class, os.fspath(path), kwargs) or _read(model_class, os.fspath(path), **kwargs)
+    model = _read_in_parts(model_class, os.fspath(path), kwargs) or _read(model_class, os.fspath(path), **kwargs)
     reject_injected_adapters(model)
     return model
 
@@ -82,15 +89,20 @@ def build_empty(path: str | os.PathLike[str], type: str | None = None) -> Any:  
         return model_class.from_config(config) if hasattr(model_class, "from_config") else model_class(config)
 
 
-def _load_sharded(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:
-    """Let each process read its own part of the weights, where a run that shards has begun.
+def _read_in_parts(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:
+    """Let each process read its own part of the weights, where a run that distributes its model has begun.
+
+    The model is built without values, and split and sharded as one from scratch would be. So tied weights are in one
+    group, and all settings of FSDP2 hold. What the files lack is drawn part by part, by all processes alike.
 
     Returns:
-        None where it has not, where the run has settings of FSDP2 that transformers does not take, where the folder
-        lacks weights (each process would draw its part of them by itself), or where weights are tied.
+        None where no such run has begun, or where this way cannot read the model: it is quantized, transformers is
+        older than 5.23, weights have other shapes than the files', or tied weights different values there.
+
+    Processes: collective, where such a run has begun.
     """
-    distribution = distribution_of_new()
-    if distribution is None or "distributed_config" in kwargs:
+    accelerator = accelerator_to_build_for()
+    if accelerator is None or kwargs.keys() & {"distributed_config", "device_map", "quantization_config"}:
         return None
     try:
         from transformers.distributed.configuration_utils import DistributedConfig
@@ -98,12 +110,65 @@ def _load_sharded(model_class: Any, path: str, kwargs: dict[str, Any]) -> Any:
         return None
     if not hasattr(DistributedConfig, "fsdp_size"):  # before 5.23 it is there, but shards experts only
         return None
-    config = DistributedConfig(**distribution)
-    if distribution["fsdp_mixed_precision"]:  # which rounds in each forward, and trains what is not rounded
-        kwargs = {**kwargs, "dtype": torch.float32}
-    with torch.random.fork_rng(devices=[]):  # a new head is drawn once, by the way that is taken in the end
-        model, report = _read(model_class, path, **kwargs, distributed_config=config, output_loading_info=True)
-    return None if report["missing_keys"] or has_tied_shards(model) else model
+    own = {"distributed_config": DistributedConfig(), "device_map": {"": device_of_shards(accelerator)}}
+    # A shape that does not fit is an error on some processes only, for others' parts may fit by chance.
+    own |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    reading = _ReadingInParts(accelerator)
+    before = torch.get_rng_state()
+    torch.set_rng_state(broadcast_object(before))
+    try:
+        with distributing_as_read(reading.distribute, reading.draw_part):
+            model, report = _read(model_class, path, **{**kwargs, **own})
+    except _MisfitsError:
+        model, report = None, {}
+    if model is None or any(gather_objects(bool(report["mismatched_keys"]) or reading.is_untied())):
+        torch.set_rng_state(before)
+        return None
+    del model.config.distributed_config  # which asked for nothing, and would be saved
+    return model
+
+
+class _MisfitsError(Exception):
+    """Some process has no place for what is in the files."""
+
+
+class _ReadingInParts:
+    """Distributes a model before its weights are read, and draws what the files lack.
+
+    Args:
+        accelerator: The Accelerator of the run.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._model: Any = None
+        self._tied: set[str] = set()
+        self._are_alike = False
+
+    def distribute(self, model: Any) -> None:
+        """Split and shard a model without values."""
+        self._model = model
+        model.tie_weights(recompute_mapping=False)
+        self._tied = {*model.all_tied_weights_keys}
+        distribute_empty(model, self._accelerator)
+
+    @contextmanager
+    def draw_part(self, part: nn.Module) -> Iterator[None]:
+        """Let a part be drawn, if every process has read the same weights.
+
+        Processes: collective.
+        """
+        if not self._are_alike:
+            read = [name for name, own in self._model.named_parameters() if has_first_value(own)]
+            if any(other != read for other in gather_objects(read)):
+                raise _MisfitsError
+            self._are_alike = True
+        with as_wholes(part):
+            yield
+
+    def is_untied(self) -> bool:
+        """Return whether the files have several values of what is tied, which transformers then unties."""
+        return self._tied != {*self._model.all_tied_weights_keys}
 
 
 def _read(kind: Any, path: str, **kwargs: Any) -> Any:

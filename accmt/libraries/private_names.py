@@ -7,8 +7,8 @@ and not somewhere in a run. Nothing here imports a library that is not in use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,15 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory as pin_as_loaders_do
 
+from accmt.sharded_tensors import class_of
+
 if TYPE_CHECKING:
     import torchmetrics
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from transformers import PreTrainedModel
+
+Around: TypeAlias = Callable[[nn.Module], AbstractContextManager[None]]
+"""Makes a context for one part of a model."""
 
 # torch
 
@@ -291,10 +296,66 @@ def layers_to_shard(model: nn.Module) -> tuple[str, ...]:
     return tuple(getattr(own, "_no_split_modules", None) or ())
 
 
-def initializer_of(model: nn.Module) -> Callable[[nn.Module], None] | None:
-    """Return what draws the first values of each part of a transformers model; None for any other."""
+def draws_first_values(model: nn.Module) -> bool:
+    """Return whether a model is one of transformers, which knows the first values of each of its parts."""
+    return hasattr(model, "config") and hasattr(model, "_init_weights")
+
+
+def draw_first_values(model: nn.Module, around: Around) -> None:
+    """Let a transformers model draw the first values of all its parts, in its own order, each within a context."""
     own: Any = model
-    return own._init_weights if hasattr(own, "config") and hasattr(own, "_init_weights") else None
+    for part in model.modules():
+        vars(part).pop("_is_hf_initialized", None)
+    with _drawing_within(around):
+        own.initialize_weights()
+
+
+def has_first_value(parameter: Tensor) -> bool:
+    """Return whether transformers has read a parameter, and so draws no value for it."""
+    return getattr(parameter, "_is_hf_initialized", False)
+
+
+@contextmanager
+def distributing_as_read(distribute: Callable[[nn.Module], None], around: Around) -> Iterator[None]:
+    """Let `from_pretrained(distributed_config=...)` distribute models by other means than its own.
+
+    Args:
+        distribute: Is called with a model without values, before its weights are read.
+        around: The context in which the first values of each part are drawn, as far as they are not in the files.
+    """
+    from transformers import PreTrainedModel
+
+    kind: Any = PreTrainedModel
+
+    def distribute_instead(_: type, model: nn.Module, *_config: Any) -> nn.Module:
+        distribute(model)
+        return model
+
+    kind.maybe_distribute_model = classmethod(distribute_instead)
+    try:
+        with _drawing_within(around):
+            yield
+    finally:
+        del kind.maybe_distribute_model  # which it inherits
+
+
+@contextmanager
+def _drawing_within(around: Around) -> Iterator[None]:
+    from transformers import PreTrainedModel
+
+    kind: Any = PreTrainedModel
+    own = kind._initialize_weights
+
+    def initialize(model: Any, part: nn.Module, _: object = None) -> None:
+        kind_of_model: Any = class_of(model)  # FSDP2's is not in transformers, and would pass for a user's code
+        with around(part):
+            own(model, part, kind_of_model.is_custom_code())
+
+    kind._initialize_weights = initialize
+    try:
+        yield
+    finally:
+        kind._initialize_weights = own
 
 
 def generate_together(model: nn.Module) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from accmt.errors import ModuleContractError, explain
@@ -17,7 +16,6 @@ from accmt.libraries.private_names import (
     layers_to_shard,
     shard_by_plugin,
 )
-from accmt.libraries.versions import parallel_size
 from accmt.parallel.meta import is_on_meta
 from accmt.parallel.reduction import broadcast_tensors
 from accmt.processes import broadcast_object, gather_objects, num_data_processes, num_processes
@@ -136,34 +134,6 @@ def require_known_shards(model: nn.Module) -> None:
     do = 'leave it whole, and let Trainer(parallelism={"fsdp": True}) shard it, or {"tp": 2} split it'
     expected = "fully_shard(model) over all processes that do not share batches"
     raise ModuleContractError(explain("self.model", got, expected, do))
-
-
-def distribution_of_new() -> dict[str, Any] | None:
-    """Return the arguments of transformers' `DistributedConfig` by which a model that is built now comes distributed.
-
-    None where no run shards, or where the model has to be whole before: settings ask for more than sharding.
-    """
-    accelerate_state = sys.modules.get("accelerate.state")
-    if accelerate_state is None or not accelerate_state.is_initialized():
-        return None
-    state = accelerate_state.AcceleratorState()
-    config = state.parallelism_config
-    tp = 1 if config is None else parallel_size(config, "tp")
-    if (not state.is_fsdp2 and tp == 1) or (state.is_fsdp2 and _does_more_than_shard(state.fsdp_plugin)):
-        return None
-    shard, replicate = (num_processes(), 1) if config is None else (config.dp_shard_size, config.dp_replicate_size)
-    is_mixed = state.is_fsdp2 and state.fsdp_plugin.mixed_precision_policy is not None
-    return {"fsdp_size": shard, "dp_replicate_size": replicate, "tp_size": tp, "fsdp_mixed_precision": is_mixed}
-
-
-def _does_more_than_shard(plugin: Any) -> bool:
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-
-    takes = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    has_own_precision = plugin.mixed_precision_policy not in (None, takes)
-    has_own_layers = plugin.transformer_cls_names_to_wrap is not None or plugin.reshard_after_forward is False
-    asked = plugin.activation_checkpointing, plugin.ignored_modules, has_own_precision, has_own_layers
-    return any(asked) or isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
 def as_shard(tensor: Tensor) -> Tensor:

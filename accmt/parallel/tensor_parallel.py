@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from accmt.errors import ModuleContractError, explain
 from accmt.libraries.private_names import plan_of_tensors, sums_gradients_of_parts
-from accmt.parallel.meta import is_on_meta
+from accmt.libraries.versions import parallel_size
+from accmt.parallel.meta import is_on_meta, untie
 from accmt.parallel.reduction import broadcast_tensors
 from accmt.parallel.shards import is_by_fsdp
 from accmt.processes import num_data_processes, num_processes, process_index
@@ -24,10 +25,23 @@ from accmt.sharded_tensors import is_dtensor, mesh_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.parallelism_config import ParallelismConfig
     from torch.distributed.device_mesh import DeviceMesh
 
 _NAME = "tp"
 _ASKED = 'Trainer(parallelism={"tp": ...})'
+
+
+def config_of(accelerator: Accelerator) -> ParallelismConfig | None:
+    """Return the sizes of an Accelerator's mesh of processes; None where it has none."""
+    state: Any = getattr(accelerator, "state", None)
+    return getattr(state, "parallelism_config", None)
+
+
+def tensor_parallel_size(accelerator: Accelerator) -> int:
+    """Return over how many processes each tensor of a model is asked to be split; 1 where it is not."""
+    config = config_of(accelerator)
+    return 1 if config is None else parallel_size(config, "tp")
 
 
 def split_tensors(model: nn.Module, accelerator: Accelerator) -> None:
@@ -46,7 +60,7 @@ def split_tensors(model: nn.Module, accelerator: Accelerator) -> None:
     plan = _find_plan(model, mesh.size())
     if not is_on_meta(model):
         broadcast_tensors([*model.parameters(), *model.buffers()], accelerator.device)
-    tied = _untie(model)
+    tied = untie(model)  # a plan is followed place by place, and makes another parameter at each
     apply_tensor_parallelism(model, mesh, plan)
     _tie_again(model, tied)
     vars(model)["_tp_size"] = mesh.size()  # which `generate` reads
@@ -83,22 +97,6 @@ def require_whole_heads(model: nn.Module, size: int) -> None:
         raise ModuleContractError(
             explain(_ASKED, got, "whole heads on each", 'a size that divides it, such as "tp": 2')
         )
-
-
-def _untie(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Give each place of a tied weight one of its own, and return the places of each such weight.
-
-    A plan is followed place by place, and makes another parameter at each.
-    """
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(parameter, []).append((module, name))
-    tied = {parameter: of_one for parameter, of_one in places.items() if len(of_one) > 1}
-    for parameter, of_one in tied.items():
-        for module, name in of_one[1:]:
-            setattr(module, name, nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad))
-    return list(tied.values())
 
 
 def _tie_again(model: nn.Module, tied: list[list[tuple[nn.Module, str]]]) -> None:

@@ -19,6 +19,7 @@ from accmt.errors import ArgumentError, explain
 from accmt.libraries.versions import make_accelerator, require
 from accmt.messages import warn_once
 from accmt.parallel.shards import is_sharded
+from accmt.parallel.tensor_parallel import tensor_parallel_size
 from accmt.processes import leave_process_group
 from accmt.settings import RunningSettings
 from accmt.setup.devices import explaining_device, touch
@@ -31,7 +32,6 @@ from accmt.setup.parallelism import (
     is_set,
     require_effect,
     shard_on_cpu,
-    tensor_parallel_size,
 )
 
 if TYPE_CHECKING:

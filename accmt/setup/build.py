@@ -58,7 +58,7 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     """
     settings, state = trainer.settings, trainer.state
     accelerator = build_accelerator(settings.running)
-    configure_model(module)
+    configure_model(module, accelerator)
     check_module(module)
     share_batches_if_split(module, accelerator, settings)
     check_reloading(settings.data, module, user_data)

@@ -26,6 +26,7 @@ from accmt.loop.logging import Logs
 from accmt.module import AcceleratorModule
 from accmt.optimization import build_optimizer
 from accmt.optimization.stepper import Stepper
+from accmt.parallel.building import building_for, device_of_shards
 from accmt.parallel.meta import fill, is_on_meta
 from accmt.parallel.reduction import (
     TransparentWrapper,
@@ -37,7 +38,6 @@ from accmt.parallel.reduction import (
 )
 from accmt.parallel.shards import (
     as_shard,
-    distribution_of_new,
     is_by_fsdp,
     is_sharded,
     require_known_shards,
@@ -51,13 +51,13 @@ from accmt.parallel.tensor_parallel import (
     require_whole_heads,
     share_weights,
     split_tensors,
+    tensor_parallel_size,
 )
 from accmt.processes import num_data_processes, num_processes, share_batches
 from accmt.run import Run
 from accmt.settings import RunningSettings, Settings
 from accmt.setup.accelerator import must_keep_in_step
 from accmt.setup.module_checks import require_optimizer
-from accmt.setup.parallelism import tensor_parallel_size
 from accmt.setup.run_length import make_scheduler
 
 if TYPE_CHECKING:
@@ -142,8 +142,7 @@ def create_optimizer(model: nn.Module, optim: str | type[torch.optim.Optimizer],
         HyperParameterError: An argument is wrong, or a group does not fit the model.
     """
     hps = HyperParameters(optim=optim, optim_kwargs=optim_kwargs)
-    is_in_parts = distribution_of_new() is not None or is_sharded(model)
-    return build_optimizer(hps, model, as_trained=as_shard if is_in_parts else torch.clone)
+    return build_optimizer(hps, model, as_trained=as_shard if must_keep_in_step(model) else torch.clone)
 
 
 def _build_optimizer(model: nn.Module, settings: Settings, accelerator: Accelerator) -> torch.optim.Optimizer:
@@ -204,7 +203,7 @@ def _distribute_first(model: nn.Module, accelerator: Accelerator) -> None:
         if accelerator.is_fsdp2 and not is_by_fsdp(model):
             _require_forward(model)
             shard_model(model, accelerator, None)
-        fill(model, accelerator.device)
+        fill(model, device_of_shards(accelerator))
 
 
 def _split(model: nn.Module, accelerator: Accelerator) -> None:
@@ -279,13 +278,16 @@ def detach_model(module: AcceleratorModule, model: nn.Module, accelerator: Accel
     module.model = own
 
 
-def configure_model(module: Any) -> None:
+def configure_model(module: Any, accelerator: Accelerator) -> None:
     """Let a module make its model now, unless it has one; whether it is a module at all is checked later.
+
+    What it reads by `from_hf` comes distributed where the run distributes models.
 
     Processes: all, when they know one another.
     """
     if isinstance(module, AcceleratorModule) and getattr(module, "model", None) is None:
-        module.configure_model()
+        with building_for(accelerator):
+            module.configure_model()
 
 
 def share_batches_if_split(module: AcceleratorModule, accelerator: Accelerator, settings: Settings) -> None:

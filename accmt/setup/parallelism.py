@@ -18,6 +18,7 @@ import torch
 from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import use_fsdp
 from accmt.libraries.versions import parallel_size
+from accmt.parallel.tensor_parallel import config_of
 from accmt.settings import RunningSettings
 from accmt.settings.running import ParallelismOptions
 
@@ -140,19 +141,8 @@ def require_effect(accelerator: Accelerator, parallelism: Parallelism) -> None:
             if _mesh_of(accelerator.state.parallelism_config) != _mesh_of(parallelism.config):
                 _use_mesh(accelerator, parallelism.config)
         _reduce_in_float32(accelerator)
-    elif _mesh_of(_config_of(accelerator)) != _mesh_of(parallelism.config):
+    elif _mesh_of(config_of(accelerator)) != _mesh_of(parallelism.config):
         _use_mesh(accelerator, parallelism.config)
-
-
-def tensor_parallel_size(accelerator: Accelerator) -> int:
-    """Return over how many processes each tensor of a model is asked to be split; 1 where it is not."""
-    config = _config_of(accelerator)
-    return 1 if config is None else parallel_size(config, "tp")
-
-
-def _config_of(accelerator: Accelerator) -> ParallelismConfig | None:
-    state: Any = getattr(accelerator, "state", None)
-    return getattr(state, "parallelism_config", None)
 
 
 def _use_mesh(accelerator: Accelerator, config: ParallelismConfig | None) -> None:

@@ -181,7 +181,7 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
     module, function, last, settings = request.module, request.function, request.last_run, request.trainer.settings
     if getattr(module, "model", None) is None:
         accelerator = build_accelerator(settings.running)  # which a module may ask for as `accmt.accelerator`
-        configure_model(module)
+        configure_model(module, accelerator)
         del accelerator
     check_untrained_module(module, function)
     _reject_another_module(request)

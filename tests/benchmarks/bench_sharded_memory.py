@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-WAYS = {"DDP": "ddp", "FSDP2": "fsdp2"}
+LLAMA, TIED, HEAD = "Llama", "Llama, tied weights", "Llama, tied weights, new head"
+KINDS = {LLAMA: "AutoModelForCausalLM", TIED: "AutoModelForCausalLM", HEAD: "AutoModelForSequenceClassification"}
+WAYS = (("DDP", "ddp", LLAMA), ("FSDP2", "fsdp2", LLAMA), ("FSDP2", "fsdp2", TIED), ("FSDP2", "fsdp2", HEAD))
 PROCESSES = (2, 4)
 PHASES = ("built", "trained", "saved")
 
@@ -51,7 +53,7 @@ def watching() -> Iterator[list[int]]:
         thread.join()
 
 
-def run(base: str, result: str) -> None:
+def run(base: str, kind: str, result: str) -> None:
     """Build, train and save on this process, and write the peaks of all."""
     import torch
     from torch.utils.data import Dataset
@@ -63,7 +65,7 @@ def run(base: str, result: str) -> None:
     class Rows(Dataset[Any]):
         def __getitem__(self, index: int) -> dict[str, Any]:
             tokens = torch.arange(8) + index
-            return {"input_ids": tokens, "labels": tokens}
+            return {"input_ids": tokens, "labels": tokens if kind == KINDS[LLAMA] else torch.tensor(0)}
 
         def __len__(self) -> int:
             return 16
@@ -83,7 +85,7 @@ def run(base: str, result: str) -> None:
     before = own_memory()
     with watching() as peak:
         trainer = Trainer(hps, folder / "model", logging_dir=folder / "logs", callbacks=Phases(), **settings)
-        trainer.fit(AcceleratorModule.from_hf(base, "AutoModelForCausalLM", in_fit=True), Rows())
+        trainer.fit(AcceleratorModule.from_hf(base, kind, in_fit=True, pad_token_id=0), Rows())
         peaks["trained"] = peak[0]
     start = own_memory()
     with watching() as peak:
@@ -97,41 +99,51 @@ def run(base: str, result: str) -> None:
 def main() -> None:
     """Measure every way, and print a table."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
     with tempfile.TemporaryDirectory() as name:
-        base = Path(name) / "base"
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=8000, **sizes))
-        model.save_pretrained(base, max_shard_size="100MB")
-        size = sum(parameter.nbytes for parameter in model.parameters())
-        del model
-        print(f"torch {torch.__version__}, a Llama of {size / 1e6:.0f} MB; peaks of each process in shares of it")
-        print("| | processes | built | trained | saved, main process | saved, others |\n|---|---|---|---|---|---|")
-        for label, way in WAYS.items():
+        folder = Path(name)
+        sizes = {label: save_base(folder / label, is_tied=label != LLAMA) for label in KINDS}
+        print(f"torch {torch.__version__}, a Llama of {sizes[LLAMA] / 1e6:.0f} MB ({sizes[TIED] / 1e6:.0f} MB tied)")
+        print("peaks of each process in shares of the model")
+        print("| | model | processes | built | trained | saved, main process | saved, others |\n" + "|---" * 7 + "|")
+        for label, way, model in WAYS:
             for processes in PROCESSES:
-                print(row(label, processes, measure(base, Path(name), way, processes), size), flush=True)
+                peaks = measure(folder, way, model, processes)
+                print(f"| {label} | {model} | {processes} |" + row(peaks, sizes[model]), flush=True)
                 time.sleep(1)
 
 
-def measure(base: Path, folder: Path, way: str, processes: int) -> list[dict[str, int]]:
+def save_base(folder: Path, *, is_tied: bool) -> int:
+    """Save a model to begin from, and return its size in bytes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8000, tie_word_embeddings=is_tied, **sizes))
+    model.save_pretrained(folder, max_shard_size="100MB")
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def measure(folder: Path, way: str, model: str, processes: int) -> list[dict[str, int]]:
     """Run one way in fresh processes."""
-    result = folder / f"{way}-{processes}" / "result.json"
+    result = folder / f"{model}-{way}-{processes}" / "result.json"
     result.parent.mkdir()
     program = "import sys; from accmt.cli.main import main; sys.exit(main())"
     launch = [sys.executable, "-c", program, "launch", "--cpu", "-N", str(processes), "--strat", way]
     # Else the C library keeps what was freed.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    subprocess.run([*launch, __file__, str(base), str(result)], env=environment, check=True, capture_output=True)
+    script = [__file__, str(folder / model), KINDS[model], str(result)]
+    ended = subprocess.run([*launch, *script], env=environment, check=False, capture_output=True, text=True)
+    if not result.exists():  # gloo sometimes aborts when all is done
+        sys.exit(f"{way} on {processes} processes ended with {ended.returncode}:\n{ended.stderr[-2000:]}")
     peaks: list[dict[str, int]] = json.loads(result.read_text())
     return peaks
 
 
-def row(label: str, processes: int, peaks: list[dict[str, int]], size: int) -> str:
-    """Return a line of the table."""
+def row(peaks: list[dict[str, int]], size: int) -> str:
+    """Return what was measured, as the end of a line of the table."""
     most = [max(peak[phase] for peak in peaks) / size for phase in ("built", "trained")]
     saved = [peaks[0]["saved"] / size, max(peak["saved"] for peak in peaks[1:]) / size]
-    return f"| {label} | {processes} | " + " | ".join(f"{share:.2f}" for share in (*most, *saved)) + " |"
+    return " " + " | ".join(f"{share:.2f}" for share in (*most, *saved)) + " |"
 
 
 if __name__ == "__main__":

@@ -28,11 +28,13 @@ OF_DDP = (
     "compiled",
     "checked",
 )
-SPLIT = tuple(name for name in CASES if name not in ("encoder", "with_adapter", "built_in_bf16"))  # which have no plan
-LEFT_OUT = () if HAS_PLANS else ("built_in_bf16",)  # before 5.23 it is whole at first
+NO_PLAN = ("encoder", "with_adapter", "built_in_bf16", "built_gpt2", "from_meta_tied")
+SPLIT = tuple(name for name in CASES if name not in NO_PLAN)
+LEFT_OUT = () if HAS_PLANS else ("built_in_fit", "built_gpt2", "built_in_bf16")  # before 5.23 they are whole at first
 OF_FSDP = tuple(name for name in CASES if name not in LEFT_OUT)
 LAUNCHES = {1: CASES, "ddp-2": OF_DDP, "fsdp-2": OF_FSDP, "fsdp-4": SOME, "hsdp-4": SOME}
-LAUNCHES |= {"tp-2": SPLIT, "tpfsdp-4": (*SOME, "accumulated", "grouped")} if HAS_PLANS else {}
+LAUNCHES |= {"hsdp-4": (*SOME, "built_gpt2")} if HAS_PLANS else {}
+LAUNCHES |= {"tp-2": SPLIT, "tpfsdp-4": (*SOME, "accumulated", "grouped", "built_in_fit")} if HAS_PLANS else {}
 SHARDED = [(way, name) for way, names in LAUNCHES.items() if way != 1 for name in names if name != "refused"]
 
 
@@ -59,9 +61,8 @@ def test_a_sharded_model_gives_what_one_process_gives(outcomes: dict[Any, Any], 
 def test_what_was_saved_or_resumed_has_the_same_bits(outcomes: dict[Any, Any], way: str, name: str) -> None:
     flags = {key: value for key, value in flatten(outcomes[way][name]).items() if isinstance(value, bool)}
     assert all(flags.values())
-    assert bool(flags) == (
-        name in ("averaged", "saved", "with_adapter", "built_in_fit", "built_in_bf16", "checked", "from_meta")
-    )
+    built = ("built_in_fit", "built_gpt2", "built_in_bf16", "from_meta", "from_meta_tied")
+    assert bool(flags) == (name in ("averaged", "saved", "with_adapter", "checked", *built))
 
 
 def test_what_cannot_work_on_shards_is_refused_with_the_line_to_write(outcomes: dict[Any, Any]) -> None:

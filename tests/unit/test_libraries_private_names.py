@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -372,14 +373,48 @@ def test_transformers_names_the_layers_to_shard(tiny):
     assert names.layers_to_shard(nn.Linear(1, 1)) == ()
 
 
-def test_transformers_draws_the_first_values_of_a_part(tiny):
-    initialize = names.initializer_of(tiny)
-    assert initialize is not None, missing("transformers", "PreTrainedModel._init_weights", "initializer_of")
+def test_transformers_draws_the_first_values_of_each_part_within_a_context(tiny):
+    seen = []
+
+    @contextmanager
+    def around(part):
+        seen.append(part)
+        yield
+
     norm = tiny.embeddings.LayerNorm
     nn.init.zeros_(norm.weight)
-    initialize(norm)
-    assert norm.weight.tolist() == [1.0] * 8
-    assert names.initializer_of(nn.Linear(1, 1)) is None
+    assert names.draws_first_values(tiny), missing(
+        "transformers", "PreTrainedModel._init_weights", "draws_first_values"
+    )
+    assert not names.draws_first_values(nn.Linear(1, 1))
+    names.draw_first_values(tiny, around)
+    assert norm.weight.tolist() == [1.0] * 8, missing("transformers", "_is_hf_initialized", "draw_first_values")
+    assert {*seen} == {*tiny.modules()}, missing("transformers", "_initialize_weights", "_drawing_within")
+    seen.clear()
+    tiny.initialize_weights()
+    assert seen == []
+
+
+def test_transformers_lets_a_model_be_distributed_before_its_weights_are_read(tiny, tmp_path):
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    tiny.save_pretrained(tmp_path)
+    given, drawn = [], []
+
+    @contextmanager
+    def around(part):
+        drawn.extend(name for name, own in part.named_parameters(recurse=False) if not names.has_first_value(own))
+        yield
+
+    with names.distributing_as_read(given.append, around):
+        kind = transformers.BertForSequenceClassification
+        model = kind.from_pretrained(tmp_path, distributed_config=DistributedConfig())
+    assert given == [model], missing("transformers", "maybe_distribute_model", "distributing_as_read")
+    # "weight" and "bias" of the new head alone: the others were read.
+    assert drawn == ["weight", "bias"], missing("transformers", "_is_hf_initialized", "has_first_value")
+    kind.from_pretrained(tmp_path, distributed_config=DistributedConfig())
+    assert given == [model]
 
 
 def test_transformers_generates_on_all_processes_together_where_a_model_is_marked():

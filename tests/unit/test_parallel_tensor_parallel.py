@@ -17,6 +17,7 @@ from accmt.data import MicroBatch
 from accmt.data.bad_samples import BadSample, _require_same_in_groups
 from accmt.errors import DataError, ModuleContractError
 from accmt.parallel import tensor_parallel
+from accmt.parallel.meta import untie
 from accmt.parallel.tensor_parallel import beginning_anew, ranks_of_batch
 from accmt.processes import data_index, each_once, is_counted, num_data_processes, share_batches, sum_over_data
 from accmt.sharded_tensors import by_mesh
@@ -95,11 +96,11 @@ def test_tied_weights_that_a_plan_splits_in_two_ways_are_an_error(rank: int) -> 
     mesh = init_device_mesh("cpu", (4,))
     model = nn.ModuleDict({"first": nn.Linear(4, 4, bias=False), "second": nn.Linear(4, 4, bias=False)})
     model["second"].weight = model["first"].weight
-    tied = tensor_parallel._untie(model)
+    tied = untie(model)
     assert model["second"].weight is not model["first"].weight
     tensor_parallel._tie_again(model, tied)
     assert model["second"].weight is model["first"].weight
-    tied = tensor_parallel._untie(model)
+    tied = untie(model)
     parallelize_module(model, mesh, {"second": ColwiseParallel()})
     with pytest.raises(ModuleContractError, match="splits each in another way"):
         tensor_parallel._tie_again(model, tied)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
@@ -31,14 +35,14 @@ from transformers import (
 import tests.many_runs  # noqa: F401
 from accmt import EMA, AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer, read_history
 from accmt.errors import AccmtError
-from accmt.parallel.shards import is_sharded
-from accmt.processes import is_main_process, run_on_main_process
-from accmt.sharded_tensors import make_whole
+from accmt.processes import is_main_process, num_processes, process_index, run_on_main_process
+from accmt.sharded_tensors import is_dtensor, make_whole
 from tests.splitting import is_split, num_data_processes
 
 VOCABULARY = 61
 SAMPLES = 22
 STEPS = 4
+HPS_IN_FIT = {"max_steps": STEPS, "batch_size": 12 // num_data_processes(), "optim": {"type": "AdamW", "lr": 1e-2}}
 
 
 def make_texts() -> TensorDataset:
@@ -55,6 +59,16 @@ def make_llama(**options: Any) -> Any:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=32, **{**sizes, **options})
     return LlamaForCausalLM(config)
+
+
+def make_gpt2(seed: int | None = 0, device: str = "cpu") -> Any:
+    """Make a model with tied weights that is no Llama."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "pad_token_id": 0}
+    with torch.device(device):
+        return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **rates))
 
 
 class Texts(AcceleratorModule):
@@ -321,7 +335,19 @@ class Labelled(torch.utils.data.Dataset[Any]):
 
 
 def built_in_fit(folder: Path) -> Any:
-    return {str(is_tied): build_in_fit(folder / str(is_tied), is_tied=is_tied) for is_tied in (False, True)}
+    """Train models that each process reads its part of, tied and not, and draw a new head."""
+    tied = train_in_fit(folder / "tied", partial(make_llama, tie_word_embeddings=True))
+    return {"untied": train_in_fit(folder / "untied", make_llama), "tied": tied, "head": draw_head(folder / "tied")}
+
+
+def built_gpt2(folder: Path) -> Any:
+    """The same of GPT-2, which has tied weights and layers of its own; and a head in the place of one that misfits."""
+    outcome = {"tied": train_in_fit(folder, make_gpt2), "head": draw_head(folder)}
+    options: dict[str, Any] = {"num_labels": 2, "pad_token_id": 0}
+    make = partial(AutoModelForSequenceClassification.from_pretrained, folder / "base", **options)
+    run_on_main_process(lambda: make().save_pretrained(folder / "misfit" / "base") and None)
+    misfit = draw_head(folder / "misfit", ignore_mismatched_sizes=True)
+    return {**outcome, "misfit": {"is_same": misfit["is_same"]}}  # it is read whole
 
 
 class Empty(Texts):
@@ -346,12 +372,13 @@ class EmptyLayers(AcceleratorModule):
         return self.model(batch[0].float()).square().mean()
 
 
-class EmptyTied(Texts):
+class EmptyTied(EmptyLayers):
     """Has tied weights without values."""
 
-    def __init__(self) -> None:
+    def configure_model(self) -> None:
         with torch.device("meta"):
-            self.model = make_llama(tie_word_embeddings=True)
+            self.model = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9))
+        self.model[1].weight = self.model[0].weight
 
 
 class EmptyOwn(EmptyLayers):
@@ -380,6 +407,20 @@ def from_meta(folder: Path) -> Any:
     return {"is_same": is_same, "weights": weights_of(module), "names": run_on_main_process(lambda: names_of(folder))}
 
 
+def from_meta_tied(folder: Path) -> Any:
+    """Compare the first weights of GPT-2, which has tied ones and draws some twice, with those of one process."""
+    torch.manual_seed(0)
+    expected = make_gpt2(seed=None, device="meta").to_empty(device="cpu")
+    expected.init_weights()
+    torch.manual_seed(0)
+    module = Texts(make_gpt2(seed=None, device="meta"))
+    outcome = fit(module, folder, optim={"type": "SGD", "lr": 0.0})
+    model = module.unwrapped_model
+    is_tied = model.transformer.wte.weight is model.lm_head.weight
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    return {**outcome, "is_same": is_tied and all(torch.equal(make_whole(p.detach()), own) for p, own in pairs)}
+
+
 def names_of(folder: Path) -> list[str]:
     return sorted(AutoModelForCausalLM.from_pretrained(folder / "llama" / "model" / "last").state_dict())
 
@@ -390,39 +431,60 @@ def built_in_bf16(folder: Path) -> Any:
 
     PartialState(cpu=True).wait_for_everyone()
     run_on_main_process(lambda: make_llama().to(torch.bfloat16).save_pretrained(folder / "base") and None)
-    module = AcceleratorModule.from_hf(folder / "base", "AutoModelForCausalLM", in_fit=True)
+    built = BuiltInFit(folder / "base", "AutoModelForCausalLM")
     own: dict[str, Any] = {"model_saving": None, "checkpoint_every": None, "seed": 5, "verbose": False}
-    hps = {"max_steps": STEPS, "batch_size": 12 // num_data_processes(), "optim": {"type": "AdamW", "lr": 1e-2}}
-    trainer = Trainer(hps, folder / "model", mixed_precision="bf16", logging_dir=folder / "logs", **own)
-    trainer.fit(module, Labelled(), Labelled())
-    model = module.unwrapped_model
-    is_read_in_parts = vars(model).get("_is_distributed_loading_by_transformers", False)
-    is_whole = not is_sharded(model)
-    parts = {"is_as_asked": is_whole or (is_read_in_parts and model.dtype == torch.float32)}
+    trainer = Trainer(HPS_IN_FIT, folder / "model", mixed_precision="bf16", logging_dir=folder / "logs", **own)
+    trainer.fit(built.module, Labelled(), Labelled())
+    parts = {"is_as_asked": built.is_as_asked and (num_processes() == 1 or built.module.model.dtype == torch.float32)}
     return {"loss": round(trainer.state.metrics["val_loss"], 1), **parts}
 
 
-def build_in_fit(folder: Path, *, is_tied: bool) -> Any:
-    """Train a model that each process reads its part of, and one with a new head, which is whole at first."""
+class BuiltInFit:
+    """Lets a module build its model in fit, and notes whether this process then has no more than its part."""
+
+    def __init__(self, folder: Path, kind: str, **options: Any) -> None:
+        self.module = AcceleratorModule.from_hf(folder, kind, in_fit=True, **options)
+        assert getattr(self.module, "model", None) is None
+        self.build = self.module.configure_model
+        self.module.configure_model = self.configure_model  # type: ignore[method-assign]
+        self.is_as_asked = False
+
+    def configure_model(self) -> None:
+        self.build()
+        are_parts = [is_dtensor(p) for p in self.module.model.parameters() if p.ndim > 1]
+        is_in_parts = any(are_parts) if is_split() else all(are_parts)  # a plan has no new heads
+        self.is_as_asked = num_processes() == 1 or is_in_parts
+
+
+def train_in_fit(folder: Path, make: Callable[[], Any]) -> Any:
     from accelerate import PartialState
 
     PartialState(cpu=True).wait_for_everyone()
-    run_on_main_process(lambda: make_llama(tie_word_embeddings=is_tied).save_pretrained(folder / "base") and None)
-    module = AcceleratorModule.from_hf(folder / "base", "AutoModelForCausalLM", in_fit=True)
-    assert getattr(module, "model", None) is None
+    run_on_main_process(lambda: make().save_pretrained(folder / "base") and None)
+    built = BuiltInFit(folder / "base", "AutoModelForCausalLM")
     own: dict[str, Any] = {"model_saving": None, "seed": 5, "verbose": False, "logging_dir": folder / "logs"}
-    hps = {"max_steps": STEPS, "batch_size": 12 // num_data_processes(), "optim": {"type": "AdamW", "lr": 1e-2}}
-    trainer = Trainer(hps, folder / "model", **own, checkpoint_every="step", save_last=True)
-    trainer.fit(module, Labelled(), Labelled())
-    last = AutoModelForCausalLM.from_pretrained(folder / "model" / "last").state_dict()
-    whole = {name: make_whole(tensor) for name, tensor in module.unwrapped_model.state_dict().items()}
-    is_same = all(torch.equal(whole[name], tensor) for name, tensor in last.items())
+    trainer = Trainer(HPS_IN_FIT, folder / "model", **own, checkpoint_every="step", save_last=True)
+    trainer.fit(built.module, Labelled(), Labelled())
+    last = AutoModelForCausalLM.from_pretrained(folder / "model" / "last")
+    whole = {name: make_whole(tensor) for name, tensor in built.module.unwrapped_model.state_dict().items()}
+    is_same = all(torch.equal(whole[name], tensor) for name, tensor in last.state_dict().items())
+    is_tied = last.get_input_embeddings().weight is last.get_output_embeddings().weight
+    outcome = {"results": dict(trainer.state.metrics), "weights": weights_of(built.module), "tied": str(is_tied)}
+    return {**outcome, "is_same": is_same, "is_as_asked": built.is_as_asked}
+
+
+def draw_head(folder: Path, **further: Any) -> Any:
+    """Compare a new head with what one process would have drawn; the processes' generators differ."""
+    kind, options = "AutoModelForSequenceClassification", {"num_labels": 3, "pad_token_id": 0, **further}
     torch.manual_seed(7)
-    options: dict[str, Any] = {"in_fit": True, "num_labels": 3, "pad_token_id": 0}
-    other = AcceleratorModule.from_hf(folder / "base", "AutoModelForSequenceClassification", **options)
-    Trainer(hps, folder / "other", **own, checkpoint_every=None).predict(other, Labelled(), return_predictions=False)
-    head = float(make_whole(other.model.score.weight.detach()).double().sum())
-    return {"results": dict(trainer.state.metrics), "weights": weights_of(module), "is_same": is_same, "head": head}
+    expected = AutoModelForSequenceClassification.from_pretrained(folder / "base", **options).state_dict()
+    built = BuiltInFit(folder / "base", kind, **options)
+    torch.manual_seed(7 + process_index())
+    trainer = Trainer(HPS_IN_FIT, folder / "other", logging_dir=folder / "logs", checkpoint_every=None, verbose=False)
+    trainer.predict(built.module, Labelled(), return_predictions=False)
+    found = built.module.model.state_dict()
+    is_same = all(torch.equal(make_whole(found[name]), tensor) for name, tensor in expected.items())
+    return {"is_same": is_same, "is_as_asked": built.is_as_asked}
 
 
 def refused(folder: Path) -> Any:
@@ -459,7 +521,7 @@ _TRAINED = (
     guarded,
     half,
 )
-_BUILT = (built_in_fit, built_in_bf16, from_meta)
+_BUILT = (built_in_fit, built_gpt2, built_in_bf16, from_meta, from_meta_tied)
 _KEPT = (saved, with_adapter, generated, compiled)
 CASES = {case.__name__: case for case in (*_TRAINED, checked, *_KEPT, *_BUILT, refused)}
 
