@@ -30,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--cpu", action="store_true", help="use no GPU; default number of processes: one")
     parser.add_argument("--strat", choices=STRATEGIES, help="default: single for one process, ddp for several")
     parser.add_argument("--replicate", type=int, default=2, metavar="NUMBER", help="groups of --strat hsdp; default: 2")
+    split = "processes that split each layer with --strat tp; default: 2"
+    parser.add_argument("--tp", type=int, default=2, metavar="NUMBER", help=split)
     add_machine_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
     parser.add_argument("script", help="the script to run; or sft, the command")
@@ -75,6 +77,8 @@ def _count_processes(options: argparse.Namespace) -> int:
     machines = read_machines(options)
     if options.strat == "hsdp":
         _require_groups(number * machines.most, options.replicate)
+    if options.strat == "tp":
+        _require_split(number, options.tp)
     if options.strat == "single" and (number > 1 or machines.needs_launcher):
         got = f"-N {number}, --nodes {machines.most}" if machines.needs_launcher else f"-N {number}"
         raise ArgumentError(explain("accmt launch --strat single", got, "one process", "--strat ddp"))
@@ -90,6 +94,13 @@ def _require_groups(number: int, replicate: int) -> None:
         raise ArgumentError(explain("accmt launch --strat hsdp", got, "groups of the same size, from 2", do))
 
 
+def _require_split(number: int, size: int) -> None:
+    """Check that groups which split layers, and exchange activations in each of them, are on one machine each."""
+    if size < 2 or number % size:
+        got, do = f"--tp {size} on {number} processes of a machine", "-N 4 --tp 2, say; or --strat fsdp2"
+        raise ArgumentError(explain("accmt launch --strat tp", got, "a number from 2 that divides them", do))
+
+
 def _strategy(options: argparse.Namespace) -> str:
     is_single = _count_processes(options) == 1 and not read_machines(options).needs_launcher
     return options.strat or ("single" if is_single else "ddp")
@@ -100,16 +111,19 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _sharding(options: argparse.Namespace) -> dict[str, str]:
-    """Return what `accelerate launch` sets for FSDP2, and for the sizes of hybrid sharding."""
-    if options.strat not in ("fsdp2", "hsdp"):
-        return {}
-    own = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-    if options.strat == "fsdp2":
-        return own
+    """Return what `accelerate launch` sets for FSDP2, and for the sizes of the mesh of processes."""
     number = _count_processes(options) * read_machines(options).most
-    sizes = {"REPLICATE": options.replicate, "SHARD": number // options.replicate}
-    own |= {f"PARALLELISM_CONFIG_DP_{name}_SIZE": str(size) for name, size in sizes.items()}
-    return {**own, "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+    sizes: dict[str, int] = {}
+    if options.strat == "hsdp":
+        sizes = {"DP_REPLICATE": options.replicate, "DP_SHARD": number // options.replicate}
+    if options.strat == "tp":
+        sizes = {"TP": options.tp} | ({"DP_SHARD": number // options.tp} if number > options.tp else {})
+    own = {}
+    if options.strat == "fsdp2" or "DP_SHARD" in sizes:
+        own = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+    if sizes:
+        own["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+    return own | {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
 
 
 def _devices(options: argparse.Namespace) -> dict[str, str]:

@@ -93,9 +93,10 @@ def read_machines(options: argparse.Namespace) -> Machines:
     if not 0 <= options.node_rank < most:
         got, expected = str(options.node_rank), f"a number from 0 to {most - 1}"
         raise ArgumentError(explain("accmt launch --node-rank", got, expected, _EXAMPLE))
-    if options.strat == "hsdp" and least != most:
+    if options.strat in ("hsdp", "tp") and least != most:
         do = f"--nodes {most}; or --strat fsdp2, which takes any number of processes"
-        raise ArgumentError(explain(f"{_WHERE} {options.nodes}", "--strat hsdp", "groups of a fixed size", do))
+        got = f"--strat {options.strat}"
+        raise ArgumentError(explain(f"{_WHERE} {options.nodes}", got, "groups of a fixed size", do))
     host, port = _read_address(options.address)
     return Machines(least, most, options.node_rank, host, port, options.max_restarts)
 

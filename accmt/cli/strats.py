@@ -9,6 +9,7 @@ STRATEGIES = {
     "ddp": "DistributedDataParallel: each process has the whole model, and gradients are averaged",
     "fsdp2": "FSDP2: each process has a part of the model, which may be larger than one GPU",
     "hsdp": "FSDP2 within groups of processes (--replicate), and gradients averaged between them",
+    "tp": "tensor parallelism: --tp processes split each layer, and FSDP2 shards over the others",
 }
 
 

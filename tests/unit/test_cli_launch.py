@@ -156,6 +156,28 @@ def test_groups_that_cannot_be_are_an_error(number, replicate, tmp_path, capsys)
     assert "groups of the same size" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "is_sharded", "sizes"),
+    [("-N 2", False, {"TP": "2"}), ("-N 8 --tp 4", True, {"TP": "4", "DP_SHARD": "2"})],
+)
+def test_tensor_parallelism_leaves_the_other_processes_to_fsdp2(arguments, is_sharded, sizes, tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.touch()
+    assert main(["launch", "--cpu", *arguments.split(), "--strat", "tp", "--dry-run", str(script)]) == 0
+    said = capsys.readouterr().out
+    assert ("ACCELERATE_USE_FSDP=true" in said) == is_sharded
+    assert "ACCELERATE_USE_PARALLELISM_CONFIG=true" in said
+    assert dict(re.findall(r"PARALLELISM_CONFIG_(\w+)_SIZE=(\d+)", said)) == sizes
+
+
+@pytest.mark.parametrize("arguments", ["-N 3", "-N 2 --tp 4", "-N 2 --tp 1", "-N 1"])
+def test_processes_that_cannot_be_split_alike_are_an_error(arguments, tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.touch()
+    assert main(["launch", "--cpu", "--strat", "tp", *arguments.split(), str(script)]) == 2
+    assert "a number from 2 that divides them" in capsys.readouterr().err
+
+
 @pytest.mark.feature("N42")
 def test_example_writes_the_files_of_the_quickstart_once(tmp_path, capsys):
     assert main(["example", str(tmp_path / "new")]) == 0

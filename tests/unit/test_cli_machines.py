@@ -101,6 +101,7 @@ def test_groups_of_hybrid_sharding_count_the_processes_of_all_machines(capsys):
         ("--nodes 2 --node-rank 0 --address a:70000", "a host, or a host and a port"),
         ("--nodes 2 --node-rank 0 --address a:b", "a host, or a host and a port"),
         ("--nodes 1:2 --node-rank 0 --address a --strat hsdp -N 4", "groups of a fixed size"),
+        ("--nodes 1:2 --node-rank 0 --address a --strat tp -N 4", "groups of a fixed size"),
         ("--nodes 2 --node-rank 0 --address a --strat single", "one process"),
         ("--max-restarts -1", "a number from 0"),
     ],
