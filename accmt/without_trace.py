@@ -10,20 +10,21 @@ import torch
 from torch import nn
 
 from accmt.data.seeding import preserve_generators
-from accmt.libraries.private_names import buffers_of
+from accmt.libraries.private_names import buffers_of, without_dispatch_modes
 
 
 @contextmanager
 def without_trace(model: nn.Module) -> Iterator[None]:
     """Give everything back afterwards, bit for bit: random generators, buffers, gradients, and each part's mode.
 
-    Nothing is compiled meanwhile, so that no graph is made, or made again, for what is tried.
+    Nothing is compiled meanwhile, so that no graph is made, or made again, for what is tried; and nothing is counted,
+    such as the operations of a step.
     """
     modes = [(layer, layer.training) for layer in model.modules()]
     gradients = [(weight, weight.grad) for weight in model.parameters()]
     buffers = [(buffers_of(layer), dict(buffers_of(layer))) for layer in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    with _preserving_all_generators(device_of(model)), _without_compilation():
+    with _preserving_all_generators(device_of(model)), _without_compilation(), without_dispatch_modes():
         for weight, _ in gradients:
             weight.grad = None
         try:

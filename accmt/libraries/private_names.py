@@ -7,7 +7,7 @@ and not somewhere in a run. Nothing here imports a library that is not in use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -100,6 +100,13 @@ def pin_memory(batch: Any) -> Any:
 def is_compiled(model: nn.Module) -> bool:
     """Return whether `model.compile()` was called."""
     return model._compiled_call_impl is not None
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """Let nothing that watches torch's operations, such as a counter of them, see what is computed within."""
+    from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+    return _disable_current_modes() if _get_current_dispatch_mode_stack() else nullcontext()
 
 
 def count_graphs() -> int:

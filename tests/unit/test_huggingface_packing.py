@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -303,6 +304,19 @@ def test_the_trial_changes_no_bit_of_a_run(precision: str, monkeypatch: pytest.M
             assert trials.number == 1
             weights.append([weight.detach().clone() for weight in model.parameters()])
     assert all(map(torch.equal, *weights))
+
+
+def test_the_operations_of_the_trial_are_not_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+    for skips in (False, True):
+        with monkeypatch.context() as patch:
+            trials = Trials(patch, skips=skips)
+            trainer, train = fit(Steps(make_model()))
+            with FlopCounterMode(display=False) as counter:  # as the monitor counts
+                train()
+            assert trials.number == 1
+            counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1] > 0
 
 
 def test_validation_on_packed_documents_that_a_model_mixes_is_rejected() -> None:

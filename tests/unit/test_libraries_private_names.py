@@ -176,6 +176,18 @@ def test_torch_keeps_the_compiled_call_of_a_model_where_another_may_stand():
     assert model._compiled_call_impl is compiled
 
 
+def test_torch_lets_its_counters_rest():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        with names.without_dispatch_modes():
+            torch.ones(2, 2) @ torch.ones(2, 2)
+        before = counter.get_total_flops()
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert before == 0, missing("torch", "_disable_current_modes", "without_dispatch_modes")
+    assert counter.get_total_flops() == 16
+
+
 def test_torch_counts_the_graphs_of_its_compiler():
     torch._dynamo.reset()
     before = names.count_graphs()
