@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch.optim import Optimizer
 
 from accmt.errors import ArgumentError, explain
+from accmt.sharded_tensors import by_mesh
 
 
 class ChainedOptimizer(Optimizer):
@@ -30,6 +32,9 @@ class ChainedOptimizer(Optimizer):
         >>> [group["lr"] for group in ChainedOptimizer([adam, muon]).param_groups]
         [0.001, 0.02]
     """
+
+    is_mixed = False
+    """Whether parameters are sharded over several groups of processes, or only some are."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._chained = list(optimizers)
@@ -66,7 +71,8 @@ class ChainedOptimizer(Optimizer):
             raise ArgumentError(explain("ChainedOptimizer.step", "a closure", "none", "step an optimizer alone"))
         self._share()
         for one in self._chained:
-            one.step()
+            with mesh_by_mesh(one) if self.is_mixed else nullcontext():
+                one.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the first optimizer."""
@@ -100,6 +106,26 @@ class ChainedOptimizer(Optimizer):
 
     def _groups_of(self, number: int) -> list[dict[str, Any]]:
         return [group for group, owner in zip(self.param_groups, self._owners, strict=True) if owner == number]
+
+
+@contextmanager
+def mesh_by_mesh(optimizer: Optimizer) -> Iterator[None]:
+    """Let a fused step take the parameters that are sharded alike together, and then the others.
+
+    One kernel takes whole tensors, or those of one mesh (torch 2.13: "got mixed torch.Tensor and DTensor").
+    """
+    groups = optimizer.param_groups
+    optimizer.param_groups = [part for group in groups for part in _divide(group)]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+
+
+def _divide(group: dict[str, Any]) -> list[dict[str, Any]]:
+    if not group.get("fused"):  # others may keep something of their own in a group
+        return [group]
+    return [{**group, "params": parameters} for (parameters,) in by_mesh(group["params"])]
 
 
 def _require_chainable(optimizers: Sequence[Optimizer]) -> None:

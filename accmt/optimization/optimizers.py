@@ -158,14 +158,15 @@ def _is_fused_right(
     Torch 2.13's fused SGD leaves bfloat16 and float16 weights on a CPU as they are, and says nothing.
     """
     trainable = list(trainable)
-    if len({mesh_of(parameter) for parameter in trainable}) > 1:  # one kernel takes tensors of one kind
-        return False
+    is_mixed = len({mesh_of(parameter) for parameter in trainable}) > 1  # of which each kind has a step of its own
+    makes = (as_trained, torch.clone) if is_mixed else (as_trained,)
 
-    def step(device: torch.device, dtype: torch.dtype, *, fused: bool) -> torch.Tensor:
-        weight = torch.nn.Parameter(as_trained(torch.zeros(_TRIED, device=device, dtype=dtype)))
+    def step(make: AsTrained, device: torch.device, dtype: torch.dtype, *, fused: bool) -> torch.Tensor:
+        weight = torch.nn.Parameter(make(torch.zeros(_TRIED, device=device, dtype=dtype)))
         weight.grad = torch.ones_like(weight)
         optimizer_class([weight], **{**arguments, "fused": fused}).step()
         return make_whole(weight.detach())
 
-    kinds = {(parameter.device, parameter.dtype) for parameter in trainable if not parameter.is_meta}
+    found = {(parameter.device, parameter.dtype) for parameter in trainable if not parameter.is_meta}
+    kinds = [(make, *kind) for make in makes for kind in found]
     return all(torch.allclose(step(*kind, fused=True), step(*kind, fused=False), rtol=0.02, atol=0) for kind in kinds)

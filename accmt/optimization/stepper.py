@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from accmt.libraries.private_names import multiply_
+from accmt.optimization.chained import ChainedOptimizer, mesh_by_mesh
 from accmt.optimization.clipping import clip_gradients
-from accmt.sharded_tensors import by_mesh
+from accmt.sharded_tensors import by_mesh, mesh_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -61,6 +62,9 @@ class Stepper:
         self._clip_type = clip_type
         self._drops_gradients = set_to_none and type(optimizer).zero_grad is _TORCH_ZERO_GRAD
         self._around_backward = around_backward or nullcontext
+        self._is_mixed = len({mesh_of(parameter) for parameter in self.parameters}) > 1
+        if isinstance(optimizer, ChainedOptimizer):
+            optimizer.is_mixed, self._is_mixed = self._is_mixed, False
         is_plain = self._scaler is None and type(accelerator).backward is Accelerator.backward
         self._is_plain_backward = is_plain and around_backward is None
 
@@ -118,11 +122,12 @@ class Stepper:
             https://docs.pytorch.org/docs/stable/notes/amp_examples.html
         """
         scaler = self._scaler
-        if scaler is None:
-            self.optimizer.step()
-            return True
-        self._is_unscaled = False
-        scaler.step(self.optimizer)
+        with mesh_by_mesh(self.optimizer) if self._is_mixed else nullcontext():
+            if scaler is None:
+                self.optimizer.step()
+                return True
+            self._is_unscaled = False
+            scaler.step(self.optimizer)
         scale = scaler.get_scale()
         scaler.update()
         return scaler.get_scale() >= scale

@@ -13,6 +13,9 @@ from packaging.version import Version
 from tests.distributed.scripts.sharded import CASES
 from tests.launching import SCRIPTS, launch
 
+TIMEOUT_S = 400  # for up to 27 runs
+pytestmark = pytest.mark.timeout(2 * TIMEOUT_S + 60)  # a launch, and the one that it is compared with
+
 HAS_PLANS = Version(transformers.__version__) >= Version("5.23")
 
 SOME = ("plain", "averaged", "saved", "guarded")
@@ -38,15 +41,24 @@ LAUNCHES |= {"tp-2": SPLIT, "tpfsdp-4": (*SOME, "accumulated", "grouped", "built
 SHARDED = [(way, name) for way, names in LAUNCHES.items() if way != 1 for name in names if name != "refused"]
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    found = {}
-    for way, names in LAUNCHES.items():
-        folder = tmp_path_factory.mktemp("sharded")
+class Outcomes(dict[Any, Any]):
+    """What came of each launch, which is made when it is asked for."""
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self._folders = folders
+
+    def __missing__(self, way: int | str) -> Any:
+        folder = self._folders.mktemp("sharded")
         path = folder / "result.json"
-        launch(SCRIPTS / "sharded.py", str(path), str(folder), *names, processes=way, result=path, timeout_s=240)
-        found[way] = json.loads(path.read_text())
-    return found
+        names = LAUNCHES[way]
+        launch(SCRIPTS / "sharded.py", str(path), str(folder), *names, processes=way, result=path, timeout_s=TIMEOUT_S)
+        self[way] = json.loads(path.read_text())
+        return self[way]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes(tmp_path_factory)
 
 
 @pytest.mark.parametrize(("way", "name"), SHARDED)

@@ -13,11 +13,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from accmt.config import HyperParameters
 from accmt.data import MicroBatch
 from accmt.data.bad_samples import BadSample, _require_same_in_groups
 from accmt.errors import DataError, ModuleContractError
+from accmt.optimization import ChainedOptimizer, build_optimizer
+from accmt.optimization.chained import mesh_by_mesh
 from accmt.parallel import tensor_parallel
 from accmt.parallel.meta import untie
+from accmt.parallel.shards import as_shard
 from accmt.parallel.tensor_parallel import beginning_anew, ranks_of_batch
 from accmt.processes import data_index, each_once, is_counted, num_data_processes, share_batches, sum_over_data
 from accmt.sharded_tensors import by_mesh
@@ -80,6 +84,32 @@ def test_tensors_of_several_kinds_are_divided_with_what_belongs_to_them(rank: in
     tensors = [plain, of_both, of_split, plain]
     divided = by_mesh(tensors, [torch.tensor(float(number)) for number in range(4)])
     assert [[float(number) for number in numbers] for _, numbers in divided] == [[0, 3], [1], [2]]
+
+
+@pytest.mark.parametrize("is_chained", [False, True])
+def test_tensors_of_several_kinds_take_fused_steps_one_after_the_other(rank: int, is_chained: bool) -> None:
+    stepped = []
+    for written in ({}, {"fused": False}):
+        model = make_split((4,), None)
+        for parameter in model.parameters():  # nothing was sent
+            nn.init.constant_(parameter, 0.25)
+        hps = HyperParameters(optim="AdamW", optim_kwargs={"lr": 0.1, **written})
+        optimizer = build_optimizer(hps, model, as_trained=as_shard)
+        assert optimizer.defaults["fused"] is (written == {})
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        groups = optimizer.param_groups
+        if is_chained:
+            chained = ChainedOptimizer([optimizer])
+            chained.is_mixed = True
+            chained.step()
+        else:
+            with mesh_by_mesh(optimizer):
+                optimizer.step()
+            assert optimizer.param_groups is groups
+        assert len(optimizer.param_groups[0]["params"]) == len(optimizer.state) == 4
+        stepped.append([p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()])
+    assert all(torch.allclose(*pair, rtol=1e-6) for pair in zip(*stepped, strict=True))
 
 
 def test_a_backward_pass_adds_what_was_there_before(rank: int) -> None:
