@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -22,6 +23,7 @@ from accmt.huggingface.gradient_checkpointing import enable_gradient_checkpointi
 from accmt.huggingface.peft_adapters import read_base_name
 from accmt.huggingface.pretrained import load_pretrained
 from accmt.libraries.versions import require
+from accmt.parallel.building import building_for
 from accmt.saving.layout import ADAPTER_CONFIG
 
 _TASKS = {
@@ -106,7 +108,8 @@ def _require_section(hps: HyperParameters) -> ModelSection:
 
 def _load(hps: HyperParameters, section: ModelSection, arguments: dict[str, Any]) -> Any:
     try:
-        return load_pretrained(section.path, section.type, **arguments)
+        with building_for(None) if section.adapter else nullcontext():  # an adapter is sharded with its model, or not
+            return load_pretrained(section.path, section.type, **arguments)
     except AccmtError:
         raise
     except (TypeError, ValueError, AttributeError) as error:

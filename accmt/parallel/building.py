@@ -19,8 +19,12 @@ _accelerator: Accelerator | None = None
 
 
 @contextmanager
-def building_for(accelerator: Accelerator) -> Iterator[None]:
-    """Let models that are read meanwhile come distributed, where the Accelerator of a run distributes them."""
+def building_for(accelerator: Accelerator | None) -> Iterator[None]:
+    """Let models that are read meanwhile come distributed, where the Accelerator of a run distributes them.
+
+    Args:
+        accelerator: None reads them whole.
+    """
     global _accelerator  # noqa: PLW0603 - as `configure_model` takes no arguments
     before, _accelerator = _accelerator, accelerator
     try:

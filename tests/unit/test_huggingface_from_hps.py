@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 from accmt import AcceleratorModule, HyperParameters, Trainer
 from accmt.cli.main import main
 from accmt.errors import AccmtError, HyperParameterError, MissingPackageError, WeightsError
+from accmt.huggingface import pretrained
 from accmt.optimization import build_optimizer
+from accmt.parallel.building import accelerator_to_build_for, building_for
 
 pytestmark = pytest.mark.feature("N72")
 
@@ -71,6 +74,16 @@ def test_an_adapter_is_lora_or_any_of_peft():
     assert all("lora" in name for name in trained(model))
     model = build(adapter={"type": "IA3", "target_modules": ["k_proj"], "feedforward_modules": []})
     assert type(model.peft_config["default"]).__name__ == "IA3Config"
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_a_model_that_gets_an_adapter_is_read_whole(monkeypatch, has_adapter):
+    sharding = SimpleNamespace(is_fsdp2=True)
+    seen = []
+    monkeypatch.setattr(pretrained, "_read_in_parts", lambda *_: seen.append(accelerator_to_build_for()))
+    with building_for(sharding):
+        build(**({"lora": {"r": 2, "targets": ["q_proj"]}} if has_adapter else {}))
+    assert seen == [None if has_adapter else sharding]
 
 
 def test_a_run_needs_no_other_code(tmp_path):
