@@ -83,6 +83,10 @@ def _explaining_parts(model: nn.Module) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
+            if calls and "to have dtype" in str(error):
+                got = f"another type of numbers than the model was sharded with, as model.to() in a hook makes: {error}"
+                expected, do = "the type that it had when the run began", 'Trainer(mixed_precision="bf16"), say'
+                raise ModuleContractError(explain("self.model", got, expected, do)) from error
             if calls:
                 raise
             got = f"a part of self.model was called, which is sharded, and not self.model itself: {error}"

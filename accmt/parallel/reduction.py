@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -193,6 +194,28 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], device: torch.device | No
         dist.broadcast(exchanged, src=0)
         if exchanged is not own:
             own.copy_(exchanged)
+
+
+def require_same_tensors(model: nn.Module) -> None:
+    """Check that the model has the same tensors on all processes, which exchange them in its order.
+
+    Where they differ some collectives would wait for ever, and others would mix up weights without an error.
+
+    Processes: collective.
+
+    Raises:
+        ModuleContractError: Names, shapes or types differ.
+    """
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    own = {name: f"{list(tensor.shape)} of {tensor.dtype}" for name, tensor in tensors}
+    every = gather_objects(own)
+    for rank, other in enumerate(every):
+        name = next((name for name in {**every[0], **other} if every[0].get(name) != other.get(name)), None)
+        if name is not None:
+            on_main, here = every[0].get(name, "not there"), other.get(name, "not there")
+            got = f"{name!r} is {on_main} on process 0, and {here} on process {rank}"
+            do = "build the model by the same arguments everywhere, not by rank, files or random numbers"
+            raise ModuleContractError(explain("self.model", got, "the same model on every process", do))
 
 
 def require_equal_weights(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from accmt.libraries.private_names import (
     shard_by_plugin,
 )
 from accmt.parallel.meta import is_on_meta
-from accmt.parallel.reduction import broadcast_tensors
+from accmt.parallel.reduction import broadcast_tensors, require_same_tensors
 from accmt.processes import broadcast_object, gather_objects, num_data_processes, num_processes
 from accmt.sharded_tensors import class_of, is_dtensor
 
@@ -38,6 +38,8 @@ def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer
 
     Processes: collective.
     """
+    if not is_sharded(model):
+        require_same_tensors(model)
     if not (is_sharded(model) or is_on_meta(model)):
         broadcast_tensors([*model.parameters(), *model.buffers()], accelerator.device)
     tied = _names_of_tied(model)
@@ -45,8 +47,10 @@ def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer
         with _embeddings_for_themselves(model, accelerator.state.fsdp_plugin):
             _shard(model, accelerator, optimizer)
     except (ValueError, KeyError) as error:
+        layers = ", ".join(layers_to_shard(model)) or "parts of the model"
         do = "look at auto_wrap_policy and transformer_cls_names_to_wrap, or leave them out"
-        message = explain("the model, sharded by FSDP2", str(error), "layers that can be sharded one by one", do)
+        expected = f"layers that can be sharded one by one, such as {layers}"
+        message = explain("the model, sharded by FSDP2", str(error), expected, do)
         raise ModuleContractError(message) from error
     _require_tied(model, tied)
     generate_together(model)

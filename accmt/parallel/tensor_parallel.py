@@ -18,7 +18,7 @@ from accmt.errors import ModuleContractError, explain
 from accmt.libraries.private_names import plan_of_tensors, sums_gradients_of_parts
 from accmt.libraries.versions import parallel_size
 from accmt.parallel.meta import is_on_meta, untie
-from accmt.parallel.reduction import broadcast_tensors
+from accmt.parallel.reduction import broadcast_tensors, require_same_tensors
 from accmt.parallel.shards import is_by_fsdp
 from accmt.processes import num_data_processes, num_processes, process_index
 from accmt.sharded_tensors import is_dtensor, mesh_of
@@ -58,6 +58,7 @@ def split_tensors(model: nn.Module, accelerator: Accelerator) -> None:
 
     mesh: Any = accelerator.torch_device_mesh[_NAME]
     plan = _find_plan(model, mesh.size())
+    require_same_tensors(model)
     if not is_on_meta(model):
         broadcast_tensors([*model.parameters(), *model.buffers()], accelerator.device)
     tied = untie(model)  # a plan is followed place by place, and makes another parameter at each

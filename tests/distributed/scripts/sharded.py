@@ -8,6 +8,7 @@ Everything that is written has to be equal on every launch, but for rounding.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -487,6 +488,28 @@ def draw_head(folder: Path, **further: Any) -> Any:
     return {"is_same": is_same, "is_as_asked": built.is_as_asked}
 
 
+class ToHalf(Callback):
+    """Changes the type of all weights when a run has begun."""
+
+    def on_fit_start(self) -> None:
+        self.module.unwrapped_model.to(torch.bfloat16)
+
+
+def fit_with_layer(name: str, folder: Path) -> Any:
+    """Train with layers of a name, as `accelerate config` would set it."""
+    os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = name
+    try:
+        return fit(Texts(), folder)
+    finally:
+        del os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"]
+
+
+def fit_from_another(folder: Path) -> Any:
+    """Resume from the checkpoint of another model."""
+    fit(Texts(), folder, checkpoint_every="step")
+    return fit(Texts(make_llama(intermediate_size=32)), folder, checkpoint_every="step", resume=True)
+
+
 def refused(folder: Path) -> Any:
     """Return what is said to what cannot work on shards; one process trains it."""
     asked: dict[str, Callable[[Path], Any]] = {
@@ -497,8 +520,13 @@ def refused(folder: Path) -> Any:
         "no_reset": lambda place: fit(EmptyOwn(), place),
         "tied": lambda place: fit(Texts(make_bert(BertForMaskedLM)), place),
         "heads": lambda place: fit(Texts(make_llama(num_attention_heads=1)), place),
+        "other_model": lambda place: fit(Texts(make_llama(num_hidden_layers=1 + process_index())), place),
         "own_data": lambda place: fit(Texts(), place, shard_dataloaders=False),
     }
+    if num_processes() > 1 and not is_split():
+        asked["other_type"] = lambda place: fit(Texts(), place, [ToHalf()])
+        asked["layer"] = lambda place: fit_with_layer("NoSuchLayer", place)
+        asked["other_checkpoint"] = fit_from_another
     said = {}
     for name, ask in asked.items():
         try:
