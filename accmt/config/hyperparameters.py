@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accmt.config.document import Document
 from accmt.config.faults import Fault
 from accmt.config.numbers import read_numbers
+from accmt.errors import HyperParameterError, explain
 from accmt.libraries.versions import require
 
 if TYPE_CHECKING:
@@ -63,7 +64,6 @@ class HyperParameters:
         optimizer_kwargs: Another name of `optim_kwargs`.
 
     Attributes:
-        optimizer_class: The class that `optim` names.
         scheduler_class: The class or function that `scheduler` names, or None.
 
     Raises:
@@ -157,9 +157,9 @@ class HyperParameters:
         schema, optim, scheduler = checked.schema, checked.optim, checked.scheduler
         self.epochs: int = schema.epochs
         self.batch_size: int | tuple[int, ...] = schema.batch_size
-        self.optim: str | type[torch.optim.Optimizer] = optim.user_value
+        self.optim: str | type[torch.optim.Optimizer] | None = optim.user_value
         self.optim_kwargs = optim.arguments
-        self.optimizer_class: type[torch.optim.Optimizer] = optim.factory
+        self._optimizer_class: type[torch.optim.Optimizer] | None = optim.factory
         self.scheduler: str | Callable[..., Any] | None = scheduler.user_value
         self.scheduler_kwargs = scheduler.arguments
         self.scheduler_class: Callable[..., Any] | None = scheduler.factory
@@ -173,6 +173,18 @@ class HyperParameters:
         self.sft: str | dict[str, Any] | None = schema.sft
         self.sft_section = checked.sft
         self._document = checked.document
+
+    @property
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        """The class that `optim` names.
+
+        Raises:
+            HyperParameterError: A file or dict names none, and what needs it is no module with a `get_optimizer`.
+        """
+        if self._optimizer_class is None:
+            do = "write `optim: {type: AdamW, lr: 1e-4}`, or def get_optimizer(self) in the module"
+            raise HyperParameterError(explain(self.where("optim"), "nothing", "an optimizer", do))
+        return self._optimizer_class
 
     @property
     def train_batch_size(self) -> int:
@@ -202,7 +214,7 @@ class HyperParameters:
     def learning_rate(self) -> float | None:
         """The learning rate of the optimizer, for parameters that are in no group with a rate of its own."""
         rate = self.optim_kwargs.get("lr")
-        return _standard_rate(self.optimizer_class) if rate is None else rate
+        return _standard_rate(self.optimizer_class) if rate is None and self.optim is not None else rate
 
     def set_learning_rate(self, rate: float) -> None:
         """Let the optimizer have another learning rate; those of groups keep their proportion to it."""
@@ -230,14 +242,16 @@ class HyperParameters:
         """Return what a YAML file would hold, names instead of classes; `from_config` reads it back as an equal."""
         from accmt.config.optimizer_names import name_of
 
-        scheduler = None
+        optim = scheduler = None
+        if self.optim is not None:
+            optim = {"type": name_of(self.optimizer_class), **_plain(self.optim_kwargs)}
         if self.scheduler_class is not None:
             scheduler = {"type": name_of(self.scheduler_class), **_plain(self.scheduler_kwargs)}
         return {
             "hps": {
                 "epochs": self.epochs,
                 "batch_size": _plain(self.batch_size),
-                "optim": {"type": name_of(self.optimizer_class), **_plain(self.optim_kwargs)},
+                "optim": optim,
                 "scheduler": scheduler,
                 "max_steps": self.max_steps,
                 "step_scheduler_per_epoch": self.step_scheduler_per_epoch,

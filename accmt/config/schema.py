@@ -45,7 +45,9 @@ class Schema(BaseModel):
         description="a whole number from 1, or a list of up to three: train, validation, test",
         examples=["batch_size: 16"],
     )
-    optim: ComponentSchema = Field(description="an optimizer", examples=["optim: {type: AdamW, lr: 1e-4}"])
+    optim: ComponentSchema | None = Field(
+        default=None, description="an optimizer", examples=["optim: {type: AdamW, lr: 1e-4}"]
+    )
     scheduler: ComponentSchema | None = Field(
         default=None,
         description="a scheduler",

@@ -101,12 +101,22 @@ def test_both_spellings_in_one_file_are_refused():
 
 
 @pytest.mark.feature("D15")
-@pytest.mark.parametrize("key", ["epochs", "batch_size", "optim"])
+@pytest.mark.parametrize("key", ["epochs", "batch_size"])
 def test_a_required_key_that_is_missing_is_named_with_what_to_write(key):
     config = {"epochs": 1, "batch_size": 1, "optim": "SGD"}
     del config[key]
     with pytest.raises(HyperParameterError, match=f"hps_config {key}\n  got: nothing\n.*\n  do: write `{key}: "):
         HyperParameters.from_config(config)
+
+
+def test_a_file_without_an_optimizer_is_read_for_modules_that_bring_one():
+    hps = HyperParameters.from_config({"epochs": 1, "batch_size": 1})
+    assert (hps.optim, hps.optim_kwargs, hps.learning_rate) == (None, {}, None)
+    assert hps.to_dict()["hps"]["optim"] is None
+    assert HyperParameters.from_config(hps.to_dict()) == hps
+    assert "optim" not in hps.get_config()
+    with pytest.raises(HyperParameterError, match="hps_config optim\n  got: nothing(.|\n)*get_optimizer"):
+        hps.optimizer_class  # noqa: B018
 
 
 @pytest.mark.feature("D15", "L38", "L39")

@@ -174,6 +174,31 @@ InteractiveShell(colors="nocolor").run_cell("from accmt import Trainer\\nTrainer
 
 def test_a_notebook_shows_an_error_of_ours_without_the_signature_of_the_trainer():
     done = subprocess.run([sys.executable, "-c", CELL], capture_output=True, text=True, timeout=300, check=True)
-    assert "hps_config optim\n  got: nothing" in done.stdout
+    assert "hps_config batch_size\n  got: nothing" in done.stdout
     assert "Trainer({'epochs': 1}, 'out/model')" in done.stdout
     assert "model_saving" not in done.stdout
+
+
+class OwnOptimizer(Linear):
+    def get_optimizer(self):
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+
+def test_a_module_with_an_optimizer_needs_none_in_the_hyper_parameters():
+    def fit(epochs, **settings):
+        hps = {"epochs": epochs, "batch_size": 2}
+        trainer = accmt.Trainer(hps, "out/model", checkpoint_every="epoch", verbose=False, seed=0, **settings)
+        return trainer.fit(OwnOptimizer(), make_points(), make_points())
+
+    whole = fit(2)
+    assert fit(1).epoch == 1
+    assert fit(2, resume=True).metrics == whole.metrics
+    again = accmt.Trainer("out/model/hps.yaml", "out/again", verbose=False, seed=0)
+    assert again.fit(OwnOptimizer(), make_points(), make_points()).metrics == whole.metrics
+
+
+def test_without_any_optimizer_the_run_ends_before_its_first_step():
+    trainer = accmt.Trainer({"epochs": 1, "batch_size": 2}, "out/model", verbose=False)
+    with pytest.raises(accmt.HyperParameterError, match=r"hps_config optim\n  got: nothing(.|\n)*def get_optimizer"):
+        trainer.fit(Linear(), make_points())
+    assert trainer.state.train_step == 0
