@@ -27,6 +27,7 @@ class EvaluationReport(MainProcessCallback):
     def __init__(self, loss_name: str = "train_loss") -> None:
         self._loss_name = loss_name
         self._last: dict[str, float] = {}
+        self._best_before: dict[str, float] = {}
         self._is_saved = False
 
     def on_fit_start(self) -> None:
@@ -34,6 +35,7 @@ class EvaluationReport(MainProcessCallback):
 
     def on_evaluation_start(self) -> None:
         self._is_saved = False
+        self._best_before = dict(self.state.best_metrics)
 
     def on_save_model(self, folder: Path) -> None:
         self._is_saved = True
@@ -56,7 +58,8 @@ class EvaluationReport(MainProcessCallback):
         """Return how a value compares with the last one, whose place it takes, and with the best one."""
         last, self._last[name] = self._last.get(name, math.nan), value
         arrow = "↑" if value > last else "↓" if value < last else "=" if value == last else ""
-        return f"{arrow} best" if arrow and value == self.state.best_metrics.get(name) else arrow
+        is_best = value == self.state.best_metrics.get(name) and value != self._best_before.get(name)
+        return f"{arrow} best" if arrow and is_best else arrow
 
 
 def _fold(head: str, cells: Sequence[str], columns: int | None) -> str:

@@ -81,6 +81,12 @@ def test_a_value_is_marked_against_the_last_and_the_best(caplog):
     assert [line.endswith("saved") for line in lines(caplog)] == [True, True, False, False]
 
 
+def test_a_value_that_only_equals_the_best_is_none(caplog):
+    trainer = make_trainer({"epochs": 4, "batch_size": 4}, verbose=True, model_saving="best_valid_loss")
+    trainer.fit(Scripted([0.5, 0.5, 0.75, 0.5]), Numbers(4), Numbers(2))
+    assert [re.search(r"val_loss \S+ *(.*?) *$", line).group(1) for line in lines(caplog)] == ["saved", "=", "↑", "↓"]
+
+
 def test_a_continued_run_is_compared_with_the_values_before_it(caplog):
     hps = {"epochs": 2, "batch_size": 4}
     make_trainer(hps, checkpoint_every="epoch").fit(Scripted([0.5, 0.25]), Numbers(4), Numbers(2))
