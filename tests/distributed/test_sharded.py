@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +99,21 @@ def test_what_cannot_work_on_split_models_is_refused_with_the_line_to_write(outc
     assert "whole heads on each" in said["heads"]
     assert "leave shard_dataloaders out" in said["own_data"]
     assert "'model.layers.1.self_attn.q_proj.weight' is not there on process 0" in said["other_model"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [1, "fsdp-2"])
+def test_what_inductor_compiles_trains_and_resumes_as_what_it_does_not(
+    outcomes: dict[Any, Any], tmp_path: Path, way: int | str
+) -> None:
+    path, script = tmp_path / "result.json", SCRIPTS / "sharded.py"
+    launch(script, str(path), str(tmp_path), "by_inductor", processes=way, result=path, timeout_s=TIMEOUT_S)
+    found = json.loads(path.read_text())["by_inductor"]
+    assert found.pop("is_steady")
+    assert found.pop("is_same")
+    expected = flatten({key: value for key, value in outcomes[1]["plain"].items() if key in found})
+    assert flatten(found).keys() == expected.keys()
+    assert all(is_close(value, expected[key]) for key, value in flatten(found).items())
 
 
 def flatten(value: Any, path: str = "") -> dict[str, Any]:
