@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
+_MAIN_READS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
 
 def load_pretrained(
     path: str | os.PathLike[str], type: type[PreTrainedModel] | str | None = None, **kwargs: Any
@@ -175,7 +177,8 @@ def _read(kind: Any, path: str, **kwargs: Any) -> Any:
     """Let a class of transformers read a model folder, or from the hub."""
     _require_model_folder(path)
     try:
-        return kind.from_pretrained(path, **kwargs)
+        with _on_every_process():
+            return kind.from_pretrained(path, **kwargs)
     except OSError as error:
         message = explain(
             f"from_hf(path={path!r})",
@@ -184,6 +187,20 @@ def _read(kind: Any, path: str, **kwargs: Any) -> Any:
             "check the spelling; a local folder is given by its full path, or begins with `./`",
         )
         raise FileNotFoundError(message) from error
+
+
+@contextmanager
+def _on_every_process() -> Iterator[None]:
+    """Let transformers read on each process, also where `accelerate launch` would have it read on the main one alone.
+
+    Accelerate's `--fsdp_cpu_ram_efficient_loading`, its default, leaves the others' weights without values.
+    """
+    value = os.environ.pop(_MAIN_READS, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[_MAIN_READS] = value
 
 
 def load_pretrained_weights(model: PreTrainedModel, folder: Path | str) -> None:

@@ -1,6 +1,7 @@
 """A model that the hyper-parameters describe."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,6 +85,14 @@ def test_a_model_that_gets_an_adapter_is_read_whole(monkeypatch, has_adapter):
     with building_for(sharding):
         build(**({"lora": {"r": 2, "targets": ["q_proj"]}} if has_adapter else {}))
     assert seen == [None if has_adapter else sharding]
+
+
+def test_each_process_reads_where_a_launch_would_have_the_main_one_read_alone(monkeypatch):
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    monkeypatch.setenv(name, "true")
+    kind = SimpleNamespace(from_pretrained=lambda _: os.environ.get(name, "unset"))
+    assert pretrained._read(kind, "./llama") == "unset"
+    assert os.environ[name] == "true"
 
 
 def test_a_run_needs_no_other_code(tmp_path):
