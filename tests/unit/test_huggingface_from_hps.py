@@ -89,10 +89,11 @@ def test_a_model_that_gets_an_adapter_is_read_whole(monkeypatch, has_adapter):
 
 def test_each_process_reads_where_a_launch_would_have_the_main_one_read_alone(monkeypatch):
     name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-    monkeypatch.setenv(name, "true")
     kind = SimpleNamespace(from_pretrained=lambda _: os.environ.get(name, "unset"))
-    assert pretrained._read(kind, "./llama") == "unset"
-    assert os.environ[name] == "true"
+    with monkeypatch.context() as patch:
+        patch.setenv(name, "true")
+        assert pretrained._read(kind, "./llama") == "unset"
+        assert os.environ[name] == "true"
 
 
 def test_a_run_needs_no_other_code(tmp_path):
