@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ def test_what_cannot_work_on_split_models_is_refused_with_the_line_to_write(outc
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with g++")
 @pytest.mark.parametrize("way", [1, "fsdp-2"])
 def test_what_inductor_compiles_trains_and_resumes_as_what_it_does_not(
     outcomes: dict[Any, Any], tmp_path: Path, way: int | str
