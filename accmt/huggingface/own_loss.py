@@ -41,6 +41,9 @@ class OwnLoss:
     Args:
         model: The model, without the wrapper of the launch.
         wrapped: The model as steps call it.
+
+    Attributes:
+        calls: Calls since a weight was last asked for.
     """
 
     def __init__(self, model: nn.Module, wrapped: nn.Module) -> None:
@@ -49,7 +52,7 @@ class OwnLoss:
             model
         ):  # a wrapper may return copies of what its model returns
             self._watched[wrapped] = model
-        self._calls: deque[_Call] = deque(maxlen=4)
+        self.calls: deque[_Call] = deque(maxlen=4)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -73,7 +76,7 @@ class OwnLoss:
         Returns:
             None where the loss is a mean of something else, or nobody knows.
         """
-        calls, self._calls = self._calls, deque(maxlen=4)
+        calls, self.calls = self.calls, deque(maxlen=4)
         if not calls or is_weighed is False:
             return None
         own = next((call for call in calls if call.loss() is loss), None)
@@ -91,7 +94,7 @@ class OwnLoss:
         if not isinstance(loss, torch.Tensor) or named.get("num_items_in_batch") is not None:
             return  # with which the loss is a sum over this batch's tokens, divided by that number
         if labels is not None and _is_of_tokens(model, labels):
-            self._calls.append(_Call(weakref.ref(loss), labels, model))
+            self.calls.append(_Call(weakref.ref(loss), labels, model))
 
 
 def count_targets(model: Any, labels: Any) -> torch.Tensor | None:

@@ -235,7 +235,9 @@ class _SetEvaluation:
             output = run.validation_step(self._key, batch)
         entries, weight = read_validation_output(output, loss_name)
         is_weighed = True in self._gave_weight if self._gave_weight else None
-        targets = read_weight("", run.own_loss.find_weight(entries.get(loss_name), is_weighed=is_weighed))
+        targets = read_weight(
+            "validation_step", run.own_loss.find_weight(entries.get(loss_name), is_weighed=is_weighed)
+        )
         loss_weight = targets if weight is None else weight
         self._gave_weight.add(loss_weight is not None)
         if weight is None:

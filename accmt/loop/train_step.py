@@ -163,7 +163,10 @@ class AutomaticSteps:
         output = read_training_output(outputs)
         if micro_batch.num_targets is not None and (output.weight is None or not micro_batch.num_targets):
             output = output._replace(weight=float(micro_batch.num_targets))  # which is known without the device
-        targets = read_weight("", run.own_loss.find_weight(output.loss, is_weighed=run.weighting.is_explicit))
+        targets = None
+        if run.own_loss.calls:
+            found = run.own_loss.find_weight(output.loss, is_weighed=run.weighting.is_explicit)
+            targets = read_weight("training_step", found)
         is_own = output.weight is None and targets is not None
         if is_own:
             output = output._replace(weight=targets)

@@ -91,8 +91,9 @@ def _build(arguments: dict[str, Any], parallelism: Parallelism) -> Accelerator:
 
 
 def current_accelerator() -> Accelerator | None:
-    """Return the Accelerator of the run that began last in this process, while it exists."""
-    return None if _current is None else _current()
+    """Return the Accelerator of the run that began last in this process, while it exists and has its state."""
+    found = None if _current is None else _current()
+    return found if found is not None and found.state.initialized else None
 
 
 def must_keep_in_step(model: nn.Module) -> bool:

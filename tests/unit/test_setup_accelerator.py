@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
+from accmt import create_optimizer
+from accmt.setup.accelerator import current_accelerator
 from tests.toys import Linear, make_points, make_trainer
 
 
@@ -32,3 +35,13 @@ def test_a_gpu_that_torch_cannot_use_is_named_unless_the_cpu_was_asked_for(
     make_trainer(**settings, verbose=True).fit(Linear(), make_points())
     assert ("the machine has an NVIDIA GPU" in caplog.text) == bool(said)
     assert said in caplog.text
+
+
+def test_an_optimizer_is_made_after_a_run_whose_state_was_reset():
+    trainer = make_trainer()
+    trainer.fit(Linear(), make_points())
+    kept = trainer.run.accelerator
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert current_accelerator() is None
+    assert kept is not None
+    assert create_optimizer(torch.nn.Linear(1, 1), "AdamW", lr=1e-3).param_groups[0]["lr"] == 1e-3
