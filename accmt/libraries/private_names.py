@@ -355,8 +355,9 @@ def _drawing_within(around: Around) -> Iterator[None]:
 
     def initialize(model: Any, part: nn.Module, _: object = None) -> None:
         kind_of_model: Any = class_of(model)  # FSDP2's is not in transformers, and would pass for a user's code
+        is_custom = getattr(kind_of_model, "is_custom_code", kind_of_model.is_remote_code)  # as in transformers 5.4
         with around(part):
-            own(model, part, kind_of_model.is_custom_code())
+            own(model, part, is_custom())
 
     kind._initialize_weights = initialize
     try:
