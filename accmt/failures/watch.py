@@ -97,6 +97,7 @@ class Watch:
         self._main_thread = threading.get_ident()
         if threading.current_thread() is threading.main_thread():
             self._previous_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        self.board.beat()  # the thread may come to it only after this machine was cut off, and nobody would miss it
         self._thread.start()
         if self._signs is not None:
             self._signs.start()

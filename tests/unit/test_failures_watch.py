@@ -100,3 +100,14 @@ def test_the_first_failure_is_blamed_and_none_that_followed_from_another(
     assert list(watch.failures()) == order
     watch._receiver.close()
     watch._sender.close()
+
+
+def test_a_process_shows_that_it_is_there_before_its_thread_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    board = Board(HashStore(), 0, 2)
+    watch = Watch(board, Interruption(is_listening=False), hang_timeout_s=None, progress=lambda: 0)
+    seen: list[list[int]] = []
+    monkeypatch.setattr(watch._thread, "start", lambda: seen.append(board.beats()))
+    monkeypatch.setattr(watch._thread, "join", lambda timeout: None)
+    watch.start()
+    watch.stop()
+    assert seen == [[1, 0]]
