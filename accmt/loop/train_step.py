@@ -161,17 +161,8 @@ class AutomaticSteps:
         outputs = self._run_in_context(batch) if self._needs_context else run.training_step(batch)
         run.packing.require_passed()
         output = read_training_output(outputs)
-        if micro_batch.num_targets is not None and (output.weight is None or not micro_batch.num_targets):
-            output = output._replace(weight=float(micro_batch.num_targets))  # which is known without the device
-        targets = None
-        if run.own_loss.calls:
-            found = run.own_loss.find_weight(output.loss, is_weighed=run.weighting.is_explicit)
-            targets = read_weight("training_step", found)
-        is_own = output.weight is None and targets is not None
-        if is_own:
-            output = output._replace(weight=targets)
         loss, detached = output.loss, output.loss.detach()
-        weight, samples = _weigh(run, window, micro_batch, batch, output)
+        weight, others_weight = _weigh(run, window, micro_batch, batch, output)
         for hook in hooks.on_before_backward:
             hook(loss=loss)
         factor = 1.0 if window.is_one_batch else run.weighting.loss_factor(window, weight)
@@ -182,7 +173,7 @@ class AutomaticSteps:
             hook(loss=loss)
         state = run.state
         place = Place(state.global_step + 1, state.epoch, micro_batch.index, window.samples_before)
-        run.running_averages.add(detached, weight, output.others, samples if is_own else None)
+        run.running_averages.add(detached, weight, output.others, others_weight)
         run.guard.add(detached, weight, place)
         for hook in hooks.on_after_training_step:
             hook(batch=batch, outputs=outputs)
@@ -229,11 +220,17 @@ def _require_finite(loss: torch.Tensor) -> None:
 
 def _weigh(
     run: Run, window: AccumulationWindow, micro_batch: MicroBatch, batch: Any, output: TrainingOutput
-) -> tuple[Weight, int]:
-    """Count a batch, and return what its loss weighs and its samples."""
-    has_weight = output.weight is not None
+) -> tuple[Weight, Weight]:
+    """Count a batch, and return what its loss weighs, and what all else weighs that its step returned or logged."""
+    given, targets = output.weight, None
+    if micro_batch.num_targets is not None and (given is None or not micro_batch.num_targets):
+        given = float(micro_batch.num_targets)  # which is known without the device
+    if given is None and run.own_loss.calls:
+        found = run.own_loss.find_weight(output.loss, is_weighed=run.weighting.is_explicit)
+        given = targets = read_weight("training_step", found)
+    has_weight = given is not None
     samples = run.count_samples(micro_batch, batch, has_weight=has_weight)
-    weight = samples if output.weight is None else output.weight
+    weight = samples if given is None else given
     if run.weighting.is_explicit is None:
         run.weighting.decide(weight, is_explicit=has_weight)
         if not (has_weight or window.is_one_batch):
@@ -246,4 +243,4 @@ def _weigh(
     if not (has_weight or window.is_one_batch) and run.weighting.uses_plan(window):
         require_planned(micro_batch, samples)
     window.add(weight, samples)
-    return weight, samples
+    return weight, weight if targets is None else samples
