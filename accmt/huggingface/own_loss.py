@@ -43,7 +43,7 @@ class OwnLoss:
         wrapped: The model as steps call it.
 
     Attributes:
-        calls: Calls since a weight was last asked for.
+        calls: The last calls of the step that runs, which begins with none.
     """
 
     def __init__(self, model: nn.Module, wrapped: nn.Module) -> None:
@@ -66,24 +66,24 @@ class OwnLoss:
                     stack.callback(called.register_forward_hook(look, with_kwargs=True).remove)
             yield
 
-    def find_weight(self, loss: object, *, is_weighed: bool | None) -> torch.Tensor | None:
+    def find_weight(self, loss: object, *, counted_before: bool | None) -> torch.Tensor | None:
         """Return the number of target tokens of which the loss of a step is the mean, on the device.
 
         Args:
             loss: What the step returned.
-            is_weighed: Whether the losses before it had weights, for all or none have; None if it is the first.
+            counted_before: Whether it was so for the losses before, for it is for all or for none; None if it is the
+                first. Then the targets of a loss that the step has computed further are counted, too.
 
         Returns:
             None where the loss is a mean of something else, or nobody knows.
         """
-        calls, self.calls = self.calls, deque(maxlen=4)
-        if not calls or is_weighed is False:
+        if not self.calls or counted_before is False:
             return None
-        own = next((call for call in calls if call.loss() is loss), None)
-        if own is not None and not is_weighed:
+        own = next((call for call in self.calls if call.loss() is loss), None)
+        if own is not None and counted_before is None:
             name = type(own.model).__name__
             say_once(f"a step returns the loss of {name} as it is: each batch weighs its target tokens")
-        call = own or (calls[-1] if is_weighed else None)
+        call = own or (self.calls[-1] if counted_before else None)
         return None if call is None else count_targets(call.model, call.labels)
 
     def _look(self, model: Any, _: nn.Module, __: tuple[Any, ...], named: Mapping[str, Any], outputs: Any) -> None:

@@ -216,6 +216,7 @@ class _SetEvaluation:
             run.metrics[key], run.module.logs.of_evaluation, chunk_bytes=run.settings.evaluation.chunk_bytes
         )
         self._gave_weight: set[bool] = set()
+        self._counts_targets: bool | None = None
         self._bad = BadSamples()
 
     def take(self, micro_batch: MicroBatch) -> tuple[Any, Any]:
@@ -231,13 +232,16 @@ class _SetEvaluation:
         seed_generators(derive_seed(run.seed, "validation_step", *place_of_step(micro_batch)), run.device)
         for hook in self._hooks_before:
             hook(batch=batch)
+        run.own_loss.calls.clear()
         with autocast(run.accelerator), run.explaining_parts():
             output = run.validation_step(self._key, batch)
         entries, weight = read_validation_output(output, loss_name)
-        is_weighed = True in self._gave_weight if self._gave_weight else None
-        targets = read_weight(
-            "validation_step", run.own_loss.find_weight(entries.get(loss_name), is_weighed=is_weighed)
-        )
+        targets = None
+        if weight is None:
+            found = run.own_loss.find_weight(entries.get(loss_name), counted_before=self._counts_targets)
+            targets = read_weight("validation_step", found)
+        if self._counts_targets is None:
+            self._counts_targets = targets is not None
         loss_weight = targets if weight is None else weight
         self._gave_weight.add(loss_weight is not None)
         if weight is None:

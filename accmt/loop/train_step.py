@@ -158,6 +158,7 @@ class AutomaticSteps:
         seed_generators(seed, run.device)
         for hook in hooks.on_before_training_step:
             hook(batch=batch)
+        run.own_loss.calls.clear()
         outputs = self._run_in_context(batch) if self._needs_context else run.training_step(batch)
         run.packing.require_passed()
         output = read_training_output(outputs)
@@ -225,9 +226,11 @@ def _weigh(
     given, targets = output.weight, None
     if micro_batch.num_targets is not None and (given is None or not micro_batch.num_targets):
         given = float(micro_batch.num_targets)  # which is known without the device
-    if given is None and run.own_loss.calls:
-        found = run.own_loss.find_weight(output.loss, is_weighed=run.weighting.is_explicit)
+    if given is None and run.own_loss.calls and run.weighting.is_explicit is not False:
+        found = run.own_loss.find_weight(output.loss, counted_before=run.weighting.counts_targets)
         given = targets = read_weight("training_step", found)
+    if run.weighting.counts_targets is None:
+        run.weighting.counts_targets = targets is not None
     has_weight = given is not None
     samples = run.count_samples(micro_batch, batch, has_weight=has_weight)
     weight = samples if given is None else given

@@ -105,12 +105,14 @@ class Weighting:
 
     Attributes:
         is_explicit: Whether steps return weights; None before the first batch.
+        counts_targets: Whether this process has found them by itself, as target tokens; None before its first batch.
         reference: Mean weight of a batch in the last window whose sum was not known beforehand.
     """
 
     def __init__(self) -> None:
         self._num_data_processes = num_data_processes()
         self.is_explicit: bool | None = None
+        self.counts_targets: bool | None = None
         self.reference = 1.0
 
     def decide(self, weight: Weight | None, *, is_explicit: bool) -> None:

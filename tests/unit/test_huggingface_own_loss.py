@@ -9,6 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from accmt import AcceleratorModule, Callback
+from accmt.errors import ModuleContractError
 from tests.toys import make_trainer
 
 LENGTHS = (3, 12, 5, 9, 2, 11, 7, 4)
@@ -217,3 +218,28 @@ def test_what_to_return_is_said_where_nobody_knows(
     printed = caplog.text + "".join(capsys.readouterr())
     assert ('"weight": (labels != -100).sum()' in printed) == is_said
     assert ("each batch weighs its target tokens" in printed) == (kind is Own)
+
+
+def test_a_step_that_says_its_weight_once_has_to_say_it_always() -> None:
+    class Once(Own):
+        count = 0
+
+        def training_step(self, batch: Any) -> Any:
+            self.count += 1
+            loss = self.model(**batch).loss
+            return {"loss": loss, "weight": 1} if self.count == 1 else loss
+
+    with pytest.raises(ModuleContractError, match="weights for all batches or for none"):
+        train(Once(make_model()))
+
+
+def test_a_batch_for_which_no_model_is_called_is_not_weighed_by_the_one_before() -> None:
+    class Without(Own):
+        count = 0
+
+        def training_step(self, batch: Any) -> Any:
+            self.count += 1
+            return self.model.lm_head.weight.mean() if self.count == 2 else self.model(**batch).loss
+
+    with pytest.raises(ModuleContractError, match="weights for all batches or for none"):
+        train(Without(make_model()))
