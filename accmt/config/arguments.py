@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_origin
 
 import torch
@@ -33,6 +33,7 @@ FILLED_IF_MISSING = frozenset({"num_warmup_steps", "T_max"})
 """Arguments of schedulers that accmt fills in where the user did not."""
 
 _SYNONYMS = {"learning_rate": "lr"}
+_RATES_OF_SCHEDULERS = ("max_lr", "base_lr", "eta_min", "min_lr")
 
 
 def parameters_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -84,12 +85,29 @@ def read_grouping(
             faults.append(Fault(path, got, "an optimizer that decays weights", "remove `no_decay`"))
     if "layer_decay" in about_groups:
         read["layer_decay"] = read_layer_decay(("optim", "layer_decay"), about_groups["layer_decay"], faults)
-    grouping = Grouping(**read)
-    rates = [defaults.get("lr"), *(group.arguments.get("lr", defaults.get("lr")) for group in grouping.groups)]
-    if grouping.groups and all(rate == 0 and rate is not None for rate in rates):
-        got = "a learning rate of 0 in every group: nothing would be trained"
-        faults.append(Fault(("optim", "lr"), got, "a rate above 0 in one group at least", "write `lr: 1e-3`"))
-    return grouping, faults
+    return Grouping(**read), faults
+
+
+def check_rates(
+    optimizer_class: type[torch.optim.Optimizer], values: Mapping[str, Any], scheduler: Mapping[str, Any]
+) -> Iterator[Fault]:
+    """Yield a fault where every learning rate is 0 and no scheduler raises it: nothing would be trained."""
+    grouping, _ = read_grouping(optimizer_class, values)
+    default = values.get("lr", standard_rate(optimizer_class))
+    rates = [default]
+    for group in grouping.groups:
+        otherwise = default if group.optimizer_class is None else standard_rate(group.optimizer_class)
+        rates.append(group.arguments.get("lr", otherwise))
+    if all(rate == 0 for rate in rates) and not any(scheduler.get(name) for name in _RATES_OF_SCHEDULERS):
+        got = f"0{', and so in every group' if grouping.groups else ''}: nothing would be trained"
+        yield Fault(("optim", "lr"), got, "a learning rate above 0", "write `lr: 1e-3`, say")
+
+
+def standard_rate(optimizer_class: type[torch.optim.Optimizer]) -> float | None:
+    """Return the learning rate that an optimizer has where none is written."""
+    parameter = parameters_of(optimizer_class).get("lr")
+    rate = None if parameter is None else parameter.default
+    return rate if isinstance(rate, int | float) else None
 
 
 def _read_group(

@@ -213,18 +213,21 @@ class HyperParameters:
     @property
     def learning_rate(self) -> float | None:
         """The learning rate of the optimizer, for parameters that are in no group with a rate of its own."""
+        from accmt.config.arguments import standard_rate
+
         rate = self.optim_kwargs.get("lr")
-        return _standard_rate(self.optimizer_class) if rate is None and self.optim is not None else rate
+        return standard_rate(self.optimizer_class) if rate is None and self.optim is not None else rate
 
     def set_learning_rate(self, rate: float) -> None:
         """Let the optimizer have another learning rate; those of groups keep their proportion to it."""
         before, kwargs = self.learning_rate, dict(self.optim_kwargs)
         if before and kwargs.get("groups"):
+            from accmt.config.arguments import standard_rate
             from accmt.config.optimizer_names import find_optimizer
 
             kwargs["groups"] = [dict(group) for group in kwargs["groups"]]
             for group in kwargs["groups"]:
-                own = group.get("lr", _standard_rate(find_optimizer(group["type"])) if "type" in group else None)
+                own = group.get("lr", standard_rate(find_optimizer(group["type"])) if "type" in group else None)
                 group |= {} if own is None else {"lr": own * (rate / before)}
         self.optim_kwargs = {**kwargs, "lr": rate}
 
@@ -299,14 +302,6 @@ def _kwargs_faults(**values: Mapping[str, Any] | None) -> Iterable[Fault]:
     if values["optim_kwargs"] is not None and values["optimizer_kwargs"] is not None:
         got = "`optim_kwargs` and its other name `optimizer_kwargs`"
         yield Fault(("optimizer_kwargs",), got, "one of the two", "leave out `optimizer_kwargs`")
-
-
-def _standard_rate(optimizer_class: Any) -> float | None:
-    """Return the learning rate of an optimizer that is given none."""
-    from accmt.config.arguments import parameters_of
-
-    rate = parameters_of(optimizer_class)["lr"].default if "lr" in parameters_of(optimizer_class) else None
-    return rate if isinstance(rate, int | float) else None
 
 
 def _plain(value: Any) -> Any:

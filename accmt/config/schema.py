@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, ValidationError, field_validator
 
-from accmt.config.arguments import check_names, check_optimizer, check_scheduler
+from accmt.config.arguments import check_names, check_optimizer, check_rates, check_scheduler
 from accmt.config.document import Document
 from accmt.config.faults import Fault, KeyPath, describe, nearest, suggest
 from accmt.config.model_section import ModelSection, read_model_section
@@ -125,6 +125,8 @@ def check(document: Document) -> Checked:
     scheduler, scheduler_faults = _check_component(document, _SCHEDULER)
     faults += [*document.faults, *schema_faults, *_endless(document), *_unbounded(document)]
     faults += [*optim_faults, *scheduler_faults]
+    if optim.factory is not None and not optim_faults:
+        faults += check_rates(optim.factory, optim.arguments, scheduler.arguments)
     model, model_faults = read_model_section(document.values["model"]) if "model" in document.values else (None, [])
     sft, sft_faults = read_sft_section(document.values["sft"]) if "sft" in document.values else (None, [])
     faults += [*model_faults, *sft_faults]

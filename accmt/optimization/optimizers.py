@@ -13,7 +13,6 @@ from accmt.config import HyperParameters
 from accmt.config.arguments import optimizer_arguments, parameters_of, read_grouping
 from accmt.config.grouping import Grouping
 from accmt.errors import HyperParameterError, ModuleContractError, explain
-from accmt.messages import warn_once
 from accmt.optimization.chained import ChainedOptimizer
 from accmt.optimization.parameter_groups import Assigned, assign
 from accmt.sharded_tensors import make_whole, mesh_of
@@ -52,9 +51,6 @@ def build_optimizer(hps: HyperParameters, model: nn.Module, *, as_trained: AsTra
         raise ModuleContractError(message)
     grouping, _ = read_grouping(hps.optimizer_class, hps.optim_kwargs)
     if not grouping:
-        if hps.optim_kwargs.get("lr") == 0:  # an error in groups; alone it may be meant, to measure or to look
-            where = hps.where("optim", "lr")
-            warn_once(f"{where} is 0: the run trains nothing; write `lr: 1e-3`, say", about="a learning rate of 0")
         return _build(hps.optimizer_class, parameters, hps.optim_kwargs, as_trained, hps.where("optim"))
     return _build_groups(hps, assign(model, grouping, hps.where("optim")), grouping, as_trained)
 

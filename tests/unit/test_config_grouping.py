@@ -19,9 +19,9 @@ hps:
 """
 
 
-def message_of(tmp_path, line):
+def message_of(tmp_path, line, rate="1e-3"):
     path = tmp_path / "x.yaml"
-    path.write_text(YAML.format(line))
+    path.write_text(YAML.format(line).replace("1e-3", rate))
     with pytest.raises(HyperParameterError) as raised:
         HyperParameters.from_config(path)
     return str(raised.value).removeprefix(f"{path}:")
@@ -92,9 +92,32 @@ def test_no_decay_needs_an_optimizer_that_decays():
 
 def test_a_rate_of_0_in_every_group_is_an_error():
     groups = [{"kind": "norm", "weight_decay": 0}, {"match": "head", "lr": 0}]
-    with pytest.raises(HyperParameterError, match=r"a learning rate of 0 in every group"):
+    with pytest.raises(
+        HyperParameterError, match=r"optim\.lr\n  got: 0, and so in every group: nothing would be trained"
+    ):
         HyperParameters(optim="AdamW", optim_kwargs={"lr": 0, "groups": groups})
     HyperParameters(optim="AdamW", optim_kwargs={"lr": 1e-3, "groups": groups})
+    muon = {"kind": "matrix", "type": "Muon"}  # with the rate that it has by itself
+    HyperParameters(optim="AdamW", optim_kwargs={"lr": 0, "groups": [muon]})
+
+
+@pytest.mark.parametrize("rate", ["0", "0.0", "0e-3"])
+def test_a_rate_of_0_is_an_error_with_its_line(tmp_path, rate):
+    message = message_of(tmp_path, "weight_decay: 0", rate)
+    assert message.startswith("6 optim.lr\n  got: 0: nothing would be trained\n")
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        {"scheduler": "OneCycleLR", "scheduler_kwargs": {"max_lr": 1e-2}},
+        {"scheduler": "CosineAnnealingLR", "scheduler_kwargs": {"eta_min": 1e-3}},
+    ],
+)
+def test_a_rate_of_0_that_the_scheduler_raises_is_none_of_nothing(scheduler):
+    HyperParameters(optim="AdamW", optim_kwargs={"lr": 0}, **scheduler)
+    with pytest.raises(HyperParameterError, match="nothing would be trained"):
+        HyperParameters(optim="AdamW", optim_kwargs={"lr": 0}, scheduler="CosineAnnealingLR")
 
 
 def test_all_faults_of_groups_are_in_one_error(tmp_path):

@@ -207,9 +207,3 @@ def test_an_adapter_of_another_base_is_said(caplog):
         AcceleratorModule.from_hps({**HPS, "model": {**model, "path": "./wider"}}).load_weights("out/adapter")
     with pytest.raises(HyperParameterError, match="do: write `type: AutoModelForCausalLM`, or the class for its task"):
         AcceleratorModule.from_hps({**HPS, "model": "out/adapter"})
-
-
-def test_a_learning_rate_of_0_is_a_warning(caplog):
-    hps = {**HPS, "optim": {"type": "SGD", "lr": 0}}
-    build_optimizer(HyperParameters.from_config(hps), torch.nn.Linear(2, 2))
-    assert "hps_config optim.lr is 0: the run trains nothing" in caplog.text

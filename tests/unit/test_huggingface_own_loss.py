@@ -89,7 +89,7 @@ def of_plain_torch(rows: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, f
 
 def train(module: AcceleratorModule, *, batch_size: int = 2, **settings: Any) -> tuple[Any, list[torch.Tensor]]:
     gradients = Gradients()
-    hps = {"epochs": 1, "batch_size": batch_size, "optim": {"type": "SGD", "lr": 0.0}}
+    hps = {"epochs": 1, "batch_size": batch_size, "optim": {"type": "SGD", "lr": 1e-30}}
     settings = {"model_saving": None, "callbacks": [gradients], "grad_accumulation_steps": 4, **settings}
     trainer = make_trainer(hps, **settings)
     trainer.fit(module, make_rows(), make_rows())
@@ -155,7 +155,7 @@ def test_a_run_that_weighs_target_tokens_keeps_to_them() -> None:
 def test_what_a_step_returns_beside_its_loss_weighs_samples() -> None:
     rows = make_rows()[:3]
     gradients = Gradients()
-    hps = {"epochs": 1, "batch_size": 2, "optim": {"type": "SGD", "lr": 0.0}}
+    hps = {"epochs": 1, "batch_size": 2, "optim": {"type": "SGD", "lr": 1e-30}}
     trainer = make_trainer(hps, model_saving=None, callbacks=[gradients])
     trainer.fit(InADict(make_model()), rows, rows)
     assert trainer.state.metrics["samples"] == pytest.approx((2 * 2 + 1) / 3)
@@ -202,7 +202,7 @@ def test_no_loss_or_graph_is_kept_where_steps_say_what_they_weigh() -> None:
             )
 
     losses = Losses()
-    hps = {"epochs": 2, "batch_size": 1, "optim": {"type": "SGD", "lr": 0.0}}
+    hps = {"epochs": 2, "batch_size": 1, "optim": {"type": "SGD", "lr": 1e-30}}
     make_trainer(hps, model_saving=None, callbacks=[losses]).fit(Weighed(make_model()), make_rows())
     assert losses.alive[-1] <= losses.alive[1]
 

@@ -81,7 +81,7 @@ class OnMain(MainProcessCallback):
 
 def evaluate_untrained(size: int, folder: Path) -> dict[str, float]:
     """Return loss and accuracy of an untrained model over `size` samples."""
-    hps = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.0}}
+    hps = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 1e-30}}
     trainer = Trainer(
         hps,
         folder / "none",
