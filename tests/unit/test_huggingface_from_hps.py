@@ -15,7 +15,6 @@ from accmt import AcceleratorModule, HyperParameters, Trainer
 from accmt.cli.main import main
 from accmt.errors import AccmtError, HyperParameterError, MissingPackageError, WeightsError
 from accmt.huggingface import pretrained
-from accmt.optimization import build_optimizer
 from accmt.parallel.building import accelerator_to_build_for, building_for
 
 pytestmark = pytest.mark.feature("N72")
