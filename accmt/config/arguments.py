@@ -103,7 +103,7 @@ def check_rates(
         yield Fault(("optim", "lr"), got, "a learning rate above 0", "write `lr: 1e-3`, say")
 
 
-def standard_rate(optimizer_class: type[torch.optim.Optimizer]) -> float | None:
+def standard_rate(optimizer_class: Any) -> float | None:
     """Return the learning rate that an optimizer has where none is written."""
     parameter = parameters_of(optimizer_class).get("lr")
     rate = None if parameter is None else parameter.default
