@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from accmt.data import is_stream
 from accmt.errors import ArgumentError, explain
 from accmt.huggingface.chat import IGNORED
+from accmt.huggingface.model_kinds import begins_with_prompt
 from accmt.huggingface.sft_rows import Masking, PadRows, SFTRows, SFTStream, is_table, look_at, make_stream
 from accmt.module_kinds import HuggingFaceModule
 
@@ -104,7 +105,7 @@ class SFTModule(HuggingFaceModule):
     def step(self, batch: Any) -> dict[str, Any]:
         """Return the mean loss over the target tokens, and how many there are."""
         labels = batch["labels"]
-        weight = (labels[:, 1:] != IGNORED).sum()
+        weight = (labels[:, 0 if begins_with_prompt(self.unwrapped_model) else 1 :] != IGNORED).sum()
         # The mean over no token is NaN, and 0 * NaN is NaN: without a target the loss is that of any tokens.
         anything = batch["input_ids"]
         if "position_ids" in batch:  # packed documents, the first token of which is no target

@@ -51,6 +51,17 @@ def predicts_next_token(model: Any) -> bool:
     return getattr(model, "loss_type", None) in (None, "ForCausalLM") and not model.config.is_encoder_decoder
 
 
+def begins_with_prompt(model: object) -> bool:
+    """Return whether PEFT puts a trained prompt before the tokens of each sample, so that the first is predicted, too.
+
+    Source: `PeftModelForCausalLM.forward` in peft/peft_model.py, which puts -100 before the labels.
+    """
+    if not is_peft_model(model):
+        return False
+    config = model.active_peft_config
+    return config.is_prompt_learning and config.peft_type not in ("PREFIX_TUNING", "CARTRIDGE")  # keys and values
+
+
 def advise_wrapping(value: object) -> str | None:
     """Return how to make a module from a model or the configuration of one; None for anything else."""
     configurations = sys.modules.get("transformers.configuration_utils")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from accmt.huggingface.model_kinds import (
+    begins_with_prompt,
     find_transformers_models,
     is_peft_model,
     is_transformers_model,
@@ -101,7 +102,8 @@ def count_targets(model: Any, labels: Any) -> torch.Tensor | None:
     """Return the target tokens of a batch, which its mean loss is over; None where the loss is a mean over samples."""
     if not _is_of_tokens(model, labels):
         return None
-    count: torch.Tensor = ((labels[:, 1:] if predicts_next_token(model) else labels) != _IGNORED).sum()
+    is_first_none = predicts_next_token(model) and not begins_with_prompt(model)
+    count: torch.Tensor = ((labels[:, 1:] if is_first_none else labels) != _IGNORED).sum()
     return count
 
 

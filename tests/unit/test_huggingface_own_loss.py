@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from accmt import AcceleratorModule, Callback
+from accmt import AcceleratorModule, Callback, SFTModule
 from accmt.errors import ModuleContractError
+from accmt.module_kinds import HuggingFaceModule
+from tests.conversations import make_tokenizer
 from tests.toys import make_trainer
 
 LENGTHS = (3, 12, 5, 9, 2, 11, 7, 4)
@@ -76,15 +79,30 @@ class Gradients(Callback):
 
     def on_before_optimizer_step(self, *_: Any) -> None:
         model = self.trainer.run.unwrapped_model
-        self.seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        self.seen.append(gradient_of(model))
 
 
-def of_plain_torch(rows: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, float]:
-    model = make_model()
+def gradient_of(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+class Supervised(SFTModule):
+    """Takes the rows as they are."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, make_tokenizer())
+        self.collate_fn = None
+
+    def _make_samples(self, rows: Any) -> Any:
+        return rows
+
+
+def of_plain_torch(rows: list[dict[str, torch.Tensor]], model: Any = None) -> tuple[torch.Tensor, float]:
+    model = make_model() if model is None else model
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     loss = model(**batch).loss
     loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()]), loss.item()
+    return gradient_of(model), loss.item()
 
 
 def train(module: AcceleratorModule, *, batch_size: int = 2, **settings: Any) -> tuple[Any, list[torch.Tensor]]:
@@ -115,6 +133,21 @@ def test_a_window_has_the_gradient_and_the_loss_of_one_big_batch(kind: type[Own]
     trainer, seen = train(kind(make_model()), **settings)
     assert len(seen) == 1
     assert (seen[0] - gradient).norm() <= 1e-6 * gradient.norm()
+    assert trainer.state.metrics["val_loss"] == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.feature("A01")
+@pytest.mark.parametrize("kind", [HuggingFaceModule, Supervised, Own])
+@pytest.mark.parametrize("adapter", [PromptTuningConfig, PromptEncoderConfig, PrefixTuningConfig])
+def test_a_window_through_a_trained_prompt_has_the_gradient_of_one_big_batch(kind: Any, adapter: Any) -> None:
+    def make() -> Any:
+        model = make_model()
+        torch.manual_seed(2)
+        return get_peft_model(model, adapter(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+    gradient, loss = of_plain_torch(make_rows(), make())
+    trainer, seen = train(kind(make()))
+    assert (seen[0] - gradient).norm() <= 2e-6 * gradient.norm()
     assert trainer.state.metrics["val_loss"] == pytest.approx(loss, rel=1e-6)
 
 
