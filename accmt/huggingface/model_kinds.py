@@ -42,13 +42,27 @@ def find_transformers_models(model: nn.Module) -> Iterator[PreTrainedModel]:
         yield from find_transformers_models(child)
 
 
-def predicts_next_token(model: Any) -> bool:
-    """Return whether the loss of a transformers model is that of each token from those before it.
+_NEXT_TOKEN = (None, "ForCausalLM", "ForConditionalGeneration")
+"""Loss types of transformers that are the loss of the next token; it takes that one where a class's name says none.
 
-    The first token is no target then. A loss type of None means so, too: transformers takes that loss where the name of
-    a class (such as GPT2LMHeadModel) says none.
+Source: `LOSS_MAPPING` in transformers/loss/loss_utils.py, and `PreTrainedModel.loss_function`.
+"""
+
+_TAKES_SHIFTED_LABELS = frozenset(
+    "bart bigbird_pegasus blenderbot blenderbot-small cpmant flaubert marian mbart musicgen musicgen_melody mvp pegasus "
+    "plbart prophetnet trocr whisper xlm xlnet".split()  # noqa: SIM905 - a list of so many strings would be longer
+)
+"""Models, by `model_type`, whose decoders hold the token at each position against the label at the same one."""
+
+
+def predicts_next_token(model: Any) -> bool:
+    """Return whether the loss of a transformers model is that of each token's label from the tokens before it.
+
+    The first label is no target then.
     """
-    return getattr(model, "loss_type", None) in (None, "ForCausalLM") and not model.config.is_encoder_decoder
+    if getattr(model, "loss_type", None) not in _NEXT_TOKEN or model.config.is_encoder_decoder:
+        return False
+    return model.config.model_type not in _TAKES_SHIFTED_LABELS
 
 
 def begins_with_prompt(model: object) -> bool:

@@ -20,7 +20,7 @@ from accmt.huggingface.model_kinds import (
     predicts_next_token,
 )
 from accmt.libraries.private_names import is_compiled, looking_at_compiled_calls
-from accmt.messages import say_once
+from accmt.messages import say_once, warn_once
 
 _IGNORED = -100
 
@@ -83,7 +83,8 @@ class OwnLoss:
         own = next((call for call in self.calls if call.loss() is loss), None)
         if own is not None and counted_before is None:
             name = type(own.model).__name__
-            say_once(f"a step returns the loss of {name} as it is: each batch weighs its target tokens")
+            targets = "target tokens" if own.labels.ndim == 2 else "target pixels"
+            say_once(f"a step returns the loss of {name} as it is: each batch weighs its {targets}")
         call = own or (self.calls[-1] if counted_before else None)
         return None if call is None else count_targets(call.model, call.labels)
 
@@ -94,12 +95,20 @@ class OwnLoss:
         loss = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "loss", None)
         if not isinstance(loss, torch.Tensor) or named.get("num_items_in_batch") is not None:
             return  # with which the loss is a sum over this batch's tokens, divided by that number
-        if labels is not None and _is_of_tokens(model, labels):
+        if getattr(model.config, "ctc_loss_reduction", None) == "sum":
+            got = f"the loss of {type(model).__name__} is a sum over samples: it grows with the batch, and is averaged"
+            warn_once(
+                f"{got} over batches; write model.config.ctc_loss_reduction = 'mean'", about="a loss that is a sum"
+            )
+        if labels is not None and (_is_of_tokens(model, labels) or _is_of_pixels(model, labels)):
             self.calls.append(_Call(weakref.ref(loss), labels, model))
 
 
 def count_targets(model: Any, labels: Any) -> torch.Tensor | None:
-    """Return the target tokens of a batch, which its mean loss is over; None where the loss is a mean over samples."""
+    """Return the target tokens or pixels of a batch, which its mean loss is over; None where it is over samples."""
+    if _is_of_pixels(model, labels):
+        pixels: torch.Tensor = (labels != model.config.semantic_loss_ignore_index).sum()
+        return pixels
     if not _is_of_tokens(model, labels):
         return None
     is_first_none = predicts_next_token(model) and not begins_with_prompt(model)
@@ -117,6 +126,12 @@ def hint_at_weights(batch: Any) -> None:
             "labels are -100 at some tokens, and each batch weighs its samples: where the loss is a mean over tokens, "
             'return {"loss": loss, "weight": (labels != -100).sum()}'
         )
+
+
+def _is_of_pixels(model: Any, labels: Any) -> bool:
+    """Return whether each pixel has one of several classes."""
+    has_classes = hasattr(model.config, "semantic_loss_ignore_index") and model.config.num_labels > 1
+    return has_classes and getattr(labels, "ndim", 0) == 3 and not labels.is_floating_point()
 
 
 def _is_of_tokens(model: Any, labels: Any) -> bool:

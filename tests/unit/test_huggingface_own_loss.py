@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -149,6 +151,75 @@ def test_a_window_through_a_trained_prompt_has_the_gradient_of_one_big_batch(kin
     trainer, seen = train(kind(make()))
     assert (seen[0] - gradient).norm() <= 2e-6 * gradient.norm()
     assert trainer.state.metrics["val_loss"] == pytest.approx(loss, rel=1e-6)
+
+
+SIZES = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BART = {"vocab_size": 20, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0, "encoder_ffn_dim": 16}
+BART |= {"decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+VISION = {name: size for name, size in SIZES.items() if name != "vocab_size"} | {"image_size": 8, "patch_size": 4}
+KINDS: dict[str, Callable[[], Any]] = {
+    "masked": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **NO_DROPOUT)),
+    "tokens": lambda: transformers.BertForTokenClassification(
+        transformers.BertConfig(**SIZES, **NO_DROPOUT, num_labels=20)
+    ),
+    "sequence to sequence": lambda: transformers.BartForConditionalGeneration(transformers.BartConfig(**BART)),
+    "decoder of labels as they are": lambda: transformers.BartForCausalLM(transformers.BartConfig(**BART)),
+    "XLNet": lambda: transformers.XLNetLMHeadModel(
+        transformers.XLNetConfig(vocab_size=20, d_model=8, n_layer=1, n_head=2, d_inner=16, dropout=0.0)
+    ),
+    "images and text": lambda: transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
+            text_config=transformers.LlamaConfig(**SIZES),
+            vision_config=transformers.CLIPVisionConfig(**VISION | {"num_hidden_layers": 2}),
+            image_token_index=0,
+        )
+    ),
+}
+
+
+@pytest.mark.feature("A01")
+@pytest.mark.parametrize("module", [Own, HuggingFaceModule])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_window_has_the_gradient_of_one_big_batch_with_every_kind_of_loss_over_tokens(module: Any, kind: str) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        return KINDS[kind]()
+
+    gradient, loss = of_plain_torch(make_rows(), make().train())
+    trainer, seen = train(module(make()))
+    assert (seen[0] - gradient).norm() <= 2e-6 * gradient.norm()
+    assert trainer.state.metrics["val_loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_the_loss_of_pixels_is_weighed_by_those_that_have_a_class() -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        one = {"depths": [1], "sr_ratios": [1], "hidden_sizes": [8], "num_attention_heads": [1], "mlp_ratios": [2]}
+        config = transformers.SegformerConfig(num_encoder_blocks=1, patch_sizes=[3], strides=[2], **one, num_labels=3)
+        return transformers.SegformerForSemanticSegmentation(config)
+
+    rows = [{"pixel_values": torch.rand(3, 8, 8), "labels": torch.randint(0, 3, (8, 8))} for _ in range(8)]
+    for number, row in enumerate(rows):
+        row["labels"][number:] = 255
+    with torch.no_grad():
+        loss = make().eval()(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss.item()
+    for module in (Own, HuggingFaceModule):
+        trainer = make_trainer({"epochs": 1, "batch_size": 2, "optim": {"type": "SGD", "lr": 1e-30}}, model_saving=None)
+        assert trainer.validate(module(make()), rows)["val_loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_loss_that_is_a_sum_is_named_with_what_to_write(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
+    convolutions = {"conv_dim": [8], "conv_stride": [5], "conv_kernel": [10]}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    config = transformers.Wav2Vec2Config(vocab_size=20, **sizes, **convolutions, **positions, apply_spec_augment=False)
+    rows = [{"input_values": torch.rand(400), "labels": torch.randint(1, 20, (4,))} for _ in range(4)]
+    hps = {"epochs": 1, "batch_size": 2, "optim": {"type": "SGD", "lr": 1e-30}}
+    for reduction in ("mean", "sum"):
+        config.ctc_loss_reduction = reduction
+        make_trainer(hps, model_saving=None).fit(HuggingFaceModule(transformers.Wav2Vec2ForCTC(config)), rows)
+        assert ("write model.config.ctc_loss_reduction = 'mean'" in caplog.text) == (reduction == "sum")
 
 
 class Further(Own):
