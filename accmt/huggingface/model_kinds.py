@@ -49,8 +49,26 @@ Source: `LOSS_MAPPING` in transformers/loss/loss_utils.py, and `PreTrainedModel.
 """
 
 _TAKES_SHIFTED_LABELS = frozenset(
-    "bart bigbird_pegasus blenderbot blenderbot-small cpmant flaubert marian mbart musicgen musicgen_melody mvp pegasus "
-    "plbart prophetnet trocr whisper xlm xlnet".split()  # noqa: SIM905 - a list of so many strings would be longer
+    {
+        "bart",
+        "bigbird_pegasus",
+        "blenderbot",
+        "blenderbot-small",
+        "cpmant",
+        "flaubert",
+        "marian",
+        "mbart",
+        "musicgen",
+        "musicgen_melody",
+        "mvp",
+        "pegasus",
+        "plbart",
+        "prophetnet",
+        "trocr",
+        "whisper",
+        "xlm",
+        "xlnet",
+    }
 )
 """Models, by `model_type`, whose decoders hold the token at each position against the label at the same one."""
 
