@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 
 from accmt.config import HyperParameters
 from accmt.errors import HyperParameterError, WeightsError, explain
@@ -13,6 +17,9 @@ from accmt.huggingface.peft_adapters import can_be_merged, read_config
 from accmt.huggingface.pretrained import load_pretrained
 from accmt.libraries.versions import require
 from accmt.saving.layout import ADAPTER_CONFIG
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 CLASSES = {
     "CAUSAL_LM": "AutoModelForCausalLM",
@@ -64,11 +71,54 @@ def merge_adapter(
         do = "write the unquantized model as `base_model_name_or_path` in adapter_config.json"
         raise WeightsError(explain(where, got, "full weights to merge into", do))
     try:
-        merged = model.merge_and_unload(safe_merge=True)
-    except (ValueError, NotImplementedError, TypeError) as error:
+        merged = _merge(model)
+    except (ValueError, NotImplementedError, TypeError, RuntimeError) as error:
         expected = "an adapter that PEFT can merge"
         raise WeightsError(explain(where, str(error), expected, "load it beside its model: PeftModel")) from error
     save_model(merged, merged.state_dict(), Path(output), processor=_read_tokenizer(folder))
+
+
+def _merge(model: PeftModel) -> Any:
+    """Merge adapters, each into its own layer alone.
+
+    PEFT adds an adapter to the weight of its layer, and so to every layer that shares it: an output layer that is tied
+    to embeddings, or those that `layer_replication` repeats. The merged model would be another one than was trained.
+    """
+    is_tied = getattr(model.get_base_model().config, "tie_word_embeddings", False)
+    shared = _take_apart(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied")
+        merged = model.merge_and_unload(safe_merge=True)
+    if any(not _are_equal(first, other) for first, *others in shared for other in others):
+        merged.config.tie_word_embeddings = False
+        return merged
+    for first, *others in shared:
+        for other in others:
+            other.weight = first.weight
+    if is_tied and not merged.config.tie_word_embeddings:  # a copy of the output layer was trained beside the adapter
+        inputs, outputs = merged.get_input_embeddings(), merged.get_output_embeddings()
+        if _are_equal(inputs, outputs):
+            outputs.weight, merged.config.tie_word_embeddings = inputs.weight, True
+    return merged
+
+
+def _take_apart(model: PeftModel) -> list[list[Any]]:
+    """Give each layer that an adapter changes a weight of its own, and return the layers that shared one."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    adapted = {part.get_base_layer() for part in model.modules() if isinstance(part, BaseTunerLayer)}
+    owners: dict[nn.Parameter, list[Any]] = {}
+    for part in model.modules():
+        if "weight" in (own := dict(part.named_parameters(recurse=False))):
+            owners.setdefault(own["weight"], []).append(part)
+    shared = [several for several in owners.values() if len(several) > 1 and not adapted.isdisjoint(several)]
+    for part in (other for _, *others in shared for other in others):
+        part.weight = nn.Parameter(part.weight.detach().clone(), requires_grad=False)
+    return shared
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    return torch.equal(one.weight, other.weight)
 
 
 def require_mergeable(hps: HyperParameters) -> None:
