@@ -114,7 +114,8 @@ def _explain_lists(lists: dict[str, list[Any]]) -> DataError:
 
 def _explain_missing_loss(model: nn.Module, batch: Any) -> ModuleContractError:
     expected = "a model with a head that computes its loss"
-    do = 'fit((path, "AutoModelForSequenceClassification"), ...), with "labels" in each batch'
+    do = 'fit((path, "AutoModelForSequenceClassification"), ...), or `type:` in the section `model` of the YAML, with '
+    do += '"labels" in each batch'
     if "labels" not in batch and "labels" in signature(model.forward).parameters:
         expected = '"labels" in each batch: the model computes its loss of them'
         do = 'add the targets to the dataset as "labels", such as by dataset.rename_column("label", "labels")'

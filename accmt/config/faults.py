@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 KeyPath = tuple[str | int, ...]
+
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -45,3 +47,11 @@ def suggest(name: str, names: Iterable[str], otherwise: str) -> str:
     """Return what to do about an unknown `name`: write the nearest one, or `otherwise`."""
     near = nearest(name, names)
     return f"write `{near}`" if near else otherwise
+
+
+def names_like(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return the dotted names that are most like a pattern, or the first ones."""
+    parts = {part for name in names for part in (name, *name.split("."))}
+    near = difflib.get_close_matches(pattern.replace("\\", ""), sorted(parts), n=1, cutoff=0.6)
+    found = [name for name in names if near and near[0] in name]
+    return (found or list(names))[:_SHOWN]

@@ -80,7 +80,7 @@ def read_patterns(path: KeyPath, value: Any, faults: list[Fault]) -> tuple[str, 
     patterns = _words(value)
     if patterns is None:
         expected = "a regular expression that is looked for in the names of parameters, or a list of them"
-        faults.append(Fault(path, describe(value), expected, r"write `match: classifier\.`"))
+        faults.append(Fault(path, describe(value), expected, rf"write `{path[-1]}: classifier\.`"))
     for pattern in patterns or ():
         try:
             re.compile(pattern)

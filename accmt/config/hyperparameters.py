@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accmt.config.document import Document
@@ -240,6 +241,14 @@ class HyperParameters:
     def where(self, *path: str | int) -> str:
         """Return the place of a key for messages: `hps/digits.yaml:7 optim.lr`."""
         return self._document.where(path)
+
+    def reject(self, faults: Iterable[Fault]) -> HyperParameterError:
+        """Return the one error that reports all `faults`, with their places."""
+        return self._document.reject(faults)
+
+    def is_from(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether these were read from this file, perhaps with flags over it."""
+        return Path(self._document.name).resolve() == Path(path).resolve()
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a YAML file would hold, names instead of classes; `from_config` reads it back as an equal."""

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from accmt.config.faults import Fault, describe, suggest
+from accmt.config.faults import Fault, describe, nearest, suggest
 from accmt.config.grouping import read_patterns
 
 QUANTIZATIONS = ("int8", "nf4", "fp4")
 """What bitsandbytes does; others are `torchao:` and the name of one of its configurations."""
 
 _EXAMPLES = {
-    "path": "path: out/base, or the name of a model on the hub",
+    "path": "path: out/base",
     "type": "type: AutoModelForCausalLM",
     "dtype": "dtype: bfloat16",
     "attn_implementation": "attn_implementation: sdpa",
@@ -26,7 +26,20 @@ _EXAMPLES = {
 }
 NAMES = tuple(_EXAMPLES)
 _TEXTS = ("path", "type", "dtype", "attn_implementation")
-_LORA = {"alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}
+SHORT = {"alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}
+"""What is written for arguments of PEFT's `LoraConfig`."""
+
+INSTEAD = {
+    "load_in_4bit": "quantization: nf4",
+    "load_in_8bit": "quantization: int8",
+    "quantization_config": "quantization: {type: nf4, bnb_4bit_use_double_quant: true}",
+    "peft_config": "lora: {r: 16, alpha: 32, targets: all-linear}",
+    "use_liger_kernel": "kernels: liger",
+    "rank": "r",
+    "lora_r": "r",
+}
+"""What others write for what is a key of the section."""
+
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -83,7 +96,8 @@ def _faults(values: Mapping[str, Any]) -> list[Fault]:
     found = []
     if "path" not in values:
         near = [name for name in values if name not in NAMES]
-        do = suggest("path", near, f"write `{_EXAMPLES['path']}`")
+        meant = nearest("path", near)
+        do = f"write `path` in the place of `{meant}`" if meant else f"write `{_EXAMPLES['path']}`"
         found.append(Fault(("model",), "nothing for `path`", "a model folder, or a name on the hub", do))
     for name in _TEXTS:
         if name in values and not isinstance(values[name], str):
@@ -97,13 +111,13 @@ def _faults(values: Mapping[str, Any]) -> list[Fault]:
         found.append(Fault(("model", "lora"), "`lora` and `adapter`", "one adapter", "remove one of the two"))
     kernels = values.get("kernels")
     kernels = kernels.get("type") if isinstance(kernels, Mapping) else kernels
-    if kernels is not None and kernels != "liger":
+    if isinstance(kernels, str) and kernels != "liger":
         found.append(Fault(("model", "kernels"), describe(kernels), "liger", "write `kernels: liger`"))
     kind = values.get("quantization")
     kind = kind.get("type") if isinstance(kind, Mapping) else kind
-    if kind is not None and kind not in QUANTIZATIONS and not str(kind).startswith("torchao:"):
+    if isinstance(kind, str) and kind not in QUANTIZATIONS and not kind.startswith("torchao:"):
         expected = f"one of {', '.join(QUANTIZATIONS)}, or `torchao:` and the name of its configuration"
-        do = suggest(str(kind), QUANTIZATIONS, "write `quantization: nf4`")
+        do = suggest(kind, QUANTIZATIONS, "write `quantization: nf4`")
         found.append(Fault(("model", "quantization"), describe(kind), expected, do))
     return found
 
@@ -114,7 +128,11 @@ def _dtype_faults(name: str) -> list[Fault]:
     if name == "auto" or isinstance(getattr(torch, name, None), torch.dtype):
         return []
     short = name.removeprefix("torch.")
-    do = f"write `dtype: {_DTYPES[short]}`" if short in _DTYPES else suggest(short, _DTYPES.values(), "write `auto`")
+    do = (
+        f"write `dtype: {_DTYPES[short]}`"
+        if short in _DTYPES
+        else suggest(short, _DTYPES.values(), f"write `{_EXAMPLES['dtype']}`")
+    )
     expected = "auto, or what torch calls it: bfloat16, float16, float32"
     return [Fault(("model", "dtype"), describe(name), expected, do)]
 
@@ -125,11 +143,11 @@ def _lora(value: Any, faults: list[Fault]) -> dict[str, Any]:
         do = f"write `{_EXAMPLES['lora']}`"
         faults.append(Fault(("model", "lora"), describe(value), "a mapping of arguments", do))
         return {}
-    for short, name in _LORA.items():
+    for short, name in SHORT.items():
         if short in value and name in value:
             do = f"remove `{short}`, or `{name}`"
             faults.append(Fault(("model", "lora", name), f"`{name}` and `{short}`, which is short for it", "one", do))
-    return {"type": "Lora", **{_LORA.get(str(name), str(name)): entry for name, entry in value.items()}}
+    return {"type": "Lora", **{SHORT.get(str(name), str(name)): entry for name, entry in value.items()}}
 
 
 def _with_type(value: Any, key: str, faults: list[Fault]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 import torch
@@ -16,12 +17,12 @@ from torch import nn
 
 from accmt.config import HyperParameters
 from accmt.config.arguments import annotation_of, fits_as_written
-from accmt.config.faults import describe, nearest, suggest
-from accmt.config.model_section import NAMES, ModelSection
+from accmt.config.faults import Fault, describe, names_like, nearest, suggest
+from accmt.config.model_section import INSTEAD, NAMES, SHORT, ModelSection
 from accmt.errors import AccmtError, HyperParameterError, MissingPackageError, explain
 from accmt.huggingface.gradient_checkpointing import enable_gradient_checkpointing
 from accmt.huggingface.peft_adapters import read_base_name
-from accmt.huggingface.pretrained import load_pretrained
+from accmt.huggingface.pretrained import find_model_class, load_pretrained, require_model_folder
 from accmt.libraries.versions import require
 from accmt.parallel.building import building_for
 from accmt.saving.layout import ADAPTER_CONFIG
@@ -54,17 +55,17 @@ def build_from_hps(hps: HyperParameters) -> Any:
     arguments = dict(section.arguments)
     if section.quantization:
         arguments["quantization_config"] = _quantization(hps, section)
+    adapter = _adapter_config(hps, section) if section.adapter else None
     model = _load(hps, section, arguments)
     if section.kernels:
         _apply_kernels(hps, section, model)
     if section.quantization and section.adapter:
-        require("peft", hps.where("model", "adapter"))
         import peft
 
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # type: ignore[no-untyped-call]
     _freeze(hps, model, section.freeze)
     if section.adapter:
-        model = _with_adapter(hps, section, model)
+        model = _with_adapter(hps, section, model, adapter)
     if section.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model
@@ -107,21 +108,44 @@ def _require_section(hps: HyperParameters) -> ModelSection:
 
 
 def _load(hps: HyperParameters, section: ModelSection, arguments: dict[str, Any]) -> Any:
+    if not _is_adapter(section):
+        require_model_folder(section.path, hps.where("model", "path"))
+    kind = find_model_class(section.type, hps.where("model", "type"))
     try:
         with building_for(None) if section.adapter else nullcontext():  # an adapter is sharded with its model, or not
-            return load_pretrained(section.path, section.type, **arguments)
+            return load_pretrained(section.path, kind, **arguments)
     except AccmtError:
         raise
+    except ImportError as error:
+        why, _, _ = str(error).partition("\n")
+        where, expected = _place_of(hps, arguments, why), "packages that the arguments of `from_pretrained` need"
+        do = "install the package, or write `attn_implementation: sdpa`" if "ttention" in why else "install the package"
+        raise MissingPackageError(explain(where, why, expected, do)) from error
     except (TypeError, ValueError, AttributeError) as error:
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        name = unknown[1] if unknown else None
-        class_is_missing = section.type is None and (Path(section.path) / ADAPTER_CONFIG).is_file()
-        otherwise = (
-            "write `type: AutoModelForCausalLM`, or the class for its task" if class_is_missing else "correct it"
-        )
-        do = suggest(name, NAMES, f"remove `{name}`") if name else otherwise
-        where, expected = hps.where("model", *([name] if name else [])), "arguments that `from_pretrained` accepts"
-        raise HyperParameterError(explain(where, str(error), expected, do)) from error
+        expected = "arguments that `from_pretrained` accepts"
+        do = _advise_unknown(section, str(error))
+        raise HyperParameterError(explain(_place_of(hps, arguments, str(error)), str(error), expected, do)) from error
+
+
+def _is_adapter(section: ModelSection) -> bool:
+    return (Path(section.path) / ADAPTER_CONFIG).is_file()
+
+
+def _place_of(hps: HyperParameters, arguments: Mapping[str, Any], message: str) -> str:
+    """Return the place of the argument that the message of a library names, or of the section."""
+    plain = message.lower().replace(" ", "")
+    attention = "attn_implementation" if "flashattention" in plain or "attn_implementation" in plain else None
+    named = (name for name in arguments if f"'{name}'" in message)
+    return hps.where("model", *filter(None, [next(named, attention if attention in arguments else None)]))
+
+
+def _advise_unknown(section: ModelSection, message: str) -> str:
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", message)
+    if unknown:
+        return _advise_name(unknown[1], NAMES)
+    if section.type is None and _is_adapter(section):
+        return "write `type: AutoModelForCausalLM`, or the class for its task"
+    return "correct it"
 
 
 def _quantization(hps: HyperParameters, section: ModelSection) -> Any:
@@ -140,28 +164,83 @@ def _quantization(hps: HyperParameters, section: ModelSection) -> Any:
     return transformers.TorchAoConfig(_call(hps, where, config, values))
 
 
-def _with_adapter(hps: HyperParameters, section: ModelSection, model: Any) -> Any:
-    require("peft", hps.where("model", "adapter"))
+def _adapter_config(hps: HyperParameters, section: ModelSection) -> Any:
+    """Return PEFT's configuration of an adapter; `lora` may have short names for PEFT's."""
+    where = _place_of_adapter(section)
+    require("peft", hps.where(*where))
     import peft
 
+    if _is_adapter(section):
+        got = f"`{where[-1]}`, and {section.path}, which is an adapter itself"
+        do = (
+            f"remove `{where[-1]}` to train that adapter further; or merge it before: accmt merge {section.path} FOLDER"
+        )
+        raise HyperParameterError(explain(hps.where(*where), got, "one adapter", do))
     values = dict(section.adapter)
-    where = ("model", "lora" if values["type"] == "Lora" else "adapter")
     config = _find(hps, where, peft, f"{values.pop('type').removesuffix('Config')}Config", "Config")
     task = next((task for end, task in _TASKS.items() if str(section.type).endswith(end)), None)
-    made = _call(hps, where, config, {"task_type": task, **values})
+    return _call(hps, where, config, {"task_type": task, **values}, SHORT if where[-1] == "lora" else {})
+
+
+def _place_of_adapter(section: ModelSection) -> tuple[str, str]:
+    return ("model", "lora" if section.adapter["type"] == "Lora" else "adapter")
+
+
+def _with_adapter(hps: HyperParameters, section: ModelSection, model: Any, config: Any) -> Any:
+    import peft
+
+    where = _place_of_adapter(section)
+    _require_parts(hps, where, model, section.adapter)
     try:
-        return peft.get_peft_model(model, made)
+        return peft.get_peft_model(model, config)
     except (ValueError, TypeError, KeyError, NotImplementedError) as error:
-        layers = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
-        targets = values.get("target_modules", ())
-        near = [near for one in ([targets] if isinstance(targets, str) else targets) if (near := nearest(one, layers))]
-        do = f"write `targets: [{', '.join(near)}]`; " if near else ""
-        do += f"layers are such as {', '.join(sorted(layers))}"
-        raise HyperParameterError(explain(hps.where(*where), str(error), "parts that the model has", do)) from error
+        is_about_targets = "target" in str(error).lower()
+        do = f"write `targets`: layers are such as {', '.join(_layers(model))}" if is_about_targets else "correct them"
+        expected = f"arguments that {type(config).__name__} and the model accept"
+        raise HyperParameterError(explain(hps.where(*where), str(error), expected, do)) from error
     except AttributeError as error:  # PEFT's class for a task needs a model with the head of that task
-        got, expected = f"{type(model).__name__}, and {made.task_type}: {error}", "a model with the head of its task"
+        got, expected = f"{type(model).__name__}, and {config.task_type}: {error}", "a model with the head of its task"
         do = "write `type: AutoModelForCausalLM` in `model`, or the class for your task"
         raise HyperParameterError(explain(hps.where(*where), got, expected, do)) from error
+
+
+def _require_parts(hps: HyperParameters, where: tuple[str, str], model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Check that the model has each part that an adapter names; PEFT is content if it has one of them."""
+    every = [name for name, _ in model.named_modules() if name]
+    ends = {name.rpartition(".")[2] for name in every}
+    faults = []
+    for key, candidates in (("target_modules", _layers(model)), ("modules_to_save", sorted(ends))):
+        wanted = values.get(key) or ()
+        if isinstance(wanted, str):  # a regular expression, or PEFT's word for each layer
+            is_found = wanted == "all-linear" or any(re.fullmatch(wanted, name) for name in every)
+            lacking = [] if is_found else [wanted]
+        else:
+            lacking = [part for part in wanted if not any(f".{name}".endswith(f".{part}") for name in every)]
+        written = next(
+            (short for short, name in SHORT.items() if name == key and short in _as_written(hps, where)), key
+        )
+        for part in lacking:
+            near = nearest(str(part), candidates)
+            do = f"write `{near}`; " if near else ""
+            do += f"parts are such as {', '.join(candidates[:12])}"
+            faults.append(Fault((*where, written), f"{part!r}, which no part of the model is called", _EACH, do))
+    if faults:
+        raise hps.reject(faults)
+
+
+_EACH = "names of parts that the model has"
+
+
+def _layers(model: nn.Module) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)})
+
+
+def _as_written(hps: HyperParameters, where: tuple[str, ...]) -> Mapping[str, Any]:
+    """Return what stands at a place of the section, if that is a mapping."""
+    values: Any = {"model": hps.model}
+    for name in where:
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values if isinstance(values, Mapping) else {}
 
 
 def _find(hps: HyperParameters, where: tuple[str, ...], library: Any, name: str, ending: str) -> Callable[..., Any]:
@@ -195,27 +274,45 @@ def _apply_kernels(hps: HyperParameters, section: ModelSection, model: Any) -> N
     _call(hps, where, partial(FUNCTIONS[kind], model=model), values)
 
 
-def _call(hps: HyperParameters, where: tuple[str, ...], config: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-    """Call what a library builds or changes something with, arguments held against names and types of its signature."""
+def _call(
+    hps: HyperParameters,
+    where: tuple[str, ...],
+    config: Callable[..., Any],
+    values: Mapping[str, Any],
+    short: Mapping[str, str] = MappingProxyType({}),
+) -> Any:
+    """Call what a library builds or changes something with, arguments held against names and types of its signature.
+
+    `short` has the names that may be written for some of the arguments.
+    """
     function = config.func if isinstance(config, partial) else config
     takes, types = function.__name__, _types_of(function)
     parameters = inspect.signature(config).parameters
     bound = config.keywords if isinstance(config, partial) else {}
     names = [name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD and name not in bound]
+    faults = []
     for name, value in values.items():
-        place = hps.where(*where, name)
+        written = next(
+            (other for other, full in short.items() if full == name and other in _as_written(hps, where)), name
+        )
         if name not in names:
-            do, expected = suggest(name, names, f"remove `{name}`"), f"an argument of {takes}"
-            raise HyperParameterError(explain(place, f"{name} = {describe(value)}", expected, do))
-        annotation = types.get(name) or annotation_of(parameters[name])
-        if not fits_as_written(value, annotation):
+            do, expected = _advise_name(name, [*short, *names]), f"an argument of {takes}"
+            faults.append(Fault((*where, name), f"{name} = {describe(value)}", expected, do))
+        elif not fits_as_written(value, annotation := types.get(name) or annotation_of(parameters[name])):
             expected = f"{inspect.formatannotation(annotation)} ({takes}'s signature)"
-            raise HyperParameterError(explain(place, describe(value), expected, f"correct `{name}`"))
+            faults.append(Fault((*where, written), describe(value), expected, f"correct `{written}`"))
+    if faults:
+        raise hps.reject(faults)
     try:
         return config(**values)
     except (TypeError, ValueError, AttributeError, AssertionError) as error:
         got, expected = str(error), f"arguments that {takes} accepts"
         raise HyperParameterError(explain(hps.where(*where), got, expected, "correct them")) from error
+
+
+def _advise_name(name: str, names: Sequence[str]) -> str:
+    """Return what to write for an argument that nobody takes."""
+    return f"write `{INSTEAD[name]}`" if name in INSTEAD else suggest(name, names, f"remove `{name}`")
 
 
 def _types_of(function: Callable[..., Any]) -> Mapping[str, Any]:
@@ -232,7 +329,7 @@ def _freeze(hps: HyperParameters, model: nn.Module, patterns: Sequence[str]) -> 
     where, expected = hps.where("model", "freeze"), "a part of a name in the model"
     for pattern in patterns:
         if not any(re.search(pattern, name) for name in every):
-            do = f"names are such as {', '.join(list(every)[:5])}"
+            do = f"correct it: names are such as {', '.join(names_like(pattern, list(every)))}"
             raise HyperParameterError(explain(where, f"{pattern!r}, which is in no parameter's name", expected, do))
     named = [name for name in every if any(re.search(pattern, name) for pattern in patterns)]
     for name in named:

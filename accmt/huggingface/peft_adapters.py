@@ -62,8 +62,9 @@ def load_adapters(model: PeftModel, folder: Path, *, strict: bool = True) -> Non
     current = {name: _read_adapter(model, state, name) for name in parts}
     saved = {name: read_weights(part) for name, part in parts.items()}
     _warn_of_other_base(model, folder)
+    base = getattr(model.get_base_model(), "name_or_path", None)
     for name, part in parts.items():
-        what = f"the adapter {name!r} of {class_of(model).__name__}"
+        what = f"the adapter {name!r} of {class_of(model).__name__}{f' around {base}' if base else ''}"
         require_fit(saved[name], _by_plain_name(current[name]), part, what=what, strict=strict)
     for name, weights in current.items():
         names = plain_names(weights)

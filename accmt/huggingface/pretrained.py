@@ -57,10 +57,12 @@ def load_pretrained(
             transformers would inject into the model.
     """
     _require_path(path)
-    model_class = _find_model_class(type)
+    model_class = find_model_class(type)
     folder = Path(path)
     if (folder / ADAPTER_CONFIG).is_file():
-        return build_with_adapter(_read(model_class, read_base_name(folder), **kwargs), folder)
+        base = read_base_name(folder)
+        require_model_folder(base, f"the model of the adapter in {folder}, as its {ADAPTER_CONFIG} names it")
+        return build_with_adapter(_read(model_class, base, **kwargs), folder)
     model = _read_in_parts(model_class, os.fspath(path), kwargs) or _read(model_class, os.fspath(path), **kwargs)
     reject_injected_adapters(model)
     return model
@@ -86,7 +88,7 @@ def build_empty(path: str | os.PathLike[str], type: str | None = None) -> Any:  
         return load_pretrained(path, type)
     config = _read(transformers.AutoConfig, os.fspath(path))
     named = next(iter(config.architectures or ()), None)
-    model_class = _find_model_class(type or (named if hasattr(transformers, named or "") else None))
+    model_class = find_model_class(type or (named if hasattr(transformers, named or "") else None))
     with torch.device("meta"):
         return model_class.from_config(config) if hasattr(model_class, "from_config") else model_class(config)
 
@@ -175,7 +177,7 @@ class _ReadingInParts:
 
 def _read(kind: Any, path: str, **kwargs: Any) -> Any:
     """Let a class of transformers read a model folder, or from the hub."""
-    _require_model_folder(path)
+    require_model_folder(path)
     try:
         with _on_every_process():
             return kind.from_pretrained(path, **kwargs)
@@ -209,7 +211,7 @@ def load_pretrained_weights(model: PreTrainedModel, folder: Path | str) -> None:
     Only `from_pretrained` makes the changes to names and tensors that transformers makes on loading. Meanwhile a second
     model is in memory.
     """
-    _require_model_folder(str(Path(folder).absolute()))
+    require_model_folder(str(Path(folder).absolute()))
     model_class: Any = class_of(model)
     from_pretrained = model_class.from_pretrained  # returns a pair where the report is asked for
     loaded, report = from_pretrained(
@@ -237,7 +239,16 @@ def _require_path(path: object) -> None:
         raise ModuleContractError(explain("from_hf(path)", f"an object of {path.__class__.__name__}", expected, do))
 
 
-def _find_model_class(wanted: type[PreTrainedModel] | str | None) -> Any:
+def find_model_class(wanted: type[PreTrainedModel] | str | None, where: str | None = None) -> Any:
+    """Return a class of transformers for itself, its name or None.
+
+    Args:
+        wanted: The class, its name, or None for `AutoModel`.
+        where: The place of it, for messages; None is the argument of `from_hf`.
+
+    Raises:
+        ArgumentError: It is no model class.
+    """
     require("transformers", "a model from a path")
     import transformers
 
@@ -247,16 +258,19 @@ def _find_model_class(wanted: type[PreTrainedModel] | str | None) -> Any:
         return wanted
     if not isinstance(wanted, str):
         expected, do = "a model class of transformers, or the name of one", 'from_hf(path, "AutoModelForCausalLM")'
-        raise ArgumentError(explain("from_hf(type=...)", f"an object of {wanted.__class__.__name__}", expected, do))
+        raise ArgumentError(
+            explain(where or "from_hf(type=...)", f"an object of {wanted.__class__.__name__}", expected, do)
+        )
     found = getattr(transformers, wanted, None)
     if _is_model_class(found):
         return found
-    nearest = difflib.get_close_matches(wanted, dir(transformers), n=3)
+    alike = difflib.get_close_matches(wanted, dir(transformers), n=9)
+    nearest = [name for name in alike if _is_model_class(getattr(transformers, name, None))][:3]
     message = explain(
-        f"from_hf(type={wanted!r})",
+        where or f"from_hf(type={wanted!r})",
         f"{wanted!r}, which is no model class of transformers {transformers.__version__}",
         "a class, or the name of one, such as 'AutoModelForSequenceClassification'",
-        f"write {' or '.join(map(repr, nearest))}" if nearest else "pass the class itself",
+        f"write {' or '.join(nearest if where else map(repr, nearest))}" if nearest else "name a class of a model",
     )
     raise ArgumentError(message)
 
@@ -268,15 +282,24 @@ def _is_model_class(found: object) -> bool:
     return is_model or getattr(found, "__name__", "").startswith(("AutoModel", "AutoBackbone"))
 
 
-def _require_model_folder(path: str) -> None:
-    """Reject what cannot be a model before transformers asks the hub for it."""
+def require_model_folder(path: str, where: str | None = None) -> None:
+    """Reject what cannot be a model before transformers asks the hub for it.
+
+    Args:
+        path: A model folder, or a name on the hub.
+        where: The place of it, for messages; None names the folder alone.
+
+    Raises:
+        FileNotFoundError: It is neither.
+    """
     is_hub_name = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
     found = Path(path)
     if (found / "config.json").is_file() or (is_hub_name and not found.exists()):
         return
+    got = "a folder without config.json" if found.is_dir() else ("a file" if found.exists() else "no such folder")
     message = explain(
-        f"model folder {path!r}",
-        "a folder without config.json" if found.is_dir() else ("a file" if found.exists() else "no such folder"),
+        f"{where}: {path}" if where else f"model folder {path!r}",
+        got,
         "a folder with config.json and weights, as save_pretrained or a Trainer writes it",
         "check the spelling and the current working directory",
     )

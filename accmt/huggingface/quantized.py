@@ -45,6 +45,7 @@ def reject_training_quantized_weights(model: nn.Module) -> None:
     can_be_trained = [weight for weight in model.parameters() if weight.is_floating_point()]
     if all(weight.requires_grad for weight in can_be_trained):
         got = "quantized weights, which have no gradients: embeddings and norms alone would be trained"
-        do = "add an adapter: self.model = peft.get_peft_model(model, peft.LoraConfig(...))"
+        do = "add an adapter: `lora: {r: 16, targets: all-linear}` in the section `model` of the YAML, or "
+        do += "self.model = peft.get_peft_model(model, peft.LoraConfig(...))"
         expected = "an adapter around a quantized model, or parameters that were chosen by freezing the others"
         raise ModuleContractError(explain("self.model", got, expected, do))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +11,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from accmt.config.faults import names_like
 from accmt.config.grouping import Group, Grouping
 from accmt.errors import HyperParameterError, explain
 from accmt.optimization.parameter_kinds import kinds_of
-
-_SHOWN = 5
 
 
 @dataclass
@@ -118,7 +116,7 @@ def _require_used(
         for pattern in group.match:
             if not any(re.search(pattern, name) for several in names.values() for name in several):
                 all_names = [several[0] for several in names.values()]
-                do = f"correct it: names are such as {', '.join(_nearest(pattern, all_names))}"
+                do = f"correct it: names are such as {', '.join(names_like(pattern, all_names))}"
                 got = f"{pattern!r}, which is in no parameter's name"
                 raise HyperParameterError(explain(f"{place}.match", got, "a part of a name in the model", do))
         if number + 1 not in chosen.values():
@@ -136,14 +134,6 @@ def _require_used(
         got = f"groups that take all {len(chosen)} parameters, so that nothing is left for the optimizer beside them"
         do = "move what the last group says to `optim` itself, and remove the group"
         raise HyperParameterError(explain(f"{where}.groups", got, "parameters that are in no group", do))
-
-
-def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
-    """Return the names that are most like a pattern, or the first ones."""
-    parts = {part for name in names for part in (name, *name.split("."))}
-    near = difflib.get_close_matches(pattern.replace("\\", ""), sorted(parts), n=1, cutoff=0.6)
-    found = [name for name in names if near and near[0] in name]
-    return (found or list(names))[:_SHOWN]
 
 
 def _label(group: Group) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from accmt.callbacks import build_callbacks
 from accmt.config import HyperParameters
-from accmt.errors import CheckpointError, UnknownArgumentError, explain
+from accmt.errors import ArgumentError, CheckpointError, UnknownArgumentError, explain
 from accmt.module import AcceleratorModule
 from accmt.settings import Settings
 from accmt.settings.saving import RegisteredSaving
@@ -316,7 +316,7 @@ class Trainer(TrainerProperties):
 
     def fit(
         self,
-        module: AcceleratorModule | str | PathLike[str] | tuple[Any, ...],
+        module: AcceleratorModule | str | PathLike[str] | tuple[Any, ...] | Mapping[str, Any] | HyperParameters,
         train_dataset: Data | None = None,
         val_dataset: Data | None = None,
         *,
@@ -329,7 +329,8 @@ class Trainer(TrainerProperties):
 
         Args:
             module: An `AcceleratorModule`; or a transformers model: its path, or `(path, type)` as in `from_hf`; or
-                hyper-parameters with a section `model` that describes it: the path of the .yaml or .json file.
+                hyper-parameters with a section `model` that describes it: the path of the .yaml or .json file, a dict,
+                or `trainer.hps`. Flags such as `--hps.model.lora.r=8` count where the file is the Trainer's, too.
             train_dataset: A dataset, an iterable dataset, a `datasets` dataset or a DataLoader; None where the module
                 has `get_train_dataloader`.
             val_dataset: The same for validation; None trains without.
@@ -353,7 +354,7 @@ class Trainer(TrainerProperties):
         from accmt.setup.torch_flags import running, working
         from accmt.setup.user_data import UserData
 
-        trained, recovery = _as_module(module, kwargs), Recovery()
+        trained, recovery = _as_module(module, kwargs, self.hps), Recovery()
         user_data = UserData("fit", {"train": train_dataset, "validate": val_dataset}, datamodule)
         try:
             with ShortTraceback(), running(self, trained), working(self.settings.running), user_data.ending("fit"):
@@ -769,9 +770,10 @@ class Trainer(TrainerProperties):
 Trainer.own_steps = (Trainer.do_backward, Trainer.do_opt_step, Trainer.do_zero_grad)
 
 
-def _as_module(module: Any, kwargs: dict[str, Any]) -> AcceleratorModule:
-    if isinstance(module, str | PathLike) and str(module).endswith((".yaml", ".yml", ".json")):
-        return AcceleratorModule.from_hps(module, in_fit=True, **kwargs)
+def _as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> AcceleratorModule:
+    is_file = isinstance(module, str | PathLike) and str(module).endswith((".yaml", ".yml", ".json"))
+    if is_file or isinstance(module, Mapping | HyperParameters):
+        return AcceleratorModule.from_hps(_model_of(module, hps), in_fit=True, **kwargs)
     if isinstance(module, str | PathLike):
         return AcceleratorModule.from_hf(module, in_fit=True, **kwargs)
     if isinstance(module, tuple):
@@ -783,4 +785,22 @@ def _as_module(module: Any, kwargs: dict[str, Any]) -> AcceleratorModule:
         )
         raise UnknownArgumentError(explain("fit", got, expected, "give them to the Trainer, or to your module"))
     own: AcceleratorModule = module
+    return own
+
+
+def _model_of(source: Any, hps: HyperParameters) -> HyperParameters:
+    """Return the hyper-parameters that describe the model of `fit`: the Trainer's, where they come from that source.
+
+    Only they have the flags that were typed, and they are what the run records.
+
+    Raises:
+        ArgumentError: The Trainer's describe another model.
+    """
+    if not isinstance(source, Mapping | HyperParameters) and hps.is_from(source):
+        return hps
+    own = HyperParameters.from_config(source)
+    if hps.model is not None and own.model != hps.model:
+        got = f"{own.where('model')}: {own.model}, and {hps.where('model')}: {hps.model}"
+        do = "trainer.fit(trainer.hps, data): the Trainer's hyper-parameters, with their flags"
+        raise ArgumentError(explain("fit(hyper-parameters)", got, "the model that the Trainer's describe", do))
     return own

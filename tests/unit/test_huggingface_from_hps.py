@@ -1,7 +1,9 @@
 """A model that the hyper-parameters describe."""
 
+import argparse
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from accmt import AcceleratorModule, HyperParameters, Trainer
 from accmt.cli.main import main
-from accmt.errors import AccmtError, HyperParameterError, MissingPackageError, WeightsError
+from accmt.errors import AccmtError, ArgumentError, HyperParameterError, MissingPackageError, WeightsError
 from accmt.huggingface import pretrained
 from accmt.parallel.building import accelerator_to_build_for, building_for
 
@@ -121,7 +123,7 @@ def test_params_shows_the_groups_of_the_model_in_the_section(capsys):
     ("model", "place", "message"),
     [
         (3, "model", "expected: a path, or a mapping with `path`"),
-        ({"paht": "x"}, "model", "do: write `paht`"),
+        ({"paht": "x"}, "model", "do: write `path` in the place of `paht`"),
         ({"path": "./llama", "type": 3}, "model.type", "expected: a name"),
         ({"path": "./llama", "freeze": ["a("]}, "model.freeze", "expected: a regular expression"),
         ({"path": "./llama", "gradient_checkpointing": "yes"}, "model.gradient_checkpointing", "true or false"),
@@ -135,6 +137,9 @@ def test_params_shows_the_groups_of_the_model_in_the_section(capsys):
         ),
         ({"path": "./llama", "dtype": "bf16"}, "model.dtype", "do: write `dtype: bfloat16`"),
         ({"path": "./llama", "dtype": "torch.fp16"}, "model.dtype", "do: write `dtype: float16`"),
+        ({"path": "./llama", "quantization": True}, "model.quantization", "do: write `quantization: nf4`"),
+        ({"path": "./llama", "freeze": 3}, "model.freeze", r"do: write `freeze: classifier\."),
+        ({"path": "./llama", "dtype": "bf61"}, "model.dtype", "do: write `dtype: bfloat16`"),
         ({"path": "./llama", "dtype": "bfloat"}, "model.dtype", "do: write `bfloat16`"),
         ({"path": "./llama", "kernels": "ligr"}, "model.kernels", "do: write `kernels: liger`"),
         ({"path": "./llama", "kernels": {"rope": True}}, "model.kernels", "expected: a name, or a mapping with `type`"),
@@ -144,25 +149,33 @@ def test_params_shows_the_groups_of_the_model_in_the_section(capsys):
 def test_a_wrong_form_is_found_when_the_file_is_read(model, place, message):
     with pytest.raises(HyperParameterError) as raised:
         HyperParameters.from_config({**HPS, "model": model})
-    assert str(raised.value).startswith(f"hps_config {place}\n")
+    assert str(raised.value).startswith(f"hps_config {place}\n")  # one fault, and not several of one key
     assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("model", "place", "message"),
     [
+        ({"load_in_4bit": True}, "model.load_in_4bit", "do: write `quantization: nf4`"),
+        ({"freeze": ["q_prj"]}, "model.freeze", "names are such as model.layers.0.self_attn.q_proj.weight"),
+        ({"lora": {"rank": 8}}, "model.lora.rank", "do: write `r`"),
+        ({"lora": {"alhpa": 8}}, "model.lora.alhpa", "do: write `alpha`"),
+        ({"lora": {"r": -1}}, "model.lora", "`r` should be a positive integer value"),
+        ({"lora": {"targets": ["q_proj", "v_prj"]}}, "model.lora.targets", "got: 'v_prj', which no part"),
+        ({"lora": {"target_modules": "q_prj"}}, "model.lora.target_modules", "do: write `q_proj`"),
+        ({"lora": {"modules_to_save": ["lm_haed"]}}, "model.lora.modules_to_save", "do: write `lm_head`"),
         ({"attn_implementatoin": "sdpa"}, "model.attn_implementatoin", "do: write `attn_implementation`"),
-        ({"attn_implementation": "flsh"}, "model", "flsh"),
+        ({"attn_implementation": "flsh"}, "model.attn_implementation", "flsh"),
         ({"freeze": ["emved"]}, "model.freeze", "names are such as model.embed_tokens.weight"),
         ({"lora": {"rank": 8}}, "model.lora.rank", "an argument of LoraConfig"),
         ({"lora": {"r": "many"}}, "model.lora.r", "got: 'many' (str)\n  expected: int (LoraConfig's signature)"),
         ({"lora": {"r": 8.5}}, "model.lora.r", "expected: int"),
         ({"lora": {"use_dora": "yes"}}, "model.lora.use_dora", "expected: bool"),
-        ({"lora": {"targets": 3}}, "model.lora.target_modules", "list[str]"),
+        ({"lora": {"targets": 3}}, "model.lora.targets", "list[str]"),
         ({"lora": {"layer_replication": [[0, 1, 2]]}}, "model.lora.layer_replication", "list[tuple[int, int]]"),
         ({"lora": {"bias": "some"}}, "model.lora.bias", "Literal['none', 'all', 'lora_only']"),
         ({"lora": {"r": 0}}, "model.lora", "r"),
-        ({"lora": {"targets": ["q_prj"]}}, "model.lora", "do: write `targets: [q_proj]`; layers are such as down_proj"),
+        ({"lora": {"targets": ["q_prj"]}}, "model.lora.targets", "do: write `q_proj`; parts are such as down_proj"),
         ({"type": None, "lora": {"task_type": "CAUSAL_LM"}}, "model.lora", "do: write `type: AutoModelForCausalLM`"),
         ({"adapter": "Loro"}, "model.adapter", "do: write `LoraConfig`"),
     ],
@@ -172,6 +185,63 @@ def test_what_a_library_refuses_has_its_place(model, place, message):
         build(**model)
     assert str(raised.value).startswith(f"hps_config {place}\n")
     assert message in str(raised.value)
+
+
+def test_all_wrong_arguments_are_said_at_once():
+    with pytest.raises(HyperParameterError, match="4 faults in hps_config") as raised:
+        build(lora={"rank": 8, "alpha": "high", "use_dora": "yes", "dropuot": 0.1})
+    assert "model.lora.alpha\n  got: 'high' (str)" in str(raised.value)
+    with pytest.raises(HyperParameterError, match="2 faults in hps_config"):
+        build(lora={"targets": ["q_prj", "v_proj", "k_prj"]})
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "layers.1.mlp.up_proj"], "all-linear", r".*\.[qv]_proj"])
+def test_parts_are_named_as_peft_finds_them(targets):
+    assert any("lora" in name for name in trained(build(lora={"targets": targets})))
+
+
+def test_an_adapter_around_an_adapter_is_refused():
+    build(lora={"r": 2}).save_pretrained("adapter")
+    with pytest.raises(HyperParameterError, match=r"adapter, which is an adapter itself[\s\S]*do: remove `lora`"):
+        build(path="adapter", lora={"r": 4})
+    assert trained(build(path="adapter"))
+
+
+def test_a_folder_and_a_class_that_do_not_exist_have_their_place():
+    with pytest.raises(FileNotFoundError, match=r"hps_config model\.path: \./lama\n  got: no such folder"):
+        build(path="./lama")
+    with pytest.raises(AccmtError, match=r"hps_config model\.type\n[\s\S]*do: write AutoModelForCausalLM"):
+        build(type="AutoModelForCasualLM")
+    build(lora={"r": 2}).save_pretrained("adapter")
+    config = json.loads(Path("adapter/adapter_config.json").read_text())
+    Path("adapter/adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "./gone"}))
+    with pytest.raises(FileNotFoundError, match=r"the model of the adapter in adapter, as its .* names it: \./gone"):
+        build(path="adapter")
+
+
+@pytest.mark.skipif(bool(find_spec("flash_attn") or find_spec("kernels")), reason="the package is there")
+def test_an_attention_without_its_package_has_its_place():
+    with pytest.raises(MissingPackageError, match=r"hps_config model\.attn_implementation\n[\s\S]*sdpa"):
+        build(attn_implementation="flash_attention_2")
+
+
+def test_flags_reach_the_model_that_fit_builds_from_the_same_file():
+    rows = {"input_ids": [[index, 3, 7] for index in range(4)]}
+    data = Dataset.from_dict({**rows, "labels": rows["input_ids"]}).with_format("torch")
+    hps = {**HPS, "model": {"path": "./llama", "type": "AutoModelForCausalLM", "lora": {"r": 2}}}
+    Path("hps.json").write_text(json.dumps({"hps": hps}))
+    parser = Trainer.add_argparse_args(argparse.ArgumentParser())
+    args = parser.parse_args(["--hps_config", "./hps.json", "--model_path", "out/m", "--hps.model.lora.r=4"])
+    for source in ("hps.json", None):
+        trainer = Trainer.from_argparse_args(args, verbose=False)
+        trainer.fit(source or trainer.hps, data)
+        assert json.loads(Path("out/m/adapter_config.json").read_text())["r"] == 4
+        assert HyperParameters.from_config("out/m/hps.yaml").model_section.adapter["r"] == 4
+    Path("other.json").write_text(json.dumps({"hps": hps}))
+    with pytest.raises(ArgumentError, match=r"do: trainer\.fit\(trainer\.hps, data\)"):
+        Trainer.from_argparse_args(args, verbose=False).fit("other.json", data)
+    Trainer(HPS, "out/m", verbose=False).fit(hps, data)
+    assert json.loads(Path("out/m/adapter_config.json").read_text())["r"] == 2
 
 
 def test_a_class_that_does_not_exist_and_a_missing_package_are_said():
