@@ -117,6 +117,7 @@ def stack_tuples(samples: list[Any]) -> list[torch.Tensor] | None:
     for column in columns:
         if set(map(type, column)) != {torch.Tensor} or column[0].layout is not torch.strided or column[0].is_nested:
             return None
-        if len({tensor.shape for tensor in column}) > 1:  # an error that the caller explains
-            return None
-    return [torch.stack(column) for column in columns]
+    try:
+        return [torch.stack(column) for column in columns]
+    except RuntimeError:  # of unequal shapes, say: `default_collate` raises it again, and it is explained
+        return None

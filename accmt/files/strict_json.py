@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
     """Write `value` as strict JSON, non-finite floats as strings."""
-    return json.dumps(_encode(value), allow_nan=False, indent=indent, ensure_ascii=False)
+    encoder = _ENCODER if indent is None else json.JSONEncoder(allow_nan=False, indent=indent, ensure_ascii=False)
+    return encoder.encode(_encode(value))
 
 
 def loads(text: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -38,8 +38,7 @@ class WeightedSum:
 
         Waits for the device.
         """
-        values, weights = self._stack()
-        pairs = [(v * w, w) for v, w in zip(values.tolist(), weights.tolist(), strict=True) if w]
+        pairs = [(v * w, w) for v, w in zip(_read(self._values), _read(self._weights), strict=True) if w]
         if self._partial is not None:
             pairs.append(tuple(self._partial.tolist()))
         self._values, self._weights, self._partial = [], [], None
@@ -86,6 +85,14 @@ class WeightedSum:
             return values, torch.tensor(self._weights, dtype=torch.float64)
         weights = stack([torch.as_tensor(weight).detach() for weight in self._weights])
         return values.to(weights.device, non_blocking=True) if values.device.type == "cpu" else values, weights
+
+
+def _read(values: Sequence[Weight]) -> list[float]:
+    """Return the numbers, of those on a device all at once: it is waited for."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [value.item() if isinstance(value, torch.Tensor) else value for value in values]
+    return cast("list[float]", stack([torch.as_tensor(value) for value in values]).tolist())
 
 
 def stack(values: list[torch.Tensor]) -> torch.Tensor:
