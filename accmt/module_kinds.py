@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from inspect import signature
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -63,7 +64,12 @@ class HuggingFaceModule(AcceleratorModule):
     Args:
         model: The model, or what builds it at the start of a run.
         processor: Tokenizer or other processor that is saved beside it.
+
+    Attributes:
+        metric_names: The metrics of each set that is evaluated, as a run lets it know.
     """
+
+    metric_names: Mapping[str, Sequence[str]] = MappingProxyType({})
 
     def __init__(self, model: nn.Module | Callable[[], nn.Module], processor: Any = None) -> None:
         self.processor = processor
@@ -83,13 +89,33 @@ class HuggingFaceModule(AcceleratorModule):
             ModuleContractError: The model computes none: it has no head for a task, or the batch has no labels.
             DataError: The model cannot compute, and the batch has lists where it needs tensors.
         """
+        return self._read_loss(self._call_model(batch), batch)
+
+    def validation_step(self, batch: Any, key: str = "") -> Any:
+        """Return the loss, and for each metric of the set what the model says of a sample, with the sample's label.
+
+        Where labels are of tokens, a metric would have to be told which of them count: it needs a module of its own.
+        """
+        names, labels = self.metric_names.get(key), batch.get("labels")
+        if not names or not isinstance(labels, torch.Tensor) or labels.ndim != 1:
+            return self.step(batch)
+        outputs = self._call_model(batch)
+        result = self._read_loss(outputs, batch)
+        entries = result if isinstance(result, dict) else {"loss": result}
+        logits = outputs.logits.squeeze(-1)  # of one number for each sample in a regression
+        return {**entries, **dict.fromkeys(names, (logits, labels))}
+
+    def _call_model(self, batch: Any) -> Any:
         try:
-            loss = getattr(self.model(**batch), "loss", None)
+            return self.model(**batch)
         except (AttributeError, TypeError, ValueError) as error:
             lists = {name: value for name, value in batch.items() if isinstance(value, list)}
             if lists:
                 raise _explain_lists(lists) from error
             raise
+
+    def _read_loss(self, outputs: Any, batch: Any) -> Any:
+        loss = getattr(outputs, "loss", None)
         if loss is None:
             raise _explain_missing_loss(self.unwrapped_model, batch)
         weight = count_targets(self.unwrapped_model, batch.get("labels"))

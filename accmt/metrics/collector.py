@@ -103,7 +103,7 @@ class ValidationCollector:
             if name not in returned:
                 got = f"no predictions; validation_step returned {sorted(returned)}"
                 do = f'return {{"loss": loss, "{name}": (predictions, references)}}'
-                do += "; where `fit` got a model by its path, from a module of your own with that as self.model"
+                do += "; where `fit` got a model by its path, labels of tokens need a module of your own"
                 raise metric_error(name, got, f"validation_step to return an entry {name!r}", do)
 
 

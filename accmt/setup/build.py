@@ -65,7 +65,7 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     resumed = _find_start(trainer, module, recovery)
     inputs = _find_inputs(trainer, module, user_data, accelerator, resumed)
     seed = _choose_seed(settings, resumed)
-    steps = adapt_training_step(module, state), adapt_validation_step(module, "validation_step")
+    steps = adapt_training_step(module, state), adapt_validation_step(module, "validation_step", inputs.metrics)
     loaders = Loaders(trainer, module, user_data, recovery, seed=seed, device=accelerator.device)
     loaders.build(inputs.train_data, inputs.val_data)
     saver = ModelSaver(inputs.selection, inputs.patience)

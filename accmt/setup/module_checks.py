@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from torch import nn
@@ -14,7 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 from accmt.callbacks import find_hooks
 from accmt.errors import ModuleContractError, explain
 from accmt.huggingface import advise_wrapping
+from accmt.metrics import Metric
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
+from accmt.module_kinds import HuggingFaceModule
 from accmt.state import Function, TrainingState
 
 _CONTRACT = tuple(
@@ -228,8 +231,18 @@ def adapt_training_step(module: AcceleratorModule, state: TrainingState) -> Call
     return lambda batch: step(batch, **_fill(further))
 
 
-def adapt_validation_step(module: AcceleratorModule, name: str) -> Callable[[str, Any], Any]:
-    """Return a step without training as a function of (key, batch), whether it takes the key or not."""
+def adapt_validation_step(
+    module: AcceleratorModule, name: str, metrics: Mapping[str, Sequence[Metric]] = MappingProxyType({})
+) -> Callable[[str, Any], Any]:
+    """Return a step without training as a function of (key, batch), whether it takes the key or not.
+
+    Args:
+        module: The module.
+        name: The name of the step.
+        metrics: The metrics of each set, for a module that has to know what to return.
+    """
+    if isinstance(module, HuggingFaceModule):
+        module.metric_names = {key: [metric.name for metric in group] for key, group in metrics.items()}
     name, step = _find_step(module, name)
     further = _find_further(step, lambda: module.state, lambda: module.state.val_step)
     if "key" in inspect.signature(step).parameters and _accepts(step, None, key=None, **further):

@@ -276,7 +276,7 @@ def _build(request: Request, sets: Mapping[str, Any], accelerator: Accelerator, 
         module=module,
         model=model,
         unwrapped_model=accelerator.unwrap_model(model, keep_torch_compile=False),
-        validation_step=adapt_validation_step(module, _STEPS[function]),
+        validation_step=adapt_validation_step(module, _STEPS[function], metrics),
         val_loaders={
             name: _draw(
                 request, name, build_evaluation_loader(module, data, settings, function, seed=seed, device=device)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Value
 
-from accmt import AcceleratorModule, Callback
+from accmt import F1, AcceleratorModule, Callback
+from accmt.errors import MetricError
 from tests.toys import make_trainer
 
 
@@ -49,6 +50,37 @@ def test_a_model_folder_trains_and_comes_back_as_a_folder(form: str, pretrained:
     trained = trainer.run.module.model.eval()
     batch = {"input_ids": make_data(3)["input_ids"][:4]}
     assert torch.equal(saved(**batch).logits, trained(**batch).logits)
+
+
+@pytest.mark.feature("A57")
+def test_metrics_of_a_classifier_need_no_module(pretrained: Path):
+    kind, data = "AutoModelForSequenceClassification", make_data(2)
+    metrics = {"both": ["accuracy", F1(num_classes=2)], "one": ["accuracy"]}
+    trainer = make_trainer({"batch_size": 5}, metrics=metrics, model_saving="best_accuracy", seed=1)
+    module = AcceleratorModule.from_hf(pretrained, kind)
+    state = trainer.fit(module, data, {"both": data, "one": data.select(range(7))})
+    logits = trainer.predict(module, data)
+    expected = (logits.argmax(-1) == data["labels"][:]).float()
+    assert state.metrics["accuracy__both"] == expected.mean().item()
+    assert state.metrics["accuracy__one"] == pytest.approx(expected[:7].mean().item())
+    assert trainer.test(module, {"both": data, "one": data})["f1__both"] == state.metrics["f1__both"]
+
+
+@pytest.mark.feature("A57")
+def test_metrics_of_a_regression_need_no_module(pretrained: Path):
+    data = make_data(3).cast_column("labels", Value("float32")).with_format("torch")
+    trainer = make_trainer({"batch_size": 5}, metrics="mse", seed=1)
+    keywords = {"num_labels": 1, "ignore_mismatched_sizes": True}
+    state = trainer.fit((str(pretrained), "AutoModelForSequenceClassification"), data, data, **keywords)
+    assert state.metrics["mse"] == pytest.approx(state.metrics["val_loss"], rel=1e-5)
+
+
+@pytest.mark.feature("A57")
+def test_metrics_of_tokens_ask_for_a_module(pretrained: Path):
+    rows = {"input_ids": [[i, 3] for i in range(8)], "labels": [[0, 1]] * 8}
+    data = Dataset.from_dict(rows).with_format("torch")
+    with pytest.raises(MetricError, match="labels of tokens need a module of your own"):
+        make_trainer(metrics="accuracy").fit((str(pretrained), "AutoModelForTokenClassification"), data, data)
 
 
 @pytest.mark.feature("A57")
