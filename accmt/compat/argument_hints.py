@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any
 
+from accmt.compat.fine_tuning_hints import OF_AXOLOTL, OF_TRL
 from accmt.compat.joint_hints import advise_joint
 from accmt.compat.value_hints import advise_value
 from accmt.settings.running import Failures
@@ -107,7 +108,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "use_cpu": 'Trainer(accelerator={"cpu": True})',
         "warmup_ratio": "scheduler: {type: LinearWithWarmup, warmup_ratio: 0.1}",
         "warmup_steps": "scheduler: {type: LinearWithWarmup, num_warmup_steps: 100}",
-        "weight_decay": "optim: {type: AdamW, lr: 1e-4, weight_decay: 0.01}",
+        "weight_decay": "optim: {type: AdamW, lr: 1e-4, weight_decay: 0.01, no_decay: [bias, norm]}",
     },
     "transformers' Trainer": {
         "args": 'Trainer(model_path="out/model"), and its other values as arguments and hyper-parameters',
@@ -123,6 +124,8 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "tokenizer": "module.processor = tokenizer",
         "train_dataset": "trainer.fit(module, train_dataset, val_dataset)",
     },
+    "TRL's SFTTrainer": OF_TRL,
+    "axolotl's YAML": OF_AXOLOTL,
     "other trainers": {
         "early_stopping": "Trainer(patience=3)",
     },
@@ -206,7 +209,8 @@ def _write_each(arguments: Any) -> str:
         is_default = value == default and field.name not in _OTHER_DEFAULTS
         if not (is_off or is_default or field.name in _SET_BY_ITSELF):
             changed[field.name] = value
-    advice = {name: advise_key(name, changed) for name in changed}
+    beside = {**changed, "optim": getattr(arguments, "optim", None)}
+    advice = {name: advise_key(name, beside) for name in changed}
     lines = [f"{name}: {do.partition(': `')[0]}" for name, do in advice.items() if do and not do.startswith("leave ")]
     return "write what stands in it as arguments and hyper-parameters:" + "".join(f"\n    {line}" for line in lines)
 

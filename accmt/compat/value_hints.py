@@ -227,6 +227,8 @@ _ON_CPU = _flag('Trainer(accelerator={"cpu": True})', "leave it out: the device 
 _BY_ITSELF = "leave it out: what is called says it, trainer.fit, trainer.validate or trainer.predict"
 _DDP = "leave it out: it is torch's default"
 
+_LENGTH = _number("sft: {{data: train.jsonl, max_length: {0}}}", "rows are kept whole", least=1)
+
 _BY_NAME: Mapping[str, Advice] = {
     "accumulate_grad_batches": _advise_accumulation,
     "adam_beta1": _beta("[{0}, 0.999]"),
@@ -315,13 +317,19 @@ _BY_NAME: Mapping[str, Advice] = {
     "lr_scheduler_type": _advise_scheduler,
     "max_epochs": _advise_epochs,
     "max_grad_norm": _number("Trainer(clip_grad={0})", "gradients are not clipped unless clip_grad says so"),
+    "base_model": _text("model: {{path: {0}, type: AutoModelForCausalLM}}", "leave it out: the module has a model"),
+    "lr_scheduler": _advise_scheduler,
+    "max_length": _LENGTH,
+    "max_seq_length": _LENGTH,
     "metric_for_best_model": _advise_best,
+    "micro_batch_size": _number("batch_size: {0}", "batch_size has no default"),
     "momentum": _number("optim: {{type: SGD, lr: 1e-2, momentum: {0}}}", "there is none unless optim says so"),
     "neftune_noise_alpha": _number(
         "model.get_input_embeddings().register_forward_hook(hook), a function that adds the noise of alpha {0}",
         "no noise is added",
     ),
     "no_cuda": _ON_CPU,
+    "num_epochs": _advise_epochs,
     "num_nodes": _number(
         "accelerate launch --num_machines {0} --machine_rank 0 --main_process_ip 10.0.0.1 train.py",
         "one machine is what every launcher starts",
@@ -350,8 +358,16 @@ _BY_NAME: Mapping[str, Advice] = {
         }
     ),
     "save_total_limit": _number("Trainer(max_checkpoints={0})", "max_checkpoints has a default"),
+    "sequence_len": _LENGTH,
     "strategy": _advise_strategy,
     "tf32": _flag("accmt.allow_tf32()", "leave it out: it is as torch has it"),
+    "train_sampling_strategy": _choice(
+        {
+            "group_by_length": "Trainer(group_by_length=True)",
+            "random": "leave it out: each epoch has an order of its own",
+            "sequential": "Trainer(shuffle_train=False)",
+        }
+    ),
     "torch_compile": _flag("Trainer(compile=True)", "leave it out: nothing is compiled"),
     "torch_compile_backend": _text('Trainer(compile={{"backend": "{0}"}})', "leave it out: nothing is compiled"),
     "torch_compile_mode": _text('Trainer(compile={{"mode": "{0}"}})', "leave it out: nothing is compiled"),
@@ -361,5 +377,9 @@ _BY_NAME: Mapping[str, Advice] = {
     "val_check_interval": _advise_fraction,
     "warmup_ratio": _number("scheduler: {{type: LinearWithWarmup, warmup_ratio: {0}}}", "there is no warm-up", most=1),
     "warmup_steps": _advise_warmup,
-    "weight_decay": _number("optim: {{type: AdamW, lr: 1e-4, weight_decay: {0}}}", "AdamW has 0.01", least=-1),
+    "weight_decay": lambda value: _number(
+        f"optim: {{{{type: AdamW, lr: 1e-4, weight_decay: {{0}}{', no_decay: [bias, norm]' if value else ''}}}}}",
+        "AdamW has 0.01",
+        least=-1,
+    )(value),
 }

@@ -13,7 +13,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from accmt.config.faults import Fault, KeyPath, describe, suggest
-from accmt.libraries.versions import require
+from accmt.libraries.versions import FLOORS, require
 
 SchedulerFactory = Callable[..., lr_scheduler.LRScheduler]
 
@@ -56,7 +56,34 @@ _OPTIMIZERS = _Kind(
     from_transformers={"Adafactor": "Adafactor"},
     rejected={"LBFGS": "evaluates the loss several times in one step (it needs a closure)"},
     instead="use AdamW or SGD",
-    others_names={"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "adamw_hf": "AdamW"},
+    others_names={
+        "adafactor": "Adafactor",
+        "adagrad": "Adagrad",
+        "adamw_8bit": "bitsandbytes.optim.AdamW8bit",
+        "adamw_bnb_8bit": "bitsandbytes.optim.AdamW8bit",
+        "adamw_hf": "AdamW",
+        "adamw_torch": "AdamW",
+        "adamw_torch_4bit": "torchao.optim.AdamW4bit",
+        "adamw_torch_8bit": "torchao.optim.AdamW8bit",
+        "adamw_torch_fused": "AdamW",
+        "adamw4bit": "torchao.optim.AdamW4bit",
+        "adamw8bit": "bitsandbytes.optim.AdamW8bit",
+        "adamwfp8": "torchao.optim.AdamWFp8",
+        "ademamix": "bitsandbytes.optim.AdEMAMix",
+        "ademamix_8bit": "bitsandbytes.optim.AdEMAMix8bit",
+        "lion": "bitsandbytes.optim.Lion",
+        "lion_32bit": "bitsandbytes.optim.Lion32bit",
+        "lion_8bit": "bitsandbytes.optim.Lion8bit",
+        "paged_adamw_32bit": "bitsandbytes.optim.PagedAdamW32bit",
+        "paged_adamw_8bit": "bitsandbytes.optim.PagedAdamW8bit",
+        "paged_lion_32bit": "bitsandbytes.optim.PagedLion32bit",
+        "paged_lion_8bit": "bitsandbytes.optim.PagedLion8bit",
+        "rmsprop": "RMSprop",
+        "rmsprop_bnb": "bitsandbytes.optim.RMSprop",
+        "rmsprop_bnb_32bit": "bitsandbytes.optim.RMSprop32bit",
+        "rmsprop_bnb_8bit": "bitsandbytes.optim.RMSprop8bit",
+        "sgd": "SGD",
+    },
 )
 _SCHEDULERS = _Kind(
     path=("scheduler", "type"),
@@ -137,6 +164,11 @@ def schedulers_of_transformers() -> Mapping[str, str]:
     return _SCHEDULERS.others_names
 
 
+def optimizers_of_transformers() -> Mapping[str, str]:
+    """Return values of transformers' `optim`, each with the name or import path of the optimizer here."""
+    return _OPTIMIZERS.others_names
+
+
 def find_optimizer(value: Any) -> type[torch.optim.Optimizer] | Fault:
     """Return the optimizer class for a short name, a dotted import path or a class, or what is wrong with it."""
     found = _find(value, _OPTIMIZERS)
@@ -194,8 +226,12 @@ def _import(value: str, kind: _Kind) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        return Fault(kind.path, f"{value!r}: {error}", "the import path of a class", "correct the path, or install it")
+        package = module_name.partition(".")[0]
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == package and package in FLOORS
+        do = f'pip install "{package}>={FLOORS[package]}"' if is_missing else "correct the path, or install it"
+        return Fault(kind.path, f"{value!r}: {error}", "the import path of a class", do)
     if not hasattr(module, attribute):
-        do = suggest(attribute, vars(module), "correct the path")
+        own = kind.others_names.get(attribute.lower())
+        do = f"write `{own}`" if own and own != value else suggest(attribute, vars(module), "correct the path")
         return Fault(kind.path, f"{value!r}: {module_name} has no {attribute}", "the import path of a class", do)
     return getattr(module, attribute)

@@ -6,6 +6,7 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import wraps
 from os import PathLike
 from pathlib import Path
@@ -50,6 +51,8 @@ def reports_at_call(init: Init) -> Init:
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         if args and isinstance(args[0], nn.Module):  # by position as transformers has them
             args, kwargs = (), {**dict(zip(_OF_TRANSFORMERS, args, strict=False)), **kwargs}
+        if args and is_dataclass(args[0]) and hasattr(args[0], "output_dir"):  # TrainingArguments, or theirs who derive
+            args, kwargs = (), {**dict(zip(("args", "model_path"), args, strict=False)), **kwargs}
         missing = [name for name in _REQUIRED[len(args) :] if name not in kwargs]
         try:
             if missing:

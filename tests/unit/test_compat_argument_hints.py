@@ -17,7 +17,7 @@ from accmt.compat.argument_hints import FOREIGN, advise_key, find_foreign
 from accmt.compat.value_hints import _BY_NAME as BY_NAME
 from accmt.compat.value_hints import advise_value
 from accmt.config.hyperparameters import FIELDS
-from accmt.errors import HyperParameterError, UnknownArgumentError
+from accmt.errors import HyperParameterError, MissingArgumentError, UnknownArgumentError
 from accmt.settings import Settings
 from accmt.trainer.arguments import ALIASES
 from tests.toys import HPS
@@ -89,7 +89,7 @@ def test_a_name_is_known_with_its_owner_and_with_what_to_do(name, expected):
     ("key", "value", "advice"),
     [
         ("num_train_epochs", 3, "write `epochs: 3` in the hyper-parameters"),
-        ("lr", 1e-3, "write `optim: {type: AdamW, lr: 0.001}`"),
+        ("lr", 1e-3, "write `optim: {type: SGD, lr: 0.001}`"),
         ("gradient_accumulation_steps", 4, r"write Trainer\(grad_accumulation_steps=4\)"),
         ("seed", 1, r"write Trainer\(seed=1\): `seed` is an argument of the Trainer"),
         ("model_path", "out", r"write Trainer\(model_path='out'\)"),
@@ -154,6 +154,11 @@ BY_VALUE = [
     ("accumulate_grad_batches", 1, LEAVE),
     ("accumulate_grad_batches", {2: 3}, "Trainer(grad_accumulation_steps={2: 3})"),
     ("max_epochs", 7, "epochs: 7"),
+    ("num_epochs", 4, "epochs: 4"),
+    ("micro_batch_size", 2, "batch_size: 2"),
+    ("max_length", 512, "sft: {data: train.jsonl, max_length: 512}"),
+    ("train_sampling_strategy", "sequential", "Trainer(shuffle_train=False)"),
+    ("train_sampling_strategy", "random", LEAVE),
     ("max_epochs", -1, "leave it out, and write `max_steps"),
     ("max_epochs", None, "leave it out, and write `max_steps"),
     ("num_train_epochs", 3.0, "epochs: 3"),
@@ -216,11 +221,29 @@ def test_the_advice_has_the_value_that_was_typed(name, value, line):
     assert do.startswith("leave ") == line.startswith("leave ")
 
 
-OPTIMIZER = "optim: {type: AdamW, lr: 5e-05, weight_decay: 0.1}"
+OPTIMIZER = "optim: {type: AdamW, lr: 5e-05, weight_decay: 0.1, no_decay: [bias, norm]}"
+AXOLOTL = {"base_model": "./x", "adapter": "qlora", "lora_r": 8, "lora_alpha": 16, "lora_target_modules": ["q_proj"]}
+LLAMA = "path: ./x, type: AutoModelForCausalLM"
 JOINT = [
     ({"per_device_train_batch_size": 8, "per_device_eval_batch_size": 16}, "batch_size: [8, 16]"),
     ({"per_device_eval_batch_size": 16}, "batch_size: [16, 16]"),
     ({"learning_rate": 5e-5, "weight_decay": 0.1}, OPTIMIZER),
+    ({"learning_rate": 5e-5, "weight_decay": 0.0}, "optim: {type: AdamW, lr: 5e-05, weight_decay: 0.0}"),
+    (
+        {"lr_scheduler": "cosine", "warmup_steps": 10},
+        "scheduler: {type: CosineWithWarmup, num_warmup_steps: 10}",
+    ),
+    (AXOLOTL, f"model: {{{LLAMA}, quantization: nf4, lora: {{r: 8, alpha: 16, targets: [q_proj]}}}}"),
+    (
+        {"base_model": "./x", "load_in_8bit": True, "lora_r": 8, "lora_target_linear": True, "flash_attention": True},
+        f"model: {{{LLAMA}, quantization: int8, lora: {{r: 8, targets: all-linear}}, "
+        "attn_implementation: flash_attention_2}",
+    ),
+    ({"base_model": "./x", "load_in_4bit": False}, f"model: {{{LLAMA}}}"),
+    (
+        {"datasets": [{"path": "a.jsonl"}], "val_set_size": 0.1, "sequence_len": 64},
+        "sft: {data: a.jsonl, validation: validation.jsonl, max_length: 64}",
+    ),
     ({"learning_rate": 5e-5, "weight_decay": 0.1, "adam_beta2": None}, OPTIMIZER),
     ({"adam_beta1": 0.8, "adam_beta2": 1}, "optim: {type: AdamW, lr: 1e-4, betas: [0.8, 1.0]}"),
     ({"lr": 0.1, "momentum": 0.9}, "optim: {type: SGD, lr: 0.1, momentum: 0.9}"),
@@ -278,6 +301,38 @@ def test_training_arguments_are_told_value_by_value():
         }.items()
     )
     assert not {"bf16", "disable_tqdm", "do_eval", "eval_strategy", "gradient_checkpointing", "optim"} & told.keys()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("adamw_torch_fused", "AdamW, lr: 2e-05, weight_decay: 0.1, no_decay: [bias, norm], betas"),
+        ("adamw_bnb_8bit", "bitsandbytes.optim.AdamW8bit, lr: 2e-05, weight_decay: 0.1, no_decay: [bias, norm]"),
+        ("adafactor", "Adafactor, lr: 2e-05, weight_decay: 0.1, no_decay: [bias, norm]}"),
+    ],
+)
+def test_training_arguments_name_their_optimizer_and_what_it_does_not_decay(theirs, ours):
+    args = TrainingArguments("out", optim=theirs, learning_rate=2e-5, weight_decay=0.1, adam_beta2=0.95, use_cpu=True)
+    told = find_foreign("args", args)[1]
+    assert f"learning_rate: write `optim: {{type: {ours}" in told
+
+
+def test_training_arguments_in_the_first_place_are_told_value_by_value():
+    args = TrainingArguments("out/news", learning_rate=2e-5, use_cpu=True, train_sampling_strategy="sequential")
+    for call in (lambda: Trainer(args), lambda: Trainer(args, "out/model")):
+        with pytest.raises(MissingArgumentError, match=r"write what stands in it") as caught:
+            call()
+        assert "train_sampling_strategy: write Trainer(shuffle_train=False)" in str(caught.value)
+
+
+def test_names_of_transformers_for_optimizers_are_told():
+    from accmt.config.optimizer_names import optimizers_of_transformers
+
+    for theirs, ours in optimizers_of_transformers().items():
+        with pytest.raises(HyperParameterError, match=f"do: write `{ours}`"):
+            HyperParameters.from_config({**HPS, "optim": {"type": theirs, "lr": 1e-3}})
+        if "." not in ours:
+            assert HyperParameters.from_config({**HPS, "optim": ours})
 
 
 def test_a_value_that_says_nothing_here_gets_the_line_of_its_name():

@@ -41,6 +41,11 @@ OTHER_WORDS |= {
     "cross_entropy",
     "register_forward_hook",
     "select_columns",
+    "rename_column",
+    "map",
+    "add_special_tokens",
+    *("lora", "adapter", "quantization", "kernels", "attn_implementation", "from_pretrained"),  # keys of `hps.model`
+    *("data", "validation", "max_length", "chat_template"),  # keys of `hps.sft`
     "trainer",
     "python train.py",
     "trainer_config.json",
@@ -161,7 +166,7 @@ def test_the_check_sees_what_is_not_there(span):
 
 
 def test_every_table_of_the_page_is_read():
-    assert len(TABLES) == len(re.findall(r"^\|---", PAGE, re.MULTILINE)) == 9
+    assert len(TABLES) == len(re.findall(r"^\|---", PAGE, re.MULTILINE)) == 11
     assert len(SPANS) > 200
 
 
@@ -189,6 +194,8 @@ ON_THE_PAGE = {
     "Lightning's Trainer": "## Lightning\n",
     "transformers' TrainingArguments": "## transformers\n",
     "transformers' Trainer": "## transformers\n",
+    "TRL's SFTTrainer": "## TRL\n",
+    "axolotl's YAML": "## axolotl\n",
 }
 
 

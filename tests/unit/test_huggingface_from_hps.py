@@ -249,6 +249,8 @@ def test_a_class_that_does_not_exist_and_a_missing_package_are_said():
         build(type="AutoModelForCausalML")
     with pytest.raises(MissingPackageError, match=r'pip install "bitsandbytes>=0.50"'):
         build(quantization="nf4")
+    with pytest.raises(HyperParameterError, match=r'pip install "bitsandbytes>=0.50"'):
+        HyperParameters.from_config({**HPS, "optim": "bitsandbytes.optim.AdamW8bit"})
     with pytest.raises(MissingPackageError, match=r'pip install "torchao>=0.18"'):
         build(quantization="torchao:Int8WeightOnlyConfig")
     with pytest.raises(MissingPackageError, match=r"model.kernels\n  got: liger_kernel is not installed"):
