@@ -17,9 +17,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accmt.errors import ModuleContractError, ProcessFailedError, explain
-from accmt.messages import warn
+from accmt.messages import warn, warn_once
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
 from accmt.parallel.reduction import rebuild_reducer
+from accmt.precision import HALVES
 from accmt.processes import num_processes
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _WHERE = "freezing or unfreezing parameters"
 _PATIENCE_S = 5.0  # then it is asked whether the others are still alive
 _POLL_S = 0.01
 _SHOWN = 3
+_ROUNDS_BY_CHANCE = "bf16_stochastic_round"  # an attribute of torchao's optimizers
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -63,6 +65,7 @@ class TrainedParameters:
         self._flags = self._at_start = self._look()
         self._saved: dict[str, bool] = {}
         self._warn_if_not_in_optimizer()
+        self._warn_of_halves()
 
     def begin(self) -> None:
         """Take what the program has frozen by now as how it starts; what an interrupted run changed later comes back.
@@ -111,6 +114,7 @@ class TrainedParameters:
                 parameter.grad = None  # zeros, with set_to_none=False: momentum would move it on
         self._flags = flags
         self._warn_if_not_in_optimizer()
+        self._warn_of_halves()
         if isinstance(self._model, DistributedDataParallel):
             rebuild_reducer(self._model, set_to_none=self._set_to_none)
 
@@ -168,6 +172,20 @@ class TrainedParameters:
             shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
             what = f"{len(names)} parameters require gradients but are not in the optimizer, so they are not trained"
             warn(f"{what}: {shown}; give the optimizer all parameters (frozen ones cost nothing), or freeze these")
+
+    def _warn_of_halves(self) -> None:
+        """Warn of weights that are too coarse: most of what a step at a small rate adds to them is rounded away."""
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        halves = [parameter for parameter in trained if parameter.dtype in HALVES]
+        if not halves or getattr(self._optimizer, _ROUNDS_BY_CHANCE, False):
+            return
+        kind = halves[0].dtype
+        what = f"{len(halves)} of {len(trained)} trained parameters are {str(kind).removeprefix('torch.')}"
+        lost = f"a step that changes a weight by less than about {torch.finfo(kind).eps / 4:.2%} does not change it"
+        do = 'read the model with dtype="float32" (in the YAML: `dtype: float32`)'
+        warn_once(
+            f'{what}: {lost}; {do}, and compute in 16 bits by Trainer(mixed_precision="bf16")', about="coarse weights"
+        )
 
 
 class _Agreement:

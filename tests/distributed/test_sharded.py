@@ -33,7 +33,7 @@ OF_DDP = (
     "compiled",
     "checked",
 )
-NO_PLAN = ("encoder", "with_adapter", "built_in_bf16", "built_gpt2", "from_meta_tied")
+NO_PLAN = ("encoder", "with_adapter", "built_gpt2", "from_meta_tied")
 SPLIT = tuple(name for name in CASES if name not in NO_PLAN)
 LEFT_OUT = () if HAS_PLANS else ("built_in_fit", "built_gpt2", "built_in_bf16")  # before 5.23 they are whole at first
 OF_FSDP = tuple(name for name in CASES if name not in LEFT_OUT)

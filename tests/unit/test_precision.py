@@ -1,11 +1,18 @@
-"""TF32 is switched only where somebody asks for it."""
+"""TF32 is switched only where somebody asks for it; weights are trained in float32, or their owner is told."""
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from accmt import allow_tf32
+from accmt import AcceleratorModule, Callback, Trainer, allow_tf32
+from tests.resume.unbroken import InterruptAt, InterruptionError
+from tests.toys import make_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -23,3 +30,122 @@ def test_tf32_is_allowed_and_taken_back_for_products_and_convolutions(arguments,
     allow_tf32(*arguments)
     assert torch.get_float32_matmul_precision() == precision
     assert torch.backends.cudnn.allow_tf32 is cudnn
+
+
+@pytest.fixture
+def in_halves(tmp_path: Path) -> Path:
+    """Return the folder of a model in bfloat16, as most are shared; its head is tied to its embeddings."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=30, **sizes, tie_word_embeddings=True)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def make_rows() -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(30, (16, 6), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def fit(module: AcceleratorModule, path: str = "out/model", **settings: Any) -> Trainer:
+    hps = {"epochs": 2, "batch_size": 4, "optim": {"type": "AdamW", "lr": 1e-5}}
+    trainer = make_trainer(hps, path, **settings)
+    with contextlib.suppress(InterruptionError):
+        trainer.fit(module, make_rows(), make_rows())
+    return trainer
+
+
+def read(folder: Path, **arguments: Any) -> AcceleratorModule:
+    return AcceleratorModule.from_hf(folder, "AutoModelForCausalLM", **arguments)
+
+
+def weights_of(module: AcceleratorModule) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in module.model.named_parameters()}
+
+
+def is_warned(caplog: pytest.LogCaptureFixture) -> bool:
+    return "are bfloat16: a step that changes a weight by less than about 0.20% does not change it; read" in caplog.text
+
+
+@pytest.mark.feature("L48")
+def test_mixed_precision_trains_weights_in_float32_whatever_they_were_read_in(in_halves, caplog):
+    read_so, asked = read(in_halves), read(in_halves, dtype="float32")
+    assert read_so.model.dtype == torch.bfloat16
+    for module in (read_so, asked):
+        fit(module, mixed_precision="bf16", save_last=True)
+    found, expected = weights_of(read_so), weights_of(asked)
+    assert {weight.dtype for weight in found.values()} == {torch.float32}
+    assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
+    assert read_so.model.get_input_embeddings().weight is read_so.model.get_output_embeddings().weight
+    saved = dict(AutoModelForCausalLM.from_pretrained("out/model/last").named_parameters())
+    assert all(torch.equal(weight, saved[name]) for name, weight in found.items())
+    assert not is_warned(caplog)
+
+
+@pytest.mark.feature("L48")
+def test_such_a_run_resumes_with_equal_bits(in_halves):
+    settings = {"mixed_precision": "bf16", "checkpoint_every": "step"}
+    whole, resumed = read(in_halves), read(in_halves)
+    fit(whole, "out/whole", **settings)
+    fit(read(in_halves), "out/parts", **settings, callbacks=[InterruptAt(5)])
+    fit(resumed, "out/parts", **settings, resume=True)
+    found = weights_of(resumed)
+    assert all(torch.equal(weight, found[name]) for name, weight in weights_of(whole).items())
+
+
+@pytest.mark.feature("L48")
+def test_frozen_weights_keep_their_type(in_halves):
+    module = read(in_halves)
+    module.freeze()
+    module.unfreeze(module.model.model.norm)
+    before = weights_of(module)
+    fit(module, mixed_precision="bf16")
+    for name, weight in weights_of(module).items():
+        if name == "model.norm.weight":
+            assert weight.dtype == torch.float32
+            assert not torch.equal(weight, before[name].float())
+        else:
+            assert weight.dtype == torch.bfloat16
+            assert torch.equal(weight, before[name])
+
+
+@pytest.mark.feature("L48")
+def test_weights_that_are_trained_in_16_bits_are_named_with_what_to_write(in_halves, caplog):
+    module = read(in_halves)
+    before = weights_of(module)
+    fit(module)
+    assert is_warned(caplog)
+    assert "20 of 20 trained parameters" in caplog.text
+    changed = [(weight != before[name]).float().mean() for name, weight in weights_of(module).items()]
+    assert torch.stack(changed).mean() < 0.5, "which is why"
+
+
+@pytest.mark.feature("L48")
+def test_weights_in_16_bits_that_are_unfrozen_in_a_run_are_named_then(in_halves, caplog):
+    said: list[bool] = []
+
+    class Unfreeze(Callback):
+        def on_epoch_start(self) -> None:
+            said.append(is_warned(caplog))
+            self.module.unfreeze()
+
+        def on_fit_end(self) -> None:
+            said.append(is_warned(caplog))
+
+    module = read(in_halves)
+    module.freeze()
+    module.unfreeze(module.model.model.norm)
+    fit(module, callbacks=[Unfreeze()], mixed_precision="bf16")
+    assert said[0] is False
+    assert said[-1] is True
+
+
+@pytest.mark.feature("L48")
+def test_an_optimizer_that_rounds_by_chance_may_have_weights_in_16_bits(in_halves, caplog):
+    class Rounding(torch.optim.AdamW):
+        bf16_stochastic_round = True
+
+    module = read(in_halves)
+    module.get_optimizer = lambda: Rounding(module.model.parameters(), lr=1e-5)
+    fit(module)
+    assert not is_warned(caplog)
