@@ -40,7 +40,8 @@ def hold_in_float32(model: nn.Module) -> None:
         if parameter.requires_grad and parameter.dtype in HALVES:
             parameter.grad = None
             if is_dtensor(parameter):  # whose `data` cannot be set to another type
-                torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().float()))
+                raised = nn.Parameter(parameter.detach().float())
+                torch.utils.swap_tensors(parameter, raised)  # type: ignore[no-untyped-call]
             else:
                 parameter.data = parameter.data.float()
 
