@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from accmt.callbacks import Callback
 from accmt.config import HyperParameters
@@ -214,7 +215,11 @@ class _Sweep(Callback):
         begin = self.trainer.settings.hps.learning_rate
         for group in optimizer.param_groups:
             is_of_hps = "name" in group and begin  # its rate keeps its proportion to that of `optim`
-            group["lr"] = rate * (group["initial_lr"] / begin if is_of_hps else 1.0)
+            own = rate * (group["initial_lr"] / begin if is_of_hps else 1.0)
+            if isinstance(group["lr"], torch.Tensor):  # which some optimizers compile into their step
+                group["lr"].fill_(own)
+            else:
+                group["lr"] = own
 
     def on_log(self, values: Mapping[str, float], step: int) -> None:
         loss = broadcast_object(values.get(self.trainer.settings.tracking.train_loss_metric_name, math.nan))

@@ -63,3 +63,18 @@ class RoundedMomentum(torch.optim.Optimizer):
                 before = state["momentum"].dequantize() if state else torch.zeros_like(weight)
                 state["momentum"] = Rounded.of(before * group["momentum"] + weight.grad)
                 weight -= group["lr"] * state["momentum"].dequantize()
+
+
+class TensorRates(torch.optim.SGD):
+    """SGD that keeps its rates in tensors and takes no others, as optimizers do that compile their step."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).clone()
+
+    def step(self, closure: Any = None) -> None:
+        if not all(isinstance(group["lr"], Tensor) for group in self.param_groups):
+            message = "a rate was changed to a number"
+            raise RuntimeError(message)
+        super().step(closure)

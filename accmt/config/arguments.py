@@ -322,6 +322,6 @@ def _refusal(optimizer_class: type[torch.optim.Optimizer], arguments: Mapping[st
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     try:
         optimizer_class([weight], **optimizer_arguments(optimizer_class, arguments))
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         return str(error)
     return None

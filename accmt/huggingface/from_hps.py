@@ -121,6 +121,12 @@ def _load(hps: HyperParameters, section: ModelSection, arguments: dict[str, Any]
         where, expected = _place_of(hps, arguments, why), "packages that the arguments of `from_pretrained` need"
         do = "install the package, or write `attn_implementation: sdpa`" if "ttention" in why else "install the package"
         raise MissingPackageError(explain(where, why, expected, do)) from error
+    except RuntimeError as error:
+        if not section.quantization:
+            raise
+        got, do = str(error), "read the report above; write another configuration, or remove `quantization`"
+        expected = "a quantization for these weights, on this device"
+        raise HyperParameterError(explain(hps.where("model", "quantization"), got, expected, do)) from error
     except (TypeError, ValueError, AttributeError) as error:
         expected = "arguments that `from_pretrained` accepts"
         do = _advise_unknown(section, str(error))
@@ -179,6 +185,7 @@ def _adapter_config(hps: HyperParameters, section: ModelSection) -> Any:
     values = dict(section.adapter)
     config = _find(hps, where, peft, f"{values.pop('type').removesuffix('Config')}Config", "Config")
     task = next((task for end, task in _TASKS.items() if str(section.type).endswith(end)), None)
+    _require_init_without_data(hps, where, values)
     return _call(hps, where, config, {"task_type": task, **values}, SHORT if where[-1] == "lora" else {})
 
 
@@ -193,7 +200,7 @@ def _with_adapter(hps: HyperParameters, section: ModelSection, model: Any, confi
     _require_parts(hps, where, model, section.adapter)
     try:
         return peft.get_peft_model(model, config)
-    except (ValueError, TypeError, KeyError, NotImplementedError) as error:
+    except (ValueError, TypeError, KeyError, NotImplementedError, RuntimeError, AssertionError) as error:
         is_about_targets = "target" in str(error).lower()
         do = f"write `targets`: layers are such as {', '.join(_layers(model))}" if is_about_targets else "correct them"
         expected = f"arguments that {type(config).__name__} and the model accept"
@@ -241,6 +248,15 @@ def _as_written(hps: HyperParameters, where: tuple[str, ...]) -> Mapping[str, An
     for name in where:
         values = values.get(name) if isinstance(values, Mapping) else None
     return values if isinstance(values, Mapping) else {}
+
+
+def _require_init_without_data(hps: HyperParameters, where: tuple[str, ...], values: Mapping[str, Any]) -> None:
+    """Reject what PEFT computes from data by functions of its own, without which it silently is ordinary LoRA."""
+    if (kind := values.get("init_lora_weights")) in ("eva", "lora_ga"):
+        do = "remove it; or build the model in Python, and pass a module to fit"
+        expected = "weights to begin with that follow from the model alone: such as gaussian, pissa, olora"
+        place = hps.where(*where, "init_lora_weights")
+        raise HyperParameterError(explain(place, f"{kind}, which PEFT computes from data", expected, do))
 
 
 def _find(hps: HyperParameters, where: tuple[str, ...], library: Any, name: str, ending: str) -> Callable[..., Any]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accmt.errors import WeightsError, explain
+from accmt.errors import ModuleContractError, WeightsError, explain
+from accmt.huggingface.model_kinds import is_peft_model
 from accmt.libraries.versions import require
 from accmt.messages import warn_once
 from accmt.saving.layout import ADAPTER_CONFIG, ADAPTER_NAMES
@@ -111,6 +112,26 @@ def can_be_merged(kind: type[PeftConfig]) -> bool:
 
     names = [name for name, one in PEFT_TYPE_TO_CONFIG_MAPPING.items() if one is kind]
     return any(hasattr(PEFT_TYPE_TO_TUNER_MAPPING[name], "merge_and_unload") for name in names)
+
+
+def reject_unsaved_adapters(model: object) -> None:
+    """Reject adapters that would not be trained as they say, or whose folder would not give back what was trained.
+
+    Raises:
+        ModuleContractError: Somebody has to allocate their ranks; or they have changed the weights that they are around
+            by what a load draws again, or does not have.
+    """
+    for name, config in model.peft_config.items() if is_peft_model(model) else ():
+        where, init = f"the adapter {name!r} of self.model", getattr(config, "init_lora_weights", None)
+        if config.peft_type == "ADALORA":
+            got = "AdaLoRA, which needs `update_and_allocate` after each step: nothing calls it, and all ranks stay"
+            do = "LoraConfig(rank_pattern={...}) gives layers ranks of their own"
+            raise ModuleContractError(explain(where, got, "an adapter that trains by gradients alone", do))
+        if isinstance(init, str) and init.startswith(("pissa_niter", "corda", "lora_ga")):
+            got = f"init_lora_weights={init!r}, which changes the weights of the model by what is drawn, or by data"
+            expected = "weights to begin with that a load of the saved adapter finds again"
+            do = "init_lora_weights='pissa', which is exact, 'olora' or True"
+            raise ModuleContractError(explain(where, got, expected, do))
 
 
 def build_with_adapter(base: Any, folder: Path) -> PeftModel:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from accmt.errors import ModuleContractError, explain
+from accmt.without_trace import without_trace
 
 _REPACKS = "support_avx512bf16_for_cpu"
+_MUCH = 10  # no adapter begins so far from its layer; codes are 100 times the weights, and more
 
 
 @contextmanager
@@ -49,3 +52,64 @@ def reject_training_quantized_weights(model: nn.Module) -> None:
         do += "self.model = peft.get_peft_model(model, peft.LoraConfig(...))"
         expected = "an adapter around a quantized model, or parameters that were chosen by freezing the others"
         raise ModuleContractError(explain("self.model", got, expected, do))
+
+
+def try_quantized_layers(model: nn.Module) -> None:
+    """Check that quantized layers pass gradients back, and that the adapters around them can work with them.
+
+    PEFT puts any adapter around any layer. Some compute with the numbers of the weight, which are codes here: that is
+    an error of shapes or types where one is lucky, and another model where not. One layer of each name is tried.
+
+    Raises:
+        ModuleContractError: An adapter fails around such weights, replaces them, or computes with their codes; or no
+            gradient comes through them.
+    """
+    tried = {(type(layer), type(base), name.rpartition(".")[2]): name for name, layer, base in _find_quantized(model)}
+    if tried:
+        with without_trace(model), keeping_quantized_weights(model), torch.enable_grad():
+            for name, layer, base in _find_quantized(model):
+                if name in tried.values():
+                    _try(name, layer, base)
+
+
+def _find_quantized(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Linear]]:
+    """Yield linear layers with quantized weights, by name, with the adapters around them."""
+    inner = set()
+    for name, layer in model.named_modules():
+        base = layer.get_base_layer() if hasattr(layer, "get_base_layer") and hasattr(layer, "base_layer") else layer
+        if isinstance(base, nn.Linear) and base not in inner:
+            inner.add(base)
+            if type(base.weight).__module__.startswith(("bitsandbytes.", "torchao.")):
+                yield name, layer, base
+
+
+def _try(name: str, layer: nn.Module, base: nn.Linear) -> None:
+    weight = base.weight
+    numbers = (one.dtype for one in layer.parameters() if one.is_floating_point())
+    dtype = weight.dtype if weight.is_floating_point() else next(numbers, torch.float32)
+    leaf = torch.randn(1, 2, base.in_features, device=weight.device, dtype=dtype, requires_grad=True)
+    what = f"weights of {type(weight).__name__}"
+    if layer is not base:
+        what = f"{type(layer).__module__.removeprefix('peft.tuners.').partition('.')[0]} around {what}"
+    expected, faults = "an adapter that PEFT has for weights that are quantized in this way, on this device", []
+    calls: list[None] = []
+    handle = base.register_forward_hook(lambda *_: calls.append(None))
+    try:
+        layer.train()
+        inputs = leaf * 1  # no leaf: some change it in place
+        layer(inputs)
+        outputs, is_called = layer(inputs), bool(calls)  # again: some change what they are around
+        own = base(inputs)
+        if not is_called and outputs.norm() > _MUCH * own.norm():
+            faults = ["whose codes it takes for numbers"]
+    except Exception as error:  # noqa: BLE001 - whatever it is, it would be the error of the first step
+        faults = [f"which fail: {type(error).__name__}: {error}"]
+    finally:
+        handle.remove()
+    if not faults:
+        faults = ["which are replaced in each forward"] if base.weight is not weight else []
+        if not own.requires_grad:
+            faults, expected = ["through which no gradient comes"], "quantized weights, and activations that are not"
+    if faults:
+        do = "LoRA around int8, nf4 or torchao:Int8WeightOnlyConfig; or leave the model unquantized"
+        raise ModuleContractError(explain(f"self.model.{name}", f"{what}, {faults[0]}", expected, do))

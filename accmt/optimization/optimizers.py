@@ -89,7 +89,8 @@ def _build_grouped(
     for group, part in zip(optimizer.param_groups, parts, strict=True):
         group["name"] = part.label
         if group["lr"] is not None:
-            group["lr"] = group["initial_lr"] = group["lr"] * part.rate
+            group["lr"] = group["lr"] * part.rate
+            group["initial_lr"] = float(group["lr"])  # a number, where an optimizer has made a tensor of the rate
     return optimizer
 
 
@@ -112,7 +113,7 @@ def _build(
             )
             raise ValueError(message)  # noqa: TRY301 - one message for all refusals
         return optimizer_class(parameters, **arguments)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AssertionError) as error:
         name = optimizer_class.__name__
         message = explain(
             where,

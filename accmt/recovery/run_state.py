@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class LocalState:
             "is_last_batch": state.now.is_last_training_batch,
             "metrics": dict(state.metrics),
             "best_metrics": dict(state.best_metrics),
-            "lr": [group["lr"] for group in run.stepper.optimizer.param_groups],
+            "lr": [deepcopy(group["lr"]) for group in run.stepper.optimizer.param_groups],  # some are tensors
             "data": self._find_position(),
             "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
             "parts": parts,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class StepSnapshot:
         groups = run.stepper.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, (self.state or {})["lr"], strict=False):  # a group may be new since
-            group["lr"] = rate
+            group["lr"] = deepcopy(rate)  # a tensor of two owners could not be written
         self._buffers.restore()
         try:
             yield

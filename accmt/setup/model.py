@@ -17,7 +17,9 @@ from accmt.huggingface import (
     enable_gradient_checkpointing,
     reject_injected_adapters,
     reject_training_quantized_weights,
+    reject_unsaved_adapters,
     require_library,
+    try_quantized_layers,
 )
 from accmt.libraries import private_names
 from accmt.libraries.private_names import allow_graphs, compile_in_place, forget_prepared, is_compiled, prepare_alone
@@ -97,6 +99,7 @@ def prepare(
     running = settings.running
     require_library(module.model)
     reject_injected_adapters(module.model)
+    reject_unsaved_adapters(module.model)
     reject_training_quantized_weights(module.model)
     if running.gradient_checkpointing is not False:
         kwargs = running.gradient_checkpointing if isinstance(running.gradient_checkpointing, Mapping) else None
@@ -112,6 +115,8 @@ def prepare(
         module.model.to(accelerator.device)
     if accelerator.mixed_precision in ("fp16", "bf16") and not accelerator.is_fsdp2:
         hold_in_float32(module.model)
+    if accelerator.device_placement and not (accelerator.is_fsdp2 or is_sharded(module.model)):
+        try_quantized_layers(module.model)
     synchronize_if_asked(module.model, settings, accelerator.device)
     compile_if_asked(module.model, running)
     own = module.get_optimizer()

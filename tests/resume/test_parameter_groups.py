@@ -31,6 +31,18 @@ def test_the_continued_run_ends_with_the_same_bits(name, scheduler):
     assert_same(whole, state_of(*train("out/b", hps=hps, resume=True, clip_grad=0.5)))
 
 
+def test_the_rate_with_which_a_group_began_stays_what_it_was_where_rates_are_tensors(caplog):
+    optim = {"type": "tests.low_bit.TensorRates", "lr": 0.01, "groups": [{"match": r"3\.", "lr": 0.02}]}
+    hps = {"optim": optim, "scheduler": "CosineAnnealingLR"}
+    whole = state_of(*train("out/a", hps=hps))
+    train("out/b", hps=hps, stop=7)
+    trainer, module = train("out/b", hps=hps, resume=True)
+    assert_same(whole, state_of(trainer, module))
+    began = [group["initial_lr"] for group in trainer.run.stepper.optimizer.param_groups]
+    assert began == [pytest.approx(0.01), pytest.approx(0.02)]
+    assert "initial_lr" not in caplog.text
+
+
 def test_a_module_can_build_its_groups_itself():
     class Own(Fragile):
         def get_optimizer(self):

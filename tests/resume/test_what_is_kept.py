@@ -80,19 +80,23 @@ def test_a_stream_that_draws_at_random_goes_on_with_what_it_would_have_drawn():
     assert rest.seen == whole.seen[3:]
 
 
-def test_a_safe_checkpoint_has_the_rate_of_its_step_and_not_one_that_was_set_since():
+@pytest.mark.parametrize("optimizer", ["SGD", "tests.low_bit.TensorRates"])
+def test_a_safe_checkpoint_has_the_rate_of_its_step_and_not_one_that_was_set_since(optimizer):
     class Setting(Callback):
         def on_before_optimizer_step(self):
             if self.state.global_step == 3:
                 for group in self.module.optimizer.param_groups:
-                    group["lr"] = 99.0
+                    if isinstance(group["lr"], torch.Tensor):
+                        group["lr"].fill_(99.0)
+                    else:
+                        group["lr"] = 99.0
                 raise InterruptionError
 
     settings = {"handlers": "all", "checkpoint_every": None, "model_saving": None, "log_every": 1}
-    hps = {"epochs": 1, "batch_size": 1, "optim": {"type": "SGD", "lr": 0.1}, "scheduler": None}
+    hps = {"epochs": 1, "batch_size": 1, "optim": {"type": optimizer, "lr": 0.1}, "scheduler": None}
     with pytest.raises(InterruptionError):
         make("out/m", hps, callbacks=Setting(), **settings).fit(Scripted(), Numbers(8))
     again = make("out/m", hps, resume=True, **settings)
     again.fit(Scripted(), Numbers(8))
     assert again.state.global_step == 8
-    assert [group["lr"] for group in again.run.stepper.optimizer.param_groups] == [0.1]
+    assert [float(group["lr"]) for group in again.run.stepper.optimizer.param_groups] == [pytest.approx(0.1)]

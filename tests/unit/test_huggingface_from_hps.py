@@ -176,6 +176,12 @@ def test_a_wrong_form_is_found_when_the_file_is_read(model, place, message):
         ({"lora": {"bias": "some"}}, "model.lora.bias", "Literal['none', 'all', 'lora_only']"),
         ({"lora": {"r": 0}}, "model.lora", "r"),
         ({"lora": {"targets": ["q_prj"]}}, "model.lora.targets", "do: write `q_proj`; parts are such as down_proj"),
+        (
+            {"lora": {"init_lora_weights": "eva"}},
+            "model.lora.init_lora_weights",
+            "eva, which PEFT computes from data",
+        ),
+        ({"adapter": {"type": "C3A"}}, "model.adapter", "expected: arguments that C3AConfig and the model accept"),
         ({"type": None, "lora": {"task_type": "CAUSAL_LM"}}, "model.lora", "do: write `type: AutoModelForCausalLM`"),
         ({"adapter": "Loro"}, "model.adapter", "do: write `LoraConfig`"),
     ],

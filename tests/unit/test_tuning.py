@@ -94,7 +94,7 @@ def test_no_batch_is_larger_than_the_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.feature("L17")
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "tests.low_bit.TensorRates"])
 def test_the_learning_rate_lies_where_the_loss_falls_fastest(optimizer: str, tmp_path: Path) -> None:
     module = Linear()
     hps = {"optim": {"type": optimizer, "lr": 1e-9}, "scheduler": "CosineAnnealingLR", "batch_size": 16}

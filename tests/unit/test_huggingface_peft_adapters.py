@@ -1,0 +1,43 @@
+"""Adapters of PEFT that a run rejects before its first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import AdaLoraConfig, LoraConfig, PeftConfig, get_peft_model
+from torch.utils.data import TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from accmt import AcceleratorModule, Trainer
+from accmt.errors import ModuleContractError
+
+pytestmark = pytest.mark.feature("N73")
+
+
+class Adapted(AcceleratorModule):
+    def __init__(self, config: PeftConfig) -> None:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        self.model = get_peft_model(LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)), config)
+
+    def step(self, batch: Any) -> Any:
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (AdaLoraConfig(target_modules=["q_proj"], total_step=4), "AdaLoRA, which needs `update_and_allocate`"),
+        (LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights="pissa_niter_4"), "init_lora_weights='pissa_nit"),
+    ],
+    ids=["AdaLoRA", "PiSSA of random numbers"],
+)
+def test_what_would_not_train_or_load_as_it_says_is_rejected(config: PeftConfig, message: str, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module, data = Adapted(config), TensorDataset(torch.randint(0, 16, (8, 5)))
+    with pytest.raises(ModuleContractError, match=f"the adapter 'default' of self.model\n  got: {message}"):
+        Trainer({"epochs": 1, "batch_size": 4, "optim": "AdamW"}, "out/m", verbose=False).fit(module, data)
+    assert module.state.global_step == 0
+    assert not list(tmp_path.rglob("*.safetensors"))
