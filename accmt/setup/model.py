@@ -56,7 +56,7 @@ from accmt.parallel.tensor_parallel import (
     split_tensors,
     tensor_parallel_size,
 )
-from accmt.precision import hold_in_float32
+from accmt.precision import autocast, hold_in_float32
 from accmt.processes import num_data_processes, num_processes, share_batches
 from accmt.run import Run
 from accmt.settings import RunningSettings, Settings
@@ -116,7 +116,8 @@ def prepare(
     if accelerator.mixed_precision in ("fp16", "bf16") and not accelerator.is_fsdp2:
         hold_in_float32(module.model)
     if accelerator.device_placement and not (accelerator.is_fsdp2 or is_sharded(module.model)):
-        try_quantized_layers(module.model)
+        with autocast(accelerator):
+            try_quantized_layers(module.model)
     synchronize_if_asked(module.model, settings, accelerator.device)
     compile_if_asked(module.model, running)
     own = module.get_optimizer()
