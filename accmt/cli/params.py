@@ -1,7 +1,8 @@
 """Print the groups of parameters that hyper-parameters make of a model, with their numbers, rates and decays.
 
 A model of `--model` is built without its weights, so that this takes no memory; that of the section `model` with them,
-for its adapter and quantization need them. Nothing is written. Exit code: 0, or 2 for groups that do not fit the model.
+for its adapter and quantization need them. Every hyper-parameter is a flag: --hps.optim.layer_decay=0.9. Nothing is
+written. Exit code: 0, or 2 for groups that do not fit the model.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from accmt.cli.late_flags import add_when_parsed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="PATH", help="a model folder, or a name on the hub; else their `model`")
     parser.add_argument("--type", help="its class in transformers; left out: the one that its configuration names")
     parser.add_argument("--names", action="store_true", help="list the names of all parameters under each group")
+    add_when_parsed(parser, _add_flags)
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    from accmt.trainer.arguments import read_hps_flags
+
+    read_hps_flags(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -29,8 +39,9 @@ def run(options: argparse.Namespace) -> int:
     from accmt.errors import ArgumentError, explain
     from accmt.huggingface import build_empty, build_from_hps
     from accmt.optimization import build_optimizer
+    from accmt.trainer.arguments import HPS_FLAGS
 
-    hps = HyperParameters.from_config(options.hps)
+    hps = HyperParameters.from_config(options.hps, getattr(options, HPS_FLAGS, None))
     section = hps.model_section
     if options.model is None and section is None:
         do = "add --model out/base"

@@ -11,6 +11,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accmt.cli.late_flags import add_when_parsed
+
 if TYPE_CHECKING:
     from accmt.config import HyperParameters
 
@@ -26,16 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--validation", nargs="+", metavar="PATH", help="rows to evaluate on, likewise")
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="how many tokens of a row are kept")
     parser.add_argument("--merge", action="store_true", default=None, help="merge the adapter into its model, too")
-    parse = parser.parse_known_args
+    add_when_parsed(parser, _add_flags)
 
-    def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
-        from accmt.trainer.arguments import add_flags  # imports torch, so only where this command is called
 
-        parser.parse_known_args = parse  # type: ignore[method-assign]
-        add_flags(parser, without=_OWN)
-        return parser.parse_known_args(args, namespace)
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    from accmt.trainer.arguments import add_flags
 
-    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    add_flags(parser, without=_OWN)
 
 
 def run(options: argparse.Namespace) -> int:

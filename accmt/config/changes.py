@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -18,6 +18,8 @@ Rule = Literal["apply", "keep", "reject"]
 
 _SAID: dict[Rule, str] = {"apply": "applied", "keep": "not applied: the checkpoint's stays", "reject": "rejected"}
 _FINDERS: dict[str, Callable[[Any], Any]] = {"optim": find_optimizer, "scheduler": find_scheduler}
+_SECTIONS = {"model": "path", "sft": "data"}
+"""Keys that have others in them, and what a string in their place is."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def _verdict(rule: Rule) -> str:
 
 
 def _rule_of(key: str, *, resets_optimizer: bool) -> Rule:
-    rule = next(item.rule for item in RULES if fnmatchcase(key, item.pattern))
+    rule = next(item.rule for item in RULES if fnmatchcase(key, item.pattern) or key.startswith(f"{item.pattern}."))
     return "apply" if rule == "reject" and resets_optimizer else rule
 
 
@@ -180,13 +182,25 @@ def _kind(side: Mapping[str, Any], component: str) -> Any:
 
 def _flat(side: Mapping[str, Any], with_defaults: set[str]) -> dict[str, Any]:
     """Return all settings by dotted key, with the defaults of the arguments of some components."""
-    flat = {key: value for key, value in side.items() if key not in _FINDERS}
+    flat = {key: value for key, value in side.items() if key not in _FINDERS and key not in _SECTIONS}
+    for name, short in _SECTIONS.items():
+        section = side.get(name)
+        flat |= dict(_leaves(name, {short: section} if isinstance(section, str) else section or {}))
     for name in _FINDERS:
         arguments = side.get(name) or {}
         if name in with_defaults:
             arguments = _with_defaults(name, arguments)
         flat |= {f"{name}.{argument}": value for argument, value in arguments.items()}
     return flat
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what is in a section, however deep, by dotted key."""
+    if not isinstance(value, Mapping):
+        yield path, value
+        return
+    for name, inner in value.items():
+        yield from _leaves(f"{path}.{name}", inner)
 
 
 def _with_defaults(component: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from accmt.config.document import Document
 from accmt.config.faults import Fault, KeyPath, describe
+from accmt.config.hyperparameters import KEYS
 
 PREFIX = "--hps."
 _SHORT = {"optim": "type", "optimizer": "type", "scheduler": "type", "model": "path", "sft": "data"}
@@ -42,17 +43,29 @@ def split_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def overlay(document: Document, flags: Mapping[str, Any]) -> Document:
-    """Put values of flags in the place of those of a document; messages name the flag."""
+    """Put values of flags in the place of those of a document; messages name the flag.
+
+    None takes away what the document has.
+    """
     values = copy.deepcopy(dict(document.values))
     faults = list(document.faults)
-    paths = []
+    paths: set[KeyPath] = set()
     for key, value in flags.items():
         path = _path(key, values)
+        paths.add(_made(values, path))
         fault = _set(values, path, value)
         faults += [] if fault is None else [fault]
-        paths.append(path)
-    values = {name: value for name, value in values.items() if value is not None}
+    values = {name: value for name, value in values.items() if value is not None or name not in KEYS}
     return replace(document, values=values, faults=tuple(faults), flags=frozenset(paths))
+
+
+def _made(values: Any, path: KeyPath) -> KeyPath:
+    """Return the part of a path that a flag adds to a document: all of it, or the first key that is not there."""
+    for position, part in enumerate(path):
+        if not isinstance(values, dict) or part not in values:
+            return path[: position + 1] if isinstance(values, dict) else path
+        values = values[part]
+    return path
 
 
 def _path(key: str, values: Mapping[str, Any]) -> KeyPath:
@@ -68,17 +81,34 @@ def _set(values: dict[str, Any], path: KeyPath, value: Any) -> Fault | None:
     current: Any = values  # a dict or a list
     for position, part in enumerate(path):
         if not _has_place(current, part):
-            inside = ".".join(map(str, path[:position]))
-            expected = f"a mapping, or a list that is long enough, at {inside}"
-            return Fault(path, f"{inside} = {describe(current)}", expected, "correct the flag")
+            return _no_place(path, path[:position], current)
         if position == len(path) - 1:
-            current[part] = value
+            _put(current, part, value)
             return None
         inner: Any = None if isinstance(current, dict) and part not in current else current[part]
         if inner is None or (part in _SHORT and not isinstance(inner, dict)):
             inner = current[part] = {} if inner is None else {_SHORT[str(part)]: inner}
         current = inner
     return None
+
+
+def _put(values: Any, key: str | int, value: Any) -> None:
+    if value is None and isinstance(values, dict) and key in values:
+        del values[key]
+    else:
+        values[key] = value
+
+
+def _no_place(path: KeyPath, inside: KeyPath, values: Any) -> Fault:
+    name = ".".join(map(str, inside))
+    got = f"{name} = {describe(values)}"
+    if not isinstance(values, list):
+        return Fault(path, got, f"a mapping at {name}", f"write {PREFIX}{name} with a value, or correct the flag")
+    expected = (
+        f"a number from 0 to {len(values) - 1}, the place in the list {name}" if values else "a list with entries"
+    )
+    do = f"write {PREFIX}{name} with the whole list in brackets, to add to it"
+    return Fault(path, got, expected, do)
 
 
 def _has_place(values: Any, part: str | int) -> bool:

@@ -33,6 +33,9 @@ FIELDS = (
 )
 """The names of all hyper-parameters."""
 
+KEYS = frozenset({*FIELDS, "optimizer"} - {"optim_kwargs", "scheduler_kwargs"})
+"""What may stand in a file; without a value it counts as not written."""
+
 
 class HyperParameters:
     """Epochs, batch sizes, optimizer and scheduler of a run.

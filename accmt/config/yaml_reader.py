@@ -12,6 +12,7 @@ import yaml
 
 from accmt.config.document import Document
 from accmt.config.faults import Fault, KeyPath, describe, nearest
+from accmt.config.hyperparameters import KEYS
 from accmt.config.numbers import number_in, read_numbers
 from accmt.errors import (
     HyperParameterError,
@@ -123,7 +124,7 @@ def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[Fault]
         faults = [*faults, *(_beside_hps(key, root, lines) for key in root if key != "hps")]
         faults = [_below_hps(fault) for fault in faults]
         lines = {path[1:]: line for path, line in lines.items() if path[:1] == ("hps",)}
-    values = {str(key): value for key, value in inner.items() if value is not None}
+    values = {str(key): value for key, value in inner.items() if value is not None or str(key) not in KEYS}
     return Document(name, values, lines, tuple(faults))
 
 

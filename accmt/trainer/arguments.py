@@ -88,7 +88,7 @@ def add_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> N
     """
     flags = [flag for flag in list_flags() if flag.name not in without]
     _require_no_clashes(parser, [flag.name for flag in flags])
-    _read_hps_flags(parser)
+    read_hps_flags(parser)
     about_hps = "every hyper-parameter is a flag, too: --hps.epochs 3 --hps.optim.lr=3e-4"
     group = parser.add_argument_group("Trainer", f"arguments of accmt.Trainer; {about_hps}")
     for flag in flags:
@@ -101,7 +101,7 @@ def add_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> N
         )
 
 
-def _read_hps_flags(parser: argparse.ArgumentParser) -> None:
+def read_hps_flags(parser: argparse.ArgumentParser) -> None:
     """Let a parser read `--hps.<key>`; argparse has no flags whose names are not known before."""
     parse = parser.parse_known_args
 

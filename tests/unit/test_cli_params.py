@@ -53,3 +53,14 @@ def test_hyper_parameters_without_groups_are_one_row(folder, capsys):
 def test_a_wrong_model_or_class_is_said(folder, capsys, options, message):
     assert main(["params", "hps/groups.yaml", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_flags_win_over_the_file(folder, capsys):
+    typed = ["--hps.optim.groups.0.lr=0.5", "--hps.optim.type", "SGD"]
+    assert main(["params", "hps/groups.yaml", "--model", "out/bert", *typed]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.split("\n")]
+    assert ["^classifier\\.", "SGD", "0.5"] in [row[:3] for row in rows]
+    assert main(["params", "hps/groups.yaml", "--model", "out/bert", "--hps.optim.lrr=1"]) == 2
+    assert "--hps.optim.lrr\n  got: lrr = 1 (int)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["params", "hps/groups.yaml", "--modle", "out/bert"])

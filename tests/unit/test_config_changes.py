@@ -177,3 +177,15 @@ def test_the_table_has_a_row_for_each_rule_and_the_rules_name_every_key():
     assert re.search(r"^\| `optim.type` \| reject, unless `reset_optimizer_on_resume=True` \| ", table, re.MULTILINE)
     for field in Schema.model_fields:  # a new key needs a rule of its own
         assert any(fnmatchcase(f"{field}.x", item.pattern) or field == item.pattern for item in RULES[:-1]), field
+
+
+def test_what_changed_in_a_section_is_said_key_by_key():
+    old = of(model={"path": "out/base", "type": "AutoModel", "lora": {"r": 8, "targets": ["q"]}}, sft="a.jsonl")
+    new = of(model={"path": "out/base", "lora": {"r": 16, "targets": ["q"]}}, sft={"data": "a.jsonl", "merge": True})
+    assert set(said(old, new)) == {
+        "model.type: AutoModel -> not set (applied)",
+        "model.lora.r: 8 -> 16 (applied)",
+        "sft.merge: not set -> True (applied)",
+    }
+    assert said(of(model="out/base"), of(model={"path": "out/base"})) == []
+    assert said(of(), of(model="out/base")) == ["model.path: not set -> out/base (applied)"]

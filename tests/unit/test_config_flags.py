@@ -91,7 +91,12 @@ def test_the_run_records_what_came_of_both(path):
         (["--hps.optim.lr", "fast"], "--hps.optim.lr\n  got: 'fast' (str)"),
         (["--hps.epoch=3"], "--hps.epoch\n  got: epoch = 3 (int)"),
         (["--hps.optim.groups.3.lr=1"], "--hps.optim.groups.3.lr\n  got: optim.groups = [{'kind': 'norm'"),
-        (["--hps.epochs.lr=1"], "--hps.epochs.lr\n  got: epochs = 1 (int)"),
+        (["--hps.epochs.lr=1"], "--hps.epochs.lr\n  got: epochs = 1 (int)\n  expected: a mapping at epochs"),
+        (["--hps.optim.groups.3.lr=1"], "expected: a number from 0 to 0, the place in the list optim.groups"),
+        (["--hps.optim.groups.x.lr=1"], "do: write --hps.optim.groups with the whole list in brackets"),
+        (["--hps.optm.lr=1"], "--hps.optm\n  got: optm = {'lr': 1} (dict)"),
+        (["--hps.scheduleer=none"], "--hps.scheduleer\n  got: scheduleer = None (NoneType)"),
+        (["--hps.optim.lrr=none"], "--hps.optim.lrr\n  got: lrr = None (NoneType)"),
         (["--hps.scheduler.type=CosineWithWarmp"], "--hps.scheduler.type\n"),
     ],
 )
@@ -99,6 +104,13 @@ def test_messages_name_the_flag(path, typed, message):
     with pytest.raises(HyperParameterError) as raised:
         hps_of(path, *typed)
     assert message in str(raised.value)
+
+
+def test_none_takes_away_what_the_file_has(path):
+    path.write_text(YAML.replace("lr: 1e-3", "betas: [0.9, 0.98]"))
+    hps = hps_of(path, "--hps.optim.type=SGD", "--hps.optim.betas=none", "--hps.optim.groups", "none")
+    assert (hps.optim, hps.optim_kwargs) == ("SGD", {})
+    assert hps_of(path, "--hps.optim.foreach=none").optim_kwargs["foreach"] is None
 
 
 def test_what_is_wrong_in_the_file_keeps_its_line(path):

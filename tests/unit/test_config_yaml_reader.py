@@ -136,3 +136,9 @@ def test_content_that_cannot_be_read_names_file_and_line(tmp_path, name, text, m
 def test_a_folder_is_refused(tmp_path):
     with pytest.raises(HyperParameterError, match="got: a folder"):
         read_document(str(tmp_path))
+
+
+def test_a_misspelt_key_without_a_value_is_not_ignored(tmp_path):
+    text = "hps:\n  epochs: 1\n  batch_size: 2\n  optim: SGD\n  scheduler:\n  max_step:\n"
+    with pytest.raises(HyperParameterError, match=r"a\.yaml:6 max_step\n[\s\S]*do: write `max_steps`"):
+        HyperParameters.from_config(write(tmp_path, "a.yaml", text))
