@@ -99,8 +99,15 @@ def collate_or_explain(samples: list[Any]) -> Any:
         if "equal size" not in str(error):
             raise
         expected = "samples of equal shapes, or a collate function that pads them"
-        do = "Trainer(collate_fn=DataCollatorWithPadding(tokenizer)) for text, or your own function"
+        collator = "DataCollatorForSeq2Seq" if _has_label_lists(samples) else "DataCollatorWithPadding"
+        do = f"Trainer(collate_fn={collator}(tokenizer)) for text, or your own function"
         raise DataError(explain("making a batch", str(error), expected, do)) from error
+
+
+def _has_label_lists(samples: list[Any]) -> bool:
+    """Return whether each sample has a label for each token, which have to be padded with the tokens."""
+    labels = samples[0].get("labels") if isinstance(samples[0], Mapping) else None
+    return isinstance(labels, list) or getattr(labels, "ndim", 0) > 0
 
 
 def stack_tuples(samples: list[Any]) -> list[torch.Tensor] | None:

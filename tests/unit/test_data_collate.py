@@ -9,9 +9,9 @@ from transformers import DataCollatorWithFlattening, DefaultDataCollator, defaul
 
 from accmt import AcceleratorModule
 from accmt.data import DataCollatorForLongestSequence, build_collate
-from accmt.data.collate import keeps_number, stack_tuples
+from accmt.data.collate import collate_or_explain, keeps_number, stack_tuples
 from accmt.data.options import LoaderOptions
-from accmt.errors import ArgumentError
+from accmt.errors import ArgumentError, DataError
 from tests.toys import make_trainer
 
 
@@ -161,3 +161,17 @@ def test_plain_tuples_are_stacked_as_torch_does_and_everything_else_is_left_to_i
     unequal = [(torch.ones(1),), (torch.ones(1), torch.ones(1))]
     for samples in ([], [(1, 2)], [torch.ones(2)], [[torch.ones(2)]], unequal, [(torch.ones(2).to_sparse(),)]):
         assert stack_tuples(samples) is None
+
+
+@pytest.mark.parametrize(
+    ("labels", "collator"),
+    [
+        ([1, 0], "DataCollatorWithPadding"),
+        ([[4, 5], [4, 5, 6]], "DataCollatorForSeq2Seq"),
+        ([torch.ones(2), torch.ones(3)], "DataCollatorForSeq2Seq"),
+    ],
+)
+def test_rows_of_unequal_lengths_are_told_the_collator_that_pads_their_labels(labels, collator):
+    rows = [{"input_ids": ids, "labels": own} for ids, own in zip([[1, 2], [1, 2, 3]], labels, strict=True)]
+    with pytest.raises(DataError, match=rf"do: Trainer\(collate_fn={collator}\(tokenizer\)\)"):
+        collate_or_explain(rows)
