@@ -52,7 +52,7 @@ def build_optimizer(hps: HyperParameters, model: nn.Module, *, as_trained: AsTra
     grouping, _ = read_grouping(hps.optimizer_class, hps.optim_kwargs)
     if not grouping:
         return _build(hps.optimizer_class, parameters, hps.optim_kwargs, as_trained, hps.where("optim"))
-    return _build_groups(hps, assign(model, grouping, hps.where("optim")), grouping, as_trained)
+    return _build_groups(hps, assign(model, grouping, hps), grouping, as_trained)
 
 
 def _build_groups(
@@ -115,14 +115,13 @@ def _build(
         return optimizer_class(parameters, **arguments)
     except (TypeError, ValueError, AssertionError) as error:
         name = optimizer_class.__name__
-        message = explain(
-            where,
-            f"{name}: {error}",
-            f"arguments and parameters that {name} accepts",
-            "correct them, choose another optimizer, let it have only some parameters (`groups`), "
-            "or override get_optimizer",
-        )
-        raise HyperParameterError(message) from error
+        do = "correct them, choose another optimizer, let it have only some parameters (`groups`), or override "
+        do += "get_optimizer"
+        if optimizer_class is torch.optim.Muon and "2D" in str(error):
+            do = "let it have the matrices alone: `type: AdamW` in `optim`, and in it "
+            do += "`groups: [{kind: matrix, type: Muon, lr: 0.02}]`"
+        expected = f"arguments and parameters that {name} accepts"
+        raise HyperParameterError(explain(where, f"{name}: {error}", expected, do)) from error
 
 
 def _trainable(parameters: Sequence[nn.Parameter] | Sequence[dict[str, Any]]) -> list[nn.Parameter]:

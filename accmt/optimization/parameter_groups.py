@@ -11,10 +11,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from accmt.config.faults import names_like
+from accmt.config import HyperParameters
+from accmt.config.faults import Fault, KeyPath, names_like
 from accmt.config.grouping import Group, Grouping
 from accmt.errors import HyperParameterError, explain
 from accmt.optimization.parameter_kinds import kinds_of
+
+_GROUPS: KeyPath = ("optim", "groups")
 
 
 @dataclass
@@ -36,13 +39,13 @@ class Assigned:
     rate: float = 1.0
 
 
-def assign(model: nn.Module, grouping: Grouping, where: str) -> list[list[Assigned]]:
+def assign(model: nn.Module, grouping: Grouping, hps: HyperParameters) -> list[list[Assigned]]:
     """Put every parameter of a model, frozen ones too, into a group.
 
     Args:
         model: The model.
         grouping: What is asked for.
-        where: The place of `optim`, for messages.
+        hps: Where that was written, for messages.
 
     Returns:
         For the default and then for each of `grouping.groups` what it is split into by `no_decay` and `layer_decay`.
@@ -53,9 +56,11 @@ def assign(model: nn.Module, grouping: Grouping, where: str) -> list[list[Assign
     """
     kinds = kinds_of(model)
     names = _names(model)
-    chosen = {parameter: _choose(parameter, names[parameter], kinds, grouping, where) for parameter in kinds}
-    _require_used(chosen, names, kinds, grouping, where)
-    depth = _rates(model, grouping.layer_decay, where)
+    chosen = {parameter: _choose(parameter, names[parameter], kinds, grouping, hps) for parameter in kinds}
+    faults = [*_unused(chosen, names, kinds, grouping)]
+    if faults:
+        raise hps.reject(faults)
+    depth = _rates(model, grouping.layer_decay, hps)
     heads = [Assigned("default"), *(Assigned(_label(one), one.optimizer_class) for one in grouping.groups)]
     parts: list[dict[tuple[bool, float], Assigned]] = [{} for _ in heads]
     for parameter, number in chosen.items():
@@ -83,7 +88,7 @@ def _choose(
     names: Sequence[str],
     kinds: Mapping[nn.Parameter, set[str]],
     grouping: Grouping,
-    where: str,
+    hps: HyperParameters,
 ) -> int:
     """Return the number of the first group that fits, from 1; 0 is the default."""
     by_name = {
@@ -94,7 +99,7 @@ def _choose(
     if len(classes - {0}) > 1:
         got = f"two optimizers for one parameter, which has the names {' and '.join(names)}"
         do = "match both of its names in one group"
-        raise HyperParameterError(explain(f"{where}.groups", got, "one optimizer for a tied weight", do))
+        raise HyperParameterError(explain(hps.where(*_GROUPS), got, "one optimizer for a tied weight", do))
     return min((number for number in by_name.values() if number), default=0)
 
 
@@ -103,44 +108,39 @@ def _fits(group: Group, name: str, kinds: set[str]) -> bool:
     return is_named and (not group.kinds or not kinds.isdisjoint(group.kinds))
 
 
-def _require_used(
+def _unused(
     chosen: Mapping[nn.Parameter, int],
     names: Mapping[nn.Parameter, list[str]],
     kinds: Mapping[nn.Parameter, set[str]],
     grouping: Grouping,
-    where: str,
-) -> None:
-    """Check that every pattern and kind is of use, and that the default has something."""
+) -> Iterator[Fault]:
+    """Yield a fault for each pattern and group that is of no use, and where the default has nothing."""
+    every = [name for several in names.values() for name in several]
     for number, group in enumerate(grouping.groups):
-        place = f"{where}.groups.{number}"
-        for pattern in group.match:
-            if not any(re.search(pattern, name) for several in names.values() for name in several):
-                all_names = [several[0] for several in names.values()]
-                do = f"correct it: names are such as {', '.join(names_like(pattern, all_names))}"
-                got = f"{pattern!r}, which is in no parameter's name"
-                raise HyperParameterError(explain(f"{place}.match", got, "a part of a name in the model", do))
-        if number + 1 not in chosen.values():
-            fitting = [
-                names[parameter][0]
-                for parameter in chosen
-                if any(_fits(group, name, kinds[parameter]) for name in names[parameter])
-            ]
+        place = (*_GROUPS, number)
+        unknown = [pattern for pattern in group.match if not any(re.search(pattern, name) for name in every)]
+        for pattern in unknown:
+            do = f"correct it: names are such as {', '.join(names_like(pattern, every))}"
+            got = f"{pattern!r}, which is in no parameter's name"
+            yield Fault((*place, "match"), got, "a part of a name in the model", do)
+        if not unknown and number + 1 not in chosen.values():
+            fitting = [name for one in chosen for name in names[one] if _fits(group, name, kinds[one])]
             got = f"{_label(group)}: no parameter of the model"
             if fitting:
                 got = f"{_label(group)}: all that it fits is in groups before it, such as {fitting[0]}"
             do = "remove the group, or put it before the others: the first one that fits a parameter has it"
-            raise HyperParameterError(explain(place, got, "a group of one parameter at least", do))
+            yield Fault(place, got, "a group of one parameter at least", do)
     if grouping.groups and 0 not in chosen.values():
         got = f"groups that take all {len(chosen)} parameters, so that nothing is left for the optimizer beside them"
         do = "move what the last group says to `optim` itself, and remove the group"
-        raise HyperParameterError(explain(f"{where}.groups", got, "parameters that are in no group", do))
+        yield Fault(_GROUPS, got, "parameters that are in no group", do)
 
 
 def _label(group: Group) -> str:
     return " in ".join(filter(None, (" or ".join(group.kinds), " or ".join(group.match))))
 
 
-def _rates(model: nn.Module, decay: float, where: str) -> dict[nn.Parameter, float]:
+def _rates(model: nn.Module, decay: float, hps: HyperParameters) -> dict[nn.Parameter, float]:
     """Return what the rate of each parameter is multiplied by: less with each layer further from the output.
 
     What stands before the stack of layers (embeddings) is one layer below the first, what stands behind it (the head)
@@ -151,7 +151,7 @@ def _rates(model: nn.Module, decay: float, where: str) -> dict[nn.Parameter, flo
     """
     if decay == 1:
         return {}
-    path, stack = _stack(model, where)
+    path, stack = _stack(model, hps)
     rates: dict[nn.Parameter, float] = {}
     is_before = True
     for name, parameter in model.named_parameters():
@@ -163,14 +163,15 @@ def _rates(model: nn.Module, decay: float, where: str) -> dict[nn.Parameter, flo
     return rates
 
 
-def _stack(model: nn.Module, where: str) -> tuple[str, nn.ModuleList | nn.Sequential]:
+def _stack(model: nn.Module, hps: HyperParameters) -> tuple[str, nn.ModuleList | nn.Sequential]:
     """Return the one outermost list of alike modules with parameters, which is the model's layers."""
     found = dict(_stacks(model, ""))
     if len(found) == 1:
         return next(iter(found.items()))
     got = f"a model with {len(found)} lists of layers{': ' if found else ''}{', '.join(found)}"
     do = "remove `layer_decay`, and write `groups` with the rate of each part"
-    raise HyperParameterError(explain(f"{where}.layer_decay", got, "one list of layers, which follow each other", do))
+    where, expected = hps.where("optim", "layer_decay"), "one list of layers, which follow each other"
+    raise HyperParameterError(explain(where, got, expected, do))
 
 
 def _stacks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:

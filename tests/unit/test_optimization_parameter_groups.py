@@ -174,6 +174,33 @@ def test_groups_that_do_not_fit_the_model(groups, message):
         built(Net(), groups=groups)
 
 
+def test_all_groups_that_do_not_fit_are_said_at_once_with_their_lines(tmp_path):
+    text = """\
+hps:
+  epochs: 1
+  batch_size: 1
+  optim:
+    type: AdamW
+    groups:
+      - {match: [clasifier, pooler], lr: 0.1}
+      - {kind: adapter, lr: 0.1}
+      - {match: poler, lr: 0.1}
+"""
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(HyperParameterError, match="3 faults in ") as raised:
+        build_optimizer(HyperParameters.from_config(tmp_path / "x.yaml"), bert())
+    lines = ["7 optim.groups.0.match", "8 optim.groups.1", "9 optim.groups.2.match"]
+    assert all(f"x.yaml:{line}\n" in str(raised.value) for line in lines)
+
+
+def test_muon_alone_is_told_to_have_the_matrices_alone():
+    hps = {"epochs": 1, "batch_size": 1, "optim": {"type": "Muon", "lr": 0.02}}
+    with pytest.raises(HyperParameterError, match=r"`groups: \[\{kind: matrix, type: Muon, lr: 0\.02\}\]`"):
+        build_optimizer(HyperParameters.from_config(hps), bert())
+    hps["optim"] = {"type": "AdamW", "groups": [{"kind": "matrix", "type": "Muon", "lr": 0.02}]}
+    assert build_optimizer(HyperParameters.from_config(hps), bert()).class_names == "AdamW + Muon"
+
+
 def test_a_tied_weight_has_one_optimizer():
     model = gpt2()
     groups = [{"match": "wte", "type": "SGD", "lr": 1}, {"match": "lm_head", "type": "Adam", "lr": 1}]
