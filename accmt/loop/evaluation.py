@@ -15,6 +15,7 @@ from accmt.callbacks.dispatch import Hook
 from accmt.data import Loader, MicroBatch, derive_seed, seed_generators
 from accmt.data.bad_samples import BadSamples
 from accmt.errors import ModuleContractError, explain
+from accmt.huggingface.batch_faults import add_note_of_batch
 from accmt.loop.bad_sample_counts import report_bad_samples
 from accmt.loop.step_outputs import read_validation_output, read_weight
 from accmt.metrics import ValidationCollector
@@ -233,8 +234,12 @@ class _SetEvaluation:
         for hook in self._hooks_before:
             hook(batch=batch)
         run.own_loss.calls.clear()
-        with autocast(run.accelerator), run.explaining_parts():
-            output = run.validation_step(self._key, batch)
+        try:
+            with autocast(run.accelerator), run.explaining_parts():
+                output = run.validation_step(self._key, batch)
+        except Exception as error:
+            add_note_of_batch(error, run.unwrapped_model, micro_batch.batch)
+            raise
         entries, weight = read_validation_output(output, loss_name)
         targets = None
         if weight is None:

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accmt.data import MicroBatch, derive_seed, seed_generators
 from accmt.errors import ArgumentError, ModuleContractError, explain, is_out_of_memory
+from accmt.huggingface.batch_faults import add_note_of_batch
 from accmt.huggingface.own_loss import hint_at_weights
 from accmt.loop.optimizer_step import finish_window, skip_window
 from accmt.loop.step_outputs import TrainingOutput, read_training_output, read_weight
@@ -159,7 +160,11 @@ class AutomaticSteps:
         for hook in hooks.on_before_training_step:
             hook(batch=batch)
         run.own_loss.calls.clear()
-        outputs = self._run_in_context(batch) if self._needs_context else run.training_step(batch)
+        try:
+            outputs = self._run_in_context(batch) if self._needs_context else run.training_step(batch)
+        except Exception as error:
+            add_note_of_batch(error, run.unwrapped_model, micro_batch.batch)
+            raise
         run.packing.require_passed()
         output = read_training_output(outputs)
         loss, detached = output.loss, output.loss.detach()
