@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ def _find_faults(model: Any, batch: Mapping[str, Any]) -> Iterator[str]:
         yield from _fault_of_labels(model, labels)
 
 
-def _are_whole(value: object) -> bool:
+def _are_whole(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.numel() > 0 and not value.is_floating_point()
 
 
