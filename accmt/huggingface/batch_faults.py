@@ -1,4 +1,4 @@
-"""What of a batch a transformers model cannot take, where torch says `index out of range in self`."""
+"""What is wrong with a batch for a transformers model, where torch says `index out of range in self`, or nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from accmt.errors import explain, is_out_of_memory
 from accmt.huggingface.model_kinds import find_transformers_models
+from accmt.messages import warn_once
 
 _IGNORED = -100
 _POSITIONS = ("position_embeddings", "wpe", "embed_positions")
@@ -31,6 +32,28 @@ def add_note_of_batch(error: Exception, model: nn.Module, batch: Any) -> None:
     note = next(_find_faults(found, batch), None)
     if note is not None:
         error.add_note(note)
+
+
+def warn_of_trained_padding(model: nn.Module, batch: Any) -> None:
+    """Warn where labels of a batch have targets at its padding, which a model would learn to write.
+
+    Args:
+        model: The model, without wrappers.
+        batch: The first batch of a run, on the host.
+    """
+    found = next(find_transformers_models(model), None)
+    if found is None or found.config.is_encoder_decoder or not isinstance(batch, Mapping):
+        return  # in a sequence to sequence the mask is that of the inputs, and labels are outputs
+    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    if not (_are_whole(mask) and _are_whole(labels)) or mask.shape != labels.shape:
+        return
+    targets, padding = labels != _IGNORED, mask == 0
+    number = int((targets & padding).sum())
+    if number:
+        share = f"{number} of the {int(targets.sum())} targets of the first batch are padding (attention_mask 0)"
+        warn_once(
+            f"{share}, and trained; write labels.masked_fill(attention_mask == 0, -100)", about="padding with labels"
+        )
 
 
 def _find_faults(model: Any, batch: Mapping[str, Any]) -> Iterator[str]:

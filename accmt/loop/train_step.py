@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accmt.data import MicroBatch, derive_seed, seed_generators
 from accmt.errors import ArgumentError, ModuleContractError, explain, is_out_of_memory
-from accmt.huggingface.batch_faults import add_note_of_batch
+from accmt.huggingface.batch_faults import add_note_of_batch, warn_of_trained_padding
 from accmt.huggingface.own_loss import hint_at_weights
 from accmt.loop.optimizer_step import finish_window, skip_window
 from accmt.loop.step_outputs import TrainingOutput, read_training_output, read_weight
@@ -241,6 +241,7 @@ def _weigh(
     weight = samples if given is None else given
     if run.weighting.is_explicit is None:
         run.weighting.decide(weight, is_explicit=has_weight)
+        warn_of_trained_padding(run.unwrapped_model, micro_batch.batch)
         if not (has_weight or window.is_one_batch):
             hint_at_weights(micro_batch.batch)
     if has_weight != run.weighting.is_explicit:

@@ -105,6 +105,22 @@ def test_floats_where_classes_are_meant_are_named() -> None:
     assert message.startswith('batch["labels"]\n  got: torch.float32 for BertForSequenceClassification')
 
 
+def test_targets_at_padding_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    tokens, mask = ids(4), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]] * 2)
+
+    def train(model: Any, labels: torch.Tensor) -> str:
+        batch = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+        rows = [{name: value[index] for name, value in batch.items()} for index in range(4)]
+        caplog.clear()
+        make_trainer({"epochs": 1, "batch_size": 2}, shuffle_train=False).fit(HuggingFaceModule(model), rows)
+        return caplog.text
+
+    assert "2 of the 8 targets of the first batch are padding" in train(llama(), tokens)
+    assert "padding" not in train(llama(), tokens.masked_fill(mask == 0, -100))
+    assert "padding" not in train(MODELS["t5"](), tokens), "the mask is that of the inputs"
+    assert "padding" not in train(bert(), torch.ones(4).long())
+
+
 def test_nothing_is_said_of_what_is_right() -> None:
     class Failing(HuggingFaceModule):
         def step(self, batch: Any) -> Any:
