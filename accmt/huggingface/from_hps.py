@@ -83,6 +83,8 @@ def load_tokenizer(hps: HyperParameters) -> Any:
     import transformers
 
     folder = Path(section.path)
+    if not _is_adapter(section):
+        require_model_folder(section.path, hps.where("model", "path"))
     is_bare_adapter = (folder / ADAPTER_CONFIG).is_file() and not (folder / "tokenizer_config.json").is_file()
     path = read_base_name(folder) if is_bare_adapter else section.path
     try:

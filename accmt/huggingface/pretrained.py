@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accmt.config.faults import nearest
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface.model_kinds import advise_wrapping, reject_injected_adapters
 from accmt.huggingface.peft_adapters import build_with_adapter, read_base_name
@@ -265,12 +266,12 @@ def find_model_class(wanted: type[PreTrainedModel] | str | None, where: str | No
     if _is_model_class(found):
         return found
     alike = difflib.get_close_matches(wanted, dir(transformers), n=9)
-    nearest = [name for name in alike if _is_model_class(getattr(transformers, name, None))][:3]
+    models = [name for name in alike if _is_model_class(getattr(transformers, name, None))][:3]
     message = explain(
         where or f"from_hf(type={wanted!r})",
         f"{wanted!r}, which is no model class of transformers {transformers.__version__}",
         "a class, or the name of one, such as 'AutoModelForSequenceClassification'",
-        f"write {' or '.join(nearest if where else map(repr, nearest))}" if nearest else "name a class of a model",
+        f"write {' or '.join(models if where else map(repr, models))}" if models else "name a class of a model",
     )
     raise ArgumentError(message)
 
@@ -301,6 +302,16 @@ def require_model_folder(path: str, where: str | None = None) -> None:
         f"{where}: {path}" if where else f"model folder {path!r}",
         got,
         "a folder with config.json and weights, as save_pretrained or a Trainer writes it",
-        "check the spelling and the current working directory",
+        _advise_folder(found),
     )
     raise FileNotFoundError(message)
+
+
+def _advise_folder(path: Path) -> str:
+    """Return what to do about a path that is no model folder: it may be misspelt, or hyper-parameters."""
+    if path.suffix in (".yaml", ".yml", ".json") and path.is_file():
+        return f"AcceleratorModule.from_hps({str(path)!r}), if these are hyper-parameters with a section `model`"
+    siblings = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
+    near = nearest(path.name, siblings)
+    meant = f"did you mean {path.parent / near}? If not, " if near and near != path.name else ""
+    return f"{meant}check the spelling, and the current working directory: {Path.cwd()}"

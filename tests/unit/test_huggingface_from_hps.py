@@ -17,6 +17,7 @@ from accmt import AcceleratorModule, HyperParameters, Trainer
 from accmt.cli.main import main
 from accmt.errors import AccmtError, ArgumentError, HyperParameterError, MissingPackageError, WeightsError
 from accmt.huggingface import pretrained
+from accmt.huggingface.from_hps import load_tokenizer
 from accmt.parallel.building import accelerator_to_build_for, building_for
 
 pytestmark = pytest.mark.feature("N72")
@@ -216,6 +217,11 @@ def test_an_adapter_around_an_adapter_is_refused():
 def test_a_folder_and_a_class_that_do_not_exist_have_their_place():
     with pytest.raises(FileNotFoundError, match=r"hps_config model\.path: \./lama\n  got: no such folder"):
         build(path="./lama")
+    with pytest.raises(FileNotFoundError, match=r"did you mean llama\?"):
+        load_tokenizer(HyperParameters.from_config({**HPS, "model": "./lama"}))
+    Path("hps.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"do: AcceleratorModule\.from_hps\('hps\.json'\)"):
+        AcceleratorModule.from_hf("./hps.json")
     with pytest.raises(AccmtError, match=r"hps_config model\.type\n[\s\S]*do: write AutoModelForCausalLM"):
         build(type="AutoModelForCasualLM")
     build(lora={"r": 2}).save_pretrained("adapter")
