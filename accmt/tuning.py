@@ -24,6 +24,7 @@ from accmt.recovery.restart import Restart, free_finished
 from accmt.settings import Settings
 from accmt.settings.trial_runs import without_traces
 from accmt.setup.datasets import find_train_data
+from accmt.setup.module_checks import require_module
 from accmt.setup.torch_flags import working
 
 Search = Literal["power", "binsearch"]
@@ -68,6 +69,7 @@ def tune(
     """
     if trainer.settings.running.fast_dev_run:
         return Tuning()
+    require_module(module, "tune")
     hps = trainer.settings.hps
     module.trainer, module.state = trainer, trainer.state  # which its own loaders may go by
     data = find_train_data(module, train_dataset)

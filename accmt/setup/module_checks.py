@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from os import PathLike
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -48,7 +49,7 @@ def check_module(module: Any) -> None:
 
 def check_untrained_module(module: Any, function: Function) -> None:
     """Check what a module needs whatever is done with it."""
-    _check_kind(module, function)
+    require_module(module, function)
     _reject_foreign_methods(module)
     _check_spelling(module)
     _check_model(module)
@@ -123,16 +124,32 @@ def _defines_step(module: AcceleratorModule) -> bool:
     return defines(module, "step") and not isinstance(module, ExtendedAcceleratorModule)
 
 
-def _check_kind(module: Any, function: Function) -> None:
+def require_module(module: Any, function: str) -> None:
+    """Check that what a function of the Trainer got is a module.
+
+    Raises:
+        ModuleContractError: It is something else; the message says how a module is made of it.
+    """
     where = f"{function}(module)"
     if isinstance(module, type):
         do = f"trainer.{function}({module.__name__}(...), ...)"
         raise ModuleContractError(explain(where, f"the class {module.__name__}", "an object of it", do))
     if not isinstance(module, AcceleratorModule):
         do = advise_wrapping(module) or "class MyModule(AcceleratorModule): with self.model and training_step"
+        if isinstance(module, str | PathLike | tuple):
+            do = f"trainer.{function}({_advise_making(module)}, data)"
         if isinstance(module, Dataset | DataLoader):
             do = f"trainer.{function}(module, data): the module comes first"
         raise ModuleContractError(explain(where, type(module).__name__, "an AcceleratorModule", do))
+
+
+def _advise_making(path: Any) -> str:
+    """Return how a module is made of the path of a model, or of `(path, type)`, which only `fit` takes as they are."""
+    if isinstance(path, tuple):
+        return f"AcceleratorModule.from_hf({', '.join(map(repr, path))})"
+    if str(path).endswith((".yaml", ".yml", ".json")):
+        return f"AcceleratorModule.from_hps({str(path)!r})"
+    return f'AcceleratorModule.from_hf({str(path)!r}, "AutoModelForSequenceClassification")'
 
 
 def _check_spelling(module: AcceleratorModule) -> None:

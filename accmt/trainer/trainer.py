@@ -11,13 +11,14 @@ import torch
 
 from accmt.callbacks import build_callbacks
 from accmt.config import HyperParameters
-from accmt.errors import ArgumentError, CheckpointError, UnknownArgumentError, explain
+from accmt.errors import CheckpointError, explain
 from accmt.module import AcceleratorModule
 from accmt.settings import Settings
 from accmt.settings.saving import RegisteredSaving
 from accmt.settings.trial_runs import apply_trials
 from accmt.state import TrainingState
 from accmt.trainer.arguments import reports_at_call, resolve_aliases
+from accmt.trainer.modules import as_module
 from accmt.trainer.properties import TrainerProperties
 from accmt.trainer.tracebacks import ShortTraceback
 
@@ -354,7 +355,7 @@ class Trainer(TrainerProperties):
         from accmt.setup.torch_flags import running, working
         from accmt.setup.user_data import UserData
 
-        trained, recovery = _as_module(module, kwargs, self.hps), Recovery()
+        trained, recovery = as_module(module, kwargs, self.hps), Recovery()
         user_data = UserData("fit", {"train": train_dataset, "validate": val_dataset}, datamodule)
         try:
             with ShortTraceback(), running(self, trained), working(self.settings.running), user_data.ending("fit"):
@@ -768,39 +769,3 @@ class Trainer(TrainerProperties):
 
 
 Trainer.own_steps = (Trainer.do_backward, Trainer.do_opt_step, Trainer.do_zero_grad)
-
-
-def _as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> AcceleratorModule:
-    is_file = isinstance(module, str | PathLike) and str(module).endswith((".yaml", ".yml", ".json"))
-    if is_file or isinstance(module, Mapping | HyperParameters):
-        return AcceleratorModule.from_hps(_model_of(module, hps), in_fit=True, **kwargs)
-    if isinstance(module, str | PathLike):
-        return AcceleratorModule.from_hf(module, in_fit=True, **kwargs)
-    if isinstance(module, tuple):
-        return AcceleratorModule.from_hf(*module, in_fit=True, **kwargs)
-    if kwargs:
-        got, expected = (
-            f"the keywords {sorted(kwargs)}",
-            "keywords only where `module` is the path of a transformers model",
-        )
-        raise UnknownArgumentError(explain("fit", got, expected, "give them to the Trainer, or to your module"))
-    own: AcceleratorModule = module
-    return own
-
-
-def _model_of(source: Any, hps: HyperParameters) -> HyperParameters:
-    """Return the hyper-parameters that describe the model of `fit`: the Trainer's, where they come from that source.
-
-    Only they have the flags that were typed, and they are what the run records.
-
-    Raises:
-        ArgumentError: The Trainer's describe another model.
-    """
-    if not isinstance(source, Mapping | HyperParameters) and hps.is_from(source):
-        return hps
-    own = HyperParameters.from_config(source)
-    if hps.model is not None and own.model != hps.model:
-        got = f"{own.where('model')}: {own.model}, and {hps.where('model')}: {hps.model}"
-        do = "trainer.fit(trainer.hps, data): the Trainer's hyper-parameters, with their flags"
-        raise ArgumentError(explain("fit(hyper-parameters)", got, "the model that the Trainer's describe", do))
-    return own

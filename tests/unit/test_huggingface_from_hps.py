@@ -15,7 +15,14 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from accmt import AcceleratorModule, HyperParameters, Trainer
 from accmt.cli.main import main
-from accmt.errors import AccmtError, ArgumentError, HyperParameterError, MissingPackageError, WeightsError
+from accmt.errors import (
+    AccmtError,
+    ArgumentError,
+    HyperParameterError,
+    MissingPackageError,
+    UnknownArgumentError,
+    WeightsError,
+)
 from accmt.huggingface import pretrained
 from accmt.huggingface.from_hps import load_tokenizer
 from accmt.parallel.building import accelerator_to_build_for, building_for
@@ -205,6 +212,12 @@ def test_all_wrong_arguments_are_said_at_once():
 @pytest.mark.parametrize("targets", [["q_proj", "layers.1.mlp.up_proj"], "all-linear", r".*\.[qv]_proj"])
 def test_parts_are_named_as_peft_finds_them(targets):
     assert any("lora" in name for name in trained(build(lora={"targets": targets})))
+
+
+def test_arguments_of_the_model_are_not_keywords_of_fit():
+    hps = {**HPS, "model": {"path": "./llama", "type": "AutoModelForCausalLM"}}
+    with pytest.raises(UnknownArgumentError, match="do: write `num_labels: 3` in `model`"):
+        Trainer(hps, "out/m").fit(hps, [{"input_ids": [1, 2]}], num_labels=3)
 
 
 def test_an_adapter_around_an_adapter_is_refused():

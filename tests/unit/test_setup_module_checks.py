@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -358,3 +360,18 @@ def test_a_scheduler_that_is_none_is_refused_before_training(make, got, do):
     module = type("Own", (Trains,), {"get_scheduler": get_scheduler})()
     with pytest.raises(ModuleContractError, match=rf"Own.get_scheduler\n  got: .*{got}(.|\n)*  do: .*{do}"):
         Trainer(HPS, "out/m", checkpoint_every=None, verbose=False).fit(module, TensorDataset(torch.ones(4, 2)))
+
+
+@pytest.mark.parametrize(
+    ("path", "do"),
+    [
+        ("out/a", "AcceleratorModule.from_hf('out/a', \"AutoModelForSequenceClassification\")"),
+        (("out/a", "AutoModelForCausalLM"), "AcceleratorModule.from_hf('out/a', 'AutoModelForCausalLM')"),
+        ("hps.yaml", "AcceleratorModule.from_hps('hps.yaml')"),
+    ],
+)
+@pytest.mark.parametrize("function", ["validate", "test", "predict", "tune"])
+def test_a_path_that_only_fit_takes_is_told_how_it_becomes_a_module(function, path, do):
+    trainer = Trainer(HPS, "out/m", verbose=False)
+    with pytest.raises(ModuleContractError, match=re.escape(f"do: trainer.{function}({do}, data)")):
+        getattr(trainer, function)(path, TensorDataset(torch.ones(4, 2)))
