@@ -23,8 +23,8 @@ from tests.distributed.test_windows import reference
 from tests.launching import SCRIPTS, launch
 
 KINDS: dict[str, Callable[[windows.Case], bool]] = {
-    "one batch an update, all full": lambda case: case.samples == 24 and case.accumulation == 1 and not case.weighted,
-    "one batch an update, last one short": lambda case: case.samples in (17, 29) and case.accumulation == 1,
+    "one batch a step, all full": lambda case: case.samples == 24 and case.accumulation == 1 and not case.weighted,
+    "one batch a step, last one short": lambda case: case.samples in (17, 29) and case.accumulation == 1,
     "accumulation, last window short": lambda case: case.samples in (17, 29) and case.accumulation > 1,
     "weights (tokens), accumulation": lambda case: case.samples == 24 and case.accumulation > 1 and case.weighted,
     "fewer samples than a batch": lambda case: case.samples in (1, 3),
@@ -32,7 +32,7 @@ KINDS: dict[str, Callable[[windows.Case], bool]] = {
 
 
 def compare(case: windows.Case, processes: int, result: dict[str, Any]) -> tuple[float, bool]:
-    """Return the largest relative difference of a gradient, and whether updates and learning rates are the same."""
+    """Return the largest relative difference of a gradient, and whether steps and learning rates are the same."""
     expected = reference(case, processes)
     pairs = zip(result["gradients"], expected["gradients"], strict=False)
     differences = [((torch.tensor(got) - true).norm() / true.norm()).item() for got, true in pairs]
@@ -50,7 +50,7 @@ def run(script: str, processes: int) -> dict[str, Any]:
 
 def main() -> None:
     """Run both loops and print the table."""
-    print("| updates | processes | by hand: gradient | by hand: schedule | accmt: gradient | accmt: schedule |")
+    print("| steps | processes | by hand: gradient | by hand: scheduler | accmt: gradient | accmt: scheduler |")
     print("|---|---|---|---|---|---|")
     by_processes = {count: (run("hand_written.py", count), run("windows.py", count)) for count in (1, 2)}
     for kind, belongs in KINDS.items():
