@@ -64,6 +64,9 @@ REWRITING = """\
 TAG = re.compile(r"[ustar]\d{4,}x")
 """What stands in each text, by which it is found: of a user, system, tool result, assistant or its reasoning."""
 
+_MARK = re.compile(r"<\|[^<>\s'\"{}]+\|>|<｜[^<>\s]+｜>|<[a-z_]+_of_[a-z]+>|</?think>|<\|[a-z_]+>|<[a-z_]+\|>")
+"""What is a token of its own in templates."""
+
 _WORDS = (  # noqa: SIM905 - a list of so many strings would be harder to read
     "the a of rain window price don't über naïve 東京 🙂🙃 e.g. 3.14 <b>bold</b> {json} \"quoted\" it's line\nbreak "
     "tab\there [INST] Q: A: end. Why? yes, no; # heading * item -- === $x_1$ http://a.b/c?d=e"
@@ -139,9 +142,7 @@ def make_tokenizer(template: str | None = None, *, adds_bos: bool = False) -> An
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer.from_str(_train_merges())
-    marks = sorted(
-        set(re.findall(r"<\|[^<>\s'\"{}]+\|>|<[a-z_]+_of_[a-z]+>|</?think>", template or "")) - {"<s>", "</s>"}
-    )
+    marks = sorted(set(_MARK.findall(template or "")) - {"<s>", "</s>"})
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
     if adds_bos:
@@ -149,3 +150,21 @@ def make_tokenizer(template: str | None = None, *, adds_bos: bool = False) -> An
         tokenizer.backend_tokenizer.post_processor = begin
     tokenizer.chat_template = template
     return tokenizer
+
+
+def in_parts(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose messages are lists of parts, as templates of models that see images want them."""
+    messages = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in row["messages"]]
+    return {**row, "messages": messages}
+
+
+def trained_texts(tokenizer: Any, masked: Any) -> list[str]:
+    """Return the text of each stretch of trained tokens."""
+    texts, stretch = [], []
+    for label in [*masked.labels, -100]:
+        if label != -100:
+            stretch.append(label)
+        elif stretch:
+            texts.append(tokenizer.decode(stretch))
+            stretch = []
+    return texts

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -19,10 +20,13 @@ DOUBLED_BOS = "with two beginning-of-sequence tokens, one of which is dropped"
 REWRITTEN = "with turns that are not trained, because the chat template rewrites earlier turns"
 NO_REASONING = "with reasoning that the chat template leaves out"
 INCOMPLETE = "with turns that are not trained, because the chat template leaves out their content or tool calls"
+NO_END = "with turns that the chat template ends without a token, so that the model does not learn to stop"
+OTHER_START = "with turns that the chat template does not begin with its generation prompt"
 REJECTED = "that the chat template rejects"
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _ROLE = "assistant"
+_OTHER_ROLES = {"system", "developer", "user", "tool"}
 _WHERE = "a row for supervised fine-tuning"
 
 
@@ -86,7 +90,7 @@ def mask_row(
         do += 'the YAML `sft.chat_template: template.jinja`); or rows with "prompt" and "completion" as strings'
         raise DataError(explain(_WHERE, "messages, and a tokenizer without a chat template", "a chat template", do))
     else:
-        masked = _mask_messages(_Conversation(tokenizer, messages, row), first, turn)
+        masked = _mask_messages(tokenizer, messages, row, first, turn)
     return _cut(_with_one_bos(masked, tokenizer.bos_token_id), max_length)
 
 
@@ -122,7 +126,7 @@ class _Turn(NamedTuple):
     end: int
     whole_end: int
     is_trained: bool
-    problem: Problem | None
+    problems: tuple[Problem, ...]
 
 
 class _TemplateError(Exception):
@@ -132,120 +136,241 @@ class _TemplateError(Exception):
 class _Conversation:
     """Renders a conversation, and parts of it."""
 
-    def __init__(self, tokenizer: Any, messages: list[Mapping[str, Any]], row: Mapping[str, Any]) -> None:
-        tools = row.get("tools") or None
+    def __init__(self, tokenizer: Any, messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> None:
         self.tokenizer = tokenizer
-        self.messages = messages
-        self._tools = json.loads(tools) if isinstance(tools, str) else tools
-        self._arguments = dict(row.get("chat_template_kwargs") or {})
+        self.messages = [_normalize(index, message) for index, message in enumerate(messages)]
+        tools = row.get("tools") or None
+        try:
+            self._tools = json.loads(tools) if isinstance(tools, str) else tools
+            self._arguments = dict(row.get("chat_template_kwargs") or {})
+        except (TypeError, ValueError) as error:
+            raise _TemplateError(f"its tools or chat_template_kwargs: {error}") from error
+        self._tokens = "|".join(map(re.escape, sorted(tokenizer.added_tokens_encoder, key=len, reverse=True)))
 
     @property
     def has_markers(self) -> bool:
         """Whether the template itself says what the assistant writes."""
-        return _MARKER.search(self.tokenizer.get_chat_template(None, self._tools)) is not None
+        return _MARKER.search(self._template) is not None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> Any:
-        """Return the text of messages, or what the tokenizer makes of it."""
+    @property
+    def _template(self) -> str:
+        template: str = self.tokenizer.get_chat_template(None, self._tools)
+        return template
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+        """Return the text of messages."""
         arguments = {"tokenize": False, **self._arguments, **arguments}
+        text: str = self._try_calls(
+            messages, lambda own: self.tokenizer.apply_chat_template(own, tools=self._tools, **arguments)
+        )
+        return text
+
+    def find_marked(self) -> list[tuple[int, int]]:
+        """Return where the template marks what the assistant writes, in characters.
+
+        The mask of `apply_chat_template` is not used: a marker at white space, of which some tokenizers give no
+        offsets, makes it leave out all that follows, or take all of it.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        arguments = {**self.tokenizer.special_tokens_map, **self._arguments, "chat_template": self._template}
+        marked: list[tuple[int, int]] = self._try_calls(
+            self.messages,
+            lambda own: render_jinja_template([own], self._tools, return_assistant_tokens_mask=True, **arguments)[1][0],
+        )
+        return marked
+
+    @staticmethod
+    def _try_calls(messages: Sequence[Mapping[str, Any]], function: Callable[[Any], Any]) -> Any:
+        """Call a function with messages: the arguments of tool calls are dicts, or JSON if a template rejects those."""
         own = [dict(one) for one in messages]
         try:
-            return self.tokenizer.apply_chat_template(own, tools=self._tools, **arguments)
-        except Exception as error:  # a template raises what it likes, of jinja2 and of Python
-            raise _TemplateError(f"{type(error).__name__}: {error}") from error
+            return _call(function, own)
+        except _TemplateError:
+            written = [_with_arguments(one, json.dumps) for one in own]
+            if written == own:
+                raise
+            with suppress(_TemplateError):  # the first says more
+                return _call(function, written)
+            raise
 
     def find_turn(self, index: int, whole: str) -> _Turn:
         """Find what the assistant writes in one turn, from where it is asked to write, to the mark of its end."""
         through = self.render(self.messages[: index + 1])
         probes = [self.render([*self.messages[:index], _probe(self.messages[index], word)]) for word in "AZ"]
-        start = self._find_start(index, through, probes)
+        context, asked = self._render_before(index)
+        start, is_behind_prompt = self._find_start(index, through, probes, context, asked)
         # What all answers end with is the end token, and perhaps a line break, which belongs to the next turn.
-        tail = commonprefix([text[::-1] for text in (*probes, through[start:])])[::-1]
-        end = len(through) - (len(tail) - len(tail.rstrip()) if tail.strip() else 0)
+        tail = _common_end([*probes, through[start:]])
+        first = len(through) - len(tail)
+        end = first + (len(tail.rstrip()) if tail.strip() else len(tail))
+        if context and context == asked and context.rstrip() == through[:start].rstrip():
+            end = self._without_next_prompt(index, through, first, end)
         if not whole.startswith(through[:end]):  # a further mark may stand at the end of a conversation only
-            end = self._find_common_end(through, whole, len(through) - len(tail)) or end
-        kind = _find_loss(self.messages[index], through[start:end])
+            end = self._find_common_end(through, whole, first) or end
+        kinds = _find_losses(self.messages[index], through[start:end])
         if not whole.startswith(through[:end]):  # a later message changes this turn, or what it answers
-            kind = REWRITTEN
-        problem = None if kind is None else Problem(kind, f"message {index}")
-        return _Turn(start, end, len(through), kind in (None, NO_REASONING), problem)
+            kinds = [REWRITTEN]
+        is_trained = not {REWRITTEN, INCOMPLETE}.intersection(kinds)
+        if is_trained:
+            has_end = tail.strip() or re.search(rf"(?:{self._tokens or '(?!)'})\s*$", through[start:end])
+            kinds += [] if has_end else [NO_END]
+            kinds += [] if is_behind_prompt else [OTHER_START]
+        return _Turn(start, end, len(through), is_trained, tuple(Problem(kind, f"message {index}") for kind in kinds))
 
-    def _find_start(self, index: int, through: str, probes: list[str]) -> int:
-        """Return where the assistant begins to write: behind the generation prompt, if a template has one.
-
-        It may have none, ignore the flag, raise an error about messages that end so, or put something there that the
-        turn has not, such as an empty block of reasoning. Then it is where texts with different answers part.
-        """
+    def _render_before(self, index: int) -> tuple[str, str]:
+        """Return what comes before a turn, without and with the generation prompt; nothing if a template rejects it."""
         try:
-            asked, context = (
+            context, asked = (
                 self.render(self.messages[:index], add_generation_prompt=asks) if index else ""
-                for asks in (True, False)
+                for asks in (False, True)
             )
         except _TemplateError:
-            asked = context = ""
+            return "", ""
+        return context, asked
+
+    def _find_start(self, index: int, through: str, probes: list[str], context: str, asked: str) -> tuple[int, bool]:
+        """Return where the assistant begins to write, and whether a generation prompt, if there is one, ends there.
+
+        A template may have none, ignore the flag, raise an error about messages that end so, or put something there
+        that the turn has not, such as an empty block of reasoning. Then it is where texts with different answers part.
+        """
         if asked != context and through.startswith(asked):
-            return len(asked)
-        return len(commonprefix([*probes, through]))
+            return len(asked), True
+        parted = len(commonprefix([*probes, through]))
+        if asked == context:
+            return parted, True
+        # The turn may have changed what comes before it; then the prompt stands behind the message before.
+        prompt = asked[len(context) :] if asked.startswith(context) else ""
+        behind = self._find_end_of_content(index - 1, index + 1, through) if prompt else None
+        found = -1 if behind is None else through.rfind(prompt, behind, parted)
+        return (parted, False) if found < 0 else (found + len(prompt), True)
+
+    def _find_end_of_content(self, index: int, number: int, text: str) -> int | None:
+        """Return where the content of a message ends in the text of a number of messages; None if that is rejected."""
+        others = (
+            [*self.messages[:index], _probe(self.messages[index], word), *self.messages[index + 1 : number]]
+            for word in "AZ"
+        )
+        try:
+            return len(text) - len(_common_end([text, *map(self.render, others)]))
+        except _TemplateError:
+            return None
+
+    def _without_next_prompt(self, index: int, through: str, first: int, end: int) -> int:
+        """Return where a turn ends in a template that may put its generation prompt behind it, asked for or not.
+
+        Then something else stands there if the user goes on.
+        """
+        try:
+            followed = self.render([*self.messages[: index + 1], {"role": "user", "content": "A"}])
+        except _TemplateError:
+            return end
+        found = re.search(self._tokens, through[first:end]) if self._tokens else None
+        return end if found is None or followed.startswith(through[:end]) else first + found.end()
 
     def _find_common_end(self, through: str, whole: str, first: int) -> int | None:
         """Return where the last token that ends a turn, behind `first`, ends in both texts; None if there is none."""
         common = len(commonprefix([through, whole]))
-        tokens = "|".join(re.escape(token) for token in self.tokenizer.added_tokens_encoder)
-        ends = (
-            [found.end() for found in re.finditer(tokens, through[:common]) if found.start() >= first] if tokens else []
-        )
+        found = re.finditer(self._tokens, through[:common]) if self._tokens else ()
+        ends = [token.end() for token in found if token.start() >= first]
         return ends[-1] if ends else None
 
 
+def _common_end(texts: Sequence[str]) -> str:
+    return commonprefix([text[::-1] for text in texts])[::-1]
+
+
 def _probe(message: Mapping[str, Any], word: str) -> dict[str, Any]:
-    """Return an answer of one word, with parts where the answer has parts."""
+    """Return a message of one word, with parts where the message has parts; an answer has nothing else."""
     has_parts = isinstance(message.get("content"), list | tuple)
-    return {"role": message["role"], "content": [{"type": "text", "text": word}] if has_parts else word}
+    others = {} if message["role"] == _ROLE else message
+    return {**others, "role": message["role"], "content": [{"type": "text", "text": word}] if has_parts else word}
 
 
-def _find_loss(message: Mapping[str, Any], text: str) -> str | None:
-    """Return what a template has left out of a turn, if anything."""
+def _call(function: Callable[[Any], Any], messages: list[dict[str, Any]]) -> Any:
+    try:
+        return function(messages)
+    except Exception as error:  # a template raises what it likes, of jinja2 and of Python
+        raise _TemplateError(f"{type(error).__name__}: {error}") from error
+
+
+def _normalize(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without entries that are None, and with the arguments of tool calls as dicts.
+
+    Where they are JSON, as in OpenAI's format, most templates would write JSON of that JSON.
+    """
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else []
+    if not isinstance(content, str | list | tuple | None) or not all(isinstance(part, Mapping) for part in parts):
+        kind = f"a list with {type(parts[0]).__name__}" if parts else type(content).__name__
+        raise _TemplateError(f"the content of message {index} is {kind}, neither text nor a list of parts")
+    own = {name: entry for name, entry in message.items() if entry is not None}
+
+    def parse(arguments: Any) -> Any:
+        try:
+            parsed = json.loads(arguments)
+        except (TypeError, ValueError):
+            return arguments
+        return parsed if isinstance(parsed, dict) else arguments
+
+    return _with_arguments(own, parse)
+
+
+def _with_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a message with other arguments of its tool calls."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+        return message
+    changed = []
+    for call in calls:
+        function = call.get("function", call)
+        if isinstance(function, Mapping) and "arguments" in function:
+            other = {**function, "arguments": change(function["arguments"])}
+            changed.append({**call, "function": other} if "function" in call else other)
+        else:
+            changed.append(call)
+    return {**message, "tool_calls": changed}
+
+
+def _find_losses(message: Mapping[str, Any], text: str) -> list[str]:
+    """Return what a template has left out of a turn."""
     content = message.get("content") or ""
     parts = [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
-    said = [part.rpartition("</think>")[2].strip() for part in parts]
+    thoughts, said = ([one.rpartition("</think>")[side] for one in parts] for side in (0, 2))
     calls = [(call.get("function") or call).get("name") or "" for call in message.get("tool_calls") or ()]
-    if any(one not in text for one in (*said, *calls)):
-        return INCOMPLETE
-    reasoning = next(
-        (message[name] for name in ("reasoning_content", "thinking", "reasoning") if message.get(name)), ""
-    )
-    return None if reasoning.strip() in text else NO_REASONING
+    if any(one.strip() not in text for one in (*said, *calls)):
+        return [INCOMPLETE]
+    own = (message.get(name) or "" for name in ("reasoning_content", "thinking", "reasoning"))
+    reasoning = [one.rpartition("<think>")[2].strip() for one in (*thoughts, *own)]
+    return [] if all(one in text for one in reasoning) else [NO_REASONING]
 
 
-def _mask_messages(conversation: _Conversation, first: int, turn: int | None) -> MaskedRow:
-    if turn is not None:
-        conversation.messages = conversation.messages[: turn + 1]
-    indices = [index for index, one in enumerate(conversation.messages) if one["role"] == _ROLE and index >= first]
+def _mask_messages(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], first: int, turn: int | None
+) -> MaskedRow:
+    messages = messages if turn is None else messages[: turn + 1]
+    indices = [index for index, one in enumerate(messages) if one["role"] == _ROLE and index >= first]
     try:
+        conversation = _Conversation(tokenizer, messages, row)
         whole = conversation.render(conversation.messages)
         turns = [conversation.find_turn(index, whole) for index in indices if turn in (None, index)]
+        marked = conversation.find_marked() if conversation.has_markers else None
     except _TemplateError as fault:
         return MaskedRow([], [], (Problem(REJECTED, str(fault)),))
     trained = [one for one in turns if one.is_trained]
-    problems = tuple(one.problem for one in turns if one.problem is not None)
-    if not conversation.has_markers:
-        encoded = conversation.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-        spans = [(one.start, one.end) for one in trained]
-        return MaskedRow(encoded["input_ids"], _label(encoded, spans), problems)
-    encoded = conversation.render(
-        conversation.messages,
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        tokenizer_kwargs={"return_offsets_mapping": True},
-    )
-    spans = (
-        [(0, len(whole))]
-        if trained == turns and turn is None and first == 0
-        else [(a.start, a.whole_end) for a in trained]
-    )
-    marks, labels = encoded["assistant_masks"], _label(encoded, spans)
-    labels = [label if mark else IGNORED for label, mark in zip(labels, marks, strict=True)]
-    return MaskedRow(encoded["input_ids"], labels, problems)
+    problems = [problem for one in turns for problem in one.problems]
+    roles = list(dict.fromkeys(str(one["role"]) for one in messages))
+    if not indices and not _OTHER_ROLES.issuperset(roles):
+        problems.append(Problem(NO_TARGET, f"its roles are {', '.join(roles)}; that of the answers is {_ROLE}"))
+    spans = [(one.start, one.end) for one in trained]
+    if marked is not None:
+        is_all = trained == turns and turn is None and first == 0
+        allowed = [(0, len(whole))] if is_all else [(one.start, one.whole_end) for one in trained]
+        spans = [(max(start, a), min(end, b)) for start, end in marked for a, b in allowed]
+    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    labels = _label(whole, encoded, spans, tokenizer.added_tokens_decoder)
+    return MaskedRow(encoded["input_ids"], labels, tuple(problems))
 
 
 def _mask_text(tokenizer: Any, row: Mapping[str, Any]) -> MaskedRow:
@@ -253,22 +378,31 @@ def _mask_text(tokenizer: Any, row: Mapping[str, Any]) -> MaskedRow:
     is_split = isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str)
     prompt, answer = (row["prompt"], row["completion"]) if is_split else ("", row["text"])
     encoded = tokenizer(prompt + answer, return_offsets_mapping=True)
-    ids, labels = encoded["input_ids"], _label(encoded, [(len(prompt), len(prompt) + len(answer))])
+    spans = [(len(prompt), len(prompt) + len(answer))]
+    ids, labels = encoded["input_ids"], _label(prompt + answer, encoded, spans, tokenizer.added_tokens_decoder)
     end = tokenizer.eos_token_id
     if end is not None and answer:
         if ids[-1:] != [end]:
             ids, labels = [*ids, end], [*labels, end]
+        elif ids[-2:] == [end, end] and encoded["offset_mapping"][-1] == (0, 0):  # the tokenizer adds one to its own
+            ids, labels = ids[:-1], labels[:-1]
         labels[-1] = end
     return MaskedRow(ids, labels)
 
 
-def _label(encoded: Mapping[str, Any], spans: Sequence[tuple[int, int]]) -> list[int]:
+def _label(text: str, encoded: Mapping[str, Any], spans: Sequence[tuple[int, int]], added: Container[int]) -> list[int]:
     """Return the ids of tokens that hold any character of the spans, -100 for the others.
 
     So a token that begins before an answer, such as a space that it takes in, is trained: with it the answer begins.
     """
-    labels = []
+    labels, before = [], 0
     for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        if token in added:  # it may take in the white space around it, which says nothing about whose token it is
+            piece = text[start:end]
+            start, end = end - len(piece.lstrip()), start + len(piece.rstrip())
+        elif start == end:  # white space, of which some tokenizers give no offsets
+            start = before
+        before = max(before, end)
         labels.append(token if any(max(start, a) < min(end, b) for a, b in spans) else IGNORED)
     return labels
 
@@ -283,7 +417,8 @@ def _cut(masked: MaskedRow, max_length: int | None) -> MaskedRow:
     kept = MaskedRow(masked.input_ids[:max_length], masked.labels[:max_length], masked.problems)
     if not kept.has_target:
         detail = f"its answers lie behind the first {max_length} tokens" if masked.has_target else ""
-        reasons = () if any(one.kind == REJECTED for one in masked.problems) else (Problem(NO_TARGET, detail),)
+        is_named = any(one.kind in (REJECTED, NO_TARGET) for one in masked.problems)
+        reasons = () if is_named else (Problem(NO_TARGET, detail),)
         return kept._replace(problems=masked.problems + reasons)
     if any(label != IGNORED for label in masked.labels[len(kept.labels) :]):
         return kept._replace(problems=(*masked.problems, Problem(CUT, f"{len(masked.input_ids)} tokens")))
