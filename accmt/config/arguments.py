@@ -85,7 +85,27 @@ def read_grouping(
             faults.append(Fault(path, got, "an optimizer that decays weights", "remove `no_decay`"))
     if "layer_decay" in about_groups:
         read["layer_decay"] = read_layer_decay(("optim", "layer_decay"), about_groups["layer_decay"], faults)
-    return Grouping(**read), faults
+    grouping = Grouping(**read)
+    if _finds_its_rate(optimizer_class, defaults):
+        faults += _rates_without_use(optimizer_class, grouping)
+    return grouping, faults
+
+
+def _finds_its_rate(optimizer_class: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer takes no learning rate, as transformers' Adafactor without `lr`."""
+    is_able = "relative_step" in parameters_of(optimizer_class) and standard_rate(optimizer_class) is None
+    return is_able and arguments.get("lr") is None and arguments.get("relative_step", True) is not False
+
+
+def _rates_without_use(optimizer_class: type[torch.optim.Optimizer], grouping: Grouping) -> Iterator[Fault]:
+    paths: list[KeyPath] = [("optim", "layer_decay")] if grouping.layer_decay != 1 else []
+    for number, group in enumerate(grouping.groups):
+        own = group.arguments
+        if group.optimizer_class is None and "lr" in own and own.get("relative_step", True) is not False:
+            paths.append(("optim", "groups", number, "lr"))
+    for path in paths:
+        got = f"{path[-1]}, and {name_of(optimizer_class)} without `lr`, which finds its own learning rate"
+        yield Fault(path, got, "a learning rate that it belongs to", "add `lr:` to optim")
 
 
 def check_rates(

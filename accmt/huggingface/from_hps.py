@@ -202,7 +202,7 @@ def _with_adapter(hps: HyperParameters, section: ModelSection, model: Any, confi
     _require_parts(hps, where, model, section.adapter)
     try:
         return peft.get_peft_model(model, config)
-    except (ValueError, TypeError, KeyError, NotImplementedError, RuntimeError, AssertionError) as error:
+    except (ValueError, TypeError, LookupError, NotImplementedError, RuntimeError, AssertionError) as error:
         is_about_targets = "target" in str(error).lower()
         do = f"write `targets`: layers are such as {', '.join(_layers(model))}" if is_about_targets else "correct them"
         expected = f"arguments that {type(config).__name__} and the model accept"

@@ -137,7 +137,8 @@ def _require_chainable(optimizers: Sequence[Optimizer]) -> None:
         got = "two optimizers for one parameter"
         raise ArgumentError(explain(where, got, "each parameter in one of them", "take it out of the others"))
     for one in optimizers:
-        if type(one).state_dict is not Optimizer.state_dict:
+        # That of bitsandbytes only packs the entries of each parameter together, for FSDP1.
+        if type(one).state_dict is not Optimizer.state_dict and not type(one).__module__.startswith("bitsandbytes."):
             got = f"{type(one).__name__}, which has a `state_dict` of its own"
             do = "train all parameters with it, or none"
             raise ArgumentError(explain(where, got, "optimizers whose state is torch's, by parameter", do))

@@ -124,6 +124,8 @@ def prepare(
     built = _build_optimizer(module.model, settings, accelerator) if own is None else own
     optimizer = require_optimizer(module, built)
     _require_own_parameters(module, optimizer)
+    if accelerator.is_fsdp2 or is_sharded(module.model):
+        reject_low_bit_states(optimizer)
     scheduler = make_scheduler(module, optimizer, settings, cadence, length)
     model = _wrap(module.model, optimizer, accelerator)
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -337,6 +339,17 @@ def _require_own_parameters(module: AcceleratorModule, optimizer: Any) -> None:
         raise ModuleContractError(
             explain(f"{type(module).__name__}.get_optimizer", got, "parameters of self.model", do)
         )
+
+
+def reject_low_bit_states(optimizer: Any) -> None:
+    """Reject optimizers for sharded weights that cannot step them, or whose states of them cannot be stored."""
+    for one in getattr(optimizer, "optimizers", [optimizer]):
+        library, name = type(one).__module__.partition(".")[0], type(one).__name__
+        if library == "bitsandbytes" or (library == "torchao" and not name.startswith("_")):  # those keep whole numbers
+            got = f"{library}'s {name}, and a model whose weights are shards (FSDP2, tensor parallelism)"
+            expected = "an optimizer of torch for shards; or each weight whole, as without FSDP2"
+            do = "write `type: AdamW` in `optim`; or launch with `accmt launch --strat ddp`"
+            raise ModuleContractError(explain("the optimizer", got, expected, do))
 
 
 def attach_run(

@@ -90,6 +90,21 @@ def test_no_decay_needs_an_optimizer_that_decays():
         HyperParameters(optim="Rprop", optim_kwargs={"no_decay": ["bias"]})
 
 
+@pytest.mark.parametrize(
+    ("beside", "place"),
+    [
+        ({"layer_decay": 0.9}, r"optim\.layer_decay\n  got: layer_decay, and Adafactor without `lr`"),
+        ({"groups": [{"match": "head", "lr": 1e-3}]}, r"optim\.groups\.0\.lr\n  got: lr, and Adafactor without `lr`"),
+    ],
+    ids=["layer decay", "group"],
+)
+def test_an_optimizer_that_finds_its_own_rate_takes_none_for_a_part(beside, place):
+    with pytest.raises(HyperParameterError, match=place):
+        HyperParameters(optim="Adafactor", optim_kwargs=beside)
+    HyperParameters(optim="Adafactor", optim_kwargs={"lr": 1e-3, **beside})
+    HyperParameters(optim="Adafactor", optim_kwargs={"groups": [{"match": "head", "type": "AdamW", "lr": 1e-3}]})
+
+
 def test_a_rate_of_0_in_every_group_is_an_error():
     groups = [{"kind": "norm", "weight_decay": 0}, {"match": "head", "lr": 0}]
     with pytest.raises(

@@ -189,6 +189,11 @@ def test_a_wrong_form_is_found_when_the_file_is_read(model, place, message):
             "model.lora.init_lora_weights",
             "eva, which PEFT computes from data",
         ),
+        (
+            {"lora": {"targets": ["q_proj"], "trainable_token_indices": [999]}},
+            "model.lora",
+            "index 999 is out",
+        ),
         ({"adapter": {"type": "C3A"}}, "model.adapter", "expected: arguments that C3AConfig and the model accept"),
         ({"type": None, "lora": {"task_type": "CAUSAL_LM"}}, "model.lora", "do: write `type: AutoModelForCausalLM`"),
         ({"adapter": "Loro"}, "model.adapter", "do: write `LoraConfig`"),
