@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, get_type_hints
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 
 from accmt.config import HyperParameters
 from accmt.config.arguments import annotation_of, fits_as_written
-from accmt.config.faults import Fault, describe, names_like, nearest, suggest
+from accmt.config.faults import Fault, KeyPath, describe, names_like, nearest, suggest
 from accmt.config.model_section import INSTEAD, NAMES, SHORT, ModelSection
 from accmt.errors import AccmtError, HyperParameterError, MissingPackageError, explain
 from accmt.huggingface.gradient_checkpointing import enable_gradient_checkpointing
@@ -36,6 +35,9 @@ _TASKS = {
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
 }
 """What PEFT calls the task of a class of transformers, by the end of the name."""
+
+_ALL = "all-linear"
+_PARTS = "names of parts that the model has"
 
 _BITSANDBYTES: Mapping[str, dict[str, Any]] = {
     "int8": {"load_in_8bit": True},
@@ -188,7 +190,7 @@ def _adapter_config(hps: HyperParameters, section: ModelSection) -> Any:
     config = _find(hps, where, peft, f"{values.pop('type').removesuffix('Config')}Config", "Config")
     task = next((task for end, task in _TASKS.items() if str(section.type).endswith(end)), None)
     _require_init_without_data(hps, where, values)
-    return _call(hps, where, config, {"task_type": task, **values}, SHORT if where[-1] == "lora" else {})
+    return _call(hps, where, config, {"task_type": task, **values})
 
 
 def _place_of_adapter(section: ModelSection) -> tuple[str, str]:
@@ -216,40 +218,50 @@ def _with_adapter(hps: HyperParameters, section: ModelSection, model: Any, confi
 def _require_parts(hps: HyperParameters, where: tuple[str, str], model: nn.Module, values: Mapping[str, Any]) -> None:
     """Check that the model has each part that an adapter names; PEFT is content if it has one of them."""
     every = [name for name, _ in model.named_modules() if name]
-    ends = {name.rpartition(".")[2] for name in every}
+    targets, saved = values.get("target_modules") or (), values.get("modules_to_save") or ()
+    path = (*where, _written(hps, where, "target_modules"))
     faults = []
-    for key, candidates in (("target_modules", _layers(model)), ("modules_to_save", sorted(ends))):
-        wanted = values.get(key) or ()
-        if isinstance(wanted, str):  # a regular expression, or PEFT's word for each layer
-            is_found = wanted == "all-linear" or any(re.fullmatch(wanted, name) for name in every)
-            lacking = [] if is_found else [wanted]
-        else:
-            lacking = [part for part in wanted if not any(f".{name}".endswith(f".{part}") for name in every)]
-        written = next(
-            (short for short, name in SHORT.items() if name == key and short in _as_written(hps, where)), key
-        )
-        for part in lacking:
-            near = nearest(str(part), candidates)
-            do = f"write `{near}`; " if near else ""
-            do += f"parts are such as {', '.join(candidates[:12])}"
-            faults.append(Fault((*where, written), f"{part!r}, which no part of the model is called", _EACH, do))
+    if isinstance(targets, str):
+        faults += [] if _is_pattern_of(targets, every) else [_useless_pattern(path, targets, _layers(model))]
+    else:
+        lacking = [part for part in targets if not any(f".{name}".endswith(f".{part}") for name in every)]
+        faults += [_no_such_part(path, part, _layers(model)) for part in lacking]
+    ends = sorted({name.rpartition(".")[2] for name in every})
+    lacking = [part for part in saved if not any(name.endswith(part) for name in every)]
+    faults += [_no_such_part((*where, "modules_to_save"), part, ends) for part in lacking]
     if faults:
         raise hps.reject(faults)
 
 
-_EACH = "names of parts that the model has"
+def _is_pattern_of(text: str, names: Sequence[str]) -> bool:
+    """Return whether a text that stands for targets fits any: a regular expression, or PEFT's word for each layer."""
+    try:
+        return text == _ALL or any(re.fullmatch(text, name) for name in names)
+    except re.error:
+        return False
+
+
+def _useless_pattern(path: KeyPath, pattern: str, layers: Sequence[str]) -> Fault:
+    near = nearest(pattern, [*layers, _ALL])
+    got = f"{pattern!r}: a string is a regular expression, which has to fit the whole name of a part"
+    do = f"write `{near if near == _ALL else f'{path[-1]}: [{near}]'}`; " if near else ""
+    return Fault(path, got, _PARTS, f"{do}layers are such as {', '.join(layers)}")
+
+
+def _no_such_part(path: KeyPath, part: str, names: Sequence[str]) -> Fault:
+    near = nearest(str(part), names)
+    do = f"{f'write `{near}`; ' if near else ''}parts are such as {', '.join(names[:12])}"
+    return Fault(path, f"{part!r}, which no part of the model is called", _PARTS, do)
 
 
 def _layers(model: nn.Module) -> list[str]:
     return sorted({name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)})
 
 
-def _as_written(hps: HyperParameters, where: tuple[str, ...]) -> Mapping[str, Any]:
-    """Return what stands at a place of the section, if that is a mapping."""
-    values: Any = {"model": hps.model}
-    for name in where:
-        values = values.get(name) if isinstance(values, Mapping) else None
-    return values if isinstance(values, Mapping) else {}
+def _written(hps: HyperParameters, where: tuple[str, ...], name: str) -> str:
+    """Return the key that was written for an argument, which may be short for it."""
+    lora = hps.model.get("lora") if isinstance(hps.model, Mapping) and where[-1] == "lora" else None
+    return next((short for short, full in SHORT.items() if full == name and short in (lora or {})), name)
 
 
 def _require_init_without_data(hps: HyperParameters, where: tuple[str, ...], values: Mapping[str, Any]) -> None:
@@ -297,12 +309,8 @@ def _call(
     where: tuple[str, ...],
     config: Callable[..., Any],
     values: Mapping[str, Any],
-    short: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
-    """Call what a library builds or changes something with, arguments held against names and types of its signature.
-
-    `short` has the names that may be written for some of the arguments.
-    """
+    """Call what a library builds or changes something with, arguments held against names and types of its signature."""
     function = config.func if isinstance(config, partial) else config
     takes, types = function.__name__, _types_of(function)
     parameters = inspect.signature(config).parameters
@@ -310,11 +318,12 @@ def _call(
     names = [name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD and name not in bound]
     faults = []
     for name, value in values.items():
-        written = next(
-            (other for other, full in short.items() if full == name and other in _as_written(hps, where)), name
-        )
+        written = _written(hps, where, name)
         if name not in names:
-            do, expected = _advise_name(name, [*short, *names]), f"an argument of {takes}"
+            do, expected = (
+                _advise_name(name, [*(SHORT if where[-1] == "lora" else ()), *names]),
+                f"an argument of {takes}",
+            )
             faults.append(Fault((*where, name), f"{name} = {describe(value)}", expected, do))
         elif not fits_as_written(value, annotation := types.get(name) or annotation_of(parameters[name])):
             expected = f"{inspect.formatannotation(annotation)} ({takes}'s signature)"

@@ -170,7 +170,10 @@ def test_a_wrong_form_is_found_when_the_file_is_read(model, place, message):
         ({"lora": {"alhpa": 8}}, "model.lora.alhpa", "do: write `alpha`"),
         ({"lora": {"r": -1}}, "model.lora", "`r` should be a positive integer value"),
         ({"lora": {"targets": ["q_proj", "v_prj"]}}, "model.lora.targets", "got: 'v_prj', which no part"),
-        ({"lora": {"target_modules": "q_prj"}}, "model.lora.target_modules", "do: write `q_proj`"),
+        ({"lora": {"target_modules": "q_prj"}}, "model.lora.target_modules", "do: write `target_modules: [q_proj]`"),
+        ({"lora": {"targets": "q_proj"}}, "model.lora.targets", "a string is a regular expression"),
+        ({"lora": {"targets": "(q_proj"}}, "model.lora.targets", "do: write `targets: [q_proj]`"),
+        ({"lora": {"targets": "all_linear"}}, "model.lora.targets", "do: write `all-linear`"),
         ({"lora": {"modules_to_save": ["lm_haed"]}}, "model.lora.modules_to_save", "do: write `lm_head`"),
         ({"attn_implementatoin": "sdpa"}, "model.attn_implementatoin", "do: write `attn_implementation`"),
         ({"attn_implementation": "flsh"}, "model.attn_implementation", "flsh"),
@@ -216,7 +219,7 @@ def test_all_wrong_arguments_are_said_at_once():
 
 @pytest.mark.parametrize("targets", [["q_proj", "layers.1.mlp.up_proj"], "all-linear", r".*\.[qv]_proj"])
 def test_parts_are_named_as_peft_finds_them(targets):
-    assert any("lora" in name for name in trained(build(lora={"targets": targets})))
+    assert any("lora" in name for name in trained(build(lora={"targets": targets, "modules_to_save": ["head"]})))
 
 
 def test_arguments_of_the_model_are_not_keywords_of_fit():
