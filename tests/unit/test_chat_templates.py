@@ -149,9 +149,7 @@ def test_what_is_trained_of_conversations_is_what_stands_between_header_and_end(
         found, texts = trained_texts(tokenizer, masked), [expected.whole[start:end] for start, end in expected.turns]
         if has_markers:
             assert len(found) == len(texts)
-            found = [
-                without_more(name, expected.whole, turn, text) for turn, text in zip(expected.turns, found, strict=True)
-            ]
+            found = [without_more(expected.whole, turn, text) for turn, text in zip(expected.turns, found, strict=True)]
         assert found == texts
         number += len(texts)
     assert number > NUMBER / 2
