@@ -94,7 +94,7 @@ class HuggingFaceModule(AcceleratorModule):
     def validation_step(self, batch: Any, key: str = "") -> Any:
         """Return the loss, and for each metric of the set what the model says of a sample, with the sample's label.
 
-        Where labels are of tokens, a metric would have to be told which of them count: it needs a module of its own.
+        Where labels are of tokens, a metric would have to know which of them count: it needs a module of its own.
         """
         names, labels = self.metric_names.get(key), batch.get("labels")
         if not names or not isinstance(labels, torch.Tensor) or labels.ndim != 1:

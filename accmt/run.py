@@ -17,7 +17,7 @@ from accmt.callbacks import Callback, Hooks
 from accmt.data import Loader, MicroBatch, find_batch_size
 from accmt.data.bad_samples import BadSamples
 from accmt.data.largest import LargestBatch
-from accmt.errors import DataError, ModuleContractError, explain
+from accmt.errors import DataError, explain
 from accmt.huggingface import OwnLoss, PackingGuard
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.trained_parameters import TrainedParameters
@@ -27,6 +27,7 @@ from accmt.metrics import Metric, RunningAverages
 from accmt.metrics.weighted_sum import Weight
 from accmt.module import AcceleratorModule
 from accmt.optimization.stepper import Stepper
+from accmt.parallel.calls import explaining_parts, requiring_call
 from accmt.parallel.shards import is_sharded
 from accmt.processes import num_processes
 from accmt.saving import Patience, Selection, may_stop
@@ -43,58 +44,6 @@ _NOTHING = nullcontext()
 
 TEST_LOSS = "test_loss"
 """The name of a test set's loss; that of a validation set is `val_loss_metric_name`."""
-
-
-@contextmanager
-def counting_calls(wrapper: nn.Module) -> Iterator[list[None]]:
-    """Give a list that gets an entry with each call of the wrapper."""
-    calls: list[None] = []
-    handle = wrapper.register_forward_pre_hook(lambda _module, _inputs: calls.append(None))
-    try:
-        yield calls
-    finally:
-        handle.remove()
-
-
-def require_call(calls: list[None]) -> None:
-    """Reject a step that uses another way to the model than its wrapper: each process would train alone.
-
-    Raises:
-        ModuleContractError: There was no call.
-    """
-    if not calls:
-        got = "self.model was not called, so the gradients of the processes would not be averaged"
-        expected = "the loss computed through self.model(...), or a self.model without a forward of its own"
-        do = "call self.model(...), not a part or method of it; or let self.model be an nn.ModuleDict of its parts"
-        raise ModuleContractError(explain("training_step", got, expected, do))
-
-
-@contextmanager
-def _require_call(wrapper: nn.Module) -> Iterator[None]:
-    with counting_calls(wrapper) as calls:
-        yield
-    require_call(calls)
-
-
-@contextmanager
-def _explaining_parts(model: nn.Module) -> Iterator[None]:
-    """Explain what a part of a sharded model says when it is called by itself: only the whole makes it whole."""
-    with counting_calls(model) as calls:
-        try:
-            yield
-        except RuntimeError as error:
-            if calls and "to have dtype" in str(error):
-                got = f"another type of numbers than the model was sharded with, as model.to() in a hook makes: {error}"
-                expected, do = "the type that it had when the run began", 'Trainer(mixed_precision="bf16"), say'
-                raise ModuleContractError(explain("self.model", got, expected, do)) from error
-            if calls:
-                raise
-            got = f"a part of self.model was called, which is sharded, and not self.model itself: {error}"
-            expected, do = (
-                "self.model(...), whose call gathers the shards",
-                "call self.model(...), or train without FSDP2",
-            )
-            raise ModuleContractError(explain("a step of the module", got, expected, do)) from error
 
 
 @dataclass(frozen=True)
@@ -187,7 +136,7 @@ class EvaluationRun:
 
     def explaining_parts(self) -> AbstractContextManager[None]:
         """Return a context in which a step that calls a part of a sharded model gets an error that says so."""
-        return _explaining_parts(self.unwrapped_model) if self.is_sharded else _NOTHING
+        return explaining_parts(self.unwrapped_model) if self.is_sharded else _NOTHING
 
     @property
     def loss_name(self) -> str:
@@ -498,4 +447,4 @@ class Run(EvaluationRun):
     def watching_wrapper(self) -> AbstractContextManager[None]:
         """Return a context that rejects a training step which goes around the wrapper that reduces gradients."""
         is_bare = self.module.model is self.unwrapped_model and not self.is_sharded  # which is reduced by hand
-        return _NOTHING if is_bare or not self.is_wrapped else _require_call(self.model)
+        return _NOTHING if is_bare or not self.is_wrapped else requiring_call(self.model)

@@ -190,10 +190,12 @@ def _unbounded(document: Document) -> Iterable[Fault]:
 def _without_examples_of(faults: Iterable[Fault]) -> list[Fault]:
     """Leave out that a key is missing where another fault has its line: the example would contradict that line."""
     faults = list(faults)
-    told = " ".join(fault.do for fault in faults if fault.got != _NOTHING)
+    advice = " ".join(fault.do for fault in faults if fault.got != _NOTHING)
 
     def has_line(fault: Fault) -> bool:
-        return fault.got == _NOTHING and len(fault.path) == 1 and re.search(rf"`{fault.path[0]}[:`]", told) is not None
+        return (
+            fault.got == _NOTHING and len(fault.path) == 1 and re.search(rf"`{fault.path[0]}[:`]", advice) is not None
+        )
 
     return [fault for fault in faults if not has_line(fault)]
 

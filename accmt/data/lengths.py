@@ -81,7 +81,7 @@ def known_lengths(
 
 
 def _is_in_columns(data: Any) -> bool:
-    """Return whether a dataset of `datasets` holds lengths that no function of the user's makes anew at each read."""
+    """Return whether a dataset of `datasets` holds lengths that no function of the user's makes at each read."""
     datasets = sys.modules.get("datasets")  # not imported, it made no data
     if datasets is None or not isinstance(data, datasets.Dataset) or data.format["type"] == "custom":
         return False

@@ -12,10 +12,11 @@ from accmt.loop.optimizer_step import advance_scheduler, step_optimizer, zero_gr
 from accmt.loop.step_outputs import read_further_values
 from accmt.messages import say_once, warn
 from accmt.module import ExtendedAcceleratorModule
+from accmt.parallel.calls import counting_calls, require_call
 from accmt.parallel.reduction import average_gradients, broadcast_buffers
 from accmt.precision import autocast
 from accmt.processes import data_index, num_data_processes, sum_over_data
-from accmt.run import Place, Run, counting_calls, require_call, require_planned
+from accmt.run import Place, Run, require_planned
 
 _NOT_DROPPED = (
     "gradients are added to those that an optimizer has stepped on: call zero_grad after step_optimizer, or before the "

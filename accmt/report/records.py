@@ -89,9 +89,9 @@ def _sign_of(name: str, config: Mapping[str, Any]) -> int:
     from accmt.metrics.building import BUILTIN
 
     base = name.split("__")[0]
-    told = {HIGHER_IS_BETTER: 1, LOWER_IS_BETTER: -1}.get(str(config.get(f"metrics.{base}")))
-    if told is not None:
-        return told
+    declared = {HIGHER_IS_BETTER: 1, LOWER_IS_BETTER: -1}.get(str(config.get(f"metrics.{base}")))
+    if declared is not None:
+        return declared
     if "loss" in base:
         return -1
     return 0 if base not in BUILTIN else -1 if base in ("mae", "mse", "perplexity", "rmse") else 1

@@ -223,7 +223,7 @@ def _reject_another_module(request: Request) -> None:
 
 @contextmanager
 def _working(state: TrainingState, function: Evaluation) -> Iterator[None]:
-    """Set what is going on in the state, and restore what it says of training afterwards."""
+    """Set what is evaluated in the state, and restore what it says of training afterwards."""
     now, counters = dict(vars(state.now)), state.state_dict()
     state.now.fn, state.now.status = function, "running"
     state.num_processes = num_processes()
