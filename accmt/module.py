@@ -298,7 +298,9 @@ class AcceleratorModule(LogsValues):
         from accmt.huggingface import build_from_hps
         from accmt.module_kinds import HuggingFaceModule
 
-        module = HuggingFaceModule(partial(build_from_hps, HyperParameters.from_config(hps_config)), processor)
+        hps = HyperParameters.from_config(hps_config)
+        module = HuggingFaceModule(partial(build_from_hps, hps), processor)
+        module.hps = hps
         if not in_fit:
             module.configure_model()
         return module

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accmt.config import HyperParameters
 from accmt.errors import DataError, ModuleContractError, explain
 from accmt.huggingface.own_loss import count_targets
 from accmt.module import AcceleratorModule
@@ -67,9 +68,11 @@ class HuggingFaceModule(AcceleratorModule):
 
     Attributes:
         metric_names: The metrics of each set that is evaluated, as a run lets it know.
+        hps: The hyper-parameters that describe the model; None where nothing does.
     """
 
     metric_names: Mapping[str, Sequence[str]] = MappingProxyType({})
+    hps: HyperParameters | None = None
 
     def __init__(self, model: nn.Module | Callable[[], nn.Module], processor: Any = None) -> None:
         self.processor = processor

@@ -98,6 +98,7 @@ class SFTModule(HuggingFaceModule):
             max_length=section.max_length if max_length is None else max_length,
             per_turn=section.per_turn if per_turn is None else per_turn,
         )
+        module.hps = hps
         if not in_fit:
             module.configure_model()
         return module

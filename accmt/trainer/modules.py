@@ -9,6 +9,7 @@ from typing import Any
 from accmt.config import HyperParameters
 from accmt.errors import ArgumentError, UnknownArgumentError, explain
 from accmt.module import AcceleratorModule
+from accmt.module_kinds import HuggingFaceModule
 
 
 def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> AcceleratorModule:
@@ -37,6 +38,8 @@ def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> Acce
             "keywords only where `module` is the path of a transformers model",
         )
         raise UnknownArgumentError(explain("fit", got, expected, "give them to the Trainer, or to your module"))
+    if isinstance(module, HuggingFaceModule) and module.hps is not None:
+        _require_same(module.hps, hps, "AcceleratorModule.from_hps(trainer.hps), or SFTModule.from_hps(trainer.hps)")
     own: AcceleratorModule = module
     return own
 
@@ -55,15 +58,22 @@ def _model_of(source: Any, hps: HyperParameters) -> HyperParameters:
     """Return the hyper-parameters that describe the model of `fit`: the Trainer's, where they come from that source.
 
     Only they have the flags that were typed, and they are what the run records.
-
-    Raises:
-        ArgumentError: The Trainer's describe another model.
     """
     if not isinstance(source, Mapping | HyperParameters) and hps.is_from(source):
         return hps
     own = HyperParameters.from_config(source)
-    if hps.model is not None and own.model != hps.model:
-        got = f"{own.where('model')}: {own.model}, and {hps.where('model')}: {hps.model}"
-        do = "trainer.fit(trainer.hps, data): the Trainer's hyper-parameters, with their flags"
-        raise ArgumentError(explain("fit(hyper-parameters)", got, "the model that the Trainer's describe", do))
+    _require_same(own, hps, "trainer.fit(trainer.hps, data)")
     return own
+
+
+def _require_same(own: HyperParameters, hps: HyperParameters, do: str) -> None:
+    """Check that a module is what the Trainer's hyper-parameters say, which the run records.
+
+    Raises:
+        ArgumentError: They say otherwise, such as by flags.
+    """
+    for section in ("model", "sft"):
+        if hps[section] is not None and own[section] != hps[section]:
+            got = f"{own.where(section)}: {own[section]}, and {hps.where(section)}: {hps[section]}"
+            do = f"{do}: the Trainer's hyper-parameters, with their flags"
+            raise ArgumentError(explain("fit", got, "what the Trainer's hyper-parameters describe", do))

@@ -50,7 +50,7 @@ def hps_of(**model: Any) -> dict[str, Any]:
 
 def fit(folder: str, **model: Any) -> Any:
     module = AcceleratorModule.from_hps(hps_of(**model))
-    Trainer(hps_of(), folder, seed=1, verbose=False).fit(module, Texts(), Texts())
+    Trainer(hps_of(**model), folder, seed=1, verbose=False).fit(module, Texts(), Texts())
     return module.model
 
 

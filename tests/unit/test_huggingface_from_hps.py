@@ -273,6 +273,8 @@ def test_flags_reach_the_model_that_fit_builds_from_the_same_file():
     Path("other.json").write_text(json.dumps({"hps": hps}))
     with pytest.raises(ArgumentError, match=r"do: trainer\.fit\(trainer\.hps, data\)"):
         Trainer.from_argparse_args(args, verbose=False).fit("other.json", data)
+    with pytest.raises(ArgumentError, match=r"do: AcceleratorModule\.from_hps\(trainer\.hps\)"):
+        Trainer.from_argparse_args(args, verbose=False).fit(AcceleratorModule.from_hps("hps.json"), data)
     Trainer(HPS, "out/m", verbose=False).fit(hps, data)
     assert json.loads(Path("out/m/adapter_config.json").read_text())["r"] == 2
 
