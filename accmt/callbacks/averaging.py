@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from accmt.callbacks.base import Callback
 from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import approach_
+from accmt.precision import HALVES
 from accmt.sharded_tensors import by_mesh, shard_like
 
 
@@ -18,7 +19,8 @@ class EMA(Callback):
 
     After each step `average = decay * average + (1 - decay) * weight`, for every weight that is trained, or was: that
     of a layer which is unfrozen during the run begins as the weight is then. Training continues with the weights
-    themselves. The average is in the checkpoints. Every process keeps the whole of it.
+    themselves. The average is in the checkpoints; that of weights in 16 bits is float32. Every process keeps the whole
+    of it.
 
     Args:
         decay: How much of the average stays, above 0 and below 1: it looks back about 1 / (1 - decay) steps.
@@ -63,10 +65,11 @@ class EMA(Callback):
     def on_update_end(self) -> None:
         weights = self._weights()
         for name in weights.keys() - self.average.keys():  # unfrozen since
-            self.average[name] = weights[name].clone()
+            self.average[name] = _start(weights[name])
         self.num_averaged += 1
         averages = [self.average[name] for name in weights]
-        for average, weight in by_mesh(averages, list(weights.values())):
+        current = [weights[name].to(self.average[name].dtype) for name in weights]
+        for average, weight in by_mesh(averages, current):
             approach_(average, weight, 1 - self._decay_now())
 
     def on_evaluation_start(self) -> None:
@@ -104,7 +107,12 @@ class EMA(Callback):
 
 
 def _like(kept: Tensor | None, weight: Tensor) -> Tensor:
-    return weight.clone() if kept is None else shard_like(kept.to(weight.device), weight)
+    return _start(weight) if kept is None else shard_like(kept.to(weight.device), weight)
+
+
+def _start(weight: Tensor) -> Tensor:
+    """Return an average that begins as a weight; in 16 bits what a decay of 0.9999 adds would be rounded away."""
+    return weight.float() if weight.dtype in HALVES else weight.clone()
 
 
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:

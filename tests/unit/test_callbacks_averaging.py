@@ -48,6 +48,22 @@ class TestAverage:
             expected = 0.9 * expected + 0.1 * weight
         assert torch.allclose(ema.average["weight"], expected, rtol=1e-6)
 
+    def test_that_of_weights_in_16_bits_is_in_float32(self):
+        class Halves(Linear):
+            def step(self, batch):
+                return super().step([part.bfloat16() for part in batch])
+
+        module, ema, watching = Halves(), EMA(decay=0.999, warmup=False), Watching()
+        module.model.bfloat16()
+        make_trainer({"epochs": 5}, callbacks=[ema, watching]).fit(module, make_points(), make_points(2))
+        expected = watching.weights[0].double()
+        for weight in watching.weights[1:]:
+            expected = 0.999 * expected + 0.001 * weight.double()
+        assert ema.average["weight"].dtype == torch.float32
+        assert torch.allclose(ema.average["weight"].double(), expected, rtol=1e-6)
+        assert torch.equal(watching.evaluated[-1], ema.average["weight"].bfloat16())
+        assert module.model.weight.dtype == torch.bfloat16
+
     def test_the_decay_warms_up_unless_told_otherwise(self):
         def averaged(ema):
             watching = Watching()
