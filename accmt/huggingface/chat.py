@@ -20,7 +20,7 @@ DOUBLED_BOS = "with two beginning-of-sequence tokens, one of which is dropped"
 REWRITTEN = "with turns that are not trained, because the chat template rewrites earlier turns"
 NO_REASONING = "with reasoning that the chat template leaves out"
 INCOMPLETE = "with turns that are not trained, because the chat template leaves out their content or tool calls"
-NO_END = "with turns that the chat template ends without a token, so that the model does not learn to stop"
+NO_END = "with answers that no token ends, so that the model does not learn to stop"
 OTHER_START = "with turns that the chat template does not begin with its generation prompt"
 REJECTED = "that the chat template rejects"
 
@@ -28,6 +28,8 @@ _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _ROLE = "assistant"
 _OTHER_ROLES = {"system", "developer", "user", "tool"}
 _WHERE = "a row for supervised fine-tuning"
+_NAMES = ("messages", "prompt", "completion", "text")
+_FORMS = '"messages"; "prompt" and "completion", both strings or both lists of messages; or "text"'
 
 
 class Problem(NamedTuple):
@@ -62,7 +64,12 @@ class MaskedRow(NamedTuple):
 
 
 def mask_row(
-    tokenizer: Any, row: Mapping[str, Any], *, max_length: int | None = None, turn: int | None = None
+    tokenizer: Any,
+    row: Mapping[str, Any],
+    *,
+    max_length: int | None = None,
+    turn: int | None = None,
+    where: str = _WHERE,
 ) -> MaskedRow:
     """Return the tokens of a row, with labels for what the assistant writes.
 
@@ -73,14 +80,15 @@ def mask_row(
         max_length: How many tokens are kept.
         turn: Index of the one message to train, up to which the conversation is rendered; None is all of the
             assistant's.
+        where: What the row is called in messages.
 
     Raises:
         DataError: The row has none of these forms, or the tokenizer lacks a chat template or offsets.
     """
     if not getattr(tokenizer, "is_fast", False):
         expected, do = "a tokenizer that knows where its tokens lie in the text", "AutoTokenizer.from_pretrained(...)"
-        raise DataError(explain(_WHERE, f"{type(tokenizer).__name__}, which has no offsets", expected, do))
-    messages, first = find_messages(row)
+        raise DataError(explain(where, f"{type(tokenizer).__name__}, which has no offsets", expected, do))
+    messages, first = find_messages(row, where)
     if messages is None:
         masked = _mask_text(tokenizer, row)
     elif tokenizer.chat_template is None:
@@ -88,13 +96,13 @@ def mask_row(
             "tokenizer.chat_template = Path('template.jinja').read_text(), that of an instruct model such as yours (in "
         )
         do += 'the YAML `sft.chat_template: template.jinja`); or rows with "prompt" and "completion" as strings'
-        raise DataError(explain(_WHERE, "messages, and a tokenizer without a chat template", "a chat template", do))
+        raise DataError(explain(where, "messages, and a tokenizer without a chat template", "a chat template", do))
     else:
         masked = _mask_messages(tokenizer, messages, row, first, turn)
     return _cut(_with_one_bos(masked, tokenizer.bos_token_id), max_length)
 
 
-def find_messages(row: Any) -> tuple[list[Mapping[str, Any]] | None, int]:
+def find_messages(row: Any, where: str = _WHERE) -> tuple[list[Mapping[str, Any]] | None, int]:
     """Return the messages of a row, None where it holds strings, and the index from which they are trained.
 
     Raises:
@@ -108,10 +116,28 @@ def find_messages(row: Any) -> tuple[list[Mapping[str, Any]] | None, int]:
             return [*prompt, *completion], len(prompt)
         if (isinstance(prompt, str) and isinstance(completion, str)) or isinstance(row.get("text"), str):
             return None, 0
-    got = f"the entries {list(row)}" if isinstance(row, Mapping) else type(row).__name__
-    expected = '"messages"; "prompt" and "completion", both strings or both lists of messages; or "text"'
-    do = 'dataset.map(lambda row: {"messages": [{"role": "user", "content": row["question"]}, ...]}), say'
-    raise DataError(explain(_WHERE, got, expected, do))
+    got, do = _describe_other_form(row)
+    raise DataError(explain(where, got, _FORMS, do))
+
+
+def _describe_other_form(row: Any) -> tuple[str, str]:
+    """Return what a row is instead, and how it becomes one."""
+    names = set(row) if isinstance(row, Mapping) else set()
+    do = '[{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]}'
+    turns = next((name for name in ("conversations", "conversation", "messages") if name in names), None)
+    first = row[turns][0] if turns and isinstance(row[turns], list | tuple) and row[turns] else None
+    if isinstance(first, Mapping) and {"from", "value"} <= set(first):
+        do = '[{"role": {"human": "user", "gpt": "assistant"}.get(one["from"], one["from"]), "content": one["value"]}'
+        do += f' for one in row["{turns}"]]}}'
+    do = f'rewrite each row: {{"messages": {do}, say'
+    if {"instruction", "output"} <= names:
+        do = 'rewrite each row: {"prompt": row["instruction"], "completion": row["output"]}, say'
+    if not isinstance(row, Mapping):
+        return type(row).__name__, do
+    if turns == "messages" and isinstance(first, Mapping):
+        return f'"messages" of which one has no "role"; the first has {", ".join(map(str, first))}', do
+    kinds = [f'"{name}" of {type(row[name]).__name__}' for name in _NAMES if row.get(name) is not None]
+    return " and ".join(kinds) or f"the entries {', '.join(map(str, row))}", do
 
 
 def _is_messages(value: Any) -> bool:
@@ -381,7 +407,9 @@ def _mask_text(tokenizer: Any, row: Mapping[str, Any]) -> MaskedRow:
     spans = [(len(prompt), len(prompt) + len(answer))]
     ids, labels = encoded["input_ids"], _label(prompt + answer, encoded, spans, tokenizer.added_tokens_decoder)
     end = tokenizer.eos_token_id
-    if end is not None and answer:
+    if end is None:
+        return MaskedRow(ids, labels, (Problem(NO_END),))
+    if answer:
         if ids[-1:] != [end]:
             ids, labels = [*ids, end], [*labels, end]
         elif ids[-2:] == [end, end] and encoded["offset_mapping"][-1] == (0, 0):  # the tokenizer adds one to its own

@@ -47,7 +47,13 @@ def _read(where: str, path: Path, split: str) -> Any:
         got, do = f"{path}, and datasets is not installed", 'pip install "datasets>=5.1"; or write JSON lines (.jsonl)'
         raise MissingPackageError(explain(where, got, "the package datasets", do)) from error
     if path.is_file() and path.suffix in _KINDS:
-        return datasets.load_dataset(path.suffix[1:], data_files=str(path), split="train")
+        try:
+            return datasets.load_dataset(path.suffix[1:], data_files=str(path), split="train")
+        except (datasets.exceptions.DatasetsError, ValueError, OSError, StopIteration) as error:
+            reason = error.__cause__ or error
+            got = f"{path}: {reason}" if str(reason) else f"{path}, without a row"
+            expected = f"rows in the form of {path.suffix}"
+            raise DataError(explain(where, got, expected, "look at what wrote it; or write JSON lines")) from error
     try:
         found = datasets.load_from_disk(str(path))
     except (FileNotFoundError, NotADirectoryError) as error:

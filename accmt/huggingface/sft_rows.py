@@ -19,6 +19,7 @@ from accmt.messages import say_once, warn_once
 _LOOKED_AT = 512
 _NAMED = 3
 _STATE = ("state_dict", "load_state_dict")
+_WHERE = "a row for supervised fine-tuning"
 _DOS = "print one row as the template renders it: tokenizer.apply_chat_template(row['messages'], tokenize=False)"
 
 
@@ -37,18 +38,18 @@ class Masking(NamedTuple):
     per_turn: bool = False
     is_table: bool = False
 
-    def turns_of(self, row: Any) -> list[int | None]:
+    def turns_of(self, row: Any, where: str = _WHERE) -> list[int | None]:
         """Return the messages that are samples of their own; [None] is the row as a whole."""
         row = _without_nothing(row) if self.is_table else row
-        messages, first = find_messages(row) if self.per_turn else (None, 0)
+        messages, first = find_messages(row, where) if self.per_turn else (None, 0)
         if messages is None:
             return [None]
         return [index for index, one in enumerate(messages) if one["role"] == "assistant" and index >= first]
 
-    def mask(self, row: Any, turn: int | None) -> MaskedRow:
+    def mask(self, row: Any, turn: int | None, where: str = _WHERE) -> MaskedRow:
         """Return the tokens of a row, or of it up to a turn."""
         row = _without_nothing(row) if self.is_table else row
-        return mask_row(self.tokenizer, row, max_length=self.max_length, turn=turn)
+        return mask_row(self.tokenizer, row, max_length=self.max_length, turn=turn, where=where)
 
 
 def is_table(rows: Any) -> bool:
@@ -65,13 +66,17 @@ def _without_nothing(value: Any) -> Any:
     return [_without_nothing(entry) for entry in value] if isinstance(value, list) else value
 
 
+def _name(index: int) -> str:
+    return f"row {index} for supervised fine-tuning"
+
+
 class SFTRows(Dataset[dict[str, list[int]]]):
     """Rows that can be read by index. One without a target becomes two tokens without labels, which weigh nothing."""
 
     def __init__(self, rows: Any, masking: Masking) -> None:
         self._rows = rows
         self._masking = masking
-        turns = ((index, turn) for index in range(len(rows)) for turn in masking.turns_of(rows[index]))
+        turns = ((at, turn) for at in range(len(rows)) for turn in masking.turns_of(rows[at], _name(at)))
         self._turns = list(turns) if masking.per_turn else None
 
     def __len__(self) -> int:
@@ -86,7 +91,7 @@ class SFTRows(Dataset[dict[str, list[int]]]):
     def read(self, index: int) -> MaskedRow:
         """Return a row with what is odd about it."""
         row, turn = (index, None) if self._turns is None else self._turns[index]
-        return self._masking.mask(self._rows[row], turn)
+        return self._masking.mask(self._rows[row], turn, _name(row))
 
     def sample(self) -> Iterator[tuple[int, MaskedRow]]:
         """Yield rows that lie evenly over the data, the first among them."""

@@ -156,12 +156,18 @@ def test_rows_of_json_lines_are_what_is_written_in_them():
         ({"data": "base"}, "or a folder that `Dataset.save_to_disk` wrote\n  do: name a file in it"),
         ({"data": "empty.jsonl"}, "got: empty.jsonl, without a row"),
         ({"data": "broken.jsonl"}, "row 1 of broken.jsonl"),
+        ({"data": "broken.json"}, "got: broken.json: JSON parse error"),
+        ({"data": "empty.json"}, "got: empty.json, without a row"),
+        ({"data": "other.jsonl"}, "row 1 for supervised fine-tuning\n  got: the entries question\n"),
         ({"data": "train.jsonl", "chat_template": "x.jinja"}, "sft.chat_template\n  got: x.jinja: no such file"),
         ({"validation": "train.jsonl"}, "expected: the rows to train on\n  do: add `sft: {data: train.jsonl}`"),
     ],
 )
 def test_what_is_wrong_has_its_place(sft: Any, message: str, capsys: pytest.CaptureFixture[str]):
     Path("empty.jsonl").touch()
+    Path("empty.json").touch()
+    Path("broken.json").write_text("{not json")
+    Path("other.jsonl").write_text('{"text": "a"}\n{"question": "a"}\n')
     Path("broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
     write(sft)
     assert main(["sft", "hps.yaml", "out/chat"]) == 2

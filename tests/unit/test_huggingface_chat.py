@@ -305,10 +305,42 @@ def test_tools_may_be_json_and_a_row_may_have_arguments_of_the_template():
     assert tokenizer.decode(masked.input_ids).endswith("bye")
 
 
-@pytest.mark.parametrize("row", [{"question": "a"}, {"messages": []}, {"messages": "a"}, {"prompt": "a"}, ["a"]])
-def test_a_row_of_another_form_is_an_error(row):
-    with pytest.raises(DataError, match='"prompt" and "completion"'):
+@pytest.mark.parametrize(
+    ("row", "got", "do"),
+    [
+        ({"question": "a", "answer": "b"}, "the entries question, answer", '"content": row["question"]}'),
+        ({"instruction": "a", "output": "b"}, "the entries instruction, output", '"completion": row["output"]}'),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            "the entries conversations",
+            '"content": one["value"]} for one in row["conversations"]]}',
+        ),
+        (
+            {"messages": [{"from": "human", "value": "a"}]},
+            '"messages" of which one has no "role"; the first has from, value',
+            '"content": one["value"]} for one in row["messages"]]}',
+        ),
+        ({"messages": []}, '"messages" of list', "rewrite each row"),
+        ({"messages": "a"}, '"messages" of str', "rewrite each row"),
+        ({"prompt": "a"}, '"prompt" of str', "rewrite each row"),
+        ({"prompt": "a", "completion": 3}, '"prompt" of str and "completion" of int', "rewrite each row"),
+        (["a"], "list", "rewrite each row"),
+    ],
+)
+def test_a_row_of_another_form_is_an_error(row, got: str, do: str):
+    with pytest.raises(DataError, match='"prompt" and "completion"') as raised:
         mask_row(make_tokenizer(conversations.CHATML), row)
+    lines = str(raised.value).split("\n")
+    assert lines[1] == f"  got: {got}"
+    assert do in lines[3]
+
+
+def test_strings_without_an_end_token_in_the_tokenizer_are_named():
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    masked = mask_row(tokenizer, {"prompt": "2 + 2 =", "completion": " four"})
+    assert trained_texts(tokenizer, masked) == [" four"]
+    assert kinds(masked) == {chat.NO_END}
 
 
 def test_a_tokenizer_without_a_chat_template_or_without_offsets_is_an_error():
