@@ -108,7 +108,7 @@ def prepare(
         got = "a sharded model: a process without memory cannot leave what it does together with the others"
         do = "leave it out (`tune` uses it too), and take a smaller batch size or gradient_checkpointing=True"
         raise ArgumentError(explain("Trainer(auto_micro_batch=True)", got, "a model that each process has whole", do))
-    if must_keep_in_step(module.model) and not is_sharded(module.model):
+    if not is_sharded(module.model):
         require_same_tensors(module.model)  # before anything of a type is exchanged, as in the trial of the optimizer
     _distribute_first(module.model, accelerator)
     if accelerator.device_placement and not (accelerator.is_fsdp2 or is_sharded(module.model)):

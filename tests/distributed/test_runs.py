@@ -98,6 +98,14 @@ def test_initial_weights_that_differ_are_named(outcome) -> None:
         assert expected in message
 
 
+@pytest.mark.parametrize("what", ["type", "shape", "name"])
+def test_models_that_differ_in_their_tensors_are_named(outcome, what: str) -> None:
+    processes, results, _ = outcome
+    assert len(results["models"][what]) == processes
+    for message in results["models"][what]:
+        assert ("and " in message and " on process 1" in message) if processes > 1 else message == "nothing"
+
+
 @pytest.mark.feature("P34", "N22", "N39")
 def test_after_closing_each_process_is_alone_keeps_its_place_and_trains_no_more(outcome) -> None:
     processes, _, folder = outcome

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,28 @@ def begin_differently() -> list[str]:
     return gather_objects("nothing")
 
 
+def train_different_models(folder: Path) -> dict[str, list[str]]:
+    """Return what each process says of a model that differs from the main process's in a type, a shape or a name."""
+    changes: dict[str, Callable[[nn.Sequential], Any]] = {
+        "type": lambda model: model[-1].double(),
+        "shape": lambda model: model.__setitem__(-1, nn.Linear(3, 7)),
+        "name": lambda model: model.append(nn.Linear(1, 1)),
+    }
+    said = {}
+    for name, change in changes.items():
+        module = Classifier()
+        if process_index() > 0:
+            change(module.model)
+        hps = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
+        own: dict[str, Any] = {"model_saving": None, "checkpoint_every": None, "logging_dir": folder, "verbose": False}
+        try:
+            Trainer(hps, folder / "none", **own).fit(module, make_points(8))
+            said[name] = gather_objects("nothing")
+        except TypeError as error:
+            said[name] = gather_objects(str(error))
+    return said
+
+
 class Evading(Classifier):
     """Goes around the wrapper that reduces gradients."""
 
@@ -231,6 +254,7 @@ def main() -> None:
         "training": train(folder),
         "reductions": count_reductions(folder),
         "beginnings": begin_differently(),
+        "models": train_different_models(folder),
         "evasion": evade_reduction(folder),
         "failure": fail_on_main(folder),
     }
