@@ -6,7 +6,7 @@ and not somewhere in a run. Nothing here imports a library that is not in use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -175,6 +175,21 @@ def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     Source: `LRScheduler.step` in torch/optim/lr_scheduler.py.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+@contextmanager
+def left_out_by_ddp(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Let a DistributedDataParallel that is built meanwhile neither send nor average parameters of these names."""
+    attribute = "_ddp_params_and_buffers_to_ignore"
+    before = getattr(model, attribute, ())
+    setattr(model, attribute, [*before, *names])  # as `_set_params_and_buffers_to_ignore_for_model`
+    try:
+        yield
+    finally:
+        if before:
+            setattr(model, attribute, before)
+        else:
+            delattr(model, attribute)
 
 
 def note_trained_parameters(model: DistributedDataParallel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -12,8 +13,9 @@ import xxhash
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accmt.checkpoint.nested_tensors import is_made_of_others, plain_parts
 from accmt.errors import ModuleContractError, explain
-from accmt.libraries.private_names import copy_, note_trained_parameters
+from accmt.libraries.private_names import copy_, left_out_by_ddp, note_trained_parameters
 from accmt.processes import gather_objects, num_processes
 
 _NONE, _SPARSE, _DENSE = range(3)
@@ -177,7 +179,23 @@ def broadcast_weights(model: nn.Module) -> None:
 
     Processes: collective.
     """
-    broadcast_tensors(model.parameters())
+    broadcast_tensors(part for weight in model.parameters() for part in plain_parts(weight))
+
+
+@contextmanager
+def sending_quantized_weights(model: nn.Module) -> Iterator[None]:
+    """Let DistributedDataParallel be built around a model with frozen weights that are made of other tensors.
+
+    It would join them into one tensor to send them from the main process, which torchao's cannot be. Their parts are
+    sent instead.
+
+    Processes: collective.
+    """
+    made = {name: weight for name, weight in model.named_parameters() if is_made_of_others(weight)}
+    frozen = {name: weight for name, weight in made.items() if not weight.requires_grad}
+    with left_out_by_ddp(model, frozen) if frozen else nullcontext():
+        yield
+    broadcast_tensors(part for weight in frozen.values() for part in plain_parts(weight))
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> None:
@@ -241,5 +259,5 @@ def require_equal_weights(model: nn.Module) -> None:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return xxhash.xxh3_64_hexdigest(flat.view(torch.uint8).numpy().data)
+    flat = (part.detach().cpu().contiguous().reshape(-1) for part in plain_parts(tensor))
+    return "-".join(xxhash.xxh3_64_hexdigest(part.view(torch.uint8).numpy().data) for part in flat)

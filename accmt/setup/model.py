@@ -37,6 +37,7 @@ from accmt.parallel.reduction import (
     is_container,
     require_equal_weights,
     require_same_tensors,
+    sending_quantized_weights,
     settle_buckets,
 )
 from accmt.parallel.shards import (
@@ -179,7 +180,8 @@ def _wrap(own: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Acceler
         broadcast_weights(model)
         broadcast_buffers(model)
         return model
-    model, _ = accelerator.prepare(own, optimizer)
+    with sending_quantized_weights(own):
+        model, _ = accelerator.prepare(own, optimizer)
     if isinstance(model, DistributedDataParallel):
         model.__class__ = TransparentWrapper
     return model
@@ -346,7 +348,7 @@ def reject_low_bit_states(optimizer: Any) -> None:
     for one in getattr(optimizer, "optimizers", [optimizer]):
         library, name = type(one).__module__.partition(".")[0], type(one).__name__
         if library == "bitsandbytes" or (library == "torchao" and not name.startswith("_")):  # those keep whole numbers
-            got = f"{library}'s {name}, and a model whose weights are shards (FSDP2, tensor parallelism)"
+            got = f"{name} of {library}, and a model whose weights are shards (FSDP2, tensor parallelism)"
             expected = "an optimizer of torch for shards; or each weight whole, as without FSDP2"
             do = "write `type: AdamW` in `optim`; or launch with `accmt launch --strat ddp`"
             raise ModuleContractError(explain("the optimizer", got, expected, do))

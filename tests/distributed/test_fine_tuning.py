@@ -40,3 +40,10 @@ def test_every_prompt_is_continued_once_as_one_process_would(every, lora: bool, 
     for run in runs:
         assert run["written"].items() <= run["after"].items()
         assert all(len(row) > 2 for row in run["written"].values())
+
+
+@pytest.mark.feature("N73")
+def test_frozen_weights_that_are_made_of_other_tensors_are_those_of_the_main_process(every):
+    main, *others = (own["around quantized"] for own in every)
+    assert all(other == main for other in others)
+    assert main["ignored"] is None

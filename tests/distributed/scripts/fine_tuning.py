@@ -23,9 +23,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Trainer
-from accmt.processes import gather_objects, is_main_process
+from accmt.processes import gather_objects, is_main_process, process_index
+from tests.low_bit import Rounded
 
 HPS = {"epochs": 2, "batch_size": 2, "optim": {"type": "AdamW", "lr": 0.05}}
+IGNORED = "_ddp_params_and_buffers_to_ignore"
 PROMPTS = torch.tensor([[3, 4], [5, 6], [7, 8]])
 
 
@@ -84,6 +86,38 @@ def train(folder: Path, *, lora: bool, gradient_checkpointing: Any) -> dict[str,
     return {"digest": digest.hexdigest(), "written": module.written, "after": after, "loss": trainer.state.metrics}
 
 
+class Quantized(nn.Module):
+    """A layer behind a frozen one whose weight is made of other tensors, and is another one on each process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(process_index())
+        self.frozen = nn.Parameter(Rounded.of(torch.randn(3, 3)), requires_grad=False)
+        self.trained = nn.Linear(3, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.frozen
+        outputs: torch.Tensor = self.trained(inputs @ weight.dequantize())
+        return outputs
+
+
+class AroundQuantized(AcceleratorModule):
+    def __init__(self) -> None:
+        self.model = Quantized()
+
+    def training_step(self, batch: Any) -> Any:
+        return self.model(batch[0]).square().mean()
+
+
+def train_around_quantized(folder: Path) -> dict[str, Any]:
+    module, settings = AroundQuantized(), {"model_saving": None, "checkpoint_every": None, "verbose": False}
+    trainer = Trainer(HPS, str(folder / "quantized"), **settings, logging_dir=str(folder / "logs"), seed=0)
+    trainer.fit(module, TensorDataset(torch.randn(8, 3, generator=torch.Generator().manual_seed(1))))
+    weight = module.model.frozen
+    frozen = {"codes": weight.codes.tolist(), "scale": weight.scale.item(), "ignored": vars(module.model).get(IGNORED)}
+    return {**frozen, "trained": module.model.trained.weight.tolist()}
+
+
 def main() -> None:
     result, folder = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
@@ -92,6 +126,7 @@ def main() -> None:
         for lora in (False, True)
         for kwargs in (False, True)
     }
+    own["around quantized"] = train_around_quantized(folder)
     every = gather_objects(own)
     if is_main_process():
         result.write_text(json.dumps(every))
