@@ -264,6 +264,18 @@ def test_torch_takes_a_noted_optimizer_for_stepped():
     scheduler.step()  # its warning, which is an error here, would say that `Optimizer._opt_called` is another
 
 
+@pytest.mark.parametrize("before", [[], ["0.bias"]])
+def test_torch_leaves_out_parameters_by_name(alone, before):
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    if before:
+        model._ddp_params_and_buffers_to_ignore = list(before)
+    with names.left_out_by_ddp(model, ["1.weight"]):
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    said = missing("torch", "DDP._ddp_params_and_buffers_to_ignore", "left_out_by_ddp")
+    assert wrapped.parameters_to_ignore == {*before, "1.weight"}, said
+    assert getattr(model, "_ddp_params_and_buffers_to_ignore", []) == before
+
+
 def test_torch_reduces_other_parameters_when_they_are_noted_again(alone):
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
     model.module[0].requires_grad_(requires_grad=False)
