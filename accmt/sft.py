@@ -118,7 +118,7 @@ class SFTModule(HuggingFaceModule):
         """Return the rows as samples, once they have been looked at."""
         data = self._make_samples(dataset)
         if isinstance(data, SFTRows | SFTStream):
-            look_at(data, self.processor)
+            look_at(data, self.processor, self.model)
         return data
 
     def get_validation_dataloader(self, dataset: Any = None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from os.path import commonprefix
@@ -80,14 +81,14 @@ def mask_row(
         max_length: How many tokens are kept.
         turn: Index of the one message to train, up to which the conversation is rendered; None is all of the
             assistant's.
-        where: What the row is called in messages.
+        where: What the row is called where it has another form.
 
     Raises:
         DataError: The row has none of these forms, or the tokenizer lacks a chat template or offsets.
     """
     if not getattr(tokenizer, "is_fast", False):
         expected, do = "a tokenizer that knows where its tokens lie in the text", "AutoTokenizer.from_pretrained(...)"
-        raise DataError(explain(where, f"{type(tokenizer).__name__}, which has no offsets", expected, do))
+        raise DataError(explain(_WHERE, f"{type(tokenizer).__name__}, which has no offsets", expected, do))
     messages, first = find_messages(row, where)
     if messages is None:
         masked = _mask_text(tokenizer, row)
@@ -96,7 +97,7 @@ def mask_row(
             "tokenizer.chat_template = Path('template.jinja').read_text(), that of an instruct model such as yours (in "
         )
         do += 'the YAML `sft.chat_template: template.jinja`); or rows with "prompt" and "completion" as strings'
-        raise DataError(explain(where, "messages, and a tokenizer without a chat template", "a chat template", do))
+        raise DataError(explain(_WHERE, "messages, and a tokenizer without a chat template", "a chat template", do))
     else:
         masked = _mask_messages(tokenizer, messages, row, first, turn)
     return _cut(_with_one_bos(masked, tokenizer.bos_token_id), max_length)
@@ -423,6 +424,8 @@ def _label(text: str, encoded: Mapping[str, Any], spans: Sequence[tuple[int, int
 
     So a token that begins before an answer, such as a space that it takes in, is trained: with it the answer begins.
     """
+    spans = _join(spans)
+    ends = [b for _, b in spans]
     labels, before = [], 0
     for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         if token in added:  # it may take in the white space around it, which says nothing about whose token it is
@@ -431,8 +434,20 @@ def _label(text: str, encoded: Mapping[str, Any], spans: Sequence[tuple[int, int
         elif start == end:  # white space, of which some tokenizers give no offsets
             start = before
         before = max(before, end)
-        labels.append(token if any(max(start, a) < min(end, b) for a, b in spans) else IGNORED)
+        place = bisect_right(ends, start)  # of the first span that ends behind the token's beginning
+        labels.append(token if start < end and place < len(spans) and spans[place][0] < end else IGNORED)
     return labels
+
+
+def _join(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return spans in order, without empty ones, those that overlap as one."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(span for span in spans if span[0] < span[1]):
+        if joined and start < joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
 
 
 def _with_one_bos(masked: MaskedRow, bos: int | None) -> MaskedRow:

@@ -204,8 +204,13 @@ class PadRows:
         }
 
 
-def look_at(data: SFTRows | SFTStream, tokenizer: Any) -> None:
+def look_at(data: SFTRows | SFTStream, tokenizer: Any, model: Any = None) -> None:
     """Show the first row with what is trained of it, and warn of odd rows among those that are looked at.
+
+    Args:
+        data: The rows.
+        tokenizer: The tokenizer.
+        model: The model; a warning says where `model.generate` would not stop at the end of the answers.
 
     Raises:
         DataError: None of them has anything to train on.
@@ -216,6 +221,7 @@ def look_at(data: SFTRows | SFTStream, tokenizer: Any) -> None:
         number, targets = number + 1, targets + masked.has_target
         if masked.has_target and targets == 1:
             say_once(f"row {index}, what is trained of it between ⟦ and ⟧:\n{show(masked, tokenizer)}")
+            _warn_of_end(masked.labels, tokenizer, model)
         for kind, detail in {problem.kind: problem.detail for problem in masked.problems}.items():
             found.setdefault(kind, []).append(f"row {index}" + (f": {detail}" if detail else ""))
     reasons = "; ".join(
@@ -227,6 +233,23 @@ def look_at(data: SFTRows | SFTStream, tokenizer: Any) -> None:
         raise DataError(explain("supervised fine-tuning", got, "answers of the assistant in the rows", _DOS))
     if found:
         warn_once(f"of {number} rows that were looked at: {reasons}", about="odd rows of supervised fine-tuning")
+
+
+def _warn_of_end(labels: Sequence[int], tokenizer: Any, model: Any) -> None:
+    """Warn where the token that ends an answer is none at which `model.generate` stops."""
+    end = next((label for label in reversed(labels) if label != IGNORED), IGNORED)
+    config = getattr(model, "generation_config", None)
+    if config is None or end not in tokenizer.added_tokens_decoder:
+        return
+    stops = config.eos_token_id
+    stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
+    if end not in stops:
+        text, own = tokenizer.decode([end]), ", ".join(map(str, stops)) or "none"
+        warn_once(
+            f"answers end with {text!r}, the token {end}, and model.generate stops at {own}; write "
+            f"model.generation_config.eos_token_id = {[*stops, end]}, before training or in generation_config.json",
+            about="the end token of answers",
+        )
 
 
 def show(masked: MaskedRow, tokenizer: Any) -> str:

@@ -240,6 +240,18 @@ def test_the_first_row_is_shown_and_odd_rows_are_named_once(tmp_path: Path, capl
     assert "of 13 rows that were looked at: 2 without a token to train on (row 0, row 12)" in warning.getMessage()
 
 
+def test_an_end_at_which_the_model_would_not_stop_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    end = tokenizer().convert_tokens_to_ids("<|im_end|>")
+    for stops, is_said in ((2, True), ([2, end], False), (None, True)):
+        model = make_model()
+        model.generation_config.eos_token_id = stops
+        caplog.clear()
+        fit(tmp_path / "model", rows(), module=SFTModule(model, tokenizer()), verbose=True, resume=False)
+        assert (
+            f"answers end with '<|im_end|>', the token {end}, and model.generate stops at" in caplog.text
+        ) == is_said
+
+
 @pytest.mark.parametrize("kind", [list, Stream])
 def test_rows_of_which_none_has_a_target_are_an_error_before_training(tmp_path: Path, kind: Any):
     with pytest.raises(DataError, match="3 rows, none with anything to train on: 3 without a token to train on"):
