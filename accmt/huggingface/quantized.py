@@ -54,6 +54,20 @@ def reject_training_quantized_weights(model: nn.Module) -> None:
         raise ModuleContractError(explain("self.model", got, expected, do))
 
 
+def reject_sharding_quantized_weights(model: nn.Module) -> None:
+    """Reject to shard weights that are quantized otherwise than in 4 bits of bitsandbytes, which FSDP2 cannot.
+
+    Raises:
+        ModuleContractError: The model has such a layer.
+    """
+    for name, _, base in _find_quantized(model):
+        if (kind := type(base.weight).__name__) != "Params4bit":
+            got = f"weights of {kind}, which FSDP2 cannot shard"
+            do = "write `quantization: nf4`; or launch with `accmt launch --strat ddp`"
+            expected = "weights in full, or in 4 bits of bitsandbytes"
+            raise ModuleContractError(explain(f"self.model.{name}", got, expected, do))
+
+
 def try_quantized_layers(model: nn.Module) -> None:
     """Check that quantized layers pass gradients back, and that the adapters around them can work with them.
 

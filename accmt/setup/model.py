@@ -16,6 +16,7 @@ from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface import (
     enable_gradient_checkpointing,
     reject_injected_adapters,
+    reject_sharding_quantized_weights,
     reject_training_quantized_weights,
     reject_unsaved_adapters,
     require_library,
@@ -102,6 +103,8 @@ def prepare(
     reject_injected_adapters(module.model)
     reject_unsaved_adapters(module.model)
     reject_training_quantized_weights(module.model)
+    if accelerator.is_fsdp2:
+        reject_sharding_quantized_weights(module.model)
     if running.gradient_checkpointing is not False:
         kwargs = running.gradient_checkpointing if isinstance(running.gradient_checkpointing, Mapping) else None
         enable_gradient_checkpointing(module.model, kwargs)

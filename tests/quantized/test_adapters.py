@@ -13,6 +13,7 @@ import torch
 
 from accmt import AcceleratorModule
 from accmt.errors import HyperParameterError, ModuleContractError
+from accmt.huggingface import reject_sharding_quantized_weights, try_quantized_layers
 from tests.quantized import test_matrix as matrix
 from tests.quantized.test_matrix import OPTIMIZERS, fit, trained_weights
 from tests.resume.unbroken import InterruptAt
@@ -69,9 +70,17 @@ def test_what_cannot_be_right_is_refused_before_the_first_step(
     assert module.state.global_step == 0
 
 
-def test_the_trial_of_quantized_layers_leaves_random_numbers_and_modes_alone(base: Path) -> None:
-    from accmt.huggingface import try_quantized_layers
+@pytest.mark.parametrize("quantization", ["int8", "nf4", "torchao:Int8WeightOnlyConfig"])
+def test_only_weights_of_4_bits_are_sharded(base: Path, quantization: str) -> None:
+    model = make(base, quantization, lora={"targets": ["q_proj"]}).model
+    if quantization == "nf4":
+        reject_sharding_quantized_weights(model)
+        return
+    with pytest.raises(ModuleContractError, match=r"weights of Int8\w+, which FSDP2 cannot shard"):
+        reject_sharding_quantized_weights(model)
 
+
+def test_the_trial_of_quantized_layers_leaves_random_numbers_and_modes_alone(base: Path) -> None:
     module = make(base, "nf4", lora={"dropout": 0.5, "targets": ["q_proj"]})
     modes, generator = [part.training for part in module.model.modules()], torch.get_rng_state()
     try_quantized_layers(module.model)
