@@ -246,7 +246,8 @@ class _Call:
         if _fits(value, annotation):
             return None
         expected = without_tensors(inspect.formatannotation(annotation))
-        return Fault(path, describe(value), f"{expected} ({self.name}'s signature)", f"correct `{name}`")
+        do = f"write `{name}: [{value}]`" if isinstance(value, str) and "," in value else f"correct `{name}`"
+        return Fault(path, describe(value), f"{expected} ({self.name}'s signature)", do)
 
     def _unknown(self, name: str, value: Any) -> Fault:
         beside = GROUPING if self.path == ("optim",) else SELECTORS if self.path[0] == "optim" else ()

@@ -52,7 +52,8 @@ class ModelSection:
         type: A class of transformers; None is `AutoModel`.
         quantization: `type` is one of `QUANTIZATIONS` or `torchao:...`; the rest are arguments of its configuration.
         adapter: `type` is the name of a configuration of PEFT without its ending; the rest are its arguments.
-        gradient_checkpointing: Whether activations are computed again in the backward pass.
+        gradient_checkpointing: Whether activations are computed again in the backward pass, or the arguments of
+            `torch.utils.checkpoint.checkpoint` with which they are.
         freeze: Regular expressions; parameters in whose names one is found are not trained.
         kernels: `type` is "liger"; the rest are arguments of the function that puts them into such a model.
         arguments: What `from_pretrained` gets beside.
@@ -62,7 +63,7 @@ class ModelSection:
     type: str | None = None
     quantization: Mapping[str, Any] = field(default_factory=dict)
     adapter: Mapping[str, Any] = field(default_factory=dict)
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | Mapping[str, Any] = False
     freeze: tuple[str, ...] = ()
     kernels: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -83,7 +84,7 @@ def read_model_section(value: Any) -> tuple[ModelSection | None, list[Fault]]:
         adapter=_lora(values["lora"], faults)
         if "lora" in values
         else _with_type(values.get("adapter"), "adapter", faults),
-        gradient_checkpointing=values.get("gradient_checkpointing") is True,
+        gradient_checkpointing=values.get("gradient_checkpointing", False),
         freeze=read_patterns(("model", "freeze"), values["freeze"], faults) if "freeze" in values else (),
         kernels=_with_type(values.get("kernels"), "kernels", faults),
         arguments={name: entry for name, entry in values.items() if name not in NAMES}
@@ -104,9 +105,11 @@ def _faults(values: Mapping[str, Any]) -> list[Fault]:
             found.append(Fault(("model", name), describe(values[name]), "a name", f"write `{_EXAMPLES[name]}`"))
     if isinstance(values.get("dtype"), str):
         found += _dtype_faults(values["dtype"])
-    if not isinstance(values.get("gradient_checkpointing", False), bool):
+    if not isinstance(values.get("gradient_checkpointing", False), bool | Mapping):
         got = describe(values["gradient_checkpointing"])
-        found.append(Fault(("model", "gradient_checkpointing"), got, "true or false", "write `true`"))
+        found.append(
+            Fault(("model", "gradient_checkpointing"), got, "true, false, or a mapping of arguments", "write `true`")
+        )
     if "lora" in values and "adapter" in values:
         found.append(Fault(("model", "lora"), "`lora` and `adapter`", "one adapter", "remove one of the two"))
     kernels = values.get("kernels")

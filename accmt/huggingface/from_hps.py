@@ -68,8 +68,9 @@ def build_from_hps(hps: HyperParameters) -> Any:
     _freeze(hps, model, section.freeze)
     if section.adapter:
         model = _with_adapter(hps, section, model, adapter)
-    if section.gradient_checkpointing:
-        enable_gradient_checkpointing(model)
+    if section.gradient_checkpointing is not False:
+        arguments = section.gradient_checkpointing if isinstance(section.gradient_checkpointing, Mapping) else None
+        enable_gradient_checkpointing(model, arguments)
     return model
 
 

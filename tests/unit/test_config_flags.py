@@ -146,3 +146,10 @@ def test_a_parser_of_a_subcommand_reads_them_too(path):
     Trainer.add_argparse_args(parser.add_subparsers().add_parser("train"))
     args = parser.parse_args(["train", "--hps_config", str(path), "--hps.epochs=7", "--model_path", "out/m"])
     assert Trainer.from_argparse_args(args).hps.epochs == 7
+
+
+def test_a_list_without_brackets_is_shown_with_them(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(YAML)
+    with pytest.raises(HyperParameterError, match=r"do: write `betas: \[0\.8,0\.9\]`"):
+        hps_of(path, "--hps.optim.type=AdamW", "--hps.optim.betas=0.8,0.9")

@@ -55,9 +55,12 @@ def test_arguments_reach_who_takes_them():
     model = build(dtype="bfloat16", attn_implementation="eager", use_cache=False)
     assert (model.dtype, model.config._attn_implementation, model.config.use_cache) == (torch.bfloat16, "eager", False)
     labelled = {"path": "./bert", "type": "AutoModelForSequenceClassification", "num_labels": 5}
-    more = {"ignore_mismatched_sizes": True, "gradient_checkpointing": True}
-    model = AcceleratorModule.from_hps({**HPS, "model": {**labelled, **more}}).model
-    assert (model.config.num_labels, model.is_gradient_checkpointing) == (5, True)
+    for checkpointing in (True, {"preserve_rng_state": False}):
+        more = {"ignore_mismatched_sizes": True, "gradient_checkpointing": checkpointing}
+        model = AcceleratorModule.from_hps({**HPS, "model": {**labelled, **more}}).model
+        assert (model.config.num_labels, model.is_gradient_checkpointing) == (5, True)
+        used = model.bert.encoder.layer[0]._gradient_checkpointing_func.keywords
+        assert used == {"use_reentrant": False, **({} if checkpointing is True else checkpointing)}
 
 
 def test_parts_are_frozen_by_name():
@@ -134,7 +137,11 @@ def test_params_shows_the_groups_of_the_model_in_the_section(capsys):
         ({"paht": "x"}, "model", "do: write `path` in the place of `paht`"),
         ({"path": "./llama", "type": 3}, "model.type", "expected: a name"),
         ({"path": "./llama", "freeze": ["a("]}, "model.freeze", "expected: a regular expression"),
-        ({"path": "./llama", "gradient_checkpointing": "yes"}, "model.gradient_checkpointing", "true or false"),
+        (
+            {"path": "./llama", "gradient_checkpointing": "yes"},
+            "model.gradient_checkpointing",
+            "true, false, or a mapping",
+        ),
         ({"path": "./llama", "quantization": "nf5"}, "model.quantization", "do: write `nf4`"),
         ({"path": "./llama", "lora": {}, "adapter": "IA3"}, "model.lora", "expected: one adapter"),
         ({"path": "./llama", "lora": 8}, "model.lora", "expected: a mapping of arguments"),
