@@ -84,7 +84,7 @@ def read_model_section(value: Any) -> tuple[ModelSection | None, list[Fault]]:
         adapter=_lora(values["lora"], faults)
         if "lora" in values
         else _with_type(values.get("adapter"), "adapter", faults),
-        gradient_checkpointing=values.get("gradient_checkpointing", False),
+        gradient_checkpointing=values.get("gradient_checkpointing", False),  # type: ignore[arg-type]  # a fault
         freeze=read_patterns(("model", "freeze"), values["freeze"], faults) if "freeze" in values else (),
         kernels=_with_type(values.get("kernels"), "kernels", faults),
         arguments={name: entry for name, entry in values.items() if name not in NAMES}

@@ -69,8 +69,8 @@ def build_from_hps(hps: HyperParameters) -> Any:
     if section.adapter:
         model = _with_adapter(hps, section, model, adapter)
     if section.gradient_checkpointing is not False:
-        arguments = section.gradient_checkpointing if isinstance(section.gradient_checkpointing, Mapping) else None
-        enable_gradient_checkpointing(model, arguments)
+        own = section.gradient_checkpointing if isinstance(section.gradient_checkpointing, Mapping) else None
+        enable_gradient_checkpointing(model, own)
     return model
 
 
