@@ -78,12 +78,11 @@ def try_quantized_layers(model: nn.Module) -> None:
         ModuleContractError: An adapter fails around such weights, replaces them, or computes with their codes; or no
             gradient comes through them.
     """
-    tried = {(type(layer), type(base), name.rpartition(".")[2]): name for name, layer, base in _find_quantized(model)}
+    tried = {(type(found[1]), type(found[2]), found[0].rpartition(".")[2]): found for found in _find_quantized(model)}
     if tried:
         with without_trace(model), keeping_quantized_weights(model), torch.enable_grad():
-            for name, layer, base in _find_quantized(model):
-                if name in tried.values():
-                    _try(name, layer, base)
+            for found in tried.values():
+                _try(*found)
 
 
 def _find_quantized(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Linear]]:

@@ -98,32 +98,7 @@ def prepare(
 
     Processes: collective.
     """
-    running = settings.running
-    require_library(module.model)
-    reject_injected_adapters(module.model)
-    reject_unsaved_adapters(module.model)
-    reject_training_quantized_weights(module.model)
-    if accelerator.is_fsdp2:
-        reject_sharding_quantized_weights(module.model)
-    if running.gradient_checkpointing is not False:
-        kwargs = running.gradient_checkpointing if isinstance(running.gradient_checkpointing, Mapping) else None
-        enable_gradient_checkpointing(module.model, kwargs)
-    if settings.optimization.auto_micro_batch and must_keep_in_step(module.model):
-        got = "a sharded model: a process without memory cannot leave what it does together with the others"
-        do = "leave it out (`tune` uses it too), and take a smaller batch size or gradient_checkpointing=True"
-        raise ArgumentError(explain("Trainer(auto_micro_batch=True)", got, "a model that each process has whole", do))
-    if not is_sharded(module.model):
-        require_same_tensors(module.model)  # before anything of a type is exchanged, as in the trial of the optimizer
-    _distribute_first(module.model, accelerator)
-    if accelerator.device_placement and not (accelerator.is_fsdp2 or is_sharded(module.model)):
-        module.model.to(accelerator.device)
-    if accelerator.mixed_precision in ("fp16", "bf16") and not accelerator.is_fsdp2:
-        hold_in_float32(module.model)
-    if accelerator.device_placement and not (accelerator.is_fsdp2 or is_sharded(module.model)):
-        with autocast(accelerator):
-            try_quantized_layers(module.model)
-    synchronize_if_asked(module.model, settings, accelerator.device)
-    compile_if_asked(module.model, running)
+    _make_ready(module.model, accelerator, settings)
     own = module.get_optimizer()
     built = _build_optimizer(module.model, settings, accelerator) if own is None else own
     optimizer = require_optimizer(module, built)
@@ -146,6 +121,40 @@ def prepare(
         around_backward=partial(beginning_anew, summed) if summed else None,
     )
     return Prepared(model, unwrapped, stepper, scheduler)
+
+
+def _make_ready(model: nn.Module, accelerator: Accelerator, settings: Settings) -> None:
+    """Check what a model is made of, and bring it to where, and into the precision in which, it is trained."""
+    _require_trainable(model, accelerator, settings)
+    if settings.running.gradient_checkpointing is not False:
+        asked = settings.running.gradient_checkpointing
+        enable_gradient_checkpointing(model, asked if isinstance(asked, Mapping) else None)
+    if not is_sharded(model):
+        require_same_tensors(model)  # before anything of a type is exchanged, as in the trial of the optimizer
+    _distribute_first(model, accelerator)
+    is_in_parts = accelerator.is_fsdp2 or is_sharded(model)
+    if accelerator.device_placement and not is_in_parts:
+        model.to(accelerator.device)
+    if accelerator.mixed_precision in ("fp16", "bf16") and not accelerator.is_fsdp2:
+        hold_in_float32(model)
+    if accelerator.device_placement and not is_in_parts:
+        with autocast(accelerator):
+            try_quantized_layers(model)
+    synchronize_if_asked(model, settings, accelerator.device)
+    compile_if_asked(model, settings.running)
+
+
+def _require_trainable(model: nn.Module, accelerator: Accelerator, settings: Settings) -> None:
+    require_library(model)
+    reject_injected_adapters(model)
+    reject_unsaved_adapters(model)
+    reject_training_quantized_weights(model)
+    if accelerator.is_fsdp2:
+        reject_sharding_quantized_weights(model)
+    if settings.optimization.auto_micro_batch and must_keep_in_step(model):
+        got = "a sharded model: a process without memory cannot leave what it does together with the others"
+        do = "leave it out (`tune` uses it too), and take a smaller batch size or gradient_checkpointing=True"
+        raise ArgumentError(explain("Trainer(auto_micro_batch=True)", got, "a model that each process has whole", do))
 
 
 def create_optimizer(model: nn.Module, optim: str | type[torch.optim.Optimizer], **optim_kwargs: Any) -> Any:
