@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from accmt.libraries.private_names import has_running_statistics
 from accmt.sharded_tensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ HALVES = frozenset({torch.bfloat16, torch.float16})
 """Types in which weights are too coarse to add small updates to."""
 
 _AS_IT_IS = nullcontext()
+_NORMALIZATIONS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def allow_tf32(flag: bool = True) -> None:  # noqa: FBT001, FBT002 - the documented signature
@@ -32,18 +34,35 @@ def allow_tf32(flag: bool = True) -> None:  # noqa: FBT001, FBT002 - the documen
 def hold_in_float32(model: nn.Module) -> None:
     """Let weights that are trained be float32, as mixed precision means: computing in 16 bits, adding up in 32.
 
-    What is frozen stays as it is. FSDP2 does the same to weights that it shards, so a launch changes nothing.
+    What is frozen stays as it is, but for the tensors of normalization: autocast leaves its types alone, and torch
+    computes in none that are mixed otherwise than inputs in 16 bits and all its own tensors in float32.
+
+    FSDP2 does the same to weights that it shards, so a launch changes nothing.
 
     Source: `fsdp2_prepare_model` in accelerate/utils/fsdp_utils.py.
     """
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype in HALVES:
-            parameter.grad = None
-            if is_dtensor(parameter):  # whose `data` cannot be set to another type
-                raised = nn.Parameter(parameter.detach().float())
-                torch.utils.swap_tensors(parameter, raised)  # type: ignore[no-untyped-call]
-            else:
-                parameter.data = parameter.data.float()
+    trained = [weight for weight in model.parameters() if weight.requires_grad and weight.dtype in HALVES]
+    if not trained:
+        return
+    for weight in trained:
+        weight.grad = None
+        _raise(weight)
+    for part in model.modules():
+        if isinstance(part, _NORMALIZATIONS) or has_running_statistics(part):
+            for tensor in (*part.parameters(), *part.buffers()):
+                if tensor.dtype in HALVES:
+                    _raise(tensor)
+
+
+def _raise(tensor: torch.Tensor) -> None:
+    """Make a tensor float32 in its place: it stays the one that an optimizer, or another layer, has."""
+    if is_dtensor(tensor):  # whose `data` cannot be set to another type
+        raised = tensor.detach().float()
+        if isinstance(tensor, nn.Parameter):
+            raised = nn.Parameter(raised, requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, raised)  # type: ignore[no-untyped-call]
+    else:
+        tensor.data = tensor.data.float()
 
 
 def autocast(accelerator: Accelerator) -> AbstractContextManager[None]:

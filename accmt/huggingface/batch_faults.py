@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accmt.errors import explain, is_out_of_memory
-from accmt.huggingface.model_kinds import find_transformers_models
+from accmt.huggingface.model_kinds import find_transformers_models, predicts_next_token
 from accmt.messages import warn_once
 
 _IGNORED = -100
@@ -45,9 +45,11 @@ def warn_of_trained_padding(model: nn.Module, batch: Any) -> None:
     if found is None or found.config.is_encoder_decoder or not isinstance(batch, Mapping):
         return  # in a sequence to sequence the mask is that of the inputs, and labels are outputs
     mask, labels = batch.get("attention_mask"), batch.get("labels")
-    if not (_are_whole(mask) and _are_whole(labels)) or mask.shape != labels.shape:
+    if not (_are_whole(mask) and _are_whole(labels)) or labels.ndim != 2 or mask.shape != labels.shape:
         return
     targets, padding = labels != _IGNORED, mask == 0
+    if predicts_next_token(found):  # the first behind a text may be its end, which the model is to write
+        padding[:, 1:] = padding[:, 1:] & padding[:, :-1]
     number = int((targets & padding).sum())
     if number:
         share = f"{number} of the {int(targets.sum())} targets of the first batch are padding (attention_mask 0)"
@@ -70,7 +72,10 @@ def _are_whole(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def _fault_of_ids(model: Any, ids: torch.Tensor) -> Iterator[str]:
-    embeddings = model.get_input_embeddings()
+    try:
+        embeddings = model.get_input_embeddings()
+    except NotImplementedError:  # of two encoders, such as CLIP's, no pair of embeddings is the model's
+        return
     rows = getattr(embeddings, "num_embeddings", None)
     if rows is None:
         return

@@ -10,6 +10,8 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertForTokenClassification,
+    CLIPConfig,
+    CLIPModel,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -22,6 +24,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from accmt.huggingface.batch_faults import add_note_of_batch
 from accmt.module_kinds import HuggingFaceModule
 from tests.toys import make_trainer
 
@@ -115,10 +118,24 @@ def test_targets_at_padding_are_counted(caplog: pytest.LogCaptureFixture) -> Non
         make_trainer({"epochs": 1, "batch_size": 2}, shuffle_train=False).fit(HuggingFaceModule(model), rows)
         return caplog.text
 
-    assert "2 of the 8 targets of the first batch are padding" in train(llama(), tokens)
+    assert "1 of the 8 targets of the first batch are padding" in train(llama(), tokens)
+    assert "2 of the 8 targets of the first batch are padding" in train(MODELS["bert of tokens"](), tokens % 3)
     assert "padding" not in train(llama(), tokens.masked_fill(mask == 0, -100))
+    written_end = torch.tensor([[1, 2, 2, 3], [1, 2, 3, -100]] * 2)
+    assert "padding" not in train(llama(), written_end), "the model is to write the token behind a text"
     assert "padding" not in train(MODELS["t5"](), tokens), "the mask is that of the inputs"
     assert "padding" not in train(bert(), torch.ones(4).long())
+
+
+def test_an_error_stays_where_a_model_has_no_embeddings_of_its_own() -> None:
+    sizes = {key: value for key, value in SIZES.items() if key != "vocab_size"}
+    image = {**sizes, "image_size": 8, "patch_size": 4}
+    clip = CLIPModel(CLIPConfig(text_config={**sizes, "vocab_size": 20}, vision_config=image))
+    with pytest.raises(NotImplementedError):
+        clip.get_input_embeddings()
+    error = ValueError("of the step")
+    add_note_of_batch(error, clip, {"input_ids": ids(4)})
+    assert not getattr(error, "__notes__", [])
 
 
 def test_nothing_is_said_of_what_is_right() -> None:

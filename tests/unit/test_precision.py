@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from accmt import AcceleratorModule, Callback, Trainer, allow_tf32
@@ -149,3 +151,40 @@ def test_an_optimizer_that_rounds_by_chance_may_have_weights_in_16_bits(in_halve
     module.get_optimizer = lambda: Rounding(module.model.parameters(), lr=1e-5)
     fit(module)
     assert not is_warned(caplog)
+
+
+class Regression(AcceleratorModule):
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.model(inputs).float(), targets)
+
+
+def around(normalization: nn.Module) -> nn.Module:
+    after = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)]
+    return nn.Sequential(nn.Conv2d(3, 4, 3), normalization, *after).bfloat16()
+
+
+@pytest.mark.feature("L48")
+@pytest.mark.parametrize("frozen", [(), ("1.weight",), ("1.weight", "1.bias")], ids=["none", "weight", "all"])
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, lambda size: nn.GroupNorm(2, size)], ids=["batches", "groups"])
+def test_normalization_beside_weights_that_become_float32_computes(kind, frozen):
+    model = around(kind(4))
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(requires_grad=False)
+    data = TensorDataset(torch.randn(8, 3, 8, 8), torch.randn(8, 2))
+    make_trainer({"epochs": 1, "batch_size": 4}, mixed_precision="bf16").fit(Regression(model), data)
+    floats = [tensor for tensor in model[1].state_dict().values() if tensor.is_floating_point()]
+    assert {tensor.dtype for tensor in floats} == {torch.float32}
+    assert [name for name, weight in model.named_parameters() if not weight.requires_grad] == list(frozen)
+
+
+@pytest.mark.feature("L48")
+def test_frozen_normalization_takes_what_trained_embeddings_return():
+    model = nn.Sequential(nn.Embedding(10, 4), nn.LayerNorm(4), nn.Flatten(), nn.Linear(12, 2)).bfloat16()
+    model[1].requires_grad_(requires_grad=False)
+    data = TensorDataset(torch.randint(10, (8, 3)), torch.randn(8, 2))
+    make_trainer({"epochs": 1, "batch_size": 4}, mixed_precision="bf16").fit(Regression(model), data)
+    assert model[0].weight.dtype == torch.float32
