@@ -141,6 +141,12 @@ def _describe_other_form(row: Any) -> tuple[str, str]:
     return " and ".join(kinds) or f"the entries {', '.join(map(str, row))}", do
 
 
+def find_answers(messages: Sequence[Mapping[str, Any]], first: int = 0) -> list[int]:
+    """Return which messages are trained: the assistant's from `first` on, but one with OpenAI's `"weight": 0`."""
+    answers = (index for index, one in enumerate(messages) if one["role"] == _ROLE and one.get("weight") != 0)
+    return [index for index in answers if index >= first]
+
+
 def _is_messages(value: Any) -> bool:
     is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
     return is_list and all(isinstance(one, Mapping) and "role" in one for one in value)
@@ -377,7 +383,7 @@ def _mask_messages(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], first: int, turn: int | None
 ) -> MaskedRow:
     messages = messages if turn is None else messages[: turn + 1]
-    indices = [index for index, one in enumerate(messages) if one["role"] == _ROLE and index >= first]
+    indices = find_answers(messages, first)
     try:
         conversation = _Conversation(tokenizer, messages, row)
         whole = conversation.render(conversation.messages)
@@ -388,11 +394,11 @@ def _mask_messages(
     trained = [one for one in turns if one.is_trained]
     problems = [problem for one in turns for problem in one.problems]
     roles = list(dict.fromkeys(str(one["role"]) for one in messages))
-    if not indices and not _OTHER_ROLES.issuperset(roles):
+    if _ROLE not in roles and not _OTHER_ROLES.issuperset(roles):
         problems.append(Problem(NO_TARGET, f"its roles are {', '.join(roles)}; that of the answers is {_ROLE}"))
     spans = [(one.start, one.end) for one in trained]
     if marked is not None:
-        is_all = trained == turns and turn is None and first == 0
+        is_all = turn is None and len(trained) == sum(one["role"] == _ROLE for one in messages)
         allowed = [(0, len(whole))] if is_all else [(one.start, one.whole_end) for one in trained]
         spans = [(max(start, a), min(end, b)) for start, end in marked for a, b in allowed]
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)

@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
 from accmt.data.samplers import call_set_epoch
 from accmt.errors import DataError, explain
-from accmt.huggingface.chat import IGNORED, MaskedRow, find_messages, mask_row
+from accmt.huggingface.chat import IGNORED, MaskedRow, find_answers, find_messages, mask_row
 from accmt.messages import say_once, warn_once
 
 _LOOKED_AT = 512
@@ -44,7 +44,7 @@ class Masking(NamedTuple):
         messages, first = find_messages(row, where) if self.per_turn else (None, 0)
         if messages is None:
             return [None]
-        return [index for index, one in enumerate(messages) if one["role"] == "assistant" and index >= first]
+        return [*find_answers(messages, first)]
 
     def mask(self, row: Any, turn: int | None, where: str = _WHERE) -> MaskedRow:
         """Return the tokens of a row, or of it up to a turn."""

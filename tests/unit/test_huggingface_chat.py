@@ -10,6 +10,7 @@ import pytest
 from accmt.errors import DataError
 from accmt.huggingface import chat
 from accmt.huggingface.chat import mask_row
+from accmt.huggingface.sft_rows import Masking
 from tests import conversations
 from tests.conversations import draw_conversations, in_parts, make_tokenizer, shipped_templates, trained_texts
 
@@ -103,6 +104,19 @@ def test_markers_of_the_template_decide():
     row = {"messages": say("question", "answer", "again", "second")}
     assert trained_texts(tokenizer, mask_row(tokenizer, row)) == ["answer", "second"], "the end is not marked"
     assert trained_texts(tokenizer, mask_row(tokenizer, row, turn=3)) == ["second"]
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_an_answer_of_weight_0_is_not_trained(is_marked: bool):
+    content = "{{ message.content }}"
+    marked = f"{{% if message.role == 'assistant' %}}{{% generation %}}{content}<|im_end|>{{% endgeneration %}}"
+    turn = f"[{{{{ message.role }}}}] {marked}{{% else %}}{content}{{% endif %}}"
+    template = f"{{% for message in messages %}}{turn}{{% endfor %}}"
+    tokenizer = make_tokenizer(template if is_marked else conversations.CHATML)
+    messages = say("a", "b", "c", "d")
+    messages[1]["weight"], messages[3]["weight"] = 0, 1
+    assert trained_texts(tokenizer, mask_row(tokenizer, {"messages": messages})) == ["d<|im_end|>"]
+    assert Masking(tokenizer, per_turn=True).turns_of({"messages": messages}) == [3]
 
 
 def test_of_a_prompt_and_a_completion_of_messages_only_the_completion_is_trained():
