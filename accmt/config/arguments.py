@@ -109,16 +109,21 @@ def _rates_without_use(optimizer_class: type[torch.optim.Optimizer], grouping: G
 
 
 def check_rates(
-    optimizer_class: type[torch.optim.Optimizer], values: Mapping[str, Any], scheduler: Mapping[str, Any]
+    optimizer_class: type[torch.optim.Optimizer],
+    values: Mapping[str, Any],
+    scheduler: Callable[..., Any] | None,
+    of_scheduler: Mapping[str, Any],
 ) -> Iterator[Fault]:
     """Yield a fault where every learning rate is 0 and no scheduler raises it: nothing would be trained."""
+    if scheduler is not None and scheduler.__module__.partition(".")[0] not in ("torch", "transformers"):
+        return  # nobody knows which rates it sets
     grouping, _ = read_grouping(optimizer_class, values)
     default = values.get("lr", standard_rate(optimizer_class))
     rates = [default]
     for group in grouping.groups:
         otherwise = default if group.optimizer_class is None else standard_rate(group.optimizer_class)
         rates.append(group.arguments.get("lr", otherwise))
-    if all(rate == 0 for rate in rates) and not any(scheduler.get(name) for name in _RATES_OF_SCHEDULERS):
+    if all(rate == 0 for rate in rates) and not any(of_scheduler.get(name) for name in _RATES_OF_SCHEDULERS):
         got = f"0{', and so in every group' if grouping.groups else ''}: nothing would be trained"
         yield Fault(("optim", "lr"), got, "a learning rate above 0", "write `lr: 1e-3`, say")
 

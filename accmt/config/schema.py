@@ -126,7 +126,7 @@ def check(document: Document) -> Checked:
     faults += [*document.faults, *schema_faults, *_endless(document), *_unbounded(document)]
     faults += [*optim_faults, *scheduler_faults]
     if optim.factory is not None and not optim_faults:
-        faults += check_rates(optim.factory, optim.arguments, scheduler.arguments)
+        faults += check_rates(optim.factory, optim.arguments, scheduler.factory, scheduler.arguments)
     model, model_faults = read_model_section(document.values["model"]) if "model" in document.values else (None, [])
     sft, sft_faults = read_sft_section(document.values["sft"]) if "sft" in document.values else (None, [])
     faults += [*model_faults, *sft_faults]

@@ -12,6 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from accmt.errors import WeightsError, explain
+from accmt.messages import say_once
+from accmt.precision import HALVES
 from accmt.saving.layout import ENTRY_NAMES, SAFETENSORS, files_of, find_entry
 from accmt.saving.state_dict import find_tied, plain_names
 from accmt.saving.weights import SHARED_KEY
@@ -39,8 +41,19 @@ def load_weights(model: nn.Module, folder: Path | str, *, strict: bool = True) -
     saved = dict(zip(plain_names(weights).values(), weights.values(), strict=True))
     current = {own_names[name]: tensor for name, tensor in model.state_dict().items()}
     require_fit(saved, current, folder, what=class_of(model).__name__, strict=strict)
+    _say_what_is_rounded(saved, current, folder)
     state = {name: saved[plain] for name, plain in own_names.items() if plain in saved}
     model.load_state_dict(shard_state(state, model.state_dict()), strict=False)
+
+
+def _say_what_is_rounded(saved: Mapping[str, Tensor], current: Mapping[str, Tensor], folder: Path) -> None:
+    """Say which weights lose digits, such as those of a model that was read in 16 bits and trained in float32."""
+    common = saved.keys() & current.keys()
+    rounded = [name for name in common if saved[name].dtype == torch.float32 and current[name].dtype in HALVES]
+    if rounded:
+        kind = str(current[min(rounded)].dtype).removeprefix("torch.")
+        what = f"{len(rounded)} of {len(saved)} weights in {folder} are float32, and are rounded to the model's {kind}"
+        say_once(f'{what}; to keep them build the model with dtype="float32", or read it from that folder')
 
 
 def require_fit(

@@ -135,6 +135,19 @@ def test_a_rate_of_0_that_the_scheduler_raises_is_none_of_nothing(scheduler):
         HyperParameters(optim="AdamW", optim_kwargs={"lr": 0}, scheduler="CosineAnnealingLR")
 
 
+class OwnPeak(torch.optim.lr_scheduler.LRScheduler):
+    def __init__(self, optimizer, peak):
+        self.peak = peak
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [self.peak for _ in self.base_lrs]
+
+
+def test_a_scheduler_of_ones_own_may_set_the_rate():
+    HyperParameters(optim="AdamW", optim_kwargs={"lr": 0}, scheduler=OwnPeak, scheduler_kwargs={"peak": 1e-3})
+
+
 def test_all_faults_of_groups_are_in_one_error(tmp_path):
     message = message_of(tmp_path, "groups: [{kind: norms, lr: 1}, {match: a, eps: x}]\n    no_decay: wights")
     assert message.startswith("3 faults in") or "3 faults in" in message

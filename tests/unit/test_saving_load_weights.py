@@ -135,6 +135,15 @@ def test_weights_take_the_dtype_of_the_model(tmp_path):
 
 
 @pytest.mark.feature("A37")
+@pytest.mark.parametrize(("dtype", "is_said"), [(torch.bfloat16, True), (torch.float64, False), (torch.float32, False)])
+def test_weights_that_are_rounded_are_said(tmp_path, caplog, dtype, is_said):
+    caplog.set_level("INFO", "accmt")
+    save(tmp_path)
+    load_weights(build().to(dtype), tmp_path)
+    said = f"4 of 4 weights in {tmp_path} are float32, and are rounded to the model's bfloat16"
+    assert (said in caplog.text) is is_said
+
+
 def test_weights_that_the_model_ties_may_be_missing_under_one_name(tmp_path):
     tied = nn.ModuleDict({"embedding": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
     tied["head"].weight = tied["embedding"].weight
