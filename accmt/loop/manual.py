@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from accmt.data import MicroBatch, derive_seed, seed_generators
+from accmt.huggingface.batch_faults import add_note_of_batch
 from accmt.loop.optimizer_step import advance_scheduler, step_optimizer, zero_gradients
 from accmt.loop.step_outputs import read_further_values
 from accmt.messages import say_once, warn
@@ -75,8 +76,12 @@ class ManualSteps:
             hook(batch=batch)
         counting: AbstractContextManager[list[None]]
         counting = counting_calls(run.model) if run.is_wrapped else nullcontext([])
-        with autocast(run.accelerator), counting as self._calls:
-            outputs = run.training_step(batch)
+        try:
+            with autocast(run.accelerator), counting as self._calls:
+                outputs = run.training_step(batch)
+        except Exception as error:
+            add_note_of_batch(error, run.unwrapped_model, micro_batch.batch)
+            raise
         run.packing.require_passed()
         run.trained.require_unchanged()
         is_mapping = isinstance(outputs, Mapping)

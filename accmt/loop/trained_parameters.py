@@ -176,8 +176,11 @@ class TrainedParameters:
     def _warn_of_halves(self) -> None:
         """Warn of weights that are too coarse: most of what a step at a small rate adds to them is rounded away."""
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        halves = [parameter for parameter in trained if parameter.dtype in HALVES]
-        if not halves or getattr(self._optimizer, _ROUNDS_BY_CHANCE, False):
+        optimizers = getattr(self._optimizer, "optimizers", (self._optimizer,))  # those that are chained
+        careful = [one for one in optimizers if getattr(one, _ROUNDS_BY_CHANCE, False)]
+        spared = {parameter for one in careful for group in one.param_groups for parameter in group["params"]}
+        halves = [parameter for parameter in trained if parameter.dtype in HALVES and parameter not in spared]
+        if not halves:
             return
         kind = halves[0].dtype
         what = f"{len(halves)} of {len(trained)} trained parameters are {str(kind).removeprefix('torch.')}"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from accmt import AcceleratorModule, Callback, Trainer, allow_tf32
+from accmt import AcceleratorModule, Callback, ChainedOptimizer, Trainer, allow_tf32
 from tests.resume.unbroken import InterruptAt, InterruptionError
 from tests.toys import make_trainer
 
@@ -151,6 +151,12 @@ def test_an_optimizer_that_rounds_by_chance_may_have_weights_in_16_bits(in_halve
     module.get_optimizer = lambda: Rounding(module.model.parameters(), lr=1e-5)
     fit(module)
     assert not is_warned(caplog)
+    first, *others = module.model.parameters()
+    for kind, is_coarse in ((Rounding, False), (torch.optim.AdamW, True)):
+        both = ChainedOptimizer([Rounding(others, lr=1e-5), kind([first], lr=1e-5)])
+        module.get_optimizer = lambda both=both: both
+        fit(module, resume=False)
+        assert ("1 of 20 trained parameters are bfloat16" in caplog.text) == is_coarse
 
 
 class Regression(AcceleratorModule):
