@@ -252,6 +252,14 @@ def test_an_end_at_which_the_model_would_not_stop_is_said(tmp_path: Path, caplog
         ) == is_said
 
 
+def test_a_template_that_writes_the_date_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    for beginning, is_said in (("", False), ("{{ strftime_now('%d %b %Y') }}", True)):
+        own = tokenizer()
+        own.chat_template = beginning + own.chat_template
+        fit(tmp_path / "model", rows(), module=SFTModule(make_model(), own), verbose=True, resume=False)
+        assert ("the chat template writes the current date" in caplog.text) == is_said
+
+
 @pytest.mark.parametrize("kind", [list, Stream])
 def test_rows_of_which_none_has_a_target_are_an_error_before_training(tmp_path: Path, kind: Any):
     with pytest.raises(DataError, match="3 rows, none with anything to train on: 3 without a token to train on"):
