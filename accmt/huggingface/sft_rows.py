@@ -217,8 +217,8 @@ def look_at(data: SFTRows | SFTStream, tokenizer: Any, model: Any = None) -> Non
     """
     if "strftime_now(" in str(tokenizer.chat_template):
         say_once(
-            "the chat template writes the current date, so a run that is resumed on another day reads other tokens; where it "
-            'takes a date, give the rows one: "chat_template_kwargs": {"date_string": "01 Jan 2026"}'
+            "the chat template writes the current date, so a run that is resumed on another day reads other tokens; "
+            'where it takes a date, give rows one: "chat_template_kwargs": {"date_string": "01 Jan 2026"}'
         )
     found: dict[str, list[str]] = {}
     number = targets = 0
