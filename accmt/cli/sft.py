@@ -60,6 +60,8 @@ def run(options: argparse.Namespace) -> int:
         if section.merge and hps.model_section is not None:
             model = hps.model_section
             merge_adapter(options.output, options.output / "merged", model.type, **model.arguments)
+            if (settings := getattr(module.unwrapped_model, "generation_config", None)) is not None:
+                settings.save_pretrained(options.output / "merged")  # where answers end
             print(f"{options.output / 'merged'}: {_describe(options.output / 'merged')}")
     return 0
 

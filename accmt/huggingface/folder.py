@@ -18,6 +18,7 @@ from accmt.huggingface.pretrained import load_pretrained_weights
 from accmt.libraries.private_names import names_not_saved
 from accmt.libraries.versions import require
 from accmt.messages import warn_once
+from accmt.precision import HALVES
 from accmt.saving import SavedWeights, load_weights, save_weights
 from accmt.saving.layout import ADAPTER_CONFIG
 from accmt.saving.load_weights import require_files, require_fit
@@ -192,10 +193,19 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return one is other or (not one.is_meta and torch.equal(one, other))
 
 
+def _dtype_to_read(model: PreTrainedModel) -> torch.dtype:
+    """Return the type in which `from_pretrained` reads all weights: one that rounds none that were trained.
+
+    Under mixed precision they are float32, also beside frozen ones in 16 bits.
+    """
+    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    return torch.float32 if trained == {torch.float32} and model.dtype in HALVES else model.dtype
+
+
 def _write_model_files(model: PreTrainedModel, processor: Any, folder: Path) -> None:
     """Write what `from_pretrained` needs beside the weights: configurations, a custom model's code, the processor."""
     config = copy.deepcopy(model.config)
-    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.dtype = str(_dtype_to_read(model)).removeprefix("torch.")
     config.architectures = [class_of(model).__name__]
     if model.is_remote_code():
         from transformers.dynamic_module_utils import custom_object_save

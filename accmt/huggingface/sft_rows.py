@@ -14,6 +14,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 from accmt.data.samplers import call_set_epoch
 from accmt.errors import DataError, explain
 from accmt.huggingface.chat import IGNORED, MaskedRow, find_answers, find_messages, mask_row
+from accmt.huggingface.model_kinds import is_peft_model
 from accmt.messages import say_once, warn_once
 
 _LOOKED_AT = 512
@@ -210,7 +211,7 @@ def look_at(data: SFTRows | SFTStream, tokenizer: Any, model: Any = None) -> Non
     Args:
         data: The rows.
         tokenizer: The tokenizer.
-        model: The model; a warning says where `model.generate` would not stop at the end of the answers.
+        model: The model; `model.generate` is made to stop at the token that ends the answers.
 
     Raises:
         DataError: None of them has anything to train on.
@@ -226,7 +227,7 @@ def look_at(data: SFTRows | SFTStream, tokenizer: Any, model: Any = None) -> Non
         number, targets = number + 1, targets + masked.has_target
         if masked.has_target and targets == 1:
             say_once(f"row {index}, what is trained of it between ⟦ and ⟧:\n{show(masked, tokenizer)}")
-            _warn_of_end(masked.labels, tokenizer, model)
+            _stop_at_end(masked.labels, tokenizer, model)
         for kind, detail in {problem.kind: problem.detail for problem in masked.problems}.items():
             found.setdefault(kind, []).append(f"row {index}" + (f": {detail}" if detail else ""))
     reasons = "; ".join(
@@ -240,8 +241,8 @@ def look_at(data: SFTRows | SFTStream, tokenizer: Any, model: Any = None) -> Non
         warn_once(f"of {number} rows that were looked at: {reasons}", about="odd rows of supervised fine-tuning")
 
 
-def _warn_of_end(labels: Sequence[int], tokenizer: Any, model: Any) -> None:
-    """Warn where the token that ends an answer is none at which `model.generate` stops."""
+def _stop_at_end(labels: Sequence[int], tokenizer: Any, model: Any) -> None:
+    """Let `model.generate` stop at the token that ends an answer, such as that of another template than the model's."""
     end = next((label for label in reversed(labels) if label != IGNORED), IGNORED)
     config = getattr(model, "generation_config", None)
     if config is None or end not in tokenizer.added_tokens_decoder:
@@ -249,11 +250,11 @@ def _warn_of_end(labels: Sequence[int], tokenizer: Any, model: Any) -> None:
     stops = config.eos_token_id
     stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
     if end not in stops:
-        text, own = tokenizer.decode([end]), ", ".join(map(str, stops)) or "none"
-        warn_once(
-            f"answers end with {text!r}, the token {end}, and model.generate stops at {own}; write "
-            f"model.generation_config.eos_token_id = {[*stops, end]}, before training or in generation_config.json",
-            about="the end token of answers",
+        config.eos_token_id = [*stops, end]
+        place = "which an adapter's folder does not hold" if is_peft_model(model) else "which is saved with the model"
+        say_once(
+            f"answers end with {tokenizer.decode([end])!r}, the token {end}: model.generate stops there now, too "
+            f"(generation_config.eos_token_id = {config.eos_token_id}, {place})"
         )
 
 

@@ -88,6 +88,7 @@ def test_an_adapter_is_merged_where_that_is_asked_for(capsys: pytest.CaptureFixt
         AutoModelForCausalLM.from_pretrained("out/chat/merged"),
         AutoTokenizer.from_pretrained("out/chat/merged"),
     )
+    assert merged.generation_config.eos_token_id == [2, tokenizer.convert_tokens_to_ids("<|im_end|>")]
     inputs = tokenizer("a text", return_tensors="pt")
     with torch.inference_mode():
         found, expected, before = (model(**inputs).logits for model in (merged, adapted, plain))

@@ -101,7 +101,9 @@ def test_frozen_weights_keep_their_type(in_halves):
     module.freeze()
     module.unfreeze(module.model.model.norm)
     before = weights_of(module)
-    fit(module, mixed_precision="bf16")
+    fit(module, mixed_precision="bf16", save_last=True)
+    saved = dict(AutoModelForCausalLM.from_pretrained("out/model/last").named_parameters())
+    assert all(torch.equal(weight.float(), saved[name]) for name, weight in weights_of(module).items())
     for name, weight in weights_of(module).items():
         if name == "model.norm.weight":
             assert weight.dtype == torch.float32

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.utils.data import IterableDataset
+from transformers import GenerationConfig
 
 from accmt import SFTModule, Trainer
 from accmt.errors import ArgumentError, DataError
@@ -240,16 +241,17 @@ def test_the_first_row_is_shown_and_odd_rows_are_named_once(tmp_path: Path, capl
     assert "of 13 rows that were looked at: 2 without a token to train on (row 0, row 12)" in warning.getMessage()
 
 
-def test_an_end_at_which_the_model_would_not_stop_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_generation_stops_at_the_end_of_answers_and_that_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     end = tokenizer().convert_tokens_to_ids("<|im_end|>")
-    for stops, is_said in ((2, True), ([2, end], False), (None, True)):
+    for stops, saved, is_said in ((2, [2, end], True), ([2, end], [2, end], False), (None, [end], True)):
         model = make_model()
         model.generation_config.eos_token_id = stops
         caplog.clear()
         fit(tmp_path / "model", rows(), module=SFTModule(model, tokenizer()), verbose=True, resume=False)
         assert (
-            f"answers end with '<|im_end|>', the token {end}, and model.generate stops at" in caplog.text
+            f"answers end with '<|im_end|>', the token {end}: model.generate stops there now" in caplog.text
         ) == is_said
+        assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == saved
 
 
 def test_a_template_that_writes_the_date_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
