@@ -130,8 +130,9 @@ def hint_at_weights(batch: Any) -> None:
 
 def _is_of_pixels(model: Any, labels: Any) -> bool:
     """Return whether each pixel has one of several classes."""
-    has_classes = hasattr(model.config, "semantic_loss_ignore_index") and model.config.num_labels > 1
-    return has_classes and getattr(labels, "ndim", 0) == 3 and not labels.is_floating_point()
+    if getattr(labels, "ndim", 0) != 3 or labels.is_floating_point():
+        return False
+    return hasattr(model.config, "semantic_loss_ignore_index") and model.config.num_labels > 1
 
 
 def _is_of_tokens(model: Any, labels: Any) -> bool:
