@@ -88,11 +88,8 @@ class ManualSteps:
         loss = outputs.get("loss") if is_mapping else outputs
         if isinstance(loss, torch.Tensor):
             run.running_averages.add(loss.detach(), own, read_further_values(outputs) if is_mapping else None)
-            run.guard.add(
-                loss.detach(),
-                own,
-                Place(run.state.global_step + 1, run.state.epoch, micro_batch.index, run.state.samples_seen),
-            )
+            place = Place(run.state.global_step + 1, run.state.epoch, micro_batch.index, run.state.samples_seen)
+            run.guard.add(loss.detach(), own, place)
         for hook in run.hooks.on_after_training_step:
             hook(batch=batch, outputs=outputs)
         run.state.count_batch()
