@@ -41,7 +41,10 @@ def make_rows(articles: list[tuple[str, str]]) -> list[dict[str, Any]]:
 
 
 def make_texts(articles: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Make rows of text, of which all is trained: so the model learns the words that the answers are about."""
+    """Make rows of text, of which all is trained: so the model learns the words that the answers are about.
+
+    The tokenizer has no end token for texts, as a line says when the run begins; answers end as the template has it.
+    """
     begun = [(" ".join(text.split()[:WORDS]), topic) for text, topic in articles]
     headed = [{"text": f"{topic}: {words}"} for words, topic in begun]
     return headed + [{"text": f"{words} ... it is about {topic}."} for words, topic in begun]
