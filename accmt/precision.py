@@ -44,14 +44,12 @@ def hold_in_float32(model: nn.Module) -> None:
     trained = [weight for weight in model.parameters() if weight.requires_grad and weight.dtype in HALVES]
     if not trained:
         return
-    for weight in trained:
-        weight.grad = None
-        _raise(weight)
-    for part in model.modules():
-        if isinstance(part, _NORMALIZATIONS) or has_running_statistics(part):
-            for tensor in (*part.parameters(), *part.buffers()):
-                if tensor.dtype in HALVES:
-                    _raise(tensor)
+    parts = [part for part in model.modules() if isinstance(part, _NORMALIZATIONS) or has_running_statistics(part)]
+    beside = (tensor for part in parts for tensor in (*part.parameters(), *part.buffers()))
+    for tensor in (*trained, *beside):
+        if tensor.dtype in HALVES:
+            tensor.grad = None
+            _raise(tensor)
 
 
 def _raise(tensor: torch.Tensor) -> None:
