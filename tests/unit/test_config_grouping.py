@@ -145,7 +145,8 @@ class OwnPeak(torch.optim.lr_scheduler.LRScheduler):
 
 
 def test_a_scheduler_of_ones_own_may_set_the_rate():
-    HyperParameters(optim="AdamW", optim_kwargs={"lr": 0}, scheduler=OwnPeak, scheduler_kwargs={"peak": 1e-3})
+    hps = HyperParameters(optim="AdamW", optim_kwargs={"lr": 0}, scheduler=OwnPeak, scheduler_kwargs={"peak": 1e-3})
+    assert hps.learning_rate == 0
 
 
 def test_all_faults_of_groups_are_in_one_error(tmp_path):
