@@ -129,9 +129,24 @@ def write_state(collected: CollectedState, folder: Path) -> list[Path]:
     return written
 
 
-def read_others(folder: Path) -> dict[str, Any]:
-    """Return the other states of a folder without reading any tensor: each is a `TensorReference`."""
-    others: dict[str, Any] = _read_rest(folder)["others"]
+def read_others(folder: Path, *, whole: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the other states of a folder without their tensors: each is a `TensorReference`.
+
+    Args:
+        folder: That of the checkpoint.
+        whole: The states that are read with their tensors, on the CPU.
+
+    Processes: collective where `whole` names any.
+    """
+    saved = _read_rest(folder)
+    others: dict[str, Any] = saved["others"]
+    wanted = {name: others[name] for name in whole if name in others}
+    if names := referred_tensors(wanted):
+        reader = HuggingFaceStorageReader(str(folder))
+        stored = _read_metadata(reader, saved, folder)
+        targets = {name: _empty(stored[name], None) for name in names}
+        _read_tensors(targets, reader, folder)
+        others |= join_tensors(targets, wanted)
     return others
 
 

@@ -14,7 +14,10 @@ def number_in(text: str) -> int | float | None:
     """Return the number that `text` spells, or None: "1e-3", ".001", "1_000" and "100" are numbers, "nan" is not."""
     text = text.strip()
     if _WHOLE.fullmatch(text):
-        return int(text)
+        try:
+            return int(text)
+        except ValueError:  # Python reads at most some thousands of digits
+            return None
     return float(text) if _DECIMAL.fullmatch(text) else None
 
 

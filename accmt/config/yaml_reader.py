@@ -23,6 +23,7 @@ from accmt.errors import (
 )
 
 _SUFFIXES = (".yaml", ".yml", ".json")
+_MAX_REPEATED = 10_000  # values that aliases repeat: far beyond what anybody writes
 _EXAMPLE = "`hps: {epochs: 3, batch_size: 16, optim: {type: AdamW, lr: 1e-4}}`"
 _LAYOUT = "a mapping, `hps:` with epochs, batch_size and optim below it"
 
@@ -100,11 +101,13 @@ def _find_file(path: Path) -> str:
 def _check_json(name: str, text: str) -> str:
     """Return JSON as text that a YAML parser reads too: tabs are legal between its tokens, never in its strings."""
     try:
-        json.loads(text or "null")
+        json.loads(text or "null", parse_int=str)
     except json.JSONDecodeError as error:
         where = f"{name}:{error.lineno}"
         message = explain(where, error.msg, "JSON", f"correct line {error.lineno}, column {error.colno}")
         raise HyperParameterError(message) from None
+    except RecursionError as error:
+        raise _unreadable(name, error) from None
     return text.replace("\t", " ")
 
 
@@ -112,7 +115,7 @@ def _unreadable(name: str, error: Exception) -> HyperParameterError:
     mark = getattr(error, "problem_mark", None)
     line = "" if mark is None else f":{mark.line + 1}"
     got = getattr(error, "problem", None) or str(error)
-    do = "indent with spaces, and leave one after each `key:`"
+    do = getattr(error, "note", None) or "indent with spaces, and leave one after each `key:`"
     return HyperParameterError(explain(f"{name}{line}", got, "YAML that can be read", do))
 
 
@@ -140,6 +143,14 @@ def _below_hps(fault: Fault) -> Fault:
     return Fault(path, fault.got, fault.expected, fault.do, fault.line)
 
 
+class _Loader(yaml.SafeLoader):
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge what `<<` names; each key stays once, or merges of merges would grow without bound."""
+        super().flatten_mapping(node)
+        pairs = {key.value if isinstance(key, yaml.ScalarNode) else id(key): (key, value) for key, value in node.value}
+        node.value = list(pairs.values())
+
+
 class _NodeReader:
     """Turns YAML nodes into values, noting the line of each key and the keys that were written twice."""
 
@@ -148,9 +159,11 @@ class _NodeReader:
         self.faults: list[Fault] = []
         self._text = text
         self._flattened: set[int] = set()
+        self._seen: set[int] = set()
+        self._num_repeated = 0
 
     def read_root(self) -> Any:
-        self._loader = yaml.SafeLoader(self._text)
+        self._loader = _Loader(self._text)
         try:
             node = self._loader.get_single_node()
             return None if node is None else self._read(node, ())
@@ -159,14 +172,29 @@ class _NodeReader:
 
     def _read(self, node: yaml.Node, path: KeyPath) -> Any:
         self.lines.setdefault(path, _line(node))
+        self._count(node)
         if isinstance(node, yaml.MappingNode):
             return self._read_mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self._read(item, (*path, index)) for index, item in enumerate(node.value)]
         number = number_in(node.value)
-        return self._loader.construct_object(node) if number is None else number
+        try:
+            return self._loader.construct_object(node) if number is None else number
+        except ValueError as error:  # a date that does not exist, a number of thousands of digits
+            raise _fault(node, str(error), "correct this value, or put it in quotes to keep it as a string") from None
+
+    def _count(self, node: yaml.Node) -> None:
+        """Reject aliases of aliases that would grow without bound: some hundred bytes could fill the memory."""
+        if id(node) in self._seen:
+            self._num_repeated += 1
+        self._seen.add(id(node))
+        if self._num_repeated > _MAX_REPEATED:
+            raise _fault(node, f"aliases that repeat more than {_MAX_REPEATED:,} values", "use fewer aliases (*name)")
 
     def _read_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _fault(key_node, "a key that is a list or a mapping", "write each key as a single word")
         if id(node) not in self._flattened:  # an anchor is read once for each of its aliases
             self._flattened.add(id(node))
             self._note_repeated_keys(node, path)
@@ -186,6 +214,10 @@ class _NodeReader:
                 got = f"`{key}` on line {first[key]} and again on line {line}"
                 self.faults.append(Fault((*path, key), got, "each key once", "remove one of the two", line))
             first.setdefault(key, line)
+
+
+def _fault(node: yaml.Node, got: str, do: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=got, problem_mark=node.start_mark, note=do)
 
 
 def _line(node: yaml.Node) -> int:

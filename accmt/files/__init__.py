@@ -1,6 +1,14 @@
 """Writing files so that a reader sees the old content or the new, never half of either; and room on the disk."""
 
-from accmt.files.atomic import follow_umask, fsync_file, fsync_folder, replace_file, require_writable_folder, write_text
+from accmt.files.atomic import (
+    follow_umask,
+    fsync_file,
+    fsync_folder,
+    replace_file,
+    require_writable_folder,
+    set_folder_aside,
+    write_text,
+)
 from accmt.files.folders import (
     find_free_name,
     find_surplus,
@@ -11,7 +19,7 @@ from accmt.files.folders import (
     staging_folder,
 )
 from accmt.files.locks import LOCK_NAME, FolderLock, FolderTakenError, taking_turns
-from accmt.files.strict_json import dumps, loads, read_json_lines
+from accmt.files.strict_json import dumps, loads, read_json_line, read_json_lines
 
 __all__ = [
     "LOCK_NAME",
@@ -28,9 +36,11 @@ __all__ = [
     "loads",
     "place_beside",
     "place_inside",
+    "read_json_line",
     "read_json_lines",
     "replace_file",
     "require_writable_folder",
+    "set_folder_aside",
     "staging_folder",
     "taking_turns",
     "write_text",

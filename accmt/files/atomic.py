@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from accmt.errors import SavingError, explain
+from accmt.files.folders import find_free_name
+from accmt.messages import warn
 
 
 def fsync_file(path: Path) -> None:
@@ -38,6 +40,8 @@ def follow_umask(path: Path) -> None:
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file under a temporary name beside `path`, make it durable and rename it to `path`.
 
+    A folder that has this name is set aside: a file of ours that cannot be written would stop every run there.
+
     Raises:
         OSError: The disk is full or the folder cannot be written; `path` is as it was.
     """
@@ -45,10 +49,22 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     try:
         write(temporary)
         fsync_file(temporary)
-        temporary.replace(path)
+        try:
+            temporary.replace(path)
+        except IsADirectoryError:
+            set_folder_aside(path)
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     fsync_folder(path.parent)
+
+
+def set_folder_aside(path: Path) -> None:
+    """Rename a folder that is where one of our files belongs; without one nothing happens."""
+    if path.is_dir():
+        aside = find_free_name(path.with_name(f"{path.name}.set-aside"))
+        path.rename(aside)
+        warn(f"{path} is a folder where a file belongs: it is renamed to {aside.name}")
 
 
 def write_text(path: Path, text: str) -> None:

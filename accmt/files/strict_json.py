@@ -27,13 +27,21 @@ def loads(text: str) -> Any:
     return _decode(json.loads(text))
 
 
+def read_json_line(line: bytes) -> Any:
+    """Read one line of JSON; None where it cannot be read, such as a page of zeros after a power cut."""
+    try:
+        return loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):  # no UTF-8, no JSON, a number of thousands of digits; nested too deeply
+        return None
+
+
 def read_json_lines(path: Path) -> Iterator[Any]:
-    """Yield the values of a file of JSON lines; a last line that a crash cut short is skipped."""
+    """Yield the values of a file of JSON lines, None for one that cannot be read; a last one cut short is skipped."""
     # In bytes: a crash can cut the last line inside a character, which no text reader would skip.
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):
-                yield loads(line.decode("utf-8"))
+                yield read_json_line(line)
 
 
 def _encode(value: Any) -> Any:

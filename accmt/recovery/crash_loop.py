@@ -5,7 +5,6 @@ Each start is recorded in a file beside the checkpoints. A start whose end is no
 
 from __future__ import annotations
 
-import json
 import os
 import traceback
 from collections.abc import Sequence
@@ -85,6 +84,12 @@ class Start:
     failed_after: int | None = None
     error: str | None = None
 
+    @property
+    def is_valid(self) -> bool:
+        """Whether its entries have their types: it may come from a damaged file."""
+        is_counted = type(self.step) is int and type(self.failed_after) in (int, type(None))
+        return is_counted and isinstance(self.process, str) and isinstance(self.error, str | None)
+
 
 def record_start(folder: Path, step: int) -> list[Start]:
     """Record that a run starts after `step` optimizer steps, and return the failed starts before it, oldest first."""
@@ -155,10 +160,17 @@ def _name_process() -> str:
 
 
 def _read(folder: Path) -> list[Start]:
+    path = folder / FILE_NAME
     try:
-        return [Start(**entry) for entry in loads((folder / FILE_NAME).read_text(encoding="utf-8"))["starts"]]
-    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):  # edited by hand
+        starts = [Start(**entry) for entry in loads(path.read_text(encoding="utf-8"))["starts"]]
+        if not all(start.is_valid for start in starts):
+            raise TypeError("entries of another type")
+    except FileNotFoundError:
         return []
+    except (ValueError, KeyError, TypeError, RecursionError, IsADirectoryError) as error:
+        warn(f"{path} cannot be read and is started again: {type(error).__name__}: {str(error)[:_MAX_TEXT]}")
+        return []
+    return starts
 
 
 def _write(folder: Path, starts: Sequence[Start]) -> None:

@@ -25,7 +25,7 @@ class Resumed:
 
     Attributes:
         folder: Where it lies.
-        others: The states besides model and optimizer, their tensors left out.
+        others: The states besides model and optimizer; only the position of the data has its tensors.
         manifest: Where it comes from; None where a checkpointer of the user's keeps none.
         changes: What the hyper-parameters say otherwise than then.
     """
@@ -50,7 +50,7 @@ def find_resumed(settings: Settings, override: Path | None = None) -> Resumed | 
     folder = override or _find_folder(settings)
     if folder is None:
         return None
-    others = read_others(folder)
+    others = read_others(folder, whole=["data"])  # the position holds what a stream returned as its state
     resets_optimizer = settings.checkpoints.reset_optimizer_on_resume
     changes = compare(others["hps"], settings.hps.to_dict()["hps"], resets_optimizer=resets_optimizer)
     require_allowed(changes, f"continuing from {folder}")

@@ -132,7 +132,7 @@ def _write_cell(value: Any) -> str:
 
 
 def _replace_own(path: Path, mark: str, text: str) -> bool:
-    if path.exists() and mark not in path.read_text(encoding="utf-8", errors="replace"):
+    if path.is_file() and mark not in path.read_text(encoding="utf-8", errors="replace"):
         return False
     write_text(path, text)
     return True

@@ -13,16 +13,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from accmt.errors import explain
-from accmt.files import dumps, loads, read_json_lines
-from accmt.messages import warn
+from accmt.files import dumps, read_json_line, read_json_lines, set_folder_aside
+from accmt.messages import warn, warn_once
 
 HISTORY_FILE = "history.jsonl"
 MAX_UNWRITTEN = 10_000
@@ -39,6 +40,7 @@ class History:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / HISTORY_FILE
+        set_folder_aside(self.path)
         self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         size, self.num_written = _measure(self.path)
         os.ftruncate(self._descriptor, size)
@@ -154,7 +156,7 @@ class HistoryReader:
         """Return up to `limit` further rows, each with the number of its line; none where there are none yet."""
         rows: list[tuple[int, dict[str, Any]]] = []
         while len(rows) < limit and (line := self._next_line()) is not None:
-            rows.append((self.line, loads(line.decode())))
+            rows.append((self.line, _as_row(read_json_line(line))))
             self.line += 1
         return rows
 
@@ -182,8 +184,76 @@ class Superseded:
         return any(line in span and span.stop >= since for span in self._spans)
 
 
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the row of each line, so that rows keep the numbers of their lines; a line that is no row is empty.
+
+    A last line that a crash cut short is left out.
+    """
+    bad: list[int] = []
+    for line, content in enumerate(read_json_lines(path)):
+        row = _as_row(content)
+        if not row:
+            bad.append(line + 1)
+        yield row
+    if bad:
+        what = f"{path}: {len(bad)} line{'s' if len(bad) > 1 else ''} cannot be read and will be skipped"
+        warn_once(f"{what} (the first is line {bad[0]})", about=what)
+
+
+def _as_row(content: Any) -> dict[str, Any]:
+    """Return the content of a line where it is a row of one of the five kinds, else an empty dict."""
+    if not isinstance(content, dict) or not _is_finite(content.get("time")):
+        return {}
+    kinds = content.keys() & _IS_VALID.keys()
+    is_valid = len(kinds) == 1 and all(_IS_VALID[kind](content[kind]) for kind in kinds)
+    if not is_valid or ("step" in content or kinds & {"values", "media"}) and not _is_count(content.get("step")):
+        return {}
+    return content
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < _TOO_LARGE  # which no NaN is
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _TOO_LARGE
+
+
+def _are_values(values: Any) -> bool:
+    if not isinstance(values, dict):
+        return False
+    largest = sys.float_info.max
+    return all(
+        isinstance(value, float) or isinstance(value, int) and abs(value) <= largest for value in values.values()
+    )
+
+
+def _is_media(media: Any) -> bool:
+    is_named = isinstance(media, dict) and all(isinstance(media.get(key), str) for key in ("kind", "name", "path"))
+    return is_named and media["kind"] in ("images", "table", "artifact")
+
+
+def _is_rewind(rewind: Any) -> bool:
+    if not isinstance(rewind, dict):
+        return False
+    step = rewind.get("step")
+    return all(_is_count(rewind.get(key)) for key in ("line", "attempt")) and (step is None or _is_count(step))
+
+
+_TOO_LARGE = 1e15
+_IS_VALID: dict[str, Callable[[Any], bool]] = {
+    "values": _are_values,
+    "media": _is_media,
+    "config": lambda config: isinstance(config, dict),
+    "rewind": _is_rewind,
+    "status": lambda status: isinstance(status, str),
+}
+
+
 def read_history(folder: Path, *, include_superseded: bool = False) -> list[dict[str, Any]]:
-    """Read the rows of a run in the order of writing; a last line that a crash cut short is skipped.
+    """Read the rows of a run in the order of writing.
+
+    Lines that cannot be read are skipped, and a warning says how many; so is a last one that a crash cut short.
 
     Args:
         folder: The run folder, of a finished run or of one that is running.
@@ -193,11 +263,9 @@ def read_history(folder: Path, *, include_superseded: bool = False) -> list[dict
     Raises:
         FileNotFoundError: There is no `history.jsonl` in `folder`.
     """
-    rows = list(read_json_lines(folder / HISTORY_FILE))
-    if include_superseded:
-        return rows
-    superseded = Superseded(rows)
-    return [row for line, row in enumerate(rows) if "step" not in row or not superseded.has(line)]
+    rows = list(read_rows(folder / HISTORY_FILE))
+    superseded = Superseded(() if include_superseded else rows)
+    return [row for line, row in enumerate(rows) if row and ("step" not in row or not superseded.has(line))]
 
 
 def _measure(path: Path) -> tuple[int, int]:

@@ -9,8 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from accmt.files import read_json_lines
-from accmt.tracking.history import Superseded
+from accmt.tracking.history import Superseded, read_rows
 from accmt.tracking.ledger import Account
 
 
@@ -71,7 +70,7 @@ class Replay:
     def __init__(self, history: Path, account: Account, rewinding: Rewinding) -> None:
         self._account = replace(account)  # as it was: delivery continues meanwhile
         self._rewinding = rewinding
-        self._superseded = Superseded(read_json_lines(history))
+        self._superseded = Superseded(read_rows(history))
         self._kept: dict[int, set[Hashable]] = defaultdict(set)
         self.start = account.delivered
         self.first_step: int | None = None
@@ -103,7 +102,7 @@ class Replay:
         return frozenset() if self._superseded.has(line) else self._kept.get(row["step"], frozenset())
 
     def _look_back(self, history: Path) -> None:
-        for line, row in enumerate(read_json_lines(history)):
+        for line, row in enumerate(read_rows(history)):
             if "step" not in row or line < self._account.first:
                 continue
             if self._rewinding is Rewinding.KEEPS:
@@ -128,6 +127,6 @@ def _names_of(row: Mapping[str, Any]) -> Set[Hashable]:
 
 def count_rows_left(history: Path, account: Account) -> int:
     """Return how many rows of numbers, images, tables and artifacts, superseded ones aside, a tracker has not got."""
-    superseded = Superseded(read_json_lines(history))
-    rows = enumerate(read_json_lines(history))
+    superseded = Superseded(read_rows(history))
+    rows = enumerate(read_rows(history))
     return sum("step" in row and line >= account.delivered and not superseded.has(line) for line, row in rows)

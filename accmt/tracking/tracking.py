@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 from accmt.errors import ArgumentError, MissingPackageError, TrackerError, explain
-from accmt.files import read_json_lines, require_writable_folder
+from accmt.files import require_writable_folder
 from accmt.messages import say, warn
 from accmt.tracking.delivery import Delivery, wait_for_the_end
-from accmt.tracking.history import History
+from accmt.tracking.history import History, read_rows
 from accmt.tracking.ledger import Account, Ledger
 from accmt.tracking.log_with import kwargs_of_each, report_missing_key, without_secrets
 from accmt.tracking.media import MediaLog
@@ -319,7 +319,7 @@ def _warn_of_rows_left_behind(history: Path, before: Ledger) -> None:
 
 
 def _came_to_its_end(history: Path) -> bool:
-    ends = [row.get("status") for row in read_json_lines(history) if row.keys() & {"status", "config"}]
+    ends = [row.get("status") for row in read_rows(history) if row.keys() & {"status", "config"}]
     return bool(ends) and ends[-1] == "FINISHED"
 
 

@@ -45,8 +45,8 @@ def test_line_cut_short_by_a_crash_is_skipped(tmp_path, torn):
     assert list(read_json_lines(path)) == [{"step": 1}]
 
 
-def test_damaged_line_before_the_last_is_an_error(tmp_path):
+@pytest.mark.parametrize("line", ['{"step"', "\xff", "\0" * 4096, "1" * 5000, "[" * 100_000])
+def test_a_damaged_line_before_the_last_is_none_and_keeps_its_place(tmp_path, line):
     path = tmp_path / "history.jsonl"
-    path.write_text('{"step"\n{"step": 2}\n')
-    with pytest.raises(json.JSONDecodeError):
-        list(read_json_lines(path))
+    path.write_bytes(f'{line}\n{{"step": 2}}\n'.encode("latin-1"))
+    assert list(read_json_lines(path)) == [None, {"step": 2}]
