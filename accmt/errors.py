@@ -8,6 +8,8 @@ Every message has four parts, which `explain` joins: where, what was got, what w
 
 from __future__ import annotations
 
+from accmt.secrets import hide_text
+
 _LONGEST_VALUE = 300
 
 
@@ -121,7 +123,7 @@ class Preempted(SystemExit):  # noqa: N818 - no error: the program ends as reque
 
 
 def explain(where: str, got: str, expected: str, do: str) -> str:
-    """Join the four parts of an error message.
+    """Join the four parts of an error message; secrets in them are hidden.
 
     Args:
         where: The argument, file, line, key or hook at fault.
@@ -131,7 +133,7 @@ def explain(where: str, got: str, expected: str, do: str) -> str:
     """
     if "\n  got: " in got:  # a message of four parts itself
         got = got.replace("\n", "\n    ")
-    return f"{where}\n  got: {got}\n  expected: {expected}\n  do: {do}"
+    return hide_text(f"{where}\n  got: {got}\n  expected: {expected}\n  do: {do}")
 
 
 def describe_value(value: object) -> str:

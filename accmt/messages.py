@@ -1,4 +1,4 @@
-"""Messages to the user: through the logger "accmt", from the main process, without breaking progress bars."""
+"""Messages to the user: through the logger "accmt", from the main process, with bars intact and secrets hidden."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from accmt.processes import is_main_process
+from accmt.secrets import hide_text
 
 PREFIX = "[accmt] "
 logger = logging.getLogger("accmt")
@@ -18,13 +19,13 @@ _said: set[str] = set()
 def say(message: str) -> None:
     """Log an info message, from the main process."""
     if is_main_process():
-        logger.info(message)
+        logger.info(hide_text(message))
 
 
 def warn(message: str) -> None:
     """Log a warning, from the main process; also shown with `verbose=False`."""
     if is_main_process():
-        logger.warning(message)
+        logger.warning(hide_text(message))
 
 
 def say_once(message: str) -> None:

@@ -71,6 +71,8 @@ def _no_leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     environment, threads = dict(os.environ), set(threading.enumerate())
     level, handlers = logging.getLogger("accmt").level, list(logging.getLogger("accmt").handlers)
     yield
+    if "accmt.secrets" in sys.modules:
+        sys.modules["accmt.secrets"]._remembered.clear()
     changed = {
         name
         for name in set(environment) | set(os.environ)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from accmt.callbacks.base import MainProcessCallback
 from accmt.errors import ArgumentError, explain
 from accmt.messages import say, warn
+from accmt.secrets import remember
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -53,6 +54,7 @@ class PushToHub(MainProcessCallback):
     ) -> None:
         self.repo_id = repo_id
         self._private = private
+        remember({"token": token})
         self._token = token
         self._revision = revision
         self._endpoint = endpoint

@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="for each tracker (default 600)"
     )
+    parser.add_argument("--server", metavar="URL", help="a tracker's URL with its password, which is in no file")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -31,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
 
     require_run(options.run_folder, "sync")
     PartialState(cpu=True)  # Accelerate's trackers ask it which process this is
-    trackers = sync_run(options.run_folder, timeout_s=options.timeout)
+    trackers = sync_run(options.run_folder, timeout_s=options.timeout, server=options.server)
     print("\n".join(_describe(one) for one in trackers) or "the run has no tracker: history.jsonl has every row")
     return LEFT if any(one.problem for one in trackers) else 0
 

@@ -12,6 +12,7 @@ from accmt.config.faults import Fault
 from accmt.config.numbers import read_numbers
 from accmt.errors import HyperParameterError, explain
 from accmt.libraries.versions import require
+from accmt.secrets import hide, remember
 
 if TYPE_CHECKING:
     import torch
@@ -157,6 +158,7 @@ class HyperParameters:
             require(name)
         from accmt.config.schema import check
 
+        remember(document.values)
         checked = check(document)
         schema, optim, scheduler = checked.schema, checked.optim, checked.scheduler
         self.epochs: int = schema.epochs
@@ -279,8 +281,11 @@ class HyperParameters:
         }
 
     def get_config(self) -> dict[str, int | float | bool | str]:
-        """Return one flat level for trackers: `optim.lr` for nested keys, strings for lists, nothing for None."""
-        return dict(_flat(self.to_dict()["hps"], ""))
+        """Return one flat level for trackers: `optim.lr` for nested keys, strings for lists, nothing for None.
+
+        Secrets are hidden.
+        """
+        return dict(_flat(hide(self.to_dict()["hps"]), ""))
 
     def __getitem__(self, key: str) -> Any:
         if key not in FIELDS:
@@ -295,7 +300,7 @@ class HyperParameters:
     __hash__ = None  # type: ignore[assignment]  # its fields can be set
 
     def __repr__(self) -> str:
-        return f"HyperParameters({', '.join(f'{key}={self[key]!r}' for key in FIELDS)})"
+        return f"HyperParameters({', '.join(f'{key}={hide({key: self[key]})[key]!r}' for key in FIELDS)})"
 
     def _batch_size_of(self, stage: int) -> int:
         sizes = self.batch_size if isinstance(self.batch_size, tuple) else (self.batch_size,)

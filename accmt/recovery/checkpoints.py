@@ -23,6 +23,7 @@ from accmt.processes import close_cpu_group, is_main_process, new_cpu_group, run
 from accmt.recovery.relaunch import describe_launch
 from accmt.recovery.run_state import collect_others
 from accmt.run import Run
+from accmt.secrets import hide
 from accmt.settings import Settings
 from accmt.settings.saving import Checkpointer
 
@@ -306,6 +307,6 @@ def describe(run: Run, counters: Mapping[str, Any]) -> dict[str, Any]:
         "best": dict(run.state.best),
         "run_name": run.tracking.run_name,
         "seed": run.seed,
-        "hps": run.settings.hps.to_dict()["hps"],
+        "hps": hide(run.settings.hps.to_dict()["hps"]),
         "mixed_precision": str(run.accelerator.mixed_precision),
     }

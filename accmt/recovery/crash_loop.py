@@ -17,6 +17,7 @@ from accmt.errors import Preempted, explain
 from accmt.files import dumps, loads, write_text
 from accmt.messages import warn
 from accmt.processes import is_main_process
+from accmt.secrets import hide_text
 
 if TYPE_CHECKING:
     from accmt.run import Run
@@ -57,7 +58,7 @@ def record_end(run: Run, error: BaseException | None) -> None:
         if error is None or isinstance(error, KeyboardInterrupt | Preempted):
             forget_starts(folder)
         else:
-            text = "".join(traceback.format_exception_only(error)).strip()[:_MAX_TEXT]
+            text = hide_text("".join(traceback.format_exception_only(error)).strip())[:_MAX_TEXT]
             record_failure(folder, run.state.global_step, text)
     except OSError as own:
         warn(f"this end is not recorded in {folder}: {own}")

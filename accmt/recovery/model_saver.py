@@ -34,13 +34,13 @@ from accmt.saving import (
     keep_previous,
     name_by_rules,
     remove_surplus,
-    write_command,
     write_hps,
     write_model_card,
     write_status,
     write_trainer_config,
 )
 from accmt.saving.streaming import ShardedState
+from accmt.secrets import write_command
 from accmt.settings import Settings
 from accmt.sharded_tensors import class_of
 from accmt.tracking import resolve_trackers

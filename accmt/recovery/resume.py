@@ -16,6 +16,7 @@ from accmt.config.changes import Change, compare, require_allowed
 from accmt.errors import NoCheckpointError, explain
 from accmt.messages import say, warn
 from accmt.processes import num_processes
+from accmt.secrets import hide
 from accmt.settings import Settings
 
 
@@ -52,7 +53,8 @@ def find_resumed(settings: Settings, override: Path | None = None) -> Resumed | 
         return None
     others = read_others(folder, whole=["data"])  # the position holds what a stream returned as its state
     resets_optimizer = settings.checkpoints.reset_optimizer_on_resume
-    changes = compare(others["hps"], settings.hps.to_dict()["hps"], resets_optimizer=resets_optimizer)
+    hps = settings.hps.to_dict()["hps"]
+    changes = compare(hide(others["hps"]), hide(hps), resets_optimizer=resets_optimizer)
     require_allowed(changes, f"continuing from {folder}")
     manifest = read_manifest(folder)
     resumed = Resumed(folder, others, manifest if isinstance(manifest, Manifest) else None, tuple(changes))

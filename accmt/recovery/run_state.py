@@ -20,6 +20,7 @@ from accmt.optimization.resuming import group_arguments, restore_scheduler
 from accmt.parallel.reduction import broadcast_buffers
 from accmt.recovery.resume import Resumed
 from accmt.run import Run
+from accmt.secrets import hide
 from accmt.state import Stateful
 
 
@@ -60,7 +61,7 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
         "seed": run.seed,
         "run_name": run.tracking.run_name,
         "run_id": run.saver.run_id,
-        "hps": run.settings.hps.to_dict()["hps"],
+        "hps": hide(run.settings.hps.to_dict()["hps"]),
         "scheduler_length": run.scheduler_length,
         "scheduler_class": _name_of(run.scheduler),
         "plan": run.length.plan(),

@@ -1,7 +1,7 @@
 """What lies in a model folder: weights and the status of the run that wrote them; and which weights are kept."""
 
 from accmt.saving.load_weights import load_weights
-from accmt.saving.model_card import write_command, write_hps, write_model_card, write_trainer_config
+from accmt.saving.model_card import write_hps, write_model_card, write_trainer_config
 from accmt.saving.model_folder import (
     RUN_KEY,
     ModelFolderClaim,
@@ -35,7 +35,6 @@ __all__ = [
     "require_storable",
     "save_weights",
     "without_validation",
-    "write_command",
     "write_hps",
     "write_model_card",
     "write_status",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import yaml
 
 from accmt.files import dumps, write_text
+from accmt.secrets import hide, hide_text
 from accmt.settings.monitor import Monitor
 
 CARD_NAME = "README.md"
@@ -25,9 +24,6 @@ CARD_MARK = "<!-- accmt writes this file again at each save; without this line i
 HPS_MARK = "# accmt writes this file again at each save; without this line it is yours and stays as it is."
 TRAINER_MARK = '"hps_config":'
 
-_SECRET = re.compile(r"(?i)(key|token|secret|passw)")
-_PASSWORD_IN_URL = re.compile(r"(?i)://[^/]*@|[?&][^=&]*(key|token|secret|passw)[^=&]*=")
-
 
 def write_model_card(folder: Path, *, head: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any] | str]) -> bool:
     """Write `README.md`, unless there is one that accmt did not write.
@@ -38,30 +34,34 @@ def write_model_card(folder: Path, *, head: Mapping[str, Any], sections: Mapping
 
     Processes: main only.
     """
-    parts = [f"---\n{yaml.safe_dump(dict(head), sort_keys=False)}---", CARD_MARK, f"# {_name(folder)}"]
-    parts += [f"## {heading}\n\n{_write_section(content)}" for heading, content in sections.items() if content]
-    return _replace_own(folder / CARD_NAME, CARD_MARK, "\n\n".join(parts) + "\n")
+    parts = [f"---\n{yaml.safe_dump(hide(dict(head)), sort_keys=False)}---", CARD_MARK, f"# {_name(folder)}"]
+    parts += [f"## {heading}\n\n{_write_section(hide(content))}" for heading, content in sections.items() if content]
+    return _replace_own(folder / CARD_NAME, CARD_MARK, hide_text("\n\n".join(parts) + "\n"))
 
 
 def write_hps(folder: Path, hps: Mapping[str, Any]) -> bool:
     """Write `hps.yaml`, from which `Trainer(hps_config=...)` trains again; unless somebody else's is there.
 
+    Secrets are left out.
+
     Processes: main only.
     """
-    return _replace_own(folder / HPS_NAME, HPS_MARK, f"{HPS_MARK}\n{yaml.safe_dump(dict(hps), sort_keys=False)}")
+    text = yaml.safe_dump(hide(dict(hps), leave_out=True), sort_keys=False)
+    return _replace_own(folder / HPS_NAME, HPS_MARK, f"{HPS_MARK}\n{text}")
 
 
 def write_trainer_config(folder: Path, arguments: Mapping[str, Any]) -> bool:
     """Write `trainer_config.json`, of which `Trainer.from_config` makes the Trainer again; unless another's is there.
 
-    What no file can hold, such as callbacks and functions, is left out; so are keys, tokens and passwords of trackers.
+    What no file can hold, such as callbacks and functions, is left out; so are secrets.
 
     Processes: main only.
     """
-    hps = {"hps_config": arguments["hps_config"]}
-    others = {name: _to_plain(value) for name, value in arguments.items() if not _is_secret(name, value)}
+    plain = hide(_to_plain(arguments), leave_out=True)
+    others = {name: value for name, value in plain.items() if name != "hps_config"}
     held = {name: kept for name, value in others.items() if (kept := _writable_part(name, value)) is not _NOTHING}
-    return _replace_own(folder / TRAINER_NAME, TRAINER_MARK, dumps({**held, **hps}, indent=2) + "\n")
+    held["hps_config"] = hide(arguments["hps_config"], leave_out=True)
+    return _replace_own(folder / TRAINER_NAME, TRAINER_MARK, dumps(held, indent=2) + "\n")
 
 
 def _to_plain(value: Any) -> Any:
@@ -73,18 +73,14 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, Monitor):
         return vars(value)
     if isinstance(value, Mapping):
-        return {_to_key(name): _to_plain(item) for name, item in value.items() if not _is_secret(str(name), item)}
+        return {_to_key(name): _to_plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple | set):
-        return [_to_plain(item) for item in value if not _is_secret("", item)]
+        return [_to_plain(item) for item in value]
     return value
 
 
 def _to_key(name: Any) -> Any:
     return str(name) if type(name) is int else name  # JSON has text alone, and `Trainer.from_config` reads it as meant
-
-
-def _is_secret(name: str, value: Any) -> bool:
-    return bool(_SECRET.search(name) or isinstance(value, str) and _PASSWORD_IN_URL.search(value))
 
 
 def _writable_part(name: str, value: Any) -> Any:
@@ -100,19 +96,6 @@ def _can_be_written(value: Any) -> bool:
         return bool(json.loads(dumps(value)) == value)  # infinity would come back as text
     except TypeError:
         return False
-
-
-def write_command(arguments: Sequence[str]) -> str:
-    """Return a program's arguments as a line for the shell; the values of keys, tokens and passwords are hidden."""
-    shown: list[str] = []
-    for argument in arguments:
-        name, is_assigned, _ = argument.partition("=")
-        if is_assigned and _SECRET.search(name):
-            argument = f"{name}=..."
-        elif shown and shown[-1].startswith("-") and "=" not in shown[-1] and _SECRET.search(shown[-1]):
-            argument = "..."
-        shown.append(argument)
-    return shlex.join(["python", *shown])
 
 
 def _name(folder: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from accmt.config import HyperParameters
 from accmt.errors import ArgumentError, HyperParameterError, SeveralFaultsError
+from accmt.secrets import remember
 from accmt.settings.data import DataSettings
 from accmt.settings.evaluation import EvaluationSettings
 from accmt.settings.keywords import check_keywords
@@ -73,6 +74,7 @@ class Settings:
             SeveralFaultsError: Faults in the hyper-parameters, and others.
         """
         values = {name: fspath(value) if isinstance(value, PathLike) else value for name, value in arguments.items()}
+        remember(values)
         faults, parts = _Faults(), dict[str, Any]()
         with faults.collecting():
             names = values.keys() - {"tracker_kwargs"}

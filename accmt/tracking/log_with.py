@@ -15,7 +15,6 @@ from accmt.tracking.trackers import TRACKERS
 
 _CLASSES = ", ".join(spec.__name__ for spec in TRACKERS.values())
 _SUPPORTED = f"{_CLASSES}, their names, any accelerate GeneralTracker, or a list of these"
-_SECRETS = ("api_key", "token", "password", "secret")
 
 
 def resolve_trackers(log_with: Any) -> list[TrackerSpec]:
@@ -82,11 +81,6 @@ def report_missing_key(spec: TrackerSpec, place: RunPlace, kwargs: Mapping[str, 
         expected = 'a key of its service, for tracker_delivery={"offline": False}'
         raise TrackerError(explain(where, "no key", expected, f'{how}, or tracker_delivery={{"offline": "auto"}}'))
     say(f"the tracker {spec.name} has no key ({how}) and writes files; upload them by `{spec.upload_command(place)}`")
-
-
-def without_secrets(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what must not lie in a run folder: keys and passwords."""
-    return {name: value for name, value in kwargs.items() if not name.lower().endswith(_SECRETS)}
 
 
 def _find_spec(entry: Any) -> TrackerSpec:

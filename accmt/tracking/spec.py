@@ -9,6 +9,7 @@ from functools import cache
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from accmt.secrets import remember
 from accmt.tracking.media import Kind, Media
 from accmt.tracking.outage import is_outage
 from accmt.tracking.replay import Resume, Rewinding, Row
@@ -61,6 +62,7 @@ class TrackerSpec:
     rewinding: ClassVar[Rewinding] = Rewinding.KEEPS
 
     def __init__(self, **init_kwargs: Any) -> None:
+        remember(init_kwargs)
         self.init_kwargs = init_kwargs
 
     def accepted_names(self) -> frozenset[str] | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from accmt.errors import ArgumentError, explain
+from accmt.secrets import HIDDEN, hide_text
 from accmt.tracking.delivery import Delivery, wait_for_the_end
 from accmt.tracking.history import HISTORY_FILE, History, read_history
 from accmt.tracking.ledger import LEDGER_FILE, Ledger
@@ -27,13 +29,15 @@ class Synced:
     problem: str | None = None
 
 
-def sync_run(run_folder: Path, *, timeout_s: float = 600.0) -> list[Synced]:
+def sync_run(run_folder: Path, *, timeout_s: float = 600.0, server: str | None = None) -> list[Synced]:
     """Deliver the rows that the trackers of a run have not got, and end the run there with its true status.
 
     A run without a status was killed, and gets the status "KILLED".
 
     Args:
         timeout_s: How long to try, for each tracker.
+        server: The whole URL of a tracker's store, where that of the run held a secret, which is in no file. None: one
+            that the environment holds, such as in MLFLOW_TRACKING_URI.
 
     Raises:
         ArgumentError: It is not the folder of a run, or the run is still running and delivers by itself.
@@ -50,7 +54,7 @@ def sync_run(run_folder: Path, *, timeout_s: float = 600.0) -> list[Synced]:
                 explain("accmt sync", f"{run_folder}, of a run that is still running", "one that is over", do)
             )
         status = _find_status(run_folder, history)
-        return [_sync(key, run_folder, history, ledger, status, timeout_s) for key in ledger.accounts]
+        return [_sync(key, run_folder, history, ledger, status, timeout_s, server) for key in ledger.accounts]
     finally:
         history.close()
 
@@ -64,7 +68,9 @@ def _find_status(run_folder: Path, history: History) -> str:
     return "KILLED"
 
 
-def _sync(key: str, folder: Path, history: History, ledger: Ledger, status: str, timeout_s: float) -> Synced:
+def _sync(
+    key: str, folder: Path, history: History, ledger: Ledger, status: str, timeout_s: float, server: str | None
+) -> Synced:
     account = ledger.accounts[key]
     account.reopen()
     left_before = count_rows_left(history.path, account)
@@ -72,7 +78,12 @@ def _sync(key: str, folder: Path, history: History, ledger: Ledger, status: str,
         return Synced(key, 0, 0)
     if key not in TRACKERS:
         return Synced(key, 0, left_before, "your own tracker, which only a run can start")
-    delivery = _build_delivery(key, folder, history, ledger)
+    url = _find_url(account.server, server)
+    if url is not None and HIDDEN in url:
+        return Synced(
+            key, 0, left_before, f"the secret of its URL {url} is in no file: pass --server with the whole URL"
+        )
+    delivery = _build_delivery(key, folder, history, ledger, url)
     delivery.begin(min(_START_S, timeout_s))
     wait_for_the_end([delivery], status, timeout_s if delivery.start_error is None else 0.0)
     delivery.detach(status)
@@ -82,10 +93,18 @@ def _sync(key: str, folder: Path, history: History, ledger: Ledger, status: str,
     return Synced(key, max(left_before - left, 0), left, None if is_done else name_error(problem))
 
 
-def _build_delivery(key: str, folder: Path, history: History, ledger: Ledger) -> Delivery:
+def _find_url(written: str | None, server: str | None) -> str | None:
+    """Return the URL of a tracker's store; of one whose secret was hidden the URL that it is in whole, if known."""
+    if written is None or HIDDEN not in written:
+        return written
+    known = (url for url in (server, *os.environ.values()) if url and hide_text(url) == written)
+    return next(known, server or written)
+
+
+def _build_delivery(key: str, folder: Path, history: History, ledger: Ledger, url: str | None) -> Delivery:
     account = ledger.accounts[key]
     # The folder may have been moved since: a local store is looked for beside it, not where it was.
-    logging_dir = account.server or str(folder.absolute().parent.parent)
+    logging_dir = url or str(folder.absolute().parent.parent)
     (spec,) = resolve_trackers(key)
     place = RunPlace(logging_dir, ledger.track_name, ledger.run_name, folder.absolute())
     start = RunStart(place, account.kwargs, is_quiet=True)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 from accmt.errors import ArgumentError, MissingPackageError, TrackerError, explain
 from accmt.files import require_writable_folder
 from accmt.messages import say, warn
+from accmt.secrets import hide, hide_text
 from accmt.tracking.delivery import Delivery, wait_for_the_end
 from accmt.tracking.history import History, read_rows
 from accmt.tracking.ledger import Account, Ledger
-from accmt.tracking.log_with import kwargs_of_each, report_missing_key, without_secrets
+from accmt.tracking.log_with import kwargs_of_each, report_missing_key
 from accmt.tracking.media import MediaLog
 from accmt.tracking.outage import name_error
 from accmt.tracking.replay import Rewinding, count_rows_left
@@ -156,7 +157,7 @@ class Tracking:
         except BaseException:
             self.finish("FAILED", flush_s=_FLUSH_AFTER_A_FAILED_START_S)
             raise
-        history.add_config(to_plain(config))
+        history.add_config(hide(to_plain(config)))
         self._notify()
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
@@ -246,7 +247,9 @@ class Tracking:
             history.add_rewind(self._resumed["line"], self._resumed["step"], ledger.attempt)
         for key, (spec, kwargs) in self._trackers.items():
             account = self._find_account(key, spec, before, lines)
-            account.server, account.kwargs = spec.server(self._place), to_plain(without_secrets(kwargs))
+            server = spec.server(self._place)
+            account.server = server and hide_text(server)
+            account.kwargs = hide(to_plain(kwargs), leave_out=True)
             ledger.accounts[key] = account
         return ledger
 

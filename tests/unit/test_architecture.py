@@ -22,6 +22,7 @@ LAYERS = [
         "precision",
         "sharded_tensors",
         "libraries",
+        "secrets",
     },
     {"config", "settings", "compat", "protocols"},
     {"data", "optimization", "checkpoint", "saving", "metrics", "tracking", "failures", "callbacks"},

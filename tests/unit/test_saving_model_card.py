@@ -1,5 +1,4 @@
 import json
-import shlex
 
 import pytest
 import yaml
@@ -8,7 +7,6 @@ from accmt import HyperParameters
 from accmt.saving.model_card import (
     CARD_MARK,
     TRAINER_NAME,
-    write_command,
     write_hps,
     write_model_card,
     write_trainer_config,
@@ -73,23 +71,6 @@ def test_somebody_elses_hyper_parameters_stay(tmp_path):
     (tmp_path / "hps.yaml").write_text("hps: {}\n")
     assert not write_hps(tmp_path, {"hps": {"epochs": 1}})
     assert yaml.safe_load((tmp_path / "hps.yaml").read_text()) == {"hps": {}}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        (["train.py"], "python train.py"),
-        (["train.py", "--lr", "0.1", "a b"], "python train.py --lr 0.1 'a b'"),
-        (
-            ["train.py", "--api-key=abc", "--hub_token", "abc", "--name", "x"],
-            "python train.py --api-key=... --hub_token ... --name x",
-        ),
-        (["train.py", "WANDB_API_KEY=abc", "--PASSWORD", "abc"], "python train.py WANDB_API_KEY=... --PASSWORD ..."),
-    ],
-)
-def test_a_command_is_a_line_for_the_shell_without_secrets(arguments, shown):
-    assert write_command(arguments) == shown
-    assert shlex.split(shown)[0] == "python"
 
 
 def test_no_password_is_written_whatever_it_stands_in(tmp_path):

@@ -16,7 +16,7 @@ from accelerate.tracking import (
 
 from accmt import Aim, ClearML, CometML, DVCLive, MLFlow, SwanLab, TensorBoard, Trackio, WandB
 from accmt.errors import ArgumentError, MissingPackageError, TrackerError, UnknownArgumentError
-from accmt.tracking.log_with import kwargs_of_each, report_missing_key, resolve_trackers, without_secrets
+from accmt.tracking.log_with import kwargs_of_each, report_missing_key, resolve_trackers
 from accmt.tracking.run_folder import RunPlace
 from accmt.tracking.spec import RunStart, TrackerSpec, UserTracker
 
@@ -238,8 +238,3 @@ def test_nothing_is_said_where_nothing_is_missing(caplog):
     report_missing_key(Keyless(), PLACE, {"key": "x"}, is_needed=True)
     report_missing_key(TrackerSpec(), PLACE, {}, is_needed=True)
     assert caplog.messages == []
-
-
-def test_secrets_are_not_written_down():
-    given = {"api_key": "x", "token": "x", "write_token": "x", "experiment_key": "kept", "tags": ["kept"]}
-    assert without_secrets(given) == {"experiment_key": "kept", "tags": ["kept"]}

@@ -1,0 +1,284 @@
+"""Hides secrets in everything that leaves memory: files, rows of trackers, messages and errors.
+
+A secret is known by the key that it stands under, by its shape (a password in a URL, the token of a service), or by its
+value: what has a secret's name in the environment, on the command line or in the settings. Training gets the value
+itself; only what is written or printed passes through here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+HIDDEN = "***"
+"""What stands in the place of a secret."""
+
+_SHORTEST_VALUE = 8  # a shorter one is too likely to be an ordinary word, which would be hidden everywhere
+
+_INSIDE = (
+    *("password", "passwd", "passphrase", "passcode", "sshpass", "credential", "connectionstring", "apikey"),
+    *("secretkey", "accesskey", "privatekey", "authtoken", "accesstoken", "bearertoken"),
+)
+"""A name that holds one of these, its words written as one, is a secret's."""
+
+_WORDS = frozenset({"secret", "secrets", "pwd", "pw", "creds", "authorization", "bearer", "jwt"})
+"""A name with one of these words is a secret's."""
+
+_LAST_WORDS = frozenset({"auth", "token", "key", "pass", "header", "headers", "cookie", "cookies"})
+"""A name that ends in one of these is a secret's; `token_type` and `key_padding` are not."""
+
+_OF_PLACES = frozenset({"dir", "file", "folder", "length", "path", "type"})
+"""A name that ends in one of these says something about a secret: `key_file`."""
+
+_BEFORE_DATA = """
+    additional assistant audio backward batch begin bos by cache chosen class cls column content data decoder each end
+    eos eot every experiment feature features field first foreign forced forward group image index input instruction
+    item join label labels lang language last level loss map mask max memory message messages metric min monitor multi
+    n name next num number of output pad padding per placeholder position prefix primary prompt query record reference
+    rejected response result return row sample second sep separator single sort source special split src start state
+    step stop suffix system table target task text tgt think tool total unk use value video vision vocab word
+"""
+_OF_DATA = frozenset(_BEFORE_DATA.split())
+"""A word before `token`, `key` or `pass` that makes it one of data: `label_key`, `pad_token`, `forward_pass`."""
+
+_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_IN_URL = re.compile(
+    r"""\b([a-z][a-z\d+.-]*://)(?:"""
+    r"""[^\s/?#"'<>@:]*:(?!\d{1,5}(?:[/?#,;)\s"']|$))[^\s"'<>]*"""  # user:password, not host:port
+    r"""|[^\s/?#"'<>]+)@""",
+    re.IGNORECASE,
+)
+_PARAMETER = re.compile(r"""([?&#;])([^\s=&#?;"'<>]{1,80})=([^\s&#;"'<>]+)""")
+_ASSIGNED = re.compile(
+    r"""([A-Za-z][\w-]*)(["']?[^\S\n]*[=:][^\S\n]*)("[^"\n]*"|'[^'\n]*'|[^\s,;()'"\[\]{}]+)""",
+)
+_AUTHORIZATION = re.compile(
+    r"""(?i)(\bauthorization["']?\s*[=:]\s*["']?(?:(?:basic|bearer|digest|token)\s+)?|\bbearer\s+(?=\S*\d))[^\s"',;]+"""
+    r"""|(\bcookie["']?\s*:\s*["']?)[^\n"']+"""
+)
+_PEM = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[\s\S]*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)")
+_TOKENS = re.compile(
+    r"(?<![\w-])(?:"
+    r"hf_(?=\w*[A-Z\d])[A-Za-z\d]{16,}"  # Hugging Face
+    r"|gh[opsur]_[A-Za-z\d]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
+    r"|sk-(?=[\w-]*\d)[\w-]{16,}|[sr]k_(?:live|test)_\w{10,}"  # OpenAI, Anthropic; Stripe
+    r"|(?:AKIA|ASIA)[A-Z\d]{16}"  # AWS
+    r"|AIza[\w-]{30,}|ya29\.[\w-]{16,}|xox[a-z]-[\w-]{10,}"  # Google, Slack
+    r"|npm_[A-Za-z\d]{30,}|pypi-[\w-]{30,}|nvapi-[\w-]{20,}|dapi[\da-f]{32}|gsk_[A-Za-z\d]{20,}|r8_[A-Za-z\d]{30,}"
+    r"|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)*"  # a JSON web token
+    r")"
+)
+_PLAIN = re.compile(r"[\w.,:/=+@%~-]*")
+_RANDOM = re.compile(r"(?=[A-Za-z+=_-]*\d)(?=[\d+=_-]*[A-Za-z])[\w+=-]{20,}")  # letters and digits, and long
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+
+_remembered: set[str] = set()
+
+
+@lru_cache(maxsize=4096)
+def is_secret_name(name: str) -> bool:
+    """Return whether a key, flag or variable of this name holds a secret.
+
+    Words decide, not letters: `hub_token`, `apiKey` and `X-Api-Key` do, `tokenizer`, `max_tokens` and `monkey` do not.
+    """
+    words = [part.lower() for part in _PART.findall(name)]
+    if not words or words[-1] in _OF_PLACES:
+        return False
+    if _is_surely_secret(words):
+        return True
+    if words[-1] not in _LAST_WORDS:
+        return False
+    return words[-1] not in ("token", "key", "pass") or _OF_DATA.isdisjoint(words[:-1])
+
+
+def hide(value: Any, *, leave_out: bool = False) -> Any:
+    """Return a value as it may be written: with `HIDDEN` in place of each secret, at any depth.
+
+    Args:
+        leave_out: Whether entries with a secret are left out instead, for a file that is read again.
+    """
+    return _hide(value, _known(), leave_out=leave_out)
+
+
+def hide_text(text: str) -> str:
+    """Return text with `HIDDEN` in place of each secret."""
+    return _hide_text(text, _known())
+
+
+def remember(value: Any) -> None:
+    """Hide from here on, in all text, the secrets that settings hold: the error of a library may repeat them."""
+    _remembered.update(secret for secret in _find(value, is_secret=False) if len(secret) >= _SHORTEST_VALUE)
+
+
+def write_command(arguments: Sequence[str]) -> str:
+    """Return a program's arguments as a line for the shell: the program, its flags, and values that are harmless.
+
+    Harmless are numbers, words and paths that no secret's flag stands before; others are `...`.
+    """
+    known, shown, flag = _known(), [_hide_text(name, _known()) for name in arguments[:1]], ""
+    for argument in arguments[1:]:
+        name, is_assigned, value = argument.partition("=")
+        if argument.startswith("-") and not _NUMBER.fullmatch(argument):
+            flag = name
+            shown.append(name if _is_harmless("", name, known) else "...")
+        elif is_assigned and re.fullmatch(r"[+~]*[\w.@/-]+", name):  # as Hydra has them
+            name, value = ("..." if is_secret_name(flag) else name), ("..." if is_secret_name(flag) else value)
+            shown.append(name)
+        else:
+            shown.append(argument if _is_harmless(flag, argument, known) else "...")
+            flag = argument if is_secret_name(argument) else flag
+            continue
+        if is_assigned:
+            shown[-1] += f"={value if _is_harmless(name, value, known) else '...'}"
+    return shlex.join(["python", *shown])
+
+
+def _is_surely_secret(words: Sequence[str]) -> bool:
+    written = "".join(words)
+    return any(known in written for known in _INSIDE) or not _WORDS.isdisjoint(words)
+
+
+def _is_harmless(flag: str, value: str, known: Sequence[str]) -> bool:
+    if is_secret_name(flag):
+        return False
+    if _NUMBER.fullmatch(value) or _exists(value):
+        return True
+    is_letter = re.fullmatch(r"-\w", flag) is not None  # -p, -u and -H are a password, a user and a header to many
+    is_plain = _PLAIN.fullmatch(value) is not None and not _RANDOM.search(value)
+    return is_plain and not is_letter and _hide_text(value, known) == value
+
+
+def _hide(value: Any, known: Sequence[str], *, leave_out: bool) -> Any:
+    if isinstance(value, str):
+        return _hide_text(value, known)
+    if isinstance(value, Mapping):
+        kept: dict[Any, Any] = {}
+        for key, item in value.items():
+            is_secret = isinstance(key, str) and _is_secret(key, item)
+            if not (leave_out and (is_secret or _changes(item, known))):
+                key = _hide_text(key, known) if isinstance(key, str) else key
+                kept[key] = HIDDEN if is_secret else _hide(item, known, leave_out=leave_out)
+        return kept
+    if type(value) in (list, tuple, set, frozenset):
+        items = [item for item in value if not (leave_out and _changes(item, known))]
+        return type(value)(_hide(item, known, leave_out=leave_out) for item in items)
+    return value
+
+
+def _changes(value: Any, known: Sequence[str]) -> bool:
+    return isinstance(value, str) and _hide_text(value, known) != value
+
+
+def _is_secret(key: str, value: Any) -> bool:
+    """Return whether an entry is a secret: `token: true` holds none, nor does `header: 0`; `password: 1234` does."""
+    if value is None or isinstance(value, bool):
+        return False
+    names = [part for part in key.split(".") if is_secret_name(part)]  # of flat keys, such as `model.token`
+    if isinstance(value, int | float):
+        return any(_is_surely_secret([part.lower() for part in _PART.findall(name)]) for name in names)
+    return bool(names)
+
+
+def _hide_text(text: str, known: Sequence[str]) -> str:
+    for secret in known:
+        text = text.replace(secret, HIDDEN)
+    if "://" in text:
+        text = _IN_URL.sub(_hide_user, text)
+    if "PRIVATE KEY" in text:
+        text = _PEM.sub(rf"\1{HIDDEN}\2", text)
+    text = _AUTHORIZATION.sub(lambda found: f"{found[1] or found[2]}{HIDDEN}", text)
+    if "=" in text or ":" in text:
+        text = _ASSIGNED.sub(_hide_assigned, _PARAMETER.sub(_hide_parameter, text))
+    return _TOKENS.sub(HIDDEN, text)
+
+
+def _hide_user(found: re.Match[str]) -> str:
+    user = found[0].removeprefix(found[1])
+    is_name = ":" not in user and len(user) < 20 and not found[1].lower().startswith("http")  # ssh://git@host
+    return found[0] if is_name else f"{found[1]}{HIDDEN}@"
+
+
+def _hide_parameter(found: re.Match[str]) -> str:
+    name = unquote(found[2])
+    is_secret = is_secret_name(name) or name.lower().endswith(("sig", "signature"))  # it opens what the URL is of
+    return f"{found[1]}{found[2]}={HIDDEN}" if is_secret else found[0]
+
+
+def _hide_assigned(found: re.Match[str]) -> str:
+    """Hide what text assigns to a secret's name; where the name may mean something else, only what looks like one."""
+    name, sign, value = found.groups()
+    bare = value.strip("\"'")
+    is_done = name.lower() in ("authorization", "cookie") or bare in ("", HIDDEN, "None", "True", "False", "...")
+    if is_done or not is_secret_name(name):
+        return found[0]
+    is_sure = _is_surely_secret([part.lower() for part in _PART.findall(name)])
+    is_key = "=" in sign or sign[0] in "\"'"  # not "the key: ..." of a sentence
+    looks_random = len(bare) >= _SHORTEST_VALUE and re.search(r"\d", bare) and re.search(r"[A-Za-z]", bare)
+    if not is_sure and not (is_key and looks_random):
+        return found[0]
+    return f"{name}{sign}{value.replace(bare, HIDDEN)}"
+
+
+def _known() -> list[str]:
+    """Return the secrets whose values are known, long ones first: one may be the beginning of another."""
+    values = {os.environ[name] for name in os.environ if _may_hold_secret(name)}
+    values = {value for value in values if len(value) >= _SHORTEST_VALUE and not _is_place(value)}
+    return sorted(values | _remembered | _secrets_of_command(tuple(sys.argv)), key=len, reverse=True)
+
+
+@lru_cache(maxsize=4096)
+def _may_hold_secret(variable: str) -> bool:
+    return variable not in ("PWD", "OLDPWD") and is_secret_name(variable)
+
+
+def _is_place(value: str) -> bool:
+    """Return whether a variable only says where a secret lies, as SSH_AUTH_SOCK does."""
+    return value.startswith(("/", "~")) and _exists(value)
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):  # too long for a name, no such home, a NUL
+        return False
+
+
+@lru_cache(maxsize=4)
+def _secrets_of_command(arguments: tuple[str, ...]) -> frozenset[str]:
+    found, flag = set[str](), ""
+    for argument in arguments[1:]:
+        name, is_assigned, value = argument.partition("=")
+        flag = name if argument.startswith("-") else flag
+        if is_secret_name(flag) and not argument.startswith("-"):
+            found.add(argument)
+        elif is_assigned and is_secret_name(name):
+            found.add(value)
+        found.update(_passwords_in(argument))
+    return frozenset(secret for secret in found if len(secret) >= _SHORTEST_VALUE)
+
+
+def _find(value: Any, *, is_secret: bool) -> Iterator[str]:
+    """Yield the secrets in a value: what stands under their names, and the passwords of URLs."""
+    if isinstance(value, str):
+        yield from [value] if is_secret else _passwords_in(value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _find(item, is_secret=is_secret or (isinstance(key, str) and _is_secret(key, item)))
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from _find(item, is_secret=is_secret)
+    elif is_secret and isinstance(value, int) and not isinstance(value, bool):
+        yield str(value)
+
+
+def _passwords_in(text: str) -> Iterator[str]:
+    for found in _IN_URL.finditer(text) if "://" in text else ():
+        password = found[0].removeprefix(found[1]).removesuffix("@").partition(":")[2]
+        yield from {password, unquote(password)} - {""}
