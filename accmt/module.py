@@ -145,14 +145,19 @@ class AcceleratorModule(LogsValues):
         """
 
     def get_optimizer(self) -> torch.optim.Optimizer | None:
-        """Return an optimizer of your own; None takes the hyper-parameters'."""
+        """Return an optimizer of your own; None takes the hyper-parameters'.
+
+        An `ExtendedAcceleratorModule` may return a list of several, which it steps itself.
+        """
         return None
 
     def get_scheduler(self, optimizer: torch.optim.Optimizer, steps_per_epoch: int, epochs: int) -> LRScheduler | None:
         """Return a scheduler of your own, which is stepped once per optimizer step; None takes the hyper-parameters'.
 
+        An `ExtendedAcceleratorModule` with several optimizers may return a list: a scheduler for each.
+
         Args:
-            optimizer: The optimizer.
+            optimizer: The optimizer; several are one `ChainedOptimizer`, whose `optimizers` they are.
             steps_per_epoch: Optimizer steps of an epoch in this run.
             epochs: Epochs of this run.
         """
@@ -373,7 +378,7 @@ class ManualSteps(Protocol):
 
     def backward(self, loss: torch.Tensor) -> None: ...
     def step_optimizer(self, *, is_whole: bool = True) -> bool: ...
-    def step_scheduler(self) -> None: ...
+    def step_scheduler(self, scheduler: Any = None) -> None: ...
     def zero_grad(self) -> None: ...
 
 
@@ -404,7 +409,7 @@ class ExtendedAcceleratorModule(AcceleratorModule):
         self.manual_steps.backward(loss)
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers: those of a `ChainedOptimizer`, or the only one."""
+        """Return the optimizers: those that `get_optimizer` returned or a `ChainedOptimizer` holds, or the only one."""
         from accmt.optimization import ChainedOptimizer
 
         return list(self.optimizer.optimizers) if isinstance(self.optimizer, ChainedOptimizer) else [self.optimizer]
@@ -440,9 +445,18 @@ class ExtendedAcceleratorModule(AcceleratorModule):
             for parameter, gradient in zip(others, gradients, strict=True):
                 parameter.grad = gradient
 
-    def step_scheduler(self) -> None:
-        """Advance the scheduler by one step, if there is one."""
-        self.manual_steps.step_scheduler()
+    def step_scheduler(self, scheduler: LRScheduler | None = None) -> None:
+        """Advance the scheduler by one step, if there is one.
+
+        Args:
+            scheduler: The one of `schedulers()` that advances; None advances all.
+        """
+        self.manual_steps.step_scheduler(scheduler)
+
+    def schedulers(self) -> list[LRScheduler]:
+        """Return the schedulers: those that `get_scheduler` returned, or the only one; none without."""
+        several = getattr(self.scheduler, "schedulers", None)
+        return list(several) if several else [self.scheduler] if self.scheduler is not None else []
 
     def step(self, batch: Any = None) -> None:
         """Let the optimizer step and, if it did, advance the scheduler."""

@@ -117,7 +117,7 @@ FOREIGN_ATTRIBUTES: Mapping[str, str] = {
     "hparams": "self.trainer.hps",
     "local_rank": "self.accelerator.local_process_index",
     "logger": "self.tracker, or self.trainer.logger",
-    "lr_schedulers": "self.scheduler",
+    "lr_schedulers": "self.scheduler, or self.schedulers() in a class derived from ExtendedAcceleratorModule",
     "manual_backward": "self.backward(loss), in a class derived from ExtendedAcceleratorModule",
     "named_parameters": "self.model.named_parameters()",
     "optimizers": "self.optimizer, or self.optimizers() in a class derived from ExtendedAcceleratorModule",

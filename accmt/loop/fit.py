@@ -13,7 +13,7 @@ from accmt.failures import listening
 from accmt.huggingface import keeping_quantized_weights
 from accmt.loop.bad_sample_counts import count_bad_samples
 from accmt.loop.evaluation import evaluate_and_count
-from accmt.loop.manual import ManualSteps
+from accmt.loop.manual import ManualSteps, counting_own_steps
 from accmt.loop.preflight import check_room, try_evaluation, try_largest, try_saving
 from accmt.loop.stages import TRAINING, evaluate_before_training, finish_epoch, finish_step, resume_stages
 from accmt.loop.train_step import AutomaticSteps
@@ -52,6 +52,7 @@ def fit(run: Run) -> None:
         stack.enter_context(printing_resume_hint(run))
         stack.enter_context(run.packing.watching())
         stack.enter_context(run.own_loss.watching())
+        stack.enter_context(counting_own_steps(run))
         stack.enter_context(keeping_quantized_weights(run.unwrapped_model))
         stack.callback(_close, run)
         stack.enter_context(_recording_outcome(run))

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accmt.data import MicroBatch, derive_seed, seed_generators
+from accmt.errors import ModuleContractError, explain
 from accmt.huggingface.batch_faults import add_note_of_batch
-from accmt.loop.optimizer_step import advance_scheduler, step_optimizer, zero_gradients
+from accmt.libraries.private_names import count_writes
+from accmt.loop.optimizer_step import (
+    advance_scheduler,
+    step_optimizer,
+    step_scheduler,
+    zero_gradients,
+)
 from accmt.loop.step_outputs import read_further_values
-from accmt.messages import say_once, warn
+from accmt.messages import say_once, warn, warn_once
 from accmt.module import ExtendedAcceleratorModule
+from accmt.optimization import SeveralSchedulers, needs_closure
 from accmt.parallel.calls import counting_calls, require_call
 from accmt.parallel.reduction import average_gradients, broadcast_buffers
 from accmt.precision import autocast
 from accmt.processes import data_index, num_data_processes, sum_over_data
 from accmt.run import Place, Run, require_planned
 
+_FOREIGN = (
+    "training_step steps an optimizer that get_optimizer did not return: its state is in no checkpoint, so a resumed "
+    "run continues without it; return it from get_optimizer (several as a list), and take it from self.optimizers()"
+)
 _NOT_DROPPED = (
     "gradients are added to those that an optimizer has stepped on: call zero_grad after step_optimizer, or before the "
     "next backward. Checkpoints hold no gradients, so none is written from now on; an earlier one resumes without them"
@@ -39,6 +55,10 @@ class ManualSteps:
         self._factor = 1.0
         self._calls: list[None] = []
         self._has_stepped = False
+        self._module = module
+        self._needs_closure = any(map(needs_closure, module.optimizers()))
+        self._depth = 1  # optimizer steps within one another; 0 within training_step, outside of any
+        self._is_counted = False
         before: ManualSteps | None = getattr(module, "manual_steps", None)
         if before is None or before._run is not run:
             before = None
@@ -47,6 +67,9 @@ class ManualSteps:
         # Those that an optimizer has stepped on wait for zero_grad only, unless a backward adds to them before it.
         self._has_stepped_on: bool = before is not None and before._has_stepped_on
         self._adds_to_stepped: bool = before is not None and before._adds_to_stepped
+        self._own_steps: _OwnSteps = (
+            _OwnSteps(getattr(run.scheduler, "last_epoch", None)) if before is None else before._own_steps
+        )
         module.manual_steps = self
 
     def forward_backward(self, micro_batch: MicroBatch) -> bool:
@@ -70,7 +93,7 @@ class ManualSteps:
         batch = run.place(micro_batch.batch)
         own = run.count_samples(micro_batch, batch)
         samples = self._count_over_processes(micro_batch, own)
-        self._factor, self._has_stepped = own * num_data_processes() / samples, False
+        self._factor, self._has_stepped, self._depth = own * num_data_processes() / samples, False, 0
         seed_generators(derive_seed(run.seed, "step", run.state.epoch, micro_batch.index, data_index()), run.device)
         for hook in run.hooks.on_before_training_step:
             hook(batch=batch)
@@ -92,9 +115,102 @@ class ManualSteps:
             run.guard.add(loss.detach(), own, place)
         for hook in run.hooks.on_after_training_step:
             hook(batch=batch, outputs=outputs)
+        self._depth = 1
+        if self._own_steps.stepped:
+            self._finish_own_steps()
         run.state.count_batch()
         run.state.count_samples(samples)
         return self._has_stepped
+
+    def begin_own_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Do what `step_optimizer` does before a step, where the module has called the optimizer's own `step`.
+
+        Returns:
+            Other arguments for it, or None.
+        """
+        self._depth += 1
+        if self._depth > 1:  # within `step_optimizer`, or within the step of an optimizer around this one
+            return None
+        run = self._run
+        self._is_counted = self._is_of_model(optimizer)
+        if not self._is_counted:
+            return None
+        if run.accelerator.scaler is not None:
+            got = f"{type(optimizer).__name__}.step(), while the gradients are scaled for fp16"
+            expected, do = "a step of unscaled gradients", 'self.step_optimizer(optimizer), or mixed_precision="bf16"'
+            raise ModuleContractError(explain("training_step", got, expected, do))
+        if self._own_steps.adds_to_stepped(optimizer) and not self._adds_to_stepped:
+            self._adds_to_stepped = True
+            warn(_NOT_DROPPED)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None and run.stepper.clips:
+            run.stepper.clip(_parameters_of(optimizer))
+        for hook in run.hooks.on_before_optimizer_step:
+            hook(optimizer=optimizer)
+        run.snapshot.is_mid_step = True
+        if closure is None:
+            return None
+        others = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (args[0], self._agreeing(closure, optimizer), *args[2:]), others
+
+    def _is_of_model(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer steps parameters of the model; a module may use others for something else."""
+        if optimizer is self._module.optimizer or any(one is optimizer for one in self._module.optimizers()):
+            return True
+        is_of_model = not set(self._run.unwrapped_model.parameters()).isdisjoint(_parameters_of(optimizer))
+        if is_of_model:
+            warn_once(_FOREIGN, about="foreign optimizer")
+        return is_of_model
+
+    def _agreeing(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+        """Return a closure whose loss is the mean over processes: a line search has to decide alike on all of them."""
+        run = self._run
+
+        def evaluate() -> Any:
+            loss = closure()
+            if run.stepper.clips:
+                run.stepper.clip(_parameters_of(optimizer))
+            if loss is None or num_data_processes() == 1:
+                return loss
+            mean = sum_over_data((float(loss) * self._factor,))[0] / num_data_processes()
+            return torch.full_like(loss, mean) if isinstance(loss, torch.Tensor) else mean
+
+        return evaluate
+
+    def end_own_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note a step that the module made by the optimizer's own `step`."""
+        self._depth -= 1
+        if self._depth or not self._is_counted:
+            return
+        for hook in self._run.hooks.on_after_optimizer_step:
+            hook(optimizer=optimizer)
+        self._has_stepped = True
+        self._own_steps.stepped.append(optimizer)
+
+    def _finish_own_steps(self) -> None:
+        """After a batch, find gradients that wait for a step, and advance the scheduler unless the module does."""
+        run, own = self._run, self._own_steps
+        self.has_gradients = own.find_unstepped(self._module.optimizers()) or self._adds_to_stepped
+        stepped, own.stepped = own.stepped, []
+        if run.scheduler is None or run.settings.hps.step_scheduler_per_epoch:
+            return
+        if isinstance(run.scheduler, ReduceLROnPlateau):  # which evaluations step
+            return
+        position = getattr(run.scheduler, "last_epoch", None)
+        if own.has_advanced and position != own.position:
+            got = "a step of the scheduler, which accmt has advanced after each optimizer.step() until now"
+            do = "call self.step_optimizer(optimizer) and self.step_scheduler() in place of optimizer.step()"
+            raise ModuleContractError(explain("training_step", got, "one that advances the scheduler", do))
+        own.is_advanced_by_module |= position != own.position
+        if own.is_advanced_by_module:
+            return
+        if isinstance(run.scheduler, SeveralSchedulers):
+            for scheduler in run.scheduler.schedulers:
+                if any(scheduler.optimizer is one for one in stepped):
+                    advance_scheduler(run, scheduler)
+        elif not {self._module.optimizer, *self._module.optimizers()}.isdisjoint(stepped):
+            step_scheduler(run, at_epoch_end=False)
+        own.position, own.has_advanced = getattr(run.scheduler, "last_epoch", None), True
 
     def optimizer_step(self) -> None:
         """Count the optimizer step that the module has made."""
@@ -115,7 +231,8 @@ class ManualSteps:
         """Add the gradients of a batch's mean loss, weighted by this process's share of the micro-batch."""
         run = self._run
         self.has_gradients = True
-        if self._has_stepped_on and not self._adds_to_stepped:
+        self._own_steps.note_stale()
+        if self._has_stepped_on and not self._adds_to_stepped and self._holds_gradients():
             self._adds_to_stepped = True
             warn(_NOT_DROPPED)
         for hook in run.hooks.on_before_backward:
@@ -134,20 +251,120 @@ class ManualSteps:
         Args:
             is_whole: Whether there are no gradients of parameters that do not step here.
         """
+        if self._needs_closure:
+            got = "an optimizer that evaluates the loss itself"
+            do = (
+                "self.optimizer.step(closure); its closure calls self.zero_grad and self.backward, and returns the loss"
+            )
+            raise ModuleContractError(explain("self.step_optimizer", got, "one that takes one gradient a step", do))
         self._run.stepper.unscale()
-        is_done = step_optimizer(self._run)
+        self._depth += 1
+        try:
+            is_done = step_optimizer(self._run)
+        finally:
+            self._depth -= 1
         self._has_stepped |= is_done
         if is_whole:
             self._has_stepped_on = True
             self.has_gradients = self._adds_to_stepped
         return is_done
 
-    def step_scheduler(self) -> None:
-        """Advance the scheduler, if there is one."""
+    def step_scheduler(self, scheduler: Any = None) -> None:
+        """Advance the scheduler, if there is one, or one of several."""
         if self._run.scheduler is not None:
-            advance_scheduler(self._run)
+            self._own_steps.is_advanced_by_module = True
+            advance_scheduler(self._run, scheduler)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
         self.has_gradients = self._has_stepped_on = False
         zero_gradients(self._run)
+
+    def _holds_gradients(self) -> bool:
+        """Return whether gradients are there: the module may have dropped them by torch's own `zero_grad`."""
+        gradients = (parameter.grad for parameter in self._run.unwrapped_model.parameters())
+        return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
+
+
+class _OwnSteps:
+    """What is known of steps that the module makes by the `step` of torch's optimizers.
+
+    torch does not report their `zero_grad`. So the gradients that a step leaves behind are compared with what is there
+    later: the same tensor, written as often.
+
+    Attributes:
+        stepped: The optimizers that have stepped in this batch.
+        position: Where the scheduler was after the last batch.
+        has_advanced: Whether it was advanced for the module.
+        is_advanced_by_module: Whether the module advances it.
+    """
+
+    def __init__(self, position: int | None) -> None:
+        self.stepped: list[torch.optim.Optimizer] = []
+        self.position = position
+        self.has_advanced = False
+        self.is_advanced_by_module = False
+        self._left: dict[torch.optim.Optimizer, list[tuple[torch.Tensor | None, int]]] = {}
+        self._stale: set[torch.optim.Optimizer] = set()
+
+    def find_unstepped(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Return, after a batch, whether gradients were added for an optimizer that has not stepped in it."""
+        found = False
+        for optimizer in optimizers:
+            now = _marks_of(optimizer)
+            has_stepped = any(one is optimizer or optimizer in getattr(one, "optimizers", ()) for one in self.stepped)
+            if has_stepped or all(gradient is None for gradient, _ in now):
+                self._left[optimizer] = now
+                self._stale.discard(optimizer)
+            else:
+                found |= not _have_same(now, self._left.get(optimizer, []), quantifier=all)
+        return found
+
+    def note_stale(self) -> None:
+        """Note, before a backward, which gradients are still those of an earlier batch's step."""
+        for optimizer, left in self._left.items():
+            is_stale = _have_same(_marks_of(optimizer), left, quantifier=any)
+            (self._stale.add if is_stale else self._stale.discard)(optimizer)
+
+    def adds_to_stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the last backward added to gradients that the optimizer had stepped on."""
+        return optimizer in self._stale
+
+
+def _marks_of(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor | None, int]]:
+    gradients = [parameter.grad for parameter in _parameters_of(optimizer)]
+    return [(gradient, 0 if gradient is None else count_writes(gradient)) for gradient in gradients]
+
+
+def _have_same(now: Sequence[Any], before: Sequence[Any], quantifier: Callable[[Iterable[bool]], bool]) -> bool:
+    pairs = [(one, other) for one, other in zip(now, before, strict=False) if one[0] is not None]
+    return len(now) == len(before) and quantifier(one[0] is other[0] and one[1] == other[1] for one, other in pairs)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@contextmanager
+def counting_own_steps(run: Run) -> Iterator[None]:
+    """Let steps that a manual training step makes by an optimizer's own `step` count as those of `step_optimizer`."""
+    if not isinstance(run.module, ExtendedAcceleratorModule):
+        yield
+        return
+    attributes = vars(run.module)  # where each epoch's `ManualSteps` are
+
+    def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        steps = attributes.get("manual_steps")
+        return None if steps is None else steps.begin_own_step(optimizer, args, kwargs)
+
+    def end(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        steps = attributes.get("manual_steps")
+        if steps is not None:
+            steps.end_own_step(optimizer)
+
+    handles = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.loop.weighting import AccumulationWindow
@@ -102,14 +104,15 @@ def step_scheduler(run: Run, *, at_epoch_end: bool) -> None:
         advance_scheduler(run)
 
 
-def advance_scheduler(run: Run) -> None:
-    """Advance the scheduler by one step."""
+def advance_scheduler(run: Run, scheduler: Any = None) -> None:
+    """Advance the scheduler by one step, or one of several."""
+    scheduler = run.scheduler if scheduler is None else scheduler
     run.snapshot.is_mid_step = True
     for hook in run.hooks.on_before_scheduler_step:
-        hook(scheduler=run.scheduler)
-    run.scheduler.step()
+        hook(scheduler=scheduler)
+    scheduler.step()
     for hook in run.hooks.on_after_scheduler_step:
-        hook(scheduler=run.scheduler)
+        hook(scheduler=scheduler)
 
 
 def zero_gradients(run: Run) -> None:

@@ -46,6 +46,7 @@ class ChainedOptimizer(Optimizer):
         first = self._chained[0].param_groups[0]
         self.defaults = {"lr": first["lr"]} if "lr" in first else {}  # what polynomial decay is relative to
         self._share()
+        self.register_load_state_dict_post_hook(self._share_loaded)
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -98,6 +99,11 @@ class ChainedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"ChainedOptimizer([{', '.join(map(repr, self._chained))}])"
+
+    def _share_loaded(self, loaded: Optimizer) -> None:
+        """Share a state at once when it is loaded: schedulers and manual steps use the chained optimizers directly."""
+        if loaded is self:  # and no trial twin, which has these hooks too
+            self._share()
 
     def _share(self) -> None:
         """Let the chained optimizers have this one's state and groups; both are replaced when a state is loaded."""

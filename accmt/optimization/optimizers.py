@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,12 @@ _IMPLEMENTATIONS = frozenset({"fused", "foreach", "differentiable", "capturable"
 
 
 AsTrained = Callable[[torch.Tensor], torch.Tensor]
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Return whether an optimizer evaluates the loss itself, as LBFGS does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def build_optimizer(hps: HyperParameters, model: nn.Module, *, as_trained: AsTrained = torch.clone) -> Optimizer:

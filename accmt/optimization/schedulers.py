@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -58,6 +60,35 @@ def build_scheduler(
     except (TypeError, ValueError, ArithmeticError) as error:
         raise _refusal(hps, optimizer, error) from error
     return scheduler
+
+
+class SeveralSchedulers:
+    """One scheduler for each of several optimizers, with one state.
+
+    Attributes:
+        schedulers: The schedulers, in the order in which `get_scheduler` returned them.
+    """
+
+    def __init__(self, schedulers: Sequence[LRScheduler]) -> None:
+        self.schedulers = tuple(schedulers)
+
+    def step(self) -> None:
+        """Advance all of them."""
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def get_last_lr(self) -> list[float | torch.Tensor]:
+        """Return the rates of all their optimizers' groups."""
+        return [rate for scheduler in self.schedulers for rate in scheduler.get_last_lr()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each."""
+        return {"schedulers": [scheduler.state_dict() for scheduler in self.schedulers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of each."""
+        for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
 
 
 @dataclass(frozen=True)

@@ -101,15 +101,19 @@ class Stepper:
         for (of_one,) in by_mesh(gradients) if gradients else ():
             multiply_(of_one, factor)
 
-    def clip(self) -> torch.Tensor | None:
+    def clip(self, parameters: list[nn.Parameter] | None = None) -> torch.Tensor | None:
         """Clip the gradients of the accumulation window, unscaled before.
+
+        Args:
+            parameters: Those whose gradients are clipped; None is all.
 
         Returns:
             The norm before clipping; None where nothing was clipped by norm.
         """
+        parameters = self.parameters if parameters is None else parameters
         if self.before_clipping is not None:
-            self.before_clipping(self.parameters)
-        return clip_gradients(self.parameters, self._clip, self._clip_type)
+            self.before_clipping(parameters)
+        return clip_gradients(parameters, self._clip, self._clip_type)
 
     def step(self) -> bool:
         """Let the optimizer step.

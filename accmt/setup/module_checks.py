@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from difflib import get_close_matches
+from itertools import islice
 from os import PathLike
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from accmt.callbacks import find_hooks
@@ -19,6 +22,7 @@ from accmt.huggingface import advise_wrapping
 from accmt.metrics import Metric
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
 from accmt.module_kinds import HuggingFaceModule
+from accmt.optimization import ChainedOptimizer, SeveralSchedulers, needs_closure
 from accmt.state import Function, TrainingState
 
 _CONTRACT = tuple(
@@ -27,6 +31,8 @@ _CONTRACT = tuple(
     if callable(getattr(AcceleratorModule, name)) or name.startswith("collate_fn")
 )
 
+
+_DEEPEST, _MOST = 3, 1000  # how far containers are searched for parameters
 
 _LIBRARIES = frozenset({"accmt", "builtins", "lightning", "pytorch_lightning", "torch", "transformers"})
 
@@ -65,19 +71,18 @@ def check_validation(module: AcceleratorModule, step: str = "validation_step") -
 
 
 def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
-    """Return what `get_optimizer` returned, if it is one optimizer."""
+    """Return what `get_optimizer` returned, if it is one optimizer, or several that the module steps itself."""
     if hasattr(own, "param_groups") and hasattr(own, "step") and not isinstance(own, type):
         _require_step_without_closure(module, own)
         return own
     parts = list(own.values()) if isinstance(own, dict) else list(own) if isinstance(own, list | tuple) else []
     num_optimizers = sum(hasattr(part, "param_groups") for part in parts)
+    if parts and num_optimizers == len(parts) and isinstance(module, ExtendedAcceleratorModule):
+        return ChainedOptimizer(parts) if num_optimizers > 1 else parts[0]
     do = "def get_optimizer(self): return torch.optim.SGD(self.model.parameters(), lr=0.1)"
     if num_optimizers > 1:
         do = "return one optimizer with a group for each part; "
-        if isinstance(module, ExtendedAcceleratorModule):
-            do += "before each self.step, p.grad = None for the parameters that it leaves as they are"
-        else:
-            do += "to step each part by itself, derive from ExtendedAcceleratorModule"
+        do += "to step each part by itself, derive from ExtendedAcceleratorModule"
     elif len(parts) > 1:
         do = "def get_optimizer(self): return optimizer, and " + _GET_SCHEDULER
     elif parts:
@@ -87,18 +92,21 @@ def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
 
 
 def _require_step_without_closure(module: AcceleratorModule, optimizer: Any) -> None:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is None or closure.default is not inspect.Parameter.empty:
+    if isinstance(module, ExtendedAcceleratorModule) or not needs_closure(optimizer):
         return
     got = f"{type(optimizer).__name__}, which evaluates the loss several times in one step (it needs a closure)"
-    do = "choose an optimizer that takes one gradient a step, such as torch.optim.AdamW"
+    do = "choose an optimizer that takes one gradient a step, such as torch.optim.AdamW; or derive from "
+    do += "ExtendedAcceleratorModule, and call self.optimizer.step(closure) in training_step"
     raise ModuleContractError(explain(f"{type(module).__name__}.get_optimizer", got, "step() without a closure", do))
 
 
 def require_scheduler(module: AcceleratorModule, own: Any) -> Any:
-    """Return what `get_scheduler` returned, if it is one scheduler."""
+    """Return what `get_scheduler` returned, if it is one scheduler, or several that the module steps itself."""
     if hasattr(own, "step") and hasattr(own, "state_dict") and not isinstance(own, type):
         return own
+    is_several = isinstance(own, list | tuple) and all(isinstance(one, LRScheduler) for one in own)
+    if own and is_several and isinstance(module, ExtendedAcceleratorModule):
+        return SeveralSchedulers(own) if len(own) > 1 else own[0]
     do = f"{_GET_SCHEDULER}; several are one as torch.optim.lr_scheduler.ChainedScheduler(schedulers)"
     if isinstance(own, dict):
         do = f"{_GET_SCHEDULER}; interval='epoch' is `step_scheduler_per_epoch: true` in the hyper-parameters"
@@ -201,7 +209,7 @@ def _check_trainable(module: AcceleratorModule) -> None:
     _check_initialized(module, model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         _reject(module, "no parameter of self.model requires a gradient", "leave at least one unfrozen")
-    _check_other_models(module, model)
+    _check_other_parameters(module, model)
     _check_teacher(module, model)
 
 
@@ -213,15 +221,43 @@ def _check_initialized(module: AcceleratorModule, model: nn.Module) -> None:
         _reject(module, got, "run one batch through the model before `fit`, in __init__: self.model(torch.zeros(...))")
 
 
-def _check_other_models(module: AcceleratorModule, model: nn.Module) -> None:
+def _check_other_parameters(module: AcceleratorModule, model: nn.Module) -> None:
+    """Reject trainable parameters outside `self.model`, in attributes and in containers of them."""
     own = {id(parameter) for parameter in model.parameters()}
-    for name, other in vars(module).items():
-        if name in ("model", "teacher") or not isinstance(other, nn.Module):
+    attributes = dict(vars(module))
+    if isinstance(module, nn.Module):  # which keeps its parts apart from its attributes
+        kinds = [attributes.pop(name, {}) for name in ("_parameters", "_buffers", "_modules")]
+        attributes |= {name: value for kind in kinds for name, value in kind.items()}
+    for name, value in attributes.items():
+        found = None if name in ("model", "teacher") else _find_trainable(value, f"self.{name}", own)
+        if found is None:
             continue
-        if any(parameter.requires_grad and id(parameter) not in own for parameter in other.parameters()):
-            got = f"self.{name} has parameters that are not in self.model: they would be neither trained nor saved"
-            do = f"self.model = nn.ModuleDict({{..., {name!r}: ...}}), or self.{name}.requires_grad_(False)"
-            _reject(module, got, do)
+        path, part = found
+        if isinstance(part, nn.Module):
+            got = f"{path} has parameters that are not in self.model: they would be neither trained nor saved"
+            do = f"self.model = nn.ModuleDict({{..., {name!r}: ...}}), or {path}.requires_grad_(False)"
+        else:
+            got = f"{path} requires a gradient and is not in self.model: it would be neither trained nor saved"
+            do = f"self.model.{name} = nn.Parameter(...), and use it from there; or {path}.requires_grad_(False)"
+        _reject(module, got, do)
+
+
+def _find_trainable(value: Any, path: str, own: Set[int], depth: int = 0) -> tuple[str, Any] | None:
+    """Return the first trainable part of a value that is none of `own`, with its path."""
+    if isinstance(value, nn.Module):
+        is_other = any(parameter.requires_grad and id(parameter) not in own for parameter in value.parameters())
+        return (path, value) if is_other else None
+    if isinstance(value, torch.Tensor):  # one that was computed is a result, such as the last loss
+        is_other = value.requires_grad and value.is_leaf and id(value) not in own
+        return (path, value) if is_other else None
+    if not isinstance(value, list | tuple | dict) or depth == _DEEPEST:
+        return None
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in islice(items, _MOST):  # data may be kept in a list, too
+        found = _find_trainable(item, f"{path}[{key!r}]", own, depth + 1)
+        if found is not None:
+            return found
+    return None
 
 
 def _check_teacher(module: AcceleratorModule, model: nn.Module) -> None:

@@ -283,3 +283,204 @@ def test_gradients_that_are_added_to_are_told_and_end_the_checkpoints(caplog):
     make_trainer(HPS, checkpoint_every="step", max_checkpoints=10).fit(NeverDropped(), make_points(9), make_points(4))
     assert steps_of_checkpoints() == [1]  # before the second backward showed it
     assert caplog.text.count("gradients are added to those that an optimizer has stepped on") == 1
+
+
+class AsInTorch(Manual):
+    """The same by torch's own methods of the optimizer, as people type it."""
+
+    def training_step(self, batch):
+        (optimizer,) = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.backward(loss)
+        optimizer.step()
+        return loss
+
+
+def train_as_in_torch(kind, path="out/model", **settings):
+    module, recorder = kind(), Recorder()
+    trainer = make_trainer(HPS, path, clip_grad=0.5, checkpoint_every="2 steps", callbacks=recorder, **settings)
+    state = trainer.fit(module, make_points(8), make_points(4))
+    rows = logged(trainer, "train_loss"), logged(trainer, "val_loss"), logged(trainer, "lr")
+    names = recorder.names(
+        "on_before_optimizer_step", "on_after_scheduler_step", "on_save_checkpoint", "on_evaluation_end"
+    )
+    return module.model.weight.tolist(), state.state_dict(), rows, names
+
+
+@pytest.mark.feature("N29")
+def test_an_optimizers_own_step_is_clipped_counted_and_followed_as_a_step_of_the_module():
+    by_module, by_torch = train_as_in_torch(Manual, "out/a"), train_as_in_torch(AsInTorch, "out/b")
+    assert by_module == by_torch
+    assert by_torch[1]["global_step"] == 6
+    assert "on_save_checkpoint" in by_torch[3]
+
+
+def test_gradients_that_wait_for_an_optimizers_own_step_delay_a_checkpoint(caplog):
+    class Every2nd(AsInTorch):
+        def training_step(self, batch):
+            loss = self.loss(batch)
+            self.backward(loss)
+            if self.state.train_step % 2:
+                self.optimizer.step()
+                self.model.zero_grad()
+            return loss
+
+    trainer = make_trainer(HPS | {"epochs": 1}, checkpoint_every="epoch")
+    assert trainer.fit(Every2nd(), make_points(9)).global_step == 1
+    assert "in the middle of a step" in caplog.text
+    assert "gradients are added" not in caplog.text
+    assert not list(trainer.checkpoint_path.glob("step-*"))
+
+
+def test_gradients_that_are_never_dropped_are_said_where_the_optimizer_steps_by_itself(caplog):
+    class Forgets(AsInTorch):
+        def training_step(self, batch):
+            loss = self.loss(batch)
+            self.backward(loss)
+            self.optimizer.step()
+            return loss
+
+    make_trainer(HPS, checkpoint_every="epoch").fit(Forgets(), make_points(9))
+    assert "gradients are added to those that an optimizer has stepped on" in caplog.text
+
+
+def test_two_optimizers_may_step_as_in_torch_with_gradients_left_behind(caplog):
+    class AsInDCGAN(Adversaries):
+        def get_optimizer(self):
+            return list(make_adversaries_optimizers(self.model).optimizers)
+
+        def get_scheduler(self, optimizer, steps_per_epoch, epochs):
+            return [
+                torch.optim.lr_scheduler.StepLR(one, 1, gamma)
+                for one, gamma in zip(optimizer.optimizers, (0.5, 0.1), strict=True)
+            ]
+
+        def training_step(self, batch):
+            first, second = adversarial_losses(self.model, batch[0])
+            generator, discriminator = self.optimizers()
+            self.model["discriminator"].zero_grad()
+            self.backward(second())
+            discriminator.step()
+            if self.state.train_step == 0:
+                self.model["generator"].zero_grad()
+                self.backward(first())
+                generator.step()
+            return torch.zeros(())
+
+    def run(path, epochs, **settings):
+        module = AsInDCGAN()
+        hps = {"epochs": epochs, "batch_size": 4}
+        trainer = make_trainer(hps, path, checkpoint_every="1 step", max_checkpoints=9, shuffle_train=False, **settings)
+        state = trainer.fit(module, make_points(8))
+        rates = [group["lr"] for one in module.optimizer.optimizers for group in one.param_groups]
+        return trainer, state.global_step, rates, [weight.tolist() for weight in module.model.parameters()]
+
+    trainer, *whole = run("out/a", 2)
+    assert whole[0] == 4
+    assert whole[1] == pytest.approx([0.05 * 0.5**2, 0.05 * 0.1**4])
+    assert len(list(trainer.checkpoint_path.glob("step-*"))) == 4
+    run("out/b", 1)
+    assert run("out/b", 2, resume=True)[1:] == tuple(whole)
+    assert "in the middle" not in caplog.text
+
+
+def test_one_of_several_schedulers_advances_where_the_module_says_so():
+    class Two(Adversaries):
+        def get_scheduler(self, optimizer, steps_per_epoch, epochs):
+            return [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in optimizer.optimizers]
+
+        def training_step(self, batch):
+            result = super().training_step(batch)
+            self.step_scheduler(self.schedulers()[0])
+            return result
+
+    module = Two()
+    make_trainer({"epochs": 1, "batch_size": 4}).fit(module, make_points(8))
+    assert [group["lr"] for group in module.optimizer.param_groups] == [0.0125, 0.05]
+
+
+def test_a_scheduler_that_the_module_begins_to_advance_late_is_refused():
+    class Late(AsInTorch):
+        def training_step(self, batch):
+            if self.state.global_step == 2:
+                self.scheduler.step()
+            return super().training_step(batch)
+
+    with pytest.raises(ModuleContractError, match="which accmt has advanced"):
+        make_trainer(HPS).fit(Late(), make_points(9))
+
+    class Always(AsInTorch):
+        def training_step(self, batch):
+            loss = super().training_step(batch)
+            self.scheduler.step()
+            return loss
+
+    module = Always()
+    make_trainer({**HPS, "epochs": 1}).fit(module, make_points(9))
+    assert module.scheduler.last_epoch == 3
+
+
+def test_an_optimizer_that_get_optimizer_did_not_return_is_counted_and_said(caplog):
+    class Foreign(AsInTorch):
+        def training_step(self, batch):
+            if "own" not in vars(self):
+                self.own = torch.optim.SGD(self.model.parameters(), lr=0.1)
+                self.other = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+            self.other.step()
+            self.own.zero_grad()
+            self.backward(self.loss(batch))
+            if self.state.train_step:
+                self.own.step()
+
+    assert make_trainer(HPS).fit(Foreign(), make_points(9)).global_step == 4
+    assert caplog.text.count("get_optimizer did not return") == 1
+
+
+class ByLBFGS(Manual):
+    def get_optimizer(self):
+        return torch.optim.LBFGS(self.model.parameters(), lr=0.5, max_iter=3)
+
+    def training_step(self, batch):
+        def closure():
+            self.zero_grad()
+            loss = self.loss(batch)
+            self.backward(loss)
+            return loss
+
+        return self.optimizer.step(closure)
+
+
+def test_lbfgs_gives_the_bits_of_plain_torch_and_of_a_resumed_run():
+    def run(path, epochs, **settings):
+        module = ByLBFGS()
+        trainer = make_trainer(
+            {"epochs": epochs, "batch_size": 4}, path, shuffle_train=False, checkpoint_every="epoch", **settings
+        )
+        trainer.fit(module, make_points(8))
+        return module.model.state_dict()
+
+    reference, data = ByLBFGS(), make_points(8)
+    optimizer = reference.get_optimizer()
+    for start in [0, 4] * 3:
+
+        def closure(batch=data[start : start + 4]):
+            optimizer.zero_grad()
+            loss = reference.loss(batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    run("out/b", 1)
+    for state in (run("out/a", 3), run("out/b", 3, resume=True)):
+        assert all(torch.equal(state[name], value) for name, value in reference.model.state_dict().items())
+
+
+def test_lbfgs_without_its_closure_is_explained():
+    class Plain(ByLBFGS):
+        def training_step(self, batch):
+            self.backward(self.loss(batch))
+            self.step()
+
+    with pytest.raises(ModuleContractError, match=r"self\.optimizer\.step\(closure\)"):
+        make_trainer({"epochs": 1, "batch_size": 4}).fit(Plain(), make_points(8))
