@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from accmt.errors import PackageConflictError as PackageConflictError
     from accmt.errors import Preempted as Preempted
     from accmt.errors import ProcessFailedError as ProcessFailedError
+    from accmt.errors import ReplicasDifferError as ReplicasDifferError
     from accmt.errors import SavingError as SavingError
     from accmt.errors import SeveralFaultsError as SeveralFaultsError
     from accmt.errors import TrackerError as TrackerError
@@ -147,6 +148,7 @@ _HOMES = {
     "Precision": "accmt.metrics",
     "Preempted": "accmt.errors",
     "ProcessFailedError": "accmt.errors",
+    "ReplicasDifferError": "accmt.errors",
     "PushToHub": "accmt.callbacks",
     "R2": "accmt.metrics",
     "RMSE": "accmt.metrics",

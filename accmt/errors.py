@@ -91,6 +91,10 @@ class NonFiniteError(AccmtError, FloatingPointError):
     """A training loss is not finite, or a spike far above those before it; the message names the batch."""
 
 
+class ReplicasDifferError(AccmtError, RuntimeError):
+    """Weights or optimizer state that processes hold alike have become different; the message names the first."""
+
+
 class ProcessFailedError(AccmtError, RuntimeError):
     """Another process of the run failed, exited, or does not answer; the message holds its report."""
 

@@ -17,7 +17,7 @@ from accmt.callbacks import Callback, Hooks
 from accmt.data import Loader, MicroBatch, find_batch_size
 from accmt.data.bad_samples import BadSamples
 from accmt.data.largest import LargestBatch
-from accmt.errors import DataError, explain
+from accmt.errors import DataError, ReplicasDifferError, explain
 from accmt.huggingface import OwnLoss, PackingGuard
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.trained_parameters import TrainedParameters
@@ -28,6 +28,7 @@ from accmt.metrics.weighted_sum import Weight
 from accmt.module import AcceleratorModule
 from accmt.optimization.stepper import Stepper
 from accmt.parallel.calls import explaining_parts, requiring_call
+from accmt.parallel.replicas import Replicas
 from accmt.parallel.shards import is_sharded
 from accmt.processes import num_processes
 from accmt.saving import Patience, Selection, may_stop
@@ -352,6 +353,7 @@ class Run(EvaluationRun):
         is_resumed: Whether the run continues from a checkpoint.
         length: The optimizer steps of the run, as planned.
         packing: Looks after packed documents.
+        replicas: Compares what processes hold alike; None where a process is alone.
     """
 
     training_step: Callable[[Any], Any]
@@ -376,6 +378,7 @@ class Run(EvaluationRun):
     is_resumed: bool
     length: RunLength
     packing: PackingGuard
+    replicas: Replicas | None
     bad_samples: BadSamples = field(default_factory=BadSamples)
 
     @property
@@ -438,6 +441,21 @@ class Run(EvaluationRun):
     def reduces_by_hand(self) -> bool:
         """Whether nothing wraps the model that would average gradients, though there are several processes."""
         return num_processes() > 1 and not self.is_wrapped
+
+    def require_equal_replicas(self) -> None:
+        """Check that processes which hold the same part of the model have the same weights and optimizer state.
+
+        Processes: collective.
+
+        Raises:
+            ReplicasDifferError: They differ; no checkpoint is taken of them.
+        """
+        if self.replicas is not None and num_processes() > 1:
+            try:
+                self.replicas.require_equal(self.state.global_step)
+            except ReplicasDifferError:
+                self.snapshot.is_mid_step = True
+                raise
 
     def note_call(self, name: str) -> None:
         """Tell the other processes of a call of the user's which all have to make, so that one alone is an error."""

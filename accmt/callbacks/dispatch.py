@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from accmt.callbacks.base import Callback, MainProcessCallback
-from accmt.callbacks.hooks import HOOK_PREFIXES, HOOKS, names_of_hooks, reject_unknown_hook
+from accmt.callbacks.hooks import HOOK_PREFIXES, HOOKS, ONCE_PER_BATCH, names_of_hooks, reject_unknown_hook
 from accmt.errors import ModuleContractError, explain
 
 Hook = Callable[..., Any]
@@ -38,6 +38,8 @@ class Hooks:
     Args:
         callbacks: The callbacks, and the user's module, in their order.
         is_main_process: Whether `MainProcessCallback`s act here.
+        seed: Seeds the generators for a purpose. It is called before each of the user's hooks that act for all
+            processes, so that what a hook draws is the same on all of them, and after a resume.
 
     Raises:
         ModuleContractError: A method looks like a hook and is none, or wants a keyword that its hook does not give.
@@ -73,15 +75,28 @@ class Hooks:
     on_runtime_error: tuple[Hook, ...]
     on_exception: tuple[Hook, ...]
 
-    def __init__(self, callbacks: Sequence[object], *, is_main_process: bool = True) -> None:
+    def __init__(
+        self,
+        callbacks: Sequence[object],
+        *,
+        is_main_process: bool = True,
+        seed: Callable[[str], None] | None = None,
+    ) -> None:
         acting = [c for c in callbacks if is_main_process or not isinstance(c, MainProcessCallback)]
         found: dict[str, list[Hook]] = {name: [] for name in HOOKS}
         self.callbacks = tuple(sorted(acting, key=_order_of))
         for callback in self.callbacks:
+            is_users = not type(callback).__module__.startswith("accmt.")
             for name, methods in find_hooks(callback).items():
+                if seed is not None and is_users and name not in ONCE_PER_BATCH:
+                    found[name].append(_seeding(seed, f"{type(callback).__qualname__}.{name}"))
                 found[name] += methods
         for name, methods in found.items():
             setattr(self, name, tuple(methods))
+
+
+def _seeding(seed: Callable[[str], None], purpose: str) -> Hook:
+    return lambda **_: seed(purpose)
 
 
 def _order_of(callback: object) -> float:

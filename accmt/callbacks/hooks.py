@@ -41,6 +41,11 @@ HOOKS: dict[str, tuple[str, ...]] = {
 }
 """Each hook with the keywords it is called with; a method takes those it names."""
 
+ONCE_PER_BATCH = frozenset(
+    f"on_{moment}" for moment in ("before_training_step", "after_training_step", "before_backward", "after_backward")
+) | {"on_before_validation_step", "on_after_validation_step"}
+"""Hooks that act on a batch, of which each process has its own; the others act for all processes together."""
+
 ALIASES: dict[str, str] = {"before_eval": "on_evaluation_start", "after_eval": "on_evaluation_end"}
 """The original accmt's names. Those of other trainers work where `accmt.compat.OtherHookNames` is a base."""
 

@@ -30,7 +30,7 @@ class FrozenWeights:
         self._model = model
         weights = find_frozen(model)
         self._digests = {name: digest_of(weight) for name, weight in weights.items()}
-        self._checksums = {name: _checksum(weight) for name, weight in weights.items()}
+        self._checksums = {name: checksum(weight) for name, weight in weights.items()}
 
     def digests(self) -> dict[str, str]:
         """Return the digest of each weight left out, by plain name; one that was trained or changed is not.
@@ -44,7 +44,7 @@ class FrozenWeights:
             return {}
         weights = find_frozen(self._model)
         changed = {
-            name for name in self._digests if name not in weights or _checksum(weights[name]) != self._checksums[name]
+            name for name in self._digests if name not in weights or checksum(weights[name]) != self._checksums[name]
         }
         for name in set().union(*gather_objects(changed)):
             del self._digests[name]
@@ -91,7 +91,7 @@ def _memory_of(tensor: Tensor) -> int:
     return plain_parts(local_part(tensor))[0].untyped_storage().data_ptr()
 
 
-def _checksum(weight: Tensor) -> object:
+def checksum(weight: Tensor) -> object:
     """Return what changes with any bit of this process's part of a weight; off the CPU it is computed on the device."""
     parts = plain_parts(local_part(weight.detach()))
     return [_digest(part) if part.device.type == "cpu" else _sums(part) for part in parts]

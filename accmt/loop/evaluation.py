@@ -40,6 +40,7 @@ def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
         Losses and metrics by name; with several validation sets `<name>__<key>`. Empty without validation data.
     """
     state = run.state
+    run.require_equal_replicas()
     with in_evaluation_mode(run.unwrapped_model):
         call_hooks(run.hooks.on_evaluation_start)
         state.begin_evaluation()

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from accmt.callbacks.dispatch import Hook
-from accmt.data import note_dead_worker
+from accmt.data import derive_seed, note_dead_worker, seed_generators
 from accmt.errors import DataError, Preempted, explain, is_out_of_memory
 from accmt.failures import listening
 from accmt.huggingface import keeping_quantized_weights
@@ -75,6 +75,7 @@ def _train(run: Run) -> None:
     if run.cadence.is_evaluation_due_at_end(run.state):
         evaluate_and_count(run)
     _print_early_end(run)
+    run.require_equal_replicas()
     if run.settings.saving.save_last:
         run.saver.save_last(run)
     run.checkpoints.save_last(run)
@@ -109,6 +110,7 @@ def _train_epoch(run: Run) -> bool:
 
 def _start_epoch(run: Run) -> None:
     state = run.state
+    seed_generators(derive_seed(run.seed, "epoch", state.epoch), run.device)  # for the data that are built again
     run.loaders.reload_if_due()
     state.grad_accum_steps = run.accumulation_at(state.epoch)
     state.now.stage = "train"

@@ -59,6 +59,8 @@ class ManualSteps:
         self._needs_closure = any(map(needs_closure, module.optimizers()))
         self._depth = 1  # optimizer steps within one another; 0 within training_step, outside of any
         self._is_counted = False
+        self._place_in_epoch = 0, 0, 0  # of the batch: epoch, micro-batch, part of the data
+        self._num_acts = 0
         before: ManualSteps | None = getattr(module, "manual_steps", None)
         if before is None or before._run is not run:
             before = None
@@ -94,7 +96,8 @@ class ManualSteps:
         own = run.count_samples(micro_batch, batch)
         samples = self._count_over_processes(micro_batch, own)
         self._factor, self._has_stepped, self._depth = own * num_data_processes() / samples, False, 0
-        seed_generators(derive_seed(run.seed, "step", run.state.epoch, micro_batch.index, data_index()), run.device)
+        self._place_in_epoch, self._num_acts = (run.state.epoch, micro_batch.index, data_index()), 0
+        seed_generators(derive_seed(run.seed, "step", *self._place_in_epoch), run.device)
         for hook in run.hooks.on_before_training_step:
             hook(batch=batch)
         counting: AbstractContextManager[list[None]]
@@ -149,7 +152,9 @@ class ManualSteps:
             hook(optimizer=optimizer)
         run.snapshot.is_mid_step = True
         if closure is None:
+            seed_generators(derive_seed(run.seed, "optimizer_step", run.state.global_step, self._num_acts), run.device)
             return None
+        self._seed_for_batch()  # which the closure computes
         others = {name: value for name, value in kwargs.items() if name != "closure"}
         return (args[0], self._agreeing(closure, optimizer), *args[2:]), others
 
@@ -184,6 +189,7 @@ class ManualSteps:
             return
         for hook in self._run.hooks.on_after_optimizer_step:
             hook(optimizer=optimizer)
+        self._seed_for_batch()
         self._has_stepped = True
         self._own_steps.stepped.append(optimizer)
 
@@ -263,6 +269,7 @@ class ManualSteps:
             is_done = step_optimizer(self._run)
         finally:
             self._depth -= 1
+        self._seed_for_batch()
         self._has_stepped |= is_done
         if is_whole:
             self._has_stepped_on = True
@@ -274,11 +281,19 @@ class ManualSteps:
         if self._run.scheduler is not None:
             self._own_steps.is_advanced_by_module = True
             advance_scheduler(self._run, scheduler)
+            self._seed_for_batch()
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
         self.has_gradients = self._has_stepped_on = False
         zero_gradients(self._run)
+        self._seed_for_batch()
+
+    def _seed_for_batch(self) -> None:
+        """Seed by the batch again: hooks and optimizers draw the same on every process, what follows must not."""
+        self._num_acts += 1
+        place = (*self._place_in_epoch, self._num_acts)
+        seed_generators(derive_seed(self._run.seed, "step", *place), self._run.device)
 
     def _holds_gradients(self) -> bool:
         """Return whether gradients are there: the module may have dropped them by torch's own `zero_grad`."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from accmt.data import derive_seed, seed_generators
 from accmt.loop.weighting import AccumulationWindow
 from accmt.parallel.reduction import average_gradients
 from accmt.processes import sum_over_processes
@@ -87,6 +88,8 @@ def step_optimizer(run: Run) -> bool:
     for hook in run.hooks.on_before_optimizer_step:
         hook(optimizer=optimizer)
     run.snapshot.is_mid_step = True
+    if run.stepper.may_draw:  # the same on every process
+        seed_generators(derive_seed(run.seed, "optimizer_step", run.state.global_step), run.device)
     is_done = run.actions.optimizer_step()
     for hook in run.hooks.on_after_optimizer_step:
         hook(optimizer=optimizer)

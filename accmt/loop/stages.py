@@ -117,6 +117,8 @@ def finish_step(run: Run) -> bool:
     Returns:
         Whether training ends here.
     """
+    if run.replicas is not None and run.replicas.is_new:
+        run.require_equal_replicas()
     run.snapshot.capture(run, AFTER_STEP)
     return _finish_step(run)
 

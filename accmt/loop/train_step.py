@@ -224,6 +224,22 @@ def _require_finite(loss: torch.Tensor) -> None:
         raise ModuleContractError(explain("training_step", got, "a finite loss", do))
 
 
+def _reject_own_backward(run: Run, window: AccumulationWindow) -> None:
+    """Reject a step that calls backward itself, where its gradients would be neither averaged nor scaled.
+
+    DistributedDataParallel averages in the first backward after a forward: what a second one adds stays the process's.
+    """
+    if window.is_one_batch and run.accelerator.scaler is None:
+        return
+    for name, weight in run.unwrapped_model.named_parameters():
+        gradient = weight.grad
+        if gradient is not None and bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any()):
+            got = f"a step that has called backward itself: {name} has a gradient before the loss is returned"
+            expected = "a loss, whose backward follows: averaged over processes and accumulated batches"
+            do = "return the whole loss; or derive from ExtendedAcceleratorModule, and call self.backward and the steps"
+            raise ModuleContractError(explain("training_step", got, expected, do))
+
+
 def _weigh(
     run: Run, window: AccumulationWindow, micro_batch: MicroBatch, batch: Any, output: TrainingOutput
 ) -> tuple[Weight, Weight]:
@@ -240,6 +256,7 @@ def _weigh(
     samples = run.count_samples(micro_batch, batch, has_weight=has_weight)
     weight = samples if given is None else given
     if run.weighting.is_explicit is None:
+        _reject_own_backward(run, window)
         run.weighting.decide(weight, is_explicit=has_weight)
         warn_of_trained_padding(run.unwrapped_model, micro_batch.batch)
         if not (has_weight or window.is_one_batch):

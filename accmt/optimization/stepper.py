@@ -37,6 +37,7 @@ class Stepper:
 
     Attributes:
         optimizer: The torch optimizer.
+        may_draw: Whether the optimizer may draw random numbers in its step, for noise or to round; torch's own do not.
         before_clipping: Called with the parameters whose gradients `clip` is about to clip, whether it does or not.
     """
 
@@ -60,6 +61,8 @@ class Stepper:
         self._set_to_none = set_to_none
         self._clip = clip or None
         self._clip_type = clip_type
+        chained = optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
+        self.may_draw = not all(type(one).__module__.startswith("torch.optim.") for one in chained)
         self._drops_gradients = set_to_none and type(optimizer).zero_grad is _TORCH_ZERO_GRAD
         self._around_backward = around_backward or nullcontext
         self._is_mixed = len({mesh_of(parameter) for parameter in self.parameters}) > 1

@@ -1,4 +1,4 @@
-"""What processes do by hand: reduce gradients where one had no batch, share buffers, compare initial weights."""
+"""What processes do by hand: reduce gradients where one had no batch, share buffers, compare models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -236,28 +235,3 @@ def require_same_tensors(model: nn.Module) -> None:
             got = f"{name!r} is {on_main} on process 0, and {here} on process {rank}"
             do = "build the model by the same arguments everywhere, not by rank, files or random numbers"
             raise ModuleContractError(explain("self.model", got, "the same model on every process", do))
-
-
-def require_equal_weights(model: nn.Module) -> None:
-    """Check that training begins with the same weights on all processes.
-
-    DistributedDataParallel sees to that unless it is asked not to (`init_sync=False`) or to skip a parameter.
-
-    Processes: collective.
-    """
-    if num_processes() == 1:
-        return
-    own = {name: _digest(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    every = gather_objects(own)
-    names = [name for name in every[0] if any(other.get(name) != every[0][name] for other in every)]
-    if not names:
-        return
-    processes = [rank for rank, other in enumerate(every) if other.get(names[0]) != every[0][names[0]]]
-    got = f"{names[0]!r} differs between process 0 and {processes} (and so do {len(names) - 1} others)"
-    do = "set_seed(seed) before the model is built, and leave DDP's init_sync on"
-    raise ModuleContractError(explain("initial weights", got, "the same weights on every process", do))
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    flat = (part.detach().cpu().contiguous().reshape(-1) for part in plain_parts(tensor))
-    return "-".join(xxhash.xxh3_64_hexdigest(part.view(torch.uint8).numpy().data) for part in flat)

@@ -199,6 +199,7 @@ class Checkpoints:
         if folder is None and (self._writer is not None or self._checkpointer is not None):
             self._save(run, force=True)
             return
+        run.require_equal_replicas()
         if folder is None:
             self._begin_folder(run, self._store)
         store = self._store if folder is None else CheckpointStore(folder, max_checkpoints=sys.maxsize)
@@ -207,6 +208,7 @@ class Checkpoints:
         self._note(run, store.folder / step_name(run.state.global_step))
 
     def _save(self, run: Run, *, force: bool, at: Mapping[str, Any] | None = None) -> None:
+        run.require_equal_replicas()
         others = collect_others(run, at)
         counters = others["parts"]["state"]
         step = counters["global_step"]

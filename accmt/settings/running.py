@@ -202,6 +202,7 @@ class Failures(TypedDict, total=False):
     preempt_exit_code: int
     preflight: bool
     try_longest: bool | None
+    compare_replicas: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +227,10 @@ class FailureSettings:
             compares the room on the disk with what checkpoints and model will need; True. "try_longest": whether the
             largest micro-batch that the data can bring goes through forward and backward before training, without
             effect, so that memory runs out now if it does: the one of the longest samples, where lengths are known;
-            None (the default) does so where the device has memory of its own.
+            None (the default) does so where the device has memory of its own. "compare_replicas": whether processes
+            compare the weights and optimizer state that they hold alike, at each evaluation and checkpoint, and end
+            the run where they differ; True. False is for training that lets replicas differ on purpose, such as
+            local SGD.
     """
 
     handlers: Handler | str | Iterable[Handler | str] | None = None
@@ -255,6 +259,7 @@ class FailureSettings:
         if not isinstance(self.preflight, bool):
             raise_wrong_value("failures.preflight", self.preflight, "True or False", 'failures={"preflight": False}')
         require_choice("failures.try_longest", self.try_longest, (True, False, None))
+        require_choice("failures.compare_replicas", self.compare_replicas, (True, False))
 
     @property
     def on_nonfinite(self) -> Literal["stop", "skip", "rollback"] | None:
@@ -300,6 +305,11 @@ class FailureSettings:
     def try_longest(self) -> bool | None:
         """Whether the largest micro-batch is tried before training; None: where the device has memory of its own."""
         return (self.failures or {}).get("try_longest")
+
+    @property
+    def compare_replicas(self) -> bool:
+        """Whether processes compare what they hold alike."""
+        return (self.failures or {}).get("compare_replicas", True)
 
     @property
     def kinds(self) -> frozenset[Handler]:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.callbacks import Callback, Hooks, build_callbacks
-from accmt.data import Loader, draw_seed
+from accmt.data import Loader, derive_seed, draw_seed, seed_generators
 from accmt.errors import ArgumentError, explain
 from accmt.failures import Board, Clock, Interruption, Watch, find_machines
 from accmt.huggingface import PackingGuard
@@ -19,6 +20,7 @@ from accmt.loop.trained_parameters import TrainedParameters
 from accmt.loop.weighting import Weighting
 from accmt.metrics import RunningAverages
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
+from accmt.parallel.replicas import Replicas
 from accmt.parallel.shards import is_sharded
 from accmt.precision import autocast
 from accmt.processes import broadcast_object, is_main_process, num_processes
@@ -70,7 +72,8 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     loaders.build(inputs.train_data, inputs.val_data)
     saver = ModelSaver(inputs.selection, inputs.patience)
     callbacks = gather_callbacks(trainer, module)
-    hooks = connect_hooks(trainer, module, [*callbacks, *make_builtin_callbacks(settings, inputs.tracking, saver)])
+    builtin = make_builtin_callbacks(settings, inputs.tracking, saver)
+    hooks = connect_hooks(trainer, module, [*callbacks, *builtin], seed=seed, device=accelerator.device)
     cadence = Cadence.of(settings)
     length = _place(trainer, module, loaders.train, cadence, resumed)
     prepared = prepare(module, accelerator, settings, cadence, length)
@@ -139,6 +142,7 @@ def _make_parts(
     keeps_snapshot = saves or settings.optimization.auto_micro_batch
     watch = _make_watch(settings, trainer.state, is_listening=saves)
     parts = prepared.model, prepared.unwrapped_model, prepared.stepper.optimizer
+    compares = num_processes() > 1 and failures.compare_replicas
     return {
         "settings": settings,
         "accelerator": accelerator,
@@ -163,6 +167,7 @@ def _make_parts(
             precision=partial(autocast, accelerator),
             is_sharded=is_sharded(prepared.unwrapped_model),
         ),
+        "replicas": Replicas(*parts[1:], trainer.state.global_step) if compares else None,
         "counts_own_samples": defines(module, "get_batch_size"),
     }
 
@@ -224,8 +229,25 @@ def gather_callbacks(trainer: TrainerProtocol, module: AcceleratorModule) -> lis
     return [*(callback for callback in of_trainer if type(callback) not in replaced), *of_module]
 
 
-def connect_hooks(trainer: TrainerProtocol, module: AcceleratorModule, callbacks: Sequence[Callback]) -> Hooks:
-    """Tell the callbacks whom they work for, and return their hooks and the module's."""
+def connect_hooks(
+    trainer: TrainerProtocol,
+    module: AcceleratorModule,
+    callbacks: Sequence[Callback],
+    *,
+    seed: int,
+    device: torch.device,
+) -> Hooks:
+    """Attach the callbacks to Trainer and module, and return their hooks and the module's.
+
+    Args:
+        seed: The run's seed: what a hook draws depends on it, on the hook's name and on the step.
+        device: The device whose generator is seeded, too.
+    """
+    state = trainer.state
+
+    def seed_for(hook: str) -> None:
+        seed_generators(derive_seed(seed, hook, state.epoch, state.global_step), device)
+
     for callback in callbacks:
         callback.trainer, callback.module, callback.state = trainer, module, trainer.state
-    return Hooks([*callbacks, module], is_main_process=is_main_process())
+    return Hooks([*callbacks, module], is_main_process=is_main_process(), seed=seed_for)

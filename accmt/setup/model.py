@@ -36,11 +36,11 @@ from accmt.parallel.reduction import (
     broadcast_buffers,
     broadcast_weights,
     is_container,
-    require_equal_weights,
     require_same_tensors,
     sending_quantized_weights,
     settle_buckets,
 )
+from accmt.parallel.replicas import reject_renormalization, require_equal_weights
 from accmt.parallel.shards import (
     as_shard,
     is_by_fsdp,
@@ -108,6 +108,7 @@ def prepare(
     scheduler = make_scheduler(module, optimizer, settings, cadence, length)
     model = _wrap(module.model, optimizer, accelerator)
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
+    reject_renormalization(unwrapped)
     if not is_sharded(unwrapped):
         require_equal_weights(unwrapped)
     settle_buckets(model, set_to_none=settings.optimization.set_to_none)

@@ -284,7 +284,7 @@ def _build(request: Request, sets: Mapping[str, Any], accelerator: Accelerator, 
             for name, data in sets.items()
         },
         metrics=metrics,
-        hooks=connect_hooks(trainer, module, callbacks),
+        hooks=connect_hooks(trainer, module, callbacks, seed=seed, device=device),
         state=trainer.state,
         seed=seed,
         counts_own_samples=defines(module, "get_batch_size"),

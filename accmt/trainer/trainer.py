@@ -200,7 +200,9 @@ class Trainer(TrainerProperties):
             compares the room on the disk with what checkpoints and model will need; True. "try_longest": whether the
             largest micro-batch that the data can bring goes through forward and backward before training, without
             effect, so that memory runs out now if it does: the one of the longest samples, where lengths are known;
-            None (the default) does so where the device has memory of its own.
+            None (the default) does so where the device has memory of its own. "compare_replicas": whether processes
+            compare the weights and optimizer state that they hold alike, at each evaluation and checkpoint, and end the
+            run where they differ; True. False is for training that lets replicas differ on purpose, such as local SGD.
         **kwargs: Further keywords of the Trainer, handed to the trackers' start; `mlflow={...}` goes to that one only.
 
     Raises:

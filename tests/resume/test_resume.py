@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -60,6 +62,33 @@ def test_whatever_the_settings(settings):
     train("out/b", stop=last // 3, **settings)
     train("out/b", stop=last - 1, resume="auto", **settings)
     assert_same(whole, state_of(*train("out/b", resume=True, **settings)))
+
+
+class Noisy(Callback):
+    """Changes weights by random numbers of all three generators, where a run is between two batches."""
+
+    def on_epoch_start(self) -> None:
+        if self.state.train_step == 0:  # it is called again where a run resumes within an epoch
+            self._add_noise()
+
+    def on_update_end(self) -> None:
+        self._add_noise()
+
+    def on_evaluation_end(self) -> None:
+        self._add_noise()
+
+    def _add_noise(self) -> None:
+        noise = float(torch.randn(()) + np.random.normal() + random.random())  # noqa: NPY002 - as users do
+        with torch.no_grad():
+            self.module.unwrapped_model[0].weight += 0.01 * noise
+
+
+@pytest.mark.parametrize("stop", [3, 6, 11])
+def test_what_hooks_draw_is_drawn_again(stop):
+    """At 6 a run ends that has finished an epoch: the next one begins with what a hook draws."""
+    whole = state_of(*train("out/a", callbacks=[Noisy()]))
+    train("out/b", stop=stop, callbacks=[Noisy()])
+    assert_same(whole, state_of(*train("out/b", resume=True, callbacks=[Noisy()])))
 
 
 def test_what_was_trained_on_is_not_read_again():

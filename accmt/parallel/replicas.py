@@ -1,0 +1,198 @@
+"""Compares what processes hold alike: replicas of a model whose weights part ways train on, each its own model.
+
+Nothing else shows it: gradients are averaged over different models, the loss falls, and process 0's weights are saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accmt.checkpoint.frozen import checksum
+from accmt.errors import ModuleContractError, ReplicasDifferError, explain
+from accmt.messages import warn_once
+from accmt.processes import gather_objects, num_data_processes, num_processes
+from accmt.sharded_tensors import is_dtensor
+
+_SHOWN = 3
+_CAUSES = (
+    "look for what differs between processes: weights or gradients changed by random numbers that are drawn in a "
+    "training step, in on_after_backward or in a hook of the optimizer itself (draw them in on_before_optimizer_step); "
+    "weights changed in a forward pass, or on one process only; a second backward in a training step"
+)
+
+Replica = dict[str, dict[str, object]]
+"""Checksums by name, for each part of the model by its place among the shards."""
+
+
+class Replicas:
+    """The weights and the optimizer's state of a run, as other processes hold them too.
+
+    Compared are parameters, the optimizer's state, and its settings such as learning rates. Under data parallelism
+    these are the same on all processes, under hybrid sharding those of the shards at the same place, under tensor
+    parallelism those that are not split. Buffers are not compared: each process's batches change them (the running
+    statistics of batch norm), and the main process's are the ones that are evaluated and saved.
+
+    Args:
+        model: The bare model.
+        optimizer: The optimizer.
+        first_step: The optimizer steps that are done already.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, first_step: int = 0) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._first_step = first_step
+        self._equal_at = first_step
+
+    @property
+    def is_new(self) -> bool:
+        """Whether fewer than two optimizer steps have been compared: most mistakes show there."""
+        return self._equal_at < self._first_step + 2
+
+    def require_equal(self, step: int) -> None:
+        """Compare the replicas by one small message of each process.
+
+        Processes: collective.
+
+        Args:
+            step: The optimizer steps that are done.
+
+        Raises:
+            ReplicasDifferError: They differ.
+        """
+        own = self._describe()
+        totals = {place: xxhash.xxh3_64_hexdigest(repr(entries).encode()) for place, entries in own.items()}
+        if not _find_differences(gather_objects(totals)):
+            self._equal_at = step
+            return
+        differences = _find_differences(gather_objects(own))
+        if not differences:  # an optimizer that keeps a part of its state on each process
+            self._equal_at = step
+            return
+        self._react(differences, step)
+
+    def _react(self, differences: dict[str, tuple[int, int]], step: int) -> None:
+        names = list(differences)
+        one, other = differences[names[0]]
+        more = f", and {len(names) - 1} more: {', '.join(names[1 : 1 + _SHOWN])}" if names[1:] else ""
+        since = f"between step {self._equal_at} and step {step}" if self._equal_at < step else f"at step {step}"
+        got = f"{names[0]} differs between process {one} and process {other} since {since}{more}"
+        expected = "the same weights and optimizer state on every process that holds them"
+        message = explain("replicas of the model", got, expected, _CAUSES)
+        ranks_per_batch = num_processes() // num_data_processes()
+        shares_batch = all(one // ranks_per_batch == other // ranks_per_batch for one, other in differences.values())
+        on_cpu = next(self._model.parameters()).device.type == "cpu"
+        if shares_batch and not (on_cpu or torch.are_deterministic_algorithms_enabled()):
+            # Each computes the gradient itself, and kernels that add up in any order round differently.
+            warn_once(message, about="replicas")
+            return
+        raise ReplicasDifferError(message)
+
+    def _describe(self) -> Replica:
+        found: Replica = {}
+        names: dict[Tensor, str] = {}
+        for name, weight in self._model.named_parameters():
+            names[weight] = name
+            _add(found, name, weight)
+        for number, group in enumerate(self._optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params":
+                    _add(found, f"{key} of the optimizer's group {number}", value)
+        for number, (owner, state) in enumerate(self._optimizer.state.items()):
+            for key, value in _flatten(state):
+                _add(found, f"the optimizer's {key} of {names.get(owner, f'parameter {number}')}", value)
+        return found
+
+
+def _add(found: Replica, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        if isinstance(value, bool | int | float | str | tuple):
+            found.setdefault("", {})[name] = repr(value)
+        return
+    place = _place_of(value)
+    if place is not None:
+        found.setdefault(place, {})[name] = checksum(value)
+
+
+def _place_of(tensor: Tensor) -> str | None:
+    """Return which part of a tensor this process holds; None where no other process holds the same."""
+    if not is_dtensor(tensor):
+        return ""
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate() or ()
+    is_shard = [placement.is_shard() for placement in tensor.placements]
+    if all(is_shard) and mesh.size() == num_processes():
+        return None
+    names = mesh.mesh_dim_names or range(mesh.ndim)
+    return " ".join(f"{name}={at}" for name, at, shard in zip(names, coordinate, is_shard, strict=True) if shard)
+
+
+def _flatten(state: Any, path: str = "state") -> Iterator[tuple[str, Any]]:
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _flatten(value, str(key))
+    elif isinstance(state, list):
+        for number, value in enumerate(state):
+            yield from _flatten(value, f"{path}[{number}]")
+    else:
+        yield path, state
+
+
+def _find_differences(every: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
+    """Return what differs by name, with the first two processes that differ in it.
+
+    Args:
+        every: For each process the same structure of dicts; only what two have in common is compared.
+    """
+    differences: dict[str, tuple[int, int]] = {}
+    first: dict[tuple[str, str], tuple[int, object]] = {}
+    for rank, own in enumerate(every):
+        for place, entries in own.items():
+            for name, value in entries.items() if isinstance(entries, dict) else [(place, entries)]:
+                holder, theirs = first.setdefault((place, name), (rank, value))
+                if theirs != value:
+                    differences.setdefault(name, (holder, rank))
+    return differences
+
+
+def require_equal_weights(model: nn.Module) -> None:
+    """Check that training begins with the same weights on all processes.
+
+    DistributedDataParallel sees to that unless it is asked not to (`init_sync=False`) or to skip a parameter.
+
+    Processes: collective.
+    """
+    if num_processes() == 1:
+        return
+    own = {name: checksum(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    every = gather_objects(own)
+    names = [name for name in every[0] if any(other.get(name) != every[0][name] for other in every)]
+    if not names:
+        return
+    processes = [rank for rank, other in enumerate(every) if other.get(names[0]) != every[0][names[0]]]
+    got = f"{names[0]!r} differs between process 0 and {processes} (and so do {len(names) - 1} others)"
+    do = "set_seed(seed) before the model is built, and leave DDP's init_sync on"
+    raise ModuleContractError(explain("initial weights", got, "the same weights on every process", do))
+
+
+def reject_renormalization(model: nn.Module) -> None:
+    """Reject embeddings that change their weights in the forward pass: each process those of its own batch.
+
+    Raises:
+        ModuleContractError: A layer has a `max_norm`, and there are several processes.
+    """
+    for name, layer in model.named_modules() if num_processes() > 1 else ():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+            path = f"self.model.{name}" if name else "self.model"
+            got = f"max_norm={layer.max_norm}: each process rescales the rows of its own batch in the forward pass"
+            do = (
+                "leave max_norm out, and rescale all rows after each step: def on_after_optimizer_step(self): "
+                f"self.unwrapped_model.get_submodule({name!r}).weight.data.renorm_("
+                f"{layer.norm_type:g}, 0, {layer.max_norm:g})"
+            )
+            raise ModuleContractError(explain(path, got, "weights that only the optimizer changes", do))
