@@ -59,8 +59,14 @@ def total_norm(gradients: Sequence[Tensor], order: float = 2.0) -> torch.Tensor:
 
     Processes: collective where they are sharded.
     """
-    norms = [make_whole(nn.utils.get_total_norm(of_one, order)) for (of_one,) in by_mesh(gradients)]
+    values = [dense_values(one) if one.is_sparse else one for one in gradients]
+    norms = [make_whole(nn.utils.get_total_norm(of_one, order)) for (of_one,) in by_mesh(values)]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
+
+
+def dense_values(sparse: Tensor) -> Tensor:
+    """Return the values of a sparse tensor, which adds up those of one place; of a coalesced one they are its own."""
+    return sparse.coalesce().values()
 
 
 def by_mesh(*tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:

@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.distributed_c10d import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accmt.checkpoint.frozen import FrozenWeights, require_same_frozen
@@ -47,8 +49,12 @@ from accmt.checkpoint.torch_state_dicts import (
 )
 from accmt.checkpoint.typed_json import TensorReference, WrappedTensor, decode, encode
 from accmt.errors import CheckpointCorruptError, CheckpointError, explain
+from accmt.libraries.private_names import states_of_comm_hooks
+from accmt.messages import warn_once
 from accmt.processes import is_main_process, num_processes
 from accmt.sharded_tensors import is_dtensor
+
+_STATEFUL_HOOKS = frozenset({"PowerSGDState", "PostLocalSGDState"})  # torch's
 
 STATE_FILE = "state.json"
 
@@ -92,6 +98,7 @@ class StateCollector:
         Raises:
             CheckpointError: Something cannot be stored; the message names it.
         """
+        _reject_stateful_hooks(self._model)
         states = [optimizer_state(self._model, optimizer) for optimizer in self._optimizers]
         frozen = self._frozen.digests()
         state = model_state(self._model)
@@ -104,6 +111,22 @@ class StateCollector:
         text = encode({"files": file_names(num_processes()), "frozen": frozen, **rest, **other_rest})
         pieces = self._planner.pieces_of(shared)
         return CollectedState(pieces | Pieces.whole(own) if is_main_process() else pieces, text)
+
+
+def _reject_stateful_hooks(model: nn.Module) -> None:
+    """Reject communication hooks that carry something from step to step, on each process something else."""
+    states = states_of_comm_hooks(model) if isinstance(model, DistributedDataParallel) else []
+    for state in states:
+        kind = type(state).__name__
+        if kind in _STATEFUL_HOOKS:
+            got = f"a communication hook of DistributedDataParallel whose state ({kind}) no checkpoint holds"
+            expected = "gradients that depend on the step alone, so that a run can be resumed from a checkpoint"
+            do = "checkpoint_every=None without failure handlers; or a hook without state, such as "
+            do += "DDPCommunicationHookType.BF16"
+            raise CheckpointError(explain("checkpoints", got, expected, do))
+        if not (state is None or isinstance(state, ProcessGroup) or hasattr(state, "state_dict")):
+            what = f"the state of a communication hook ({kind}) is in no checkpoint"
+            warn_once(f"{what}: if it changes, return it from the module's `state_dict`", about="communication hook")
 
 
 def require_numbers(collected: CollectedState) -> None:

@@ -20,6 +20,7 @@ from accmt.huggingface.model_kinds import reject_injected_adapters as reject_inj
 from accmt.huggingface.model_kinds import require_library as require_library
 from accmt.huggingface.own_loss import OwnLoss as OwnLoss
 from accmt.huggingface.packing import PackingGuard as PackingGuard
+from accmt.huggingface.peft_adapters import AdaLoraRanks as AdaLoraRanks
 from accmt.huggingface.peft_adapters import reject_unsaved_adapters as reject_unsaved_adapters
 from accmt.huggingface.pretrained import build_empty as build_empty
 from accmt.huggingface.pretrained import load_pretrained as load_pretrained

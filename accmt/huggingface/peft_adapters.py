@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any, cast
 
 from accmt.errors import ModuleContractError, WeightsError, explain
 from accmt.huggingface.model_kinds import is_peft_model
@@ -17,9 +18,11 @@ from accmt.saving.state_dict import give_own_memory, plain_names
 from accmt.saving.weights import SavedWeights, save_adapter, write_tensors
 from accmt.sharded_tensors import class_of, shard_state
 
+_SCORES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
+
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 def save_adapters(
@@ -59,6 +62,7 @@ def load_adapters(model: PeftModel, folder: Path, *, strict: bool = True) -> Non
 
     main, *others = _list_adapters(model)
     parts = {main: folder} | {name: folder / name for name in others}
+    patterns = {name: _take_ranks(model, name, part) for name, part in parts.items()}
     state = model.state_dict()
     current = {name: _read_adapter(model, state, name) for name in parts}
     saved = {name: read_weights(part) for name, part in parts.items()}
@@ -71,6 +75,19 @@ def load_adapters(model: PeftModel, folder: Path, *, strict: bool = True) -> Non
         names = plain_names(weights)
         loaded = {own: saved[name].get(names[own], tensor) for own, tensor in weights.items()}
         set_peft_model_state_dict(model, shard_state(loaded, weights), adapter_name=name)
+        if patterns[name] is not None:
+            cast("Any", model.peft_config[name]).rank_pattern = patterns[name]
+
+
+def _take_ranks(model: PeftModel, name: str, folder: Path) -> Any:
+    """Let AdaLoRA's layers have the ranks of a saved adapter, whose folder holds no others; return their pattern."""
+    config: Any = model.peft_config[name]
+    if config.peft_type != "ADALORA" or config.rank_pattern or not (folder / ADAPTER_CONFIG).is_file():
+        return None
+    pattern = cast("Any", read_config(folder)).rank_pattern
+    if pattern:
+        cast("Any", model.base_model).resize_modules_by_rank_pattern(pattern, name)
+    return pattern
 
 
 def read_base_name(folder: Path) -> str:
@@ -114,8 +131,12 @@ def can_be_merged(kind: type[PeftConfig]) -> bool:
     return any(hasattr(PEFT_TYPE_TO_TUNER_MAPPING[name], "merge_and_unload") for name in names)
 
 
-def reject_unsaved_adapters(model: object) -> None:
+def reject_unsaved_adapters(model: object, callers: Iterable[object] = ()) -> None:
     """Reject adapters that would not be trained as they say, or whose folder would not give back what was trained.
+
+    Args:
+        model: The model.
+        callers: Module and callbacks, whose hooks may call what an adapter needs.
 
     Raises:
         ModuleContractError: Somebody has to allocate their ranks; or they have changed the weights that they are around
@@ -123,15 +144,56 @@ def reject_unsaved_adapters(model: object) -> None:
     """
     for name, config in model.peft_config.items() if is_peft_model(model) else ():
         where, init = f"the adapter {name!r} of self.model", getattr(config, "init_lora_weights", None)
-        if config.peft_type == "ADALORA":
+        if config.peft_type == "ADALORA" and not any(_calls(caller, "update_and_allocate") for caller in callers):
             got = "AdaLoRA, which needs `update_and_allocate` after each step: nothing calls it, and all ranks stay"
-            do = "LoraConfig(rank_pattern={...}) gives layers ranks of their own"
+            do = "def on_before_zero_grad(self, **_): "
+            do += "self.unwrapped_model.base_model.update_and_allocate(self.state.global_step) in the module; or "
+            do += "LoraConfig(rank_pattern={...}), which gives layers ranks of their own"
             raise ModuleContractError(explain(where, got, "an adapter that trains by gradients alone", do))
         if isinstance(init, str) and init.startswith(("pissa_niter", "corda", "lora_ga")):
             got = f"init_lora_weights={init!r}, which changes the weights of the model by what is drawn, or by data"
             expected = "weights to begin with that a load of the saved adapter finds again"
             do = "init_lora_weights='pissa', which is exact, 'olora' or True"
             raise ModuleContractError(explain(where, got, expected, do))
+
+
+def _calls(caller: object, name: str) -> bool:
+    """Return whether a function of an object's class names a method, as one that calls it does."""
+    functions = [one for kind in type(caller).__mro__ for one in vars(kind).values() if isinstance(one, FunctionType)]
+    codes = [function.__code__ for function in functions]
+    for code in codes:  # to which those within functions are added
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return any(name in code.co_names for code in codes)
+
+
+class AdaLoraRanks:
+    """What AdaLoRA has found of the importance of ranks: it is neither in the weights nor in the optimizer.
+
+    Args:
+        model: A model that PEFT gave AdaLoRA adapters.
+    """
+
+    def __init__(self, model: PeftModel) -> None:
+        self._model = cast("nn.Module", model.base_model.model)
+        self._allocator: Any = cast("Any", model.base_model).rankallocator
+        self._config: Any = self._allocator.peft_config
+
+    @classmethod
+    def of(cls, model: Any) -> AdaLoraRanks | None:
+        """Return those of a model; None without such adapters."""
+        return cls(model) if is_peft_model(model) and hasattr(model.base_model, "rankallocator") else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scores and the pattern; the allocator replaces their tensors and never writes into them."""
+        scores = {name: dict(getattr(self._allocator, name)) for name in _SCORES}
+        return {**scores, "rank_pattern": dict(self._config.rank_pattern or {})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, on the devices of the weights."""
+        devices = {name: weight.device for name, weight in self._model.named_parameters()}
+        for kind in _SCORES:
+            setattr(self._allocator, kind, {name: score.to(devices[name]) for name, score in state[kind].items()})
+        self._config.rank_pattern = state["rank_pattern"] or None
 
 
 def build_with_adapter(base: Any, folder: Path) -> PeftModel:

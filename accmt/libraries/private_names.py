@@ -213,6 +213,11 @@ def note_trained_parameters(model: DistributedDataParallel) -> None:
         dist._register_comm_hook(model.reducer, state, hook)  # type: ignore[attr-defined]
 
 
+def states_of_comm_hooks(model: DistributedDataParallel) -> list[Any]:
+    """Return the states of the hooks that reduce the gradients of a wrapped model."""
+    return [state for _, state in model._comm_hooks]
+
+
 def stacks_tensors_as_torch() -> bool:
     """Return whether `default_collate` stacks tensors in torch's own way: users may register another."""
     return default_collate_fn_map.get(Tensor) is collate_tensor_fn
@@ -250,6 +255,24 @@ def forget_prepared(model: nn.Module, wrapped: nn.Module, accelerator: Accelerat
     vars(model).pop("_is_accelerate_prepared", None)
     if wrapped in accelerator._models:
         accelerator._models.remove(wrapped)
+
+
+def shared_state() -> dict[str, Any]:
+    """Return what the Accelerators of a program share; empty before the first."""
+    from accelerate.state import AcceleratorState
+
+    state: dict[str, Any] = AcceleratorState._shared_state
+    return state
+
+
+def share_other_precision(precision: str) -> None:
+    """Let the next Accelerators of a program have another mixed precision; those that exist keep theirs.
+
+    Accelerate itself rejects a second precision in a program, or keeps the first silently.
+    """
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._shared_state = {**shared_state(), "_mixed_precision": precision}
 
 
 def use_fsdp(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:

@@ -14,6 +14,7 @@ from accmt.config.changes import Change, changed_arguments
 from accmt.data import UnshardedLoader, reader_of
 from accmt.data.sized import BatchLoader, SizedLoader
 from accmt.errors import CheckpointError, explain
+from accmt.huggingface import AdaLoraRanks
 from accmt.libraries.private_names import note_optimizer_step
 from accmt.messages import say, warn
 from accmt.optimization.resuming import group_arguments, restore_scheduler
@@ -40,6 +41,9 @@ def stateful_parts(run: Run) -> dict[str, Stateful]:
         parts["patience"] = run.saver.patience
     if run.accelerator.scaler is not None:
         parts["scaler"] = run.accelerator.scaler
+    ranks = AdaLoraRanks.of(run.unwrapped_model)
+    if ranks is not None:
+        parts["adalora"] = ranks
     return parts
 
 

@@ -24,7 +24,7 @@ class OptimizationSettings:
         grad_accumulation_steps: Batches of each process that make one optimizer step: a number, or `{epoch: number}`
             with the epoch (from 0) at which each begins. None is 1.
         clip_grad: Largest norm of the gradient of an optimizer step: the whole gradient is scaled. `{"value": 0.5}`
-            cuts each of its entries instead. None or 0 is off.
+            cuts each of its entries instead. None or 0 is off. Of a sparse gradient the values count.
         set_to_none: Whether gradients are dropped after a step instead of filled with zeros.
         auto_micro_batch: Whether running out of memory in a training step halves the micro-batch, doubles the
             accumulation and trains on: the effective batch, the order of samples and the scheduler stay. Several

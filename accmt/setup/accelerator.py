@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accmt.errors import ArgumentError, explain
+from accmt.libraries.private_names import share_other_precision, shared_state
 from accmt.libraries.versions import make_accelerator, require
 from accmt.messages import warn_once
 from accmt.parallel.shards import is_sharded
@@ -41,6 +42,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 _current: weakref.ref[Accelerator] | None = None
 _group: dist.ProcessGroup | None = None
 _is_group_closed = False
+_state: Any = None  # the plugin in Accelerate's shared state that tells whether a run of ours began it
 
 
 def build_accelerator(settings: RunningSettings) -> Accelerator:
@@ -62,7 +64,9 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
         _check_user_accelerator(accelerator, settings)
     else:
         with _noting_group(), explaining_device():
-            accelerator = _build(_arguments(user_accelerator, settings), parallelism)
+            arguments = _arguments(user_accelerator, settings)
+            with _in_precision(arguments.get("mixed_precision")):
+                accelerator = _build(arguments, parallelism)
         accelerator.gradient_accumulation_steps = 1  # the environment may say otherwise; accumulation is the loop's
     _check_loader_config(accelerator)
     _check_engine(accelerator)
@@ -73,8 +77,37 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
         _warn_of_ignored_processes()
     with explaining_device():
         touch(accelerator.device)
+    _warn_of_foreign_autocast(accelerator)
     _current = weakref.ref(accelerator)
     return accelerator
+
+
+@contextmanager
+def _in_precision(asked: str | None) -> Iterator[None]:
+    """Let an Accelerator have its own precision, not that of a run before, whose state Accelerate shares.
+
+    A state that the program began by an Accelerator of its own stays as it is.
+    """
+    global _state  # noqa: PLW0603 - Accelerate has one in a process, too
+    before = shared_state().get("dynamo_plugin")
+    if before is not None and before is _state:
+        share_other_precision(asked or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower())
+    yield
+    if before is None:
+        _state = shared_state().get("dynamo_plugin")
+
+
+def _warn_of_foreign_autocast(accelerator: Accelerator) -> None:
+    """Say that the caller's autocast holds in the whole run, unless the run computes in that type anyway."""
+    kind = accelerator.device.type
+    if not torch.is_autocast_enabled(kind):
+        return
+    dtype = torch.get_autocast_dtype(kind)
+    own = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    if dtype != own:
+        what = f"the Trainer is called within torch.autocast, so the whole run computes in {dtype}, evaluations too"
+        do = 'call it outside, and choose the precision by Trainer(mixed_precision="bf16")'
+        warn_once(f"{what}: {do}", about="foreign autocast")
 
 
 def _build(arguments: dict[str, Any], parallelism: Parallelism) -> Accelerator:

@@ -76,7 +76,7 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     hooks = connect_hooks(trainer, module, [*callbacks, *builtin], seed=seed, device=accelerator.device)
     cadence = Cadence.of(settings)
     length = _place(trainer, module, loaders.train, cadence, resumed)
-    prepared = prepare(module, accelerator, settings, cadence, length)
+    prepared = prepare(module, accelerator, settings, cadence, length, callbacks)
     _check_plateau(prepared.scheduler, loaders.validation)
     state.num_processes, state.best = num_processes(), inputs.selection.best
     attach_run(trainer, module, accelerator, prepared)

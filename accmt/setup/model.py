@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -92,12 +92,21 @@ class Prepared:
 
 
 def prepare(
-    module: AcceleratorModule, accelerator: Accelerator, settings: Settings, cadence: Cadence, length: RunLength
+    module: AcceleratorModule,
+    accelerator: Accelerator,
+    settings: Settings,
+    cadence: Cadence,
+    length: RunLength,
+    callbacks: Sequence[object] = (),
 ) -> Prepared:
     """Build optimizer and scheduler, and wrap the model for the launch.
 
     Processes: collective.
+
+    Args:
+        callbacks: Those of the run, some of which models of PEFT need.
     """
+    reject_unsaved_adapters(module.model, (module, *callbacks))
     _make_ready(module.model, accelerator, settings)
     own = module.get_optimizer()
     built = _build_optimizer(module.model, settings, accelerator) if own is None else own
@@ -148,7 +157,6 @@ def _make_ready(model: nn.Module, accelerator: Accelerator, settings: Settings) 
 def _require_trainable(model: nn.Module, accelerator: Accelerator, settings: Settings) -> None:
     require_library(model)
     reject_injected_adapters(model)
-    reject_unsaved_adapters(model)
     reject_training_quantized_weights(model)
     if accelerator.is_fsdp2:
         reject_sharding_quantized_weights(model)

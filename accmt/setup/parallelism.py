@@ -137,6 +137,8 @@ def require_effect(accelerator: Accelerator, parallelism: Parallelism) -> None:
         _reject(got, "the same engine for every Trainer of a program", f"pass it to each: {_FSDP2}")
     if accelerator.is_fsdp2:
         if parallelism.plugin is not None:
+            if accelerator.mixed_precision != "no":
+                parallelism.plugin.set_mixed_precision(accelerator.mixed_precision)
             accelerator.state.fsdp_plugin = parallelism.plugin  # Accelerate would keep that of the first Trainer
             if _mesh_of(accelerator.state.parallelism_config) != _mesh_of(parallelism.config):
                 _use_mesh(accelerator, parallelism.config)

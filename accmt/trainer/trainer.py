@@ -75,7 +75,7 @@ class Trainer(TrainerProperties):
         grad_accumulation_steps: Batches of each process that make one optimizer step: a number, or `{epoch: number}`
             with the epoch (from 0) at which each begins. None is 1.
         clip_grad: Largest norm of the gradient of an optimizer step: the whole gradient is scaled. `{"value": 0.5}`
-            cuts each of its entries instead. None or 0 is off.
+            cuts each of its entries instead. None or 0 is off. Of a sparse gradient the values count.
         set_to_none: Whether gradients are dropped after a step instead of filled with zeros.
         shuffle_train: Whether each epoch has an order of its own, drawn from (seed, epoch). Ignored with a sampler.
         shuffle_validation: Whether validation data are shuffled; results do not depend on it.

@@ -41,3 +41,37 @@ def test_what_would_not_train_or_load_as_it_says_is_rejected(config: PeftConfig,
         Trainer({"epochs": 1, "batch_size": 4, "optim": "AdamW"}, "out/m", verbose=False).fit(module, data)
     assert module.state.global_step == 0
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+class Allocated(Adapted):
+    """AdaLoRA as PEFT's example trains it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            AdaLoraConfig(target_modules=["q_proj", "v_proj"], init_r=4, target_r=1, tinit=1, total_step=8)
+        )
+
+    def on_before_zero_grad(self, **_: Any) -> None:
+        self.unwrapped_model.base_model.update_and_allocate(self.state.global_step)
+
+
+def allocate(path: str, epochs: int, **settings: Any) -> dict[str, torch.Tensor]:
+    module = Allocated()
+    data = TensorDataset(torch.arange(64).reshape(16, 4) % 16)
+    hps = {"epochs": epochs, "batch_size": 4, "optim": {"type": "AdamW", "lr": 0.01}}
+    Trainer(hps, path, verbose=False, seed=1, checkpoint_every="epoch", **settings).fit(module, data)
+    return {name: weight for name, weight in module.model.state_dict().items() if "lora_" in name}
+
+
+def test_adalora_whose_ranks_a_hook_allocates_trains_and_resumes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole = allocate("out/a", 2)
+    ranks = [int((weight != 0).sum()) for name, weight in whole.items() if "lora_E" in name]
+    assert sum(ranks) < 8
+    allocate("out/b", 1)
+    resumed = allocate("out/b", 2, resume=True)
+    assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
+    fresh = Allocated()
+    fresh.load_weights("out/a")
+    batch = (torch.arange(4)[None],)
+    assert torch.isfinite(fresh.step(batch))

@@ -511,3 +511,14 @@ def test_torchmetrics_shows_the_states_of_a_metric():
     assert len(both) == 3, missing("torchmetrics", "Metric._reductions", "reduction_of")
     names.set_update_count(metric, 3)
     assert metric.update_count == 3, missing("torchmetrics", "Metric._update_count", "set_update_count")
+
+
+def test_what_accelerators_share_may_have_another_precision():
+    from accelerate import Accelerator
+
+    before = Accelerator(cpu=True, mixed_precision="bf16")
+    names.share_other_precision("no")
+    assert Accelerator(cpu=True, mixed_precision="no").mixed_precision == "no"
+    assert before.mixed_precision == "bf16"
+    assert {"dynamo_plugin", "_mixed_precision"} <= names.shared_state().keys()
+    names.shared_state().clear()

@@ -8,6 +8,8 @@ from accmt.config import HyperParameters
 from accmt.config.optimizer_names import optimizer_names
 from accmt.errors import HyperParameterError, ModuleContractError
 from accmt.optimization import build_optimizer
+from accmt.optimization.clipping import clip_gradients
+from accmt.sharded_tensors import total_norm
 
 
 class Picky(torch.optim.SGD):
@@ -142,3 +144,21 @@ def test_nothing_to_train_is_a_contract_error(parameters):
 def test_a_refusal_of_the_real_parameters_names_the_place(optim, parameter, message):
     with pytest.raises(HyperParameterError, match=message):
         build_optimizer(HyperParameters(optim=optim), nn.ParameterList([parameter]))
+
+
+@pytest.mark.parametrize("kind", ["norm", "value"])
+def test_sparse_gradients_are_clipped_and_measured_as_dense_ones(kind):
+    norms, gradients = [], []
+    for is_sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 2, sparse=is_sparse), nn.Linear(2, 1))
+        model(torch.tensor([[1, 1, 3], [3, 3, 0]])).square().sum().backward()
+        parameters = list(model.parameters())
+        norms.append(total_norm([parameter.grad for parameter in parameters]))
+        assert clip_gradients(parameters, 0.01, kind) == (norms[-1] if kind == "norm" else None)
+        gradients.append(
+            [parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad for parameter in parameters]
+        )
+    torch.testing.assert_close(norms[1], norms[0])
+    for dense, sparse in zip(*gradients, strict=True):
+        torch.testing.assert_close(sparse, dense)

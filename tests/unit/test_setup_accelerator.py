@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from accmt import create_optimizer
@@ -45,3 +46,41 @@ def test_an_optimizer_is_made_after_a_run_whose_state_was_reset():
     assert current_accelerator() is None
     assert kept is not None
     assert create_optimizer(torch.nn.Linear(1, 1), "AdamW", lr=1e-3).param_groups[0]["lr"] == 1e-3
+
+
+def train_in(precision, **settings):
+    torch.manual_seed(0)
+    module = Linear()
+    make_trainer({"epochs": 1, "batch_size": 4}, mixed_precision=precision, **settings).fit(module, make_points())
+    return module.model.weight.detach().clone()
+
+
+def test_each_run_of_a_program_has_its_own_precision():
+    full = train_in("no")
+    half = train_in("bf16")
+    assert not torch.equal(full, half)
+    for precision, weight in ((None, full), ("bf16", half), (None, full), ("no", full), ("bf16", half)):
+        assert torch.equal(train_in(precision), weight)
+
+
+def test_an_accelerator_of_the_program_keeps_its_precision():
+    half = train_in("bf16")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    own = Accelerator(cpu=True, mixed_precision="bf16")
+    for _ in range(2):
+        assert torch.equal(train_in(None, accelerator=own), half)
+        assert torch.equal(train_in(None), half)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    full = train_in(None)
+    later = Accelerator(cpu=True)
+    train_in("bf16")
+    assert later.mixed_precision == "no"
+    assert torch.equal(train_in(None, accelerator=later), full)
+
+
+def test_autocast_around_fit_is_said_unless_the_run_computes_in_it(caplog):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        train_in("bf16")
+        assert "torch.autocast" not in caplog.text
+        train_in("no")
+    assert caplog.text.count("is called within torch.autocast, so the whole run computes in torch.bfloat16") == 1

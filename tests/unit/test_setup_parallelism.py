@@ -165,9 +165,16 @@ def test_a_second_trainer_has_the_groups_that_it_asks_for(
     )
     kind = SimpleNamespace(value="FSDP")
     accelerator: Any = SimpleNamespace(
-        is_fsdp2=True, num_processes=8, state=state, distributed_type=kind, device=torch.device("cuda")
+        is_fsdp2=True,
+        num_processes=8,
+        state=state,
+        distributed_type=kind,
+        device=torch.device("cuda"),
+        mixed_precision="bf16",
     )
     require_effect(accelerator, after)
+    assert after.plugin is not None
+    assert after.plugin.mixed_precision_policy.param_dtype == torch.bfloat16
     expected = None if after.config is None else ("cuda", after.config.dp_shard_size)
     assert (state.fsdp_plugin, state.parallelism_config, state.device_mesh) == (after.plugin, after.config, expected)
 
