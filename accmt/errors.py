@@ -8,9 +8,12 @@ Every message has four parts, which `explain` joins: where, what was got, what w
 
 from __future__ import annotations
 
+import dis
+
 from accmt.secrets import hide_text
 
 _LONGEST_VALUE = 300
+_RAISING = (dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"])
 
 
 class AccmtError(Exception):
@@ -145,6 +148,20 @@ def describe_value(value: object) -> str:
     text = repr(value)
     kind = type(value).__name__
     return f"{text} ({kind})" if len(text) <= _LONGEST_VALUE and "\n" not in text else f"an object of type {kind}"
+
+
+def place_of(error: BaseException) -> tuple[str, bool]:
+    """Return the file in which an error arose, and whether a `raise` of Python code raised it, not what that calls.
+
+    An error that was never raised counts as raised in "".
+    """
+    step = error.__traceback__
+    while step is not None and step.tb_next is not None:
+        step = step.tb_next
+    if step is None:
+        return "", True
+    code = step.tb_frame.f_code
+    return code.co_filename, code.co_code[step.tb_lasti] in _RAISING
 
 
 def is_out_of_memory(error: BaseException) -> bool:

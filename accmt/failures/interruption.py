@@ -1,7 +1,8 @@
 """What asks a run to end before its time, and the point at which it does.
 
-A run passes points at which it can be left: the ends of optimizer steps. Whoever wants it to end (a signal, a time
-limit, the user's code) only leaves a request; the loop looks for it at each point, which costs no communication.
+A run passes points at which it can be left: the ends of optimizer steps, and the batches of its evaluations. Whoever
+wants it to end (a signal, a time limit, the user's code) only leaves a request; the loop looks for it at each point,
+which costs no communication.
 
 Several processes agree through a thread of each (`Watch`) on the point at which all leave. A process that learns of the
 request holds at its next point and reports how many points it had passed. Once all have reported, they leave at the
@@ -54,6 +55,7 @@ class Interruption:
         ended_by: What asked for that.
         left_at_once: Whether the run is left in the middle of something, without another checkpoint.
         is_left: Whether all processes have left the run together.
+        is_ending: Whether the run is about to end by an error, which a launcher's signal must not hide.
     """
 
     def __init__(self, *, is_listening: bool, board: Board | None = None) -> None:
@@ -62,6 +64,7 @@ class Interruption:
         self.ended_by = ""
         self.left_at_once = False
         self.is_left = False
+        self.is_ending = False
         self._board = board
         self._request: Reason | None = None
         self._points = 0
@@ -83,11 +86,6 @@ class Interruption:
             self._decided.set()
         else:
             self._hold()  # at once: where all ask at the same step, they end there, however fast steps are
-
-    @property
-    def reason_to_leave(self) -> Reason | None:
-        """Why the run is to be left soon, so that an evaluation need not be finished; None if it is not."""
-        return self._request if self._request is not None and self._request.ending != "finish" else None
 
     @property
     def is_left_in_order(self) -> bool:
@@ -117,8 +115,11 @@ class Interruption:
         if self._board is not None and self._points < at:
             return None
         if reason.ending == "finish":
+            signalled = self._request if self._request is not None and self._request.ending != "finish" else None
             self._reset()
             self.ends_training, self.ended_by = True, reason.what
+            if signalled is not None:  # after the processes had agreed to finish
+                self.request(signalled)
             return None
         return reason
 

@@ -17,7 +17,7 @@ from accmt.errors import explain
 from accmt.failures.board import Board
 from accmt.processes import gather_objects, process_index
 
-_LEFT = "left"
+LEFT = "left"
 _TICK_S = 1.0
 _LOOKS = 8  # within the time limit: each asks the store once for every machine
 _DO = 'start the run again on all machines: resume="auto" continues from the newest checkpoint'
@@ -77,7 +77,7 @@ class SignsOfLife:
     def leave(self) -> None:
         """Let the others know that this process comes to its end: its silence is no failure."""
         try:
-            self._board.post(_LEFT, note=True)
+            self._board.post(LEFT, note=True)
         except (RuntimeError, OSError):  # the process with the store has exited
             return
         finally:
@@ -93,7 +93,7 @@ class SignsOfLife:
             beats, (before, since) = self._board.beats_of(machine.first), self._last.get(machine.first, (0, now))
             if beats != before:
                 self._last[machine.first] = beats, now
-            elif beats > 0 and now - since > self._timeout_s and machine.first not in self._board.read(_LEFT):
+            elif beats > 0 and now - since > self._timeout_s and machine.first not in self._board.read(LEFT):
                 self._end(self._describe(machine))
 
     def _guard_looks(self) -> None:

@@ -70,6 +70,8 @@ class _Listener:
         self._heard[number] = frame
         if number == signal.SIGINT:
             self._hear_interrupt()
+        elif self._interruption.is_ending:
+            return
         elif not self._interruption.is_listening:
             self._interruption.left_at_once = True
             raise Preempted(self._exit_code)

@@ -18,23 +18,26 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from accmt.errors import AccmtError, ProcessFailedError, is_out_of_memory
+from accmt.errors import AccmtError, Preempted, ProcessFailedError, is_out_of_memory, place_of
 from accmt.failures.board import Board
 from accmt.failures.interruption import Interruption, Reason
 from accmt.failures.lone_calls import LoneCalls
-from accmt.failures.machines import Machine, SignsOfLife
+from accmt.failures.machines import LEFT, Machine, SignsOfLife
 from accmt.settings.handlers import Handler
 
 _POLL_S = 0.1
 _BEAT_S = 0.5
+_CENSUS_S = 1.0
 _STUCK_S = 6.0  # a main thread that waits for a failed process longer than this will never return
 _BUSY_S = 60.0  # one that computes reaches the end of its step, and takes its checkpoint there
 _COMPUTING = 0.2  # of the time of one processor: a backward that uses more is not waiting for others
 _LEAVE_S = 8.0
+_PROCESS = "process"
 _COLLECTIVES = ("torch/distributed/", "accmt/processes.py")
 _WRAPPER = "torch/nn/parallel/distributed.py"
 _BACKWARD = "torch/autograd/graph.py"
@@ -86,6 +89,8 @@ class Watch:
         self._waits_since: float | None = None
         self._cpu_used: tuple[float, float] = (time.monotonic(), time.process_time())
         self._last_beat = 0.0
+        self._last_census = 0.0
+        self._processes: dict[int, Any] = {}
         self._last_progress: tuple[Any, float] = (None, time.monotonic())
         self._receiver, self._sender = socket.socketpair()
         self._previous_fd: int | None = None
@@ -97,6 +102,7 @@ class Watch:
         self._main_thread = threading.get_ident()
         if threading.current_thread() is threading.main_thread():
             self._previous_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        self.board.post(_PROCESS, _describe_process())
         self.board.beat()  # the thread may come to it only after this machine was cut off, and nobody would miss it
         self._thread.start()
         if self._signs is not None:
@@ -106,6 +112,9 @@ class Watch:
         """Stop watching, and leave signals as they were."""
         if self._signs is not None:
             self._signs.leave()
+        else:
+            with contextlib.suppress(RuntimeError, OSError):  # the process with the store has exited
+                self.board.post(LEFT, note=True)
         self._is_ending.set()
         if self._previous_fd is not None:
             signal.set_wakeup_fd(self._previous_fd)
@@ -120,10 +129,11 @@ class Watch:
     def report_failure(self, error: BaseException) -> None:
         """Send the other processes the error that ends this one."""
         self.has_failed = True
-        record_for_launcher(error)
         kind = kind_of(error)
         text = "".join(traceback.format_exception(error))
-        self._post_failure(text, is_consequence=is_consequence(error), kind=None if kind is None else kind.name)
+        kind_name = None if kind is None else kind.name
+        was_asked = isinstance(error, KeyboardInterrupt | Preempted)
+        self._post_failure(text, is_consequence=is_consequence(error), kind=kind_name, was_asked=was_asked)
 
     def all_failed_alike(self, within_s: float) -> bool:
         """Return whether all processes failed at one point, for reasons of their own: then they can still act together.
@@ -137,6 +147,8 @@ class Watch:
             if len(notes) == self.board.count:
                 places = {repr(note["progress"]) for note in notes.values()}
                 return len(places) == 1 and not any(note["is_consequence"] for note in notes.values())
+            if self.find_lost():
+                return False
             time.sleep(_POLL_S)
         return False
 
@@ -146,7 +158,47 @@ class Watch:
             notes = self.board.read("failed")
         except (RuntimeError, OSError):  # the process with the store has exited
             return {}
-        return dict(sorted(notes.items(), key=lambda item: (item[1]["is_consequence"], item[1]["ticket"])))
+        order = (False, None, True)
+        return dict(sorted(notes.items(), key=lambda item: (order.index(item[1]["is_consequence"]), item[1]["ticket"])))
+
+    def find_cause(self, error: BaseException) -> tuple[int, str] | None:
+        """Return the process whose failure caused an error here, and what it reported ("" of one that was killed).
+
+        None where nothing shows that another process failed before: the error stands for itself.
+        """
+        reports = self.failures()
+        own = reports.pop(self.board.index, None)
+        if isinstance(error, KeyboardInterrupt | Preempted):  # a launcher sends it to those that are left
+            causes = {index: note for index, note in reports.items() if not note["was_asked"]}
+        elif is_consequence(error) is False:
+            return None
+        else:
+            causes = reports
+        for index, note in causes.items():
+            came_first = own is None or note["ticket"] < own["ticket"]
+            if note["is_consequence"] is False or (note["is_consequence"] is None and came_first):
+                return index, note["text"]
+        lost = self.find_lost()
+        return (lost[0], "") if lost else None
+
+    def find_lost(self) -> list[int]:
+        """Return the processes of this machine that are gone without a report, such as one that was killed.
+
+        The system knows at once; of other machines only the signs of life show it.
+        """
+        try:
+            gone = [index for index, note in self._find_neighbours().items() if not _is_running(note)]
+            return [i for i in gone if i not in {*self.board.read("failed"), *self.board.read(LEFT)}] if gone else []
+        except (RuntimeError, OSError):  # the process with the store has exited
+            return []
+
+    def _find_neighbours(self) -> dict[int, Any]:
+        """Return what the other processes of this machine are called there."""
+        if len(self._processes) < self.board.count:  # else nothing is asked of the store, once a second
+            self._processes = self.board.read(_PROCESS)
+        own = self._processes.get(self.board.index, {"machine": None})
+        others = self._processes.items()
+        return {i: note for i, note in others if note["machine"] == own["machine"] and i != self.board.index}
 
     def find_silent(self) -> list[int]:
         """Return the processes that no longer show that they are alive; takes a few beats."""
@@ -159,7 +211,12 @@ class Watch:
 
     @staticmethod
     def exit_soon() -> None:
-        """End this process soon, also where its exit waits for one that has died."""
+        """End this process soon, also where its exit waits for one that has died.
+
+        Until then it shows its error: a launcher that has seen another one die would end it before.
+        """
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stderr = sys.__stderr__
         if stderr is not None:
             faulthandler.dump_traceback_later(_LEAVE_S, exit=True, file=stderr)
@@ -193,6 +250,9 @@ class Watch:
             self.board.beat()
         if self._signs is not None:
             self._signs.look(now)
+        if now - self._last_census > _CENSUS_S:
+            self._last_census = now
+            self._look_for_failures(now)
         if self._interruption.is_asked or self.board.has_news():
             self._interruption.agree()
             for answer in self._answers:
@@ -204,7 +264,7 @@ class Watch:
         self._end_if_hung(now)
 
     def _look_for_failures(self, now: float) -> None:
-        if self._failure_seen_at is None and set(self.failures()) - {self.board.index}:
+        if self._failure_seen_at is None and (set(self.failures()) - {self.board.index} or self.find_lost()):
             self._failure_seen_at = now
 
     def _end_if_stuck(self, now: float) -> None:
@@ -217,8 +277,10 @@ class Watch:
         waits_long = self._waits_since is not None and now - self._waits_since >= _STUCK_S
         if not waits_long and now - self._failure_seen_at < _BUSY_S:
             return
-        index, note = next(iter(self.failures().items()))
-        self._end(f"process {index} failed while this one was waiting for it:\n{note['text']}")
+        for index, note in self.failures().items():
+            self._end(f"process {index} failed while this one was waiting for it:\n{note['text']}")
+        for index in self.find_lost():
+            self._end(f"process {index} was killed while this one was waiting for it")
 
     def _end_if_called_alone(self, now: float) -> None:
         if self.has_failed or self._failure_seen_at is not None or not self.calls.are_open():
@@ -268,10 +330,13 @@ class Watch:
             record_for_launcher(error)
         self._end(why)
 
-    def _post_failure(self, text: str, *, is_consequence: bool, kind: str | None = None) -> None:
+    def _post_failure(
+        self, text: str, *, is_consequence: bool | None, kind: str | None = None, was_asked: bool = False
+    ) -> None:
         try:
             ticket = self.board.draw_ticket()
             note = {"ticket": ticket, "text": text, "is_consequence": is_consequence, "kind": kind}
+            note["was_asked"] = was_asked
             self.board.post("failed", {**note, "progress": repr(self._progress())})
         except (RuntimeError, OSError):  # the process with the store has exited
             return
@@ -288,7 +353,7 @@ def record_for_launcher(error: BaseException) -> None:
 
     Source: https://docs.pytorch.org/docs/stable/elastic/errors.html
     """
-    if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception) and not is_consequence(error):
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
         from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
         with contextlib.suppress(OSError):
@@ -304,8 +369,47 @@ def kind_of(error: BaseException) -> Handler | None:
     return Handler.ANY if isinstance(error, Exception) else None
 
 
-def is_consequence(error: BaseException) -> bool:
-    """Return whether an error says that another process has died, rather than what went wrong here."""
-    text = str(error).lower()
-    signs = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket")
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(s in text for s in signs))
+def is_consequence(error: BaseException) -> bool | None:
+    """Return whether an error only says that another process has failed; None where it may, as one of a backward.
+
+    Words decide nothing. torch.distributed raises errors of its own types or, from C++, a plain RuntimeError; what
+    Python code raises by a `raise` is not one of them, whatever it says.
+    """
+    if isinstance(error, dist.DistError | ProcessFailedError):
+        return True
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if before is not None and is_consequence(before):
+        return True
+    if type(error) is not RuntimeError:
+        return False
+    file, is_raised = place_of(error)
+    if is_raised:
+        return False
+    return True if any(path in file for path in (*_COLLECTIVES, _WRAPPER)) else None
+
+
+def _describe_process() -> dict[str, Any]:
+    """Return what names this process on its machine, or in its container: there, numbers repeat."""
+    import psutil
+
+    pid = os.getpid()
+    try:
+        space = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:  # not on Linux
+        space = ""
+    return {"machine": f"{socket.gethostname()} {space}", "pid": pid, "created": psutil.Process(pid).create_time()}
+
+
+def _is_running(note: dict[str, Any]) -> bool:
+    import psutil
+
+    try:
+        process = psutil.Process(note["pid"])
+        return process.create_time() == note["created"] and process.status() not in (
+            psutil.STATUS_ZOMBIE,
+            psutil.STATUS_DEAD,
+        )
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:  # one that may not be looked at is there
+        return True

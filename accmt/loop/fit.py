@@ -54,7 +54,7 @@ def fit(run: Run) -> None:
         stack.enter_context(run.own_loss.watching())
         stack.enter_context(counting_own_steps(run))
         stack.enter_context(keeping_quantized_weights(run.unwrapped_model))
-        stack.callback(_close, run)
+        stack.enter_context(_closing(run))
         stack.enter_context(_recording_outcome(run))
         stack.enter_context(listening(run.interruption, run.settings.failures.preempt_exit_code))
         stack.enter_context(watching(run))
@@ -198,9 +198,23 @@ def _handling_failures(run: Run) -> Iterator[None]:
         finally:
             _call_end_hooks(run)
         if failure is not error:
-            raise failure from None
+            raise failure from error
         raise
     run_on_every_process(lambda: _call_end_hooks(run))  # a process that is done must not end as if all were well
+
+
+@contextmanager
+def _closing(run: Run) -> Iterator[None]:
+    """Release at the end what the run holds; what fails there does not hide the error that ended the run."""
+    try:
+        yield
+    except BaseException:
+        try:
+            _close(run)
+        except Exception as own:  # noqa: BLE001 - the error that ends the run goes first
+            warn(f"the run could not release everything: {own}")
+        raise
+    _close(run)
 
 
 def _close(run: Run) -> None:

@@ -7,14 +7,15 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, explain, place_of
 
 
 @contextmanager
 def counting_calls(wrapper: nn.Module) -> Iterator[list[None]]:
     """Give a list that gets an entry with each call of the wrapper."""
     calls: list[None] = []
-    handle = wrapper.register_forward_pre_hook(lambda _module, _inputs: calls.append(None))
+    # First of all: a hook that gathers shards may fail, because another process has.
+    handle = wrapper.register_forward_pre_hook(lambda _module, _inputs: calls.append(None), prepend=True)
     try:
         yield calls
     finally:
@@ -52,7 +53,8 @@ def explaining_parts(model: nn.Module) -> Iterator[None]:
                 got = f"another type of numbers than the model was sharded with, as model.to() in a hook makes: {error}"
                 expected, do = "the type that it had when the run began", 'Trainer(mixed_precision="bf16"), say'
                 raise ModuleContractError(explain("self.model", got, expected, do)) from error
-            if calls:
+            file, is_raised = place_of(error)
+            if calls or (is_raised and "torch/" not in file):  # which the user's own code raises
                 raise
             got = f"a part of self.model was called, which is sharded, and not self.model itself: {error}"
             expected, do = (

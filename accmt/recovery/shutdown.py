@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from accmt.callbacks.averaging import EMA
 from accmt.data import Loader, MicroBatch, UnshardedLoader, WrappedLoader, reader_of
 from accmt.errors import Preempted, ProcessFailedError, explain, is_out_of_memory
-from accmt.failures import Interruption, Reason, Watch, is_consequence, kind_of
+from accmt.failures import Reason, Watch, is_consequence, kind_of, record_for_launcher
 from accmt.messages import say, warn
-from accmt.processes import acting_alone, gather_objects, is_main_process, num_processes
+from accmt.processes import acting_alone, is_main_process
 from accmt.recovery.restart import Restart, free_memory
 from accmt.run import Run
 from accmt.settings.handlers import Handler
@@ -29,6 +29,14 @@ def stop_if_requested(run: Run) -> None:
     """
     if run.clock.is_used_up and is_main_process() and not run.interruption.ends_training:
         run.interruption.request(Reason("max_time", "finish"))
+    pass_point(run)
+
+
+def pass_point(run: Run) -> None:
+    """Stop the run here if somebody asked for it and all processes have agreed on this point.
+
+    Processes: all, at the same points, but need not be in step.
+    """
     reason = run.interruption.pass_point()
     if reason is not None:
         stop_run(run, reason)
@@ -79,20 +87,24 @@ def handle_failure(run: Run, error: BaseException) -> BaseException:
 def _send_failure(run: Run, watch: Watch, error: BaseException) -> None:
     if watch.has_failed or run.interruption.is_left:
         return
+    run.interruption.is_ending = True
     watch.report_failure(error)
     watch.is_apart = not watch.all_failed_alike(_SAME_FAILURE_S)
+    if not watch.is_apart or watch.find_cause(error) is None:
+        record_for_launcher(error)
 
 
 def _explain_consequence(watch: Watch, error: BaseException) -> BaseException:
-    if not is_consequence(error):
+    """Return the error that names the process whose failure caused this one; the error itself where none did."""
+    cause = watch.find_cause(error)
+    if cause is None:
         return error
-    for index, note in watch.failures().items():
-        if not note["is_consequence"]:
-            do = "fix that error; the other processes were waiting for it"
-            return ProcessFailedError(explain(f"process {index}", f"it failed:\n{note['text']}", "no error", do))
-    silent = ", ".join(map(str, watch.find_silent())) or "another one"
-    got = f"it exited without an error message: killed, perhaps because memory ran out ({error})"
-    return ProcessFailedError(explain(f"process {silent}", got, "all processes alive", "look at the system's log"))
+    index, report = cause
+    if report:
+        do = "fix that error; the other processes were waiting for it"
+        return ProcessFailedError(explain(f"process {index}", f"it failed:\n{report}", "no error", do))
+    got = "it exited without an error message: killed, perhaps because memory ran out"
+    return ProcessFailedError(explain(f"process {index}", got, "all processes alive", "look at the system's log"))
 
 
 def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:
@@ -117,7 +129,8 @@ def _save_snapshot(run: Run) -> None:
     elif run.is_sharded:
         warn("no emergency checkpoint: the shards of the other processes are gone with them; the newest one stays")
     elif is_main_process() and not isinstance(reader_of(run.train_loader), UnshardedLoader):
-        run.checkpoints.wait()  # its thread still acts with the others
+        with suppress(RuntimeError):  # its thread still acts with the others, which are gone
+            run.checkpoints.wait()
         with acting_alone():
             run.checkpoints.save_snapshot(run, is_alone=True)
 
@@ -133,7 +146,7 @@ def _is_handled(run: Run, error: BaseException) -> bool:
 
 def _kinds_of(watch: Watch | None, error: BaseException) -> set[Handler | None]:
     """Return the kind of an error; of one that is the consequence of others, theirs too."""
-    if watch is None or not is_consequence(error):
+    if watch is None or is_consequence(error) is False:
         return {kind_of(error)}
     kinds = {note["kind"] for note in watch.failures().values() if note["kind"] is not None}
     return {Handler[name] for name in kinds} | {kind_of(error)}
@@ -147,10 +160,11 @@ def _restore_trained_weights(run: Run) -> None:
 
 
 class InterruptibleLoader(WrappedLoader):
-    """Validation data whose micro-batches end early, on all processes, when the run is to stop.
+    """Validation data whose micro-batches are points at which the run can be left: at the same one on all processes.
 
-    A process that learns of it stops reading at once. At the end of the data, where processes wait for one another
-    anyway, it informs the others, and all stop the run there. The resumed run does the evaluation again.
+    A sharded model's forward needs every process, so none may leave an evaluation by itself. All have the same points:
+    equally many micro-batches or, where each process cuts its samples by a token budget, equally many windows. The
+    resumed run does the evaluation again.
     """
 
     def __init__(self, own: Loader, trainer: TrainerProtocol) -> None:
@@ -158,24 +172,8 @@ class InterruptibleLoader(WrappedLoader):
         self._trainer = trainer
 
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
-        reason: Reason | None = None
-        may_stop = self._may_stop()
         for micro_batch in self.own.micro_batches(epoch, first):
-            reason = self._interruption.reason_to_leave if may_stop else None
-            if reason is not None:
-                break
+            begins_window = micro_batch.part is None or micro_batch.part.number == 0
+            if begins_window and self._trainer.state.stage == "validate":
+                pass_point(self._trainer.run)
             yield micro_batch
-        if may_stop:
-            agreed = next((one for one in gather_objects(reason) if one is not None), None)
-            if agreed is not None:
-                stop_run(self._trainer.run, agreed)
-
-    @property
-    def _interruption(self) -> Interruption:
-        interruption: Interruption = self._trainer.run.interruption
-        return interruption
-
-    def _may_stop(self) -> bool:
-        """Return whether processes need not keep in step, and there is something to resume from."""
-        keeps_in_step = num_processes() > 1 and not self._trainer.settings.evaluation.report_loss_after_eval
-        return self._trainer.state.stage == "validate" and self._interruption.is_listening and not keeps_in_step

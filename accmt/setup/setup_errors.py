@@ -39,7 +39,7 @@ def reporting_failed_setup() -> Iterator[None]:
 def _exchange(error: Exception, number: int) -> tuple[int, str] | None:
     """Leave a note of an error; of one that is the consequence of another, return whose that is."""
     board = Board.of_setup(number)
-    if not is_consequence(error):
+    if is_consequence(error) is not True:
         record_for_launcher(error)
         if board is not None:
             board.post("failed", "".join(traceback.format_exception(error)))

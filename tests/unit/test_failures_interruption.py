@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from accmt.errors import ProcessFailedError
@@ -19,14 +20,12 @@ def test_alone_a_run_ends_at_the_next_point():
     interruption = Interruption(is_listening=True)
     assert interruption.pass_point() is None
     interruption.request(PREEMPT)
-    assert interruption.reason_to_leave == PREEMPT
     assert interruption.pass_point() == PREEMPT
 
 
 def test_a_wish_to_finish_ends_training_once_and_a_signal_counts_more():
     interruption = Interruption(is_listening=True)
     interruption.request(FINISH)
-    assert interruption.reason_to_leave is None
     assert interruption.pass_point() is None
     assert (interruption.ends_training, interruption.ended_by) == (True, "max_time")
     interruption.request(FINISH)
@@ -92,6 +91,20 @@ def test_where_all_ask_at_the_same_point_all_end_there_however_late_they_agree()
     assert [one.ends_training for one in processes] == [True, True]
 
 
+def test_a_signal_after_the_agreement_to_finish_is_not_lost():
+    store = dist.HashStore()
+    first, second = (Interruption(is_listening=True, board=Board(store, index, 2)) for index in range(2))
+    first.request(FINISH)
+    for one in (first, second, first):
+        one.agree()
+    first.request(PREEMPT)
+    assert [one.pass_point() for one in (first, second)] == [None, None]
+    assert (first.ends_training, second.ends_training) == (True, True)
+    for one in (first, second, first):
+        one.agree()
+    assert [one.pass_point() for one in (first, second)] == [PREEMPT, PREEMPT]
+
+
 def test_a_process_that_does_not_answer_is_an_error(monkeypatch):
     monkeypatch.setattr("accmt.failures.interruption.ANSWER_S", 0.05)
     interruption = Interruption(is_listening=True, board=Board(dist.HashStore(), 0, 2))
@@ -114,11 +127,41 @@ def test_the_board_shows_notes_news_and_who_lives():
     assert [first.draw_ticket(), second.draw_ticket()] == [1, 2]
 
 
-def test_errors_of_a_connection_are_told_from_those_of_the_user():
-    assert is_consequence(RuntimeError("[../gloo/transport/tcp/pair.cc:525] Read error: Connection reset by peer"))
-    assert is_consequence(dist.DistBackendError("NCCL error"))
-    assert not is_consequence(RuntimeError("CUDA out of memory"))
-    assert not is_consequence(ValueError("a socket is missing"))
+def raised_by(action):
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - whatever it raises
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def user_code(text):
+    raise RuntimeError(text)
+
+
+def wrapped(action):
+    try:
+        action()
+    except RuntimeError as error:
+        raise ValueError("what the user makes of it") from error
+
+
+@pytest.fixture
+def of_collective():
+    """Return a function whose code lies where torch.distributed's does, and in which C++ raises."""
+    names = {"torch": torch}
+    exec(compile("def f(): torch.ones(2) @ torch.ones(3)", "site-packages/torch/distributed/x.py", "exec"), names)  # noqa: S102
+    return names["f"]
+
+
+def test_what_an_error_says_does_not_make_it_the_consequence_of_another(of_collective):
+    texts = ["gloo: Connection closed by peer", "the feature server closed the socket", "NCCL error", "broken pipe"]
+    assert not any(is_consequence(raised_by(lambda text=text: user_code(text))) for text in texts)
+    assert is_consequence(RuntimeError("gloo: never raised")) is False
+    assert is_consequence(raised_by(of_collective)) is True
+    assert is_consequence(raised_by(lambda: wrapped(of_collective))) is True
+    assert is_consequence(dist.DistBackendError("NCCL error")) is True
+    assert is_consequence(raised_by(lambda: torch.ones(2) @ torch.ones(3))) is None
 
 
 def test_a_clock_counts_on_from_where_it_was():

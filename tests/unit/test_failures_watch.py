@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
+import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from accmt.errors import Preempted
 from accmt.failures import Board, Interruption, Watch, record_for_launcher
+from accmt.failures.watch import _describe_process
 
 
 @contextmanager
@@ -37,7 +45,7 @@ def end_of_waiting(main_thread: int) -> tuple[int | None, str]:
     store, ends = HashStore(), []
     interruption = Interruption(is_listening=True)
     watch = Watch(Board(store, 0, 2), interruption, hang_timeout_s=None, progress=lambda: 0)
-    note = {"text": "broke", "is_consequence": False, "ticket": 1, "progress": "", "kind": None}
+    note = {"text": "broke", "is_consequence": False, "ticket": 1, "progress": "", "kind": None, "was_asked": False}
     Board(store, 1, 2).post("failed", note)
     watch._main_thread, watch._end = main_thread, ends.append
     watch._look_for_failures(0.0)
@@ -73,7 +81,6 @@ def test_the_launcher_is_told_of_the_error_that_came_first(tmp_path: Path, monke
     file = tmp_path / "error.json"
     record_for_launcher(ValueError("without a launcher"))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    record_for_launcher(RuntimeError("gloo: connection closed by peer"))
     record_for_launcher(KeyboardInterrupt())
     assert not file.exists()
     record_for_launcher(ValueError("broke"))
@@ -100,6 +107,58 @@ def test_the_first_failure_is_blamed_and_none_that_followed_from_another(
     assert list(watch.failures()) == order
     watch._receiver.close()
     watch._sender.close()
+
+
+@pytest.fixture
+def two_watches() -> Iterator[list[Watch]]:
+    store = HashStore()
+    interruptions = [Interruption(is_listening=True) for _ in range(2)]
+    watches = [
+        Watch(Board(store, index, 2), one, hang_timeout_s=None, progress=lambda: 0)
+        for index, one in enumerate(interruptions)
+    ]
+    yield watches
+    for watch in watches:
+        watch._receiver.close()
+        watch._sender.close()
+
+
+def test_a_process_that_was_killed_is_found_at_once_and_one_that_left_is_not(two_watches: list[Watch]) -> None:
+    first, second = two_watches
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    own = _describe_process()
+    first.board.post("process", own)
+    second.board.post("process", {**own, "pid": process.pid, "created": psutil.Process(process.pid).create_time()})
+    assert first.find_lost() == []
+    error = dist.DistBackendError("the connection was reset")
+    assert first.find_cause(error) is None
+    os.kill(process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the list of processes
+    assert first.find_lost() == [1]
+    assert first.find_cause(error) == (1, "")
+    assert first.find_cause(Preempted(143)) == (1, ""), "a launcher ends those that are left"
+    assert first.find_cause(ValueError("of this process")) is None
+    process.communicate()
+    assert first.find_lost() == [1]
+    second.board.post("left", note=True)
+    assert first.find_lost() == []
+
+
+def test_an_error_is_explained_only_by_a_failure_that_came_before(two_watches: list[Watch]) -> None:
+    first, second = two_watches
+    connection = dist.DistBackendError("the connection was reset")
+    first.report_failure(connection)
+    assert first.find_cause(connection) is None
+    second.report_failure(ValueError("broke"))
+    index, report = first.find_cause(connection) or (None, "")
+    assert (index, "ValueError: broke" in report) == (1, True)
+    assert second.find_cause(ValueError("broke")) is None
+
+
+def test_one_that_was_asked_to_end_explains_no_signal(two_watches: list[Watch]) -> None:
+    first, second = two_watches
+    second.report_failure(Preempted(143))
+    assert first.find_cause(Preempted(143)) is None
 
 
 def test_a_process_shows_that_it_is_there_before_its_thread_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
