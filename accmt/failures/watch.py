@@ -145,8 +145,8 @@ class Watch:
         while time.monotonic() < deadline:
             notes = self.failures()
             if len(notes) == self.board.count:
-                places = {repr(note["progress"]) for note in notes.values()}
-                return len(places) == 1 and not any(note["is_consequence"] for note in notes.values())
+                kinds = {(note["progress"], note["is_consequence"]) for note in notes.values()}
+                return len(kinds) == 1 and not any(note["is_consequence"] for note in notes.values())
             if self.find_lost():
                 return False
             time.sleep(_POLL_S)

@@ -155,6 +155,19 @@ def test_an_error_is_explained_only_by_a_failure_that_came_before(two_watches: l
     assert second.find_cause(ValueError("broke")) is None
 
 
+def test_only_errors_of_one_kind_at_one_place_are_alike(two_watches: list[Watch]) -> None:
+    first, second = two_watches
+    for kinds, expected in [
+        ((False, False), True),
+        ((None, None), True),
+        ((None, False), False),
+        ((True, True), False),
+    ]:
+        for watch, kind in zip((first, second), kinds, strict=True):
+            watch._post_failure("broke", is_consequence=kind)
+        assert first.all_failed_alike(1.0) is expected
+
+
 def test_one_that_was_asked_to_end_explains_no_signal(two_watches: list[Watch]) -> None:
     first, second = two_watches
     second.report_failure(Preempted(143))
