@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from accmt.callbacks import Callback, Hooks
+from accmt.callbacks.dispatch import find_hooks
 from accmt.data import Loader, MicroBatch, find_batch_size
 from accmt.data.bad_samples import BadSamples
 from accmt.data.largest import LargestBatch
@@ -242,7 +243,7 @@ class SaverProtocol(Protocol):
 
     def claim(self, run: Run) -> None: ...
     def release(self) -> None: ...
-    def check(self, metrics: Mapping[str, float]) -> None: ...
+    def check(self, run: Run, metrics: Mapping[str, float]) -> None: ...
     def forget_missing(self, model_path: Path, run_id: str) -> None: ...
     def update_patience_left(self) -> None: ...
     def save_last(self, run: Run) -> None: ...
@@ -461,6 +462,10 @@ class Run(EvaluationRun):
         """Tell the other processes of a call of the user's which all have to make, so that one alone is an error."""
         if self.watch is not None:
             self.watch.calls.note(name)
+
+    def user_hooks(self, name: str) -> list[Callable[..., Any]]:
+        """Return what the user's callbacks and module have at a hook."""
+        return [hook for owner in (*self.callbacks, self.module) for hook in find_hooks(owner).get(name, ())]
 
     def watching_wrapper(self) -> AbstractContextManager[None]:
         """Return a context that rejects a training step which goes around the wrapper that reduces gradients."""

@@ -32,6 +32,7 @@ class Status:
     status: Progress = "initializing"
     is_last_training_batch: bool = False
     ends_step: bool | None = None  # of the current micro-batch; None where the number of micro-batches says it
+    is_evaluating: bool = False  # from `on_evaluation_start` to `on_evaluation_end`
     is_last_epoch: bool = False
     interrupted: bool = False
 

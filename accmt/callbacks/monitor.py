@@ -153,16 +153,9 @@ class Measurements(Callback):
     def __init__(self, measures: list[Any], loss_name: str) -> None:
         self._measures = measures
         self._loss_name = loss_name
-        self._is_evaluating = False
-
-    def on_evaluation_start(self) -> None:
-        self._is_evaluating = True
-
-    def on_evaluation_end(self) -> None:
-        self._is_evaluating = False
 
     def on_log(self, values: dict[str, float]) -> None:
-        if self._loss_name in values and not self._is_evaluating:
+        if self._loss_name in values and not self.state.now.is_evaluating:
             for measure in self._measures:
                 values.update(measure.measure())
 

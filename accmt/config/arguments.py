@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_origin
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.config.faults import Fault, KeyPath, describe, nearest
 from accmt.config.grouping import (
@@ -176,6 +177,8 @@ def _check_call(
 
 def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
     """Return the arguments as the scheduler takes them, warm-up as the user wrote it, and all that is wrong."""
+    if watches_a_result(factory):
+        return _check_plateau(factory, values)
     call = _Call(("scheduler",), factory)
     warmup = {name: whole(values[name]) for name in ("warmup_ratio", "num_warmup_steps") if name in values}
     if "num_warmup_steps" not in call.parameters or not warmup:
@@ -183,6 +186,27 @@ def check_scheduler(factory: Callable[..., Any], values: Mapping[str, Any]) -> t
     rest = {name: value for name, value in values.items() if name not in warmup}
     arguments, faults = call.check(rest)
     return {**warmup, **arguments}, [*_warmup_faults(warmup), *faults]
+
+
+def watches_a_result(factory: Any) -> bool:
+    """Return whether a scheduler steps by a result of evaluations, which its `monitor` names."""
+    return isinstance(factory, type) and issubclass(factory, ReduceLROnPlateau)
+
+
+def _check_plateau(factory: Callable[..., Any], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
+    monitor, rest = values.get("monitor"), {name: value for name, value in values.items() if name != "monitor"}
+    arguments, faults = _Call(("scheduler",), factory).check(rest)
+    if "monitor" not in values:
+        if arguments.get("mode") == "max" and not faults:
+            got = "max, for the validation loss: the rate would be cut each time the loss improves"
+            expected = "the direction of what is watched"
+            do = "add `monitor: accuracy`, say, to watch a metric, or remove `mode`"
+            faults = [Fault(("scheduler", "mode"), got, expected, do)]
+        return arguments, faults
+    if not isinstance(monitor, str) or not monitor:
+        expected = "the name of a metric, as in model_saving without its best_, or valid_loss"
+        faults = [*faults, Fault(("scheduler", "monitor"), describe(monitor), expected, "write `monitor: accuracy`")]
+    return {"monitor": monitor, **arguments}, faults
 
 
 def check_names(part: str, factories: Iterable[Callable[..., Any]], values: Mapping[str, Any]) -> list[Fault]:

@@ -53,7 +53,7 @@ def find_surplus(folder: Path, keep: int | None, age: Callable[[Path], int | Non
 
     `age` returns when a place was filled, in any unit; None where nothing in it is accmt's.
     """
-    if keep is None:
+    if keep is None or not folder.parent.is_dir():
         return []
     beside = re.compile(rf"{re.escape(folder.name)}\.{_NUMBERED}")
     places = [path for path in folder.parent.iterdir() if beside.fullmatch(path.name)]

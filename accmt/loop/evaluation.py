@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -11,21 +13,26 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from accmt.callbacks import Callback
 from accmt.callbacks.dispatch import Hook
 from accmt.data import Loader, MicroBatch, derive_seed, seed_generators
 from accmt.data.bad_samples import BadSamples
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import AccmtError, ModuleContractError, explain
 from accmt.huggingface.batch_faults import add_note_of_batch
 from accmt.loop.bad_sample_counts import report_bad_samples
 from accmt.loop.step_outputs import read_validation_output, read_weight
-from accmt.metrics import ValidationCollector
+from accmt.messages import warn
+from accmt.metrics import Metric, ValidationCollector
 from accmt.metrics.consolidation import consolidate, find_members, require_members
+from accmt.metrics.results import describe, find_scalar
+from accmt.optimization.schedulers import DEFAULT_MONITOR, monitored_by
 from accmt.parallel.reduction import broadcast_buffers
 from accmt.parallel.shards import borrow_batch, reshard
 from accmt.precision import autocast
-from accmt.processes import data_index, gather_objects, sum_over_data
+from accmt.processes import broadcast_object, data_index, gather_objects, sum_over_data
 from accmt.run import TEST_LOSS, EvaluationRun, Run
-from accmt.state import Stage
+from accmt.saving import name_by_rules
+from accmt.state import Stage, TrainingState
 
 
 def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
@@ -41,7 +48,7 @@ def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
     """
     state = run.state
     run.require_equal_replicas()
-    with in_evaluation_mode(run.unwrapped_model):
+    with in_evaluation_mode(run.unwrapped_model), _evaluating(state):
         call_hooks(run.hooks.on_evaluation_start)
         state.begin_evaluation()
         results = evaluate(run, "validate")
@@ -49,8 +56,6 @@ def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
         state.metrics = dict(results)
         if counts:
             state.count_evaluation()
-        _log_results(run, results)
-        _step_on_plateau(run, results)
         call_hooks(run.hooks.on_evaluation_end, metrics=state.metrics)
     return state.metrics
 
@@ -67,11 +72,59 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = is_training
 
 
+@contextmanager
+def _evaluating(state: TrainingState) -> Iterator[None]:
+    """Let rows of the log be known as those of an evaluation."""
+    state.now.is_evaluating = True
+    try:
+        yield
+    finally:
+        state.now.is_evaluating = False
+
+
 @torch.no_grad()
 def call_hooks(hooks: Iterable[Hook], **data: Any) -> None:
     """Call hooks of an evaluation: what they compute with the model needs no gradients."""
     for hook in hooks:
         hook(**data)
+
+
+class EvaluationResults(Callback):
+    """Takes the results of an evaluation as the hooks of users have left them: for the log, and for the scheduler.
+
+    What they add or change counts as the main process has it: every process decides by it whether a model is saved.
+
+    Processes: all.
+    """
+
+    order = sys.float_info.max / 2  # after the hooks of users, and before the model is saved by the results
+
+    def __init__(self) -> None:
+        self._has_user_hooks: bool | None = None
+
+    def on_evaluation_end(self, metrics: dict[str, Any]) -> None:
+        """Agree on the results, and log them."""
+        run: Run = self.trainer.run
+        if self._has_user_hooks is None:
+            self._has_user_hooks = bool(run.user_hooks("on_evaluation_end"))
+        if self._has_user_hooks:
+            own = {name: _read_added(name, value) for name, value in metrics.items()}
+            agreed = broadcast_object(own)
+            metrics.clear()
+            metrics.update(agreed)
+        _log_results(run, metrics)
+        _step_on_plateau(run, metrics)
+
+
+def _read_added(name: str, value: Any) -> float:
+    scalar = find_scalar(value)
+    if scalar is None:
+        got, do = (
+            f"metrics[{name!r}] = {describe(value)}",
+            f"metrics[{name!r}] = float(value), or keep it on the module",
+        )
+        raise ModuleContractError(explain("on_evaluation_end", got, "a number", do))
+    return float(scalar)
 
 
 def _log_results(run: Run, results: dict[str, float]) -> None:
@@ -84,12 +137,20 @@ def _log_results(run: Run, results: dict[str, float]) -> None:
 
 
 def _step_on_plateau(run: Run, results: dict[str, float]) -> None:
+    """Let a scheduler that steps by a result take its step: by its `monitor`, or by the validation loss."""
     if not isinstance(run.scheduler, ReduceLROnPlateau):
         return
-    names = (f"{run.loss_name}__{key}" if key else run.loss_name for key in run.val_loaders)
-    losses = [results[name] for name in names if name in results]
-    if losses:
-        run.scheduler.step(sum(losses) / len(losses))
+    name = monitored_by(run.scheduler)
+    watched = run.saver.selection.find_quantity(name)
+    values = name_by_rules(results, loss_name=run.loss_name, train_loss=None)
+    if watched is not None and watched.is_in(values):
+        run.scheduler.step(watched.read(values))
+    elif name != DEFAULT_MONITOR:  # an evaluation whose weights are all 0 has no loss
+        got, do = (
+            f"an evaluation with {sorted(results)}",
+            "return it from validation_step, or add it in on_evaluation_end",
+        )
+        raise ModuleContractError(explain(f"the scheduler's monitor {name!r}", got, f"{name!r} among them", do))
 
 
 def evaluate(run: EvaluationRun, stage: Stage, *, max_batches: int | None = None) -> dict[str, float]:
@@ -175,9 +236,26 @@ def _evaluate_set(
         run.state.count_validation_batch(micro_batch.num_finished)
         if reports_batches:
             _report_batch(run, key, loss, weight)
-    outputs = evaluation.finish()
+    total = loader.num_micro_batches
+    is_cut = max_batches is not None and (total is None or total > max_batches)
+    outputs = evaluation.finish(partial(_judge_in_trial, is_cut=is_cut) if is_silent else None)
     call_hooks(() if is_silent else run.hooks.on_validation_end, key=key, outputs=outputs)
     return outputs
+
+
+_MISTAKES = (AccmtError, AttributeError, ImportError, MemoryError, NameError, NotImplementedError, TypeError)
+
+
+def _judge_in_trial(metric: Metric, error: Exception, *, is_cut: bool) -> None:
+    """Raise an error that a metric would have with all data, too; one of a metric that needs them all is only said."""
+    name = metric.name
+    if not is_cut or isinstance(error, _MISTAKES):
+        batches = "the first batches" if is_cut else "all batches"
+        error.add_note(f"This was raised in the trial before training, with {name!r} over {batches} of a set.")
+        raise error
+    what = f"metric {name!r} is not tried before training: over the first batches alone it raises"
+    do = "that is fine if it needs the whole set; num_sanity_val_steps=-1 tries it with that"
+    warn(f"{what} {type(error).__name__}: {error}\n{do}")
 
 
 def _first_batches(loader: Loader, max_batches: int | None, *, keeps_in_step: bool) -> Iterator[MicroBatch]:
@@ -267,14 +345,17 @@ class _SetEvaluation:
             run.validation_step(self._key, run.place(borrowed))
         run.module.logs.of_evaluation.begin_batch()  # drops what the step has logged
 
-    def finish(self) -> dict[str, float]:
+    def finish(self, on_error: Callable[[Metric, Exception], None] | None = None) -> dict[str, float]:
         """Return the means and metrics over all samples of all processes.
 
         Processes: collective.
+
+        Args:
+            on_error: As that of `ValidationCollector.compute`.
         """
         _require_one_kind(self._gave_weight.union(*gather_objects(self._gave_weight)))
         report_bad_samples(self._run, self._key, self._bad, has_batch=bool(self._gave_weight))
-        return self._collector.compute()
+        return self._collector.compute(on_error)
 
 
 def _require_one_kind(gave_weight: set[bool]) -> None:

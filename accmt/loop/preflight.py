@@ -35,7 +35,7 @@ def try_evaluation(run: Run) -> None:
         return
     limit = None if settings.num_sanity_val_steps == -1 else settings.num_sanity_val_steps
     counters = run.state.state_dict()
-    run.saver.check(evaluate(run, "sanity_check", max_batches=limit))
+    run.saver.check(run, evaluate(run, "sanity_check", max_batches=limit))
     run.state.load_state_dict(counters)
 
 

@@ -49,15 +49,6 @@ class RowLogger(Callback):
         self._tracking = tracking
         self._bar = bar
         self._monitor = monitor
-        self._is_evaluation = False
-
-    def on_evaluation_start(self) -> None:
-        """Know the rows that follow for results of an evaluation."""
-        self._is_evaluation = True
-
-    def on_evaluation_end(self) -> None:
-        """Know the rows that follow for training values."""
-        self._is_evaluation = False
 
     def on_log(self, values: Mapping[str, float], step: int) -> None:
         """Log one row."""
@@ -78,7 +69,7 @@ class RowLogger(Callback):
 
     def _is_wanted(self, name: str) -> bool:
         settings = self.trainer.settings.tracking
-        if not self._is_evaluation:
+        if not self.state.now.is_evaluating:
             return self._monitor.train_loss or name != settings.train_loss_metric_name
         is_loss = name.split("__")[0] == settings.val_loss_metric_name
         return self._monitor.validation_loss if is_loss else self._monitor.additional_metrics

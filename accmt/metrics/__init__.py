@@ -14,6 +14,7 @@ from accmt.metrics.builtin import Precision as Precision
 from accmt.metrics.builtin import Recall as Recall
 from accmt.metrics.collector import ValidationCollector as ValidationCollector
 from accmt.metrics.metric import Metric as Metric
+from accmt.metrics.metric import ReportedValue as ReportedValue
 from accmt.metrics.outputs import OutputCollector as OutputCollector
 from accmt.metrics.outputs import gather_on_cpu as gather_on_cpu
 from accmt.metrics.parallel import MetricBatch as MetricBatch

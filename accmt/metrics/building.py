@@ -9,7 +9,8 @@ from typing import Any
 
 from accmt.errors import MetricError, explain
 from accmt.metrics.builtin import AUROC, F1, MAE, MSE, R2, RMSE, Accuracy, Perplexity, Precision, Recall
-from accmt.metrics.metric import Metric
+from accmt.metrics.evaluation_modules import EvaluationMetric, is_evaluation_module
+from accmt.metrics.metric import Metric, ReportedValue
 from accmt.metrics.results import describe
 from accmt.metrics.torch_metrics import TorchMetric, is_torch_metric
 
@@ -28,34 +29,43 @@ BUILTIN: dict[str, Callable[..., Metric]] = {
 """The metrics that a name stands for."""
 
 _WHERE = "Trainer(metrics=...)"
-_EXPECTED = "accmt.Metric or torchmetrics.Metric objects, a MetricCollection, or names of " + ", ".join(BUILTIN)
+_EXPECTED = "accmt.Metric or torchmetrics.Metric objects, a MetricCollection, metrics of evaluate, or names of "
+_EXPECTED += ", ".join(BUILTIN)
 
 
 def build_metrics(value: Any) -> tuple[Metric, ...]:
     """Return the metrics that a value stands for.
 
     Args:
-        value: None, a `Metric`, a `torchmetrics.Metric` or `MetricCollection`, a built-in metric's name such as "f1",
-            a list or tuple of these, or a dict of them by name.
+        value: None, a `Metric`, a `torchmetrics.Metric` or `MetricCollection`, a metric of `evaluate`, a built-in
+            metric's name such as "f1", a list or tuple of these, or a dict of them by name; "min" or "max" in a dict is
+            the better direction of a value that is reported under that name.
     """
     if value is None:
         return ()
-    if isinstance(value, Mapping) and not is_torch_metric(value):
-        metrics = tuple(_build_one(item, name) for name, item in value.items())
-    else:
-        metrics = tuple(_build_one(item, None) for item in (value if isinstance(value, list | tuple) else [value]))
+    items = value if isinstance(value, list | tuple) else [value]
+    pairs = [pair for item in items for pair in (item.items() if _has_names(item) else [(None, item)])]
+    metrics = tuple(_build_one(item, name) for name, item in pairs)
     _require_distinct([metric.name for metric in metrics])
     _require_distinct([entry for metric in metrics for entry in metric.directions])
     return metrics
 
 
+def _has_names(value: Any) -> bool:
+    return isinstance(value, Mapping) and not is_torch_metric(value)
+
+
 def _build_one(value: Any, name: str | None) -> Metric:
     if name is not None and not isinstance(name, str):
         raise _wrong_value(f"the name {describe(name)}", 'metrics={"f1": F1()}')
+    if isinstance(value, str) and value in ("min", "max") and name is not None:
+        return ReportedValue(name, greater_is_better=value == "max")
     if isinstance(value, str):
         return _find_builtin(value)() if name is None else _find_builtin(value)(name)
     if is_torch_metric(value):
         return TorchMetric(value, name)
+    if is_evaluation_module(value):
+        return EvaluationMetric(value, name)
     if not isinstance(value, Metric):
         if isfunction(value):
             called = f"{value.__name__}(predictions, references)"
@@ -67,7 +77,10 @@ def _build_one(value: Any, name: str | None) -> Metric:
         raise _wrong_value(got, f"metrics=[{value.__name__ if isinstance(value, type) else 'Accuracy'}()]")
     if name not in (None, value.name):
         got = f"{name!r} for a {type(value).__name__} that is named {value.name!r}"
-        raise _wrong_value(got, f"{type(value).__name__}(name={name!r}), or metrics=[...] without names")
+        made = f"{type(value).__name__}(name={name!r})"
+        if isinstance(value, TorchMetric):
+            made = f"TorchMetric(metric, {name!r}), from accmt.metrics"
+        raise _wrong_value(got, f"{made}, or metrics=[...] without names")
     return value
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from accmt.errors import MetricError, ModuleContractError, explain
 from accmt.metrics.gathering import CHUNK_BYTES, Position
 from accmt.metrics.logged import LoggedValues, combine
-from accmt.metrics.metric import Metric
+from accmt.metrics.metric import Metric, ReportedValue
 from accmt.metrics.results import describe, find_scalar, is_pair, metric_error
 from accmt.metrics.weighted_sum import Weight
 from accmt.processes import gather_from_data
@@ -35,7 +36,9 @@ class ValidationCollector:
         chunk_bytes: int | None = CHUNK_BYTES,
     ) -> None:
         self._chunk_bytes = chunk_bytes
-        self._accumulations = {metric.name: metric.accumulate() for metric in metrics}
+        computed = [metric for metric in metrics if not isinstance(metric, ReportedValue)]
+        self._metrics = {metric.name: metric for metric in computed}
+        self._accumulations = {metric.name: metric.accumulate() for metric in computed}
         self._scalars = LoggedValues() if logged is None else logged
         self._scalars.take()
         self._scalars.begin_batch()
@@ -79,17 +82,26 @@ class ValidationCollector:
         got = f"an entry {name!r} with predictions and references"
         return MetricError(explain("validation_step", got, f"a name of metrics=: {names}", do))
 
-    def compute(self) -> dict[str, float]:
+    def compute(self, on_error: Callable[[Metric, Exception], None] | None = None) -> dict[str, float]:
         """Return means and metrics over all samples of all processes.
 
         Processes: collective; metrics are computed on the main process, and every process gets the values.
+
+        Args:
+            on_error: Called with a metric that cannot be computed, and why; what it does not raise leaves NaN.
         """
         self._scalars.close()
         every = gather_from_data((self._scalars.take(), set(self._num_entries)))
         self._require_entries(set().union(*(names for _, names in every)))
         results = combine(totals for totals, _ in every)
         for name, accumulation in self._accumulations.items():
-            values = accumulation.compute(self._chunk_bytes)
+            try:
+                values = accumulation.compute(self._chunk_bytes)
+            except Exception as error:
+                if on_error is None:
+                    raise
+                on_error(self._metrics[name], error)
+                values = dict.fromkeys(self._metrics[name].directions, math.nan)
             twice = sorted(set(values) & set(results))
             if twice:
                 got = f"the result {twice[0]!r}, which already exists"
@@ -103,6 +115,7 @@ class ValidationCollector:
             if name not in returned:
                 got = f"no predictions; validation_step returned {sorted(returned)}"
                 do = f'return {{"loss": loss, "{name}": (predictions, references)}}'
+                do += f'; metrics={{"{name}": "max"}}, or "min", where a step or a hook reports its value'
                 do += "; where `fit` got a model by its path, labels of tokens need a module of your own"
                 raise metric_error(name, got, f"validation_step to return an entry {name!r}", do)
 

@@ -111,3 +111,14 @@ class Metric(ABC):
     def accumulate(self) -> Accumulation:
         """Return an empty accumulation, which takes in a validation set batch by batch."""
         return GatheredPairs(self)
+
+
+class ReportedValue(Metric):
+    """A value that a validation step, `log` or a hook reports; it is compared only, not computed.
+
+    `metrics={"perplexity": "min"}` makes one.
+    """
+
+    def compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        """Raise: the value is computed elsewhere."""
+        raise NotImplementedError(f"{self.name} is reported, not computed")

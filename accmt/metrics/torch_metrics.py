@@ -126,7 +126,7 @@ class TorchMetric(Metric):
         greater = self._greater[entry]
         if greater is None:
             got = f"no direction for {entry!r}: torchmetrics does not know whether greater is better"
-            do = "TorchMetric(metric, greater_is_better=True)"
+            do = f"TorchMetric(metric, {self.name!r}, greater_is_better=True), or False, from accmt.metrics"
             raise metric_error(self.name, got, "a direction, to select models by it", do)
         return new > best if greater else new < best
 

@@ -11,13 +11,22 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accmt.config import HyperParameters
-from accmt.config.arguments import parameters_of
+from accmt.config.arguments import parameters_of, watches_a_result
 from accmt.errors import HyperParameterError, explain
 
 _NEEDS_TOTAL = frozenset({"num_training_steps", "total_steps"})
+
+
+DEFAULT_MONITOR = "valid_loss"
+"""What `ReduceLROnPlateau` steps by, unless it has a `monitor`."""
+
+
+def monitored_by(scheduler: ReduceLROnPlateau) -> str:
+    """Return the name of the result that a scheduler steps by."""
+    return getattr(scheduler, "monitor", None) or DEFAULT_MONITOR
 
 
 def build_scheduler(
@@ -55,10 +64,13 @@ def build_scheduler(
     if "num_warmup_steps" in parameters:
         arguments["num_warmup_steps"] = _warmup_steps(hps, arguments, length)
     arguments |= _filled(hps, parameters, arguments, length)
+    monitor = arguments.pop("monitor", None) if watches_a_result(factory) else None
     try:
         scheduler: LRScheduler = factory(optimizer, **arguments)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise _refusal(hps, optimizer, error) from error
+    if isinstance(scheduler, ReduceLROnPlateau) and monitor is not None:
+        scheduler.monitor = monitor  # type: ignore[attr-defined]  # where a module's get_scheduler sets it, too
     return scheduler
 
 

@@ -20,7 +20,7 @@ from accmt.callbacks import Callback
 from accmt.data.options import length_of
 from accmt.errors import AccmtError, SavingError, explain
 from accmt.messages import say, warn
-from accmt.metrics import Metric
+from accmt.metrics import Metric, ReportedValue
 from accmt.metrics.building import BUILTIN
 from accmt.parallel.reduction import broadcast_buffers
 from accmt.processes import num_data_processes, run_on_main_process
@@ -193,15 +193,23 @@ class ModelSaver(Callback):
             do = "lower the learning rate, or pass clip_grad=1.0" if "finite" in reason else "look at the thresholds"
             warn(f"no model was saved: {reason}; {do}")
 
-    def check(self, metrics: Mapping[str, float]) -> None:
+    def check(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Check, with the results of a trial, that what decides will be there."""
         values = self._values(metrics, train_loss=0.0)
+        if run.user_hooks("on_evaluation_end") or run.user_hooks("on_validation_end"):
+            reported = {
+                metric.main_metric
+                for group in run.metrics.values()
+                for metric in group
+                if isinstance(metric, ReportedValue)
+            }
+            values = {**{f"best_{name}": math.nan for name in reported}, **values}  # which these may add
         self.selection.require(values)
         if self.patience is not None:
             self.patience.require(values)
 
     def _values(self, metrics: Mapping[str, float], train_loss: float | None) -> dict[str, float]:
-        loss_name = self.trainer.run.settings.tracking.val_loss_metric_name
+        loss_name = self.trainer.settings.tracking.val_loss_metric_name
         return name_by_rules(metrics, loss_name=loss_name, train_loss=train_loss)
 
 

@@ -142,6 +142,10 @@ class Quantities:
             argument.reject(repr(name), "each quantity of a rule once", do)
         return rule
 
+    def find_quantity(self, name: str) -> Quantity | None:
+        """Return the quantity of a name such as "accuracy", "accuracy@en" or "valid_loss"; None if there is none."""
+        return self._find(name.removeprefix(_PREFIX))
+
     def read_rules(self, names: Any, argument: Argument) -> list[Rule]:
         """Return the rules of one name, of a list of names or of None; a name begins with "best_" or is "always"."""
         listed = list(names) if isinstance(names, list | tuple) else [] if names is None else [names]
@@ -195,10 +199,13 @@ class Quantities:
         by_name = {part: _find_alike(name, METRIC_NAMES) for part, name in unknown.items()}
         for part, name in unknown.items():
             if by_name[part] is None:
-                return f"metrics=[MyMetric({name!r})], a Metric named {name!r} of your own"
+                reported = f'metrics={{"{name}": "max"}}, or "min", where a step, self.log or a hook reports it'
+                return f"{reported}; or metrics=[MyMetric({name!r})], a Metric named {name!r} of your own"
         rule = "/".join(str(label or by_name[part]) for part, label in nearest.items())
         added = ", ".join(f'"{name}"' for name in by_name.values())
-        return f"write {_PREFIX + rule!r}, with {added} among metrics=[...]"
+        own = next(name for name, known in by_name.items() if known is not None)
+        reported = f'; where a step or a hook reports it itself, metrics={{"{own}": "min"}}, or "max"'
+        return f"write {_PREFIX + rule!r}, with {added} among metrics=[...]{reported}"
 
     def _nearest(self, part: str) -> str | None:
         name, _, set_name = part.partition("@")

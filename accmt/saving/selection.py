@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accmt.saving.rules import TRAIN_LOSS, Argument, IsBetter, Quantities, Rule
+from accmt.saving.rules import TRAIN_LOSS, Argument, IsBetter, Quantities, Quantity, Rule
 
 _MODEL_SAVING = Argument("model_saving")
 
@@ -83,6 +83,10 @@ class Selection:
     def directions(self) -> Mapping[str, IsBetter]:
         """Whether a new value is better than an old one, by the label of each quantity that there is."""
         return self._quantities.directions
+
+    def find_quantity(self, name: str) -> Quantity | None:
+        """Return a value of evaluations by its name, such as "accuracy" or "valid_loss"; None if there is none."""
+        return self._quantities.find_quantity(name)
 
     @property
     def has_saved(self) -> bool:

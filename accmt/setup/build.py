@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from accmt.loop.trained_parameters import TrainedParameters
 from accmt.loop.weighting import Weighting
 from accmt.metrics import RunningAverages
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
+from accmt.optimization.schedulers import monitored_by
 from accmt.parallel.replicas import Replicas
 from accmt.parallel.shards import is_sharded
 from accmt.precision import autocast
@@ -33,12 +35,13 @@ from accmt.recovery.resume import Resumed, find_resumed
 from accmt.recovery.run_state import restore
 from accmt.recovery.step_snapshot import StepSnapshot
 from accmt.run import Actions, Run
+from accmt.saving import Selection
 from accmt.settings import Settings
 from accmt.settings.durations import read_max_time
 from accmt.setup.accelerator import build_accelerator
 from accmt.setup.callbacks import make_builtin_callbacks
 from accmt.setup.dataloaders import Loaders, at_epoch_of_building, check_reloading
-from accmt.setup.inputs import Inputs, check_inputs
+from accmt.setup.inputs import Inputs, check_inputs, find_monitored
 from accmt.setup.model import Prepared, attach_run, configure_model, prepare, share_batches_if_split
 from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module
 from accmt.setup.run_length import measure_run
@@ -77,7 +80,7 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     cadence = Cadence.of(settings)
     length = _place(trainer, module, loaders.train, cadence, resumed)
     prepared = prepare(module, accelerator, settings, cadence, length, callbacks)
-    _check_plateau(prepared.scheduler, loaders.validation)
+    _settle_monitor(prepared.scheduler, settings, inputs.selection, loaders.validation)
     state.num_processes, state.best = num_processes(), inputs.selection.best
     attach_run(trainer, module, accelerator, prepared)
     parts = _make_parts(trainer, module, accelerator, prepared, recovery)
@@ -213,12 +216,28 @@ def _choose_seed(settings: Settings, resumed: Resumed | None) -> int:
     return broadcast_object(draw_seed() if settings.running.seed is None else settings.running.seed)
 
 
-def _check_plateau(scheduler: Any, val_loaders: dict[str, Loader]) -> None:
-    if isinstance(scheduler, ReduceLROnPlateau) and not val_loaders:
-        got = "ReduceLROnPlateau, which steps by the validation loss, and no validation data"
-        raise ArgumentError(
-            explain("scheduler", got, "validation data", "pass them to fit, or choose another scheduler")
-        )
+def _settle_monitor(
+    scheduler: Any, settings: Settings, selection: Selection, val_loaders: Mapping[str, Loader]
+) -> None:
+    """Check what a scheduler watches, and let it know which way is better where its `mode` was left out."""
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        return
+    if not val_loaders:
+        got = "ReduceLROnPlateau, which steps by the validation loss or a metric, and no validation data"
+        do = "pass them to fit, or choose another scheduler"
+        raise ArgumentError(explain("scheduler", got, "validation data", do))
+    name, kwargs = monitored_by(scheduler), settings.hps.scheduler_kwargs
+    is_rising = find_monitored(settings, selection, name).is_better(1.0, 0.0)
+    mode = "max" if is_rising else "min"
+    if scheduler.mode == mode:
+        return
+    if "monitor" in kwargs and "mode" not in kwargs and kwargs["monitor"] == name:
+        worst = -math.inf if is_rising else math.inf
+        scheduler.load_state_dict({**scheduler.state_dict(), "mode": mode, "mode_worse": worst, "best": worst})
+        return
+    got = f"{scheduler.mode!r} for {name}, of which {'more' if is_rising else 'less'} is better"
+    do = f"mode: {mode}; for another value write `monitor: accuracy`, say, or set scheduler.monitor in get_scheduler"
+    raise ArgumentError(explain(settings.hps.where("scheduler", "mode"), got, repr(mode), do))
 
 
 def gather_callbacks(trainer: TrainerProtocol, module: AcceleratorModule) -> list[Callback]:

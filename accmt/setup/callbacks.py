@@ -12,6 +12,7 @@ from accmt.callbacks.monitor import build_monitor
 from accmt.callbacks.profiler import build_profiler
 from accmt.callbacks.progress import ProgressBar, is_notebook
 from accmt.callbacks.summary import ModelSummary
+from accmt.loop.evaluation import EvaluationResults
 from accmt.loop.row_logger import RowLogger
 from accmt.processes import is_main_process
 from accmt.recovery.model_saver import ModelSaver
@@ -47,6 +48,7 @@ def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelS
         bar,
         *([view] if view else []),
         EvaluationReport(loss_name),
+        EvaluationResults(),
         rows,
         saver,
         *ending,

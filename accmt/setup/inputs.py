@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from accmt.config.arguments import watches_a_result
 from accmt.errors import ArgumentError, explain
 from accmt.files import require_writable_folder
 from accmt.messages import say_once
@@ -16,7 +17,8 @@ from accmt.metrics.metric import IsBetter
 from accmt.module import AcceleratorModule
 from accmt.processes import broadcast_object, is_main_process
 from accmt.protocols import TrainerProtocol
-from accmt.saving import Patience, Selection, without_validation
+from accmt.saving import TRAIN_LOSS, Patience, Selection, without_validation
+from accmt.saving.rules import Quantity
 from accmt.settings import Settings
 from accmt.settings.saving import RegisteredSaving
 from accmt.setup.datasets import find_sets
@@ -78,8 +80,27 @@ def check_metrics(settings: Settings, registered: Sequence[RegisteredSaving] = (
     user_metrics = settings.evaluation.metrics
     groups = user_metrics.values() if _is_by_set(user_metrics) else [user_metrics]
     metrics = {str(number): build_metrics(group) for number, group in enumerate(groups)}
-    _selection_of(settings, settings.saving.model_saving, metrics, registered, sets=None)
+    selection = _selection_of(settings, settings.saving.model_saving, metrics, registered, sets=None)
+    if "monitor" in settings.hps.scheduler_kwargs and watches_a_result(settings.hps.scheduler_class):
+        find_monitored(settings, selection, settings.hps.scheduler_kwargs["monitor"])
     _patience_of(settings, settings.saving.model_saving, metrics, sets=None)
+
+
+def find_monitored(settings: Settings, selection: Selection, name: str) -> Quantity:
+    """Return the result that a scheduler watches.
+
+    Raises:
+        ArgumentError: There is no such result, or it is that of training.
+    """
+    found = selection.find_quantity(name)
+    if found is not None and found.key != TRAIN_LOSS:
+        return found
+    names = [one for one in selection.directions if f"best_{one}" != TRAIN_LOSS]
+    is_loss = name in (settings.tracking.val_loss_metric_name, "val_loss", "eval_loss", "loss")
+    do = f'metrics={{"{name}": "max"}}, or "min", where a step, self.log or a hook reports it; or add the metric'
+    where = settings.hps.where("scheduler", "monitor")
+    do = "write `monitor: valid_loss`, or leave it out" if is_loss else do
+    raise ArgumentError(explain(where, repr(name), f"one of {', '.join(names)}, or another metric's name", do))
 
 
 def _is_by_set(user_metrics: Any) -> bool:

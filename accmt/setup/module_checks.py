@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from accmt.callbacks import find_hooks
 from accmt.errors import ModuleContractError, explain
 from accmt.huggingface import advise_wrapping
-from accmt.metrics import Metric
+from accmt.metrics import Metric, ReportedValue
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
 from accmt.module_kinds import HuggingFaceModule
 from accmt.optimization import ChainedOptimizer, SeveralSchedulers, needs_closure
@@ -295,7 +295,10 @@ def adapt_validation_step(
         metrics: The metrics of each set, for a module that has to know what to return.
     """
     if isinstance(module, HuggingFaceModule):
-        module.metric_names = {key: [metric.name for metric in group] for key, group in metrics.items()}
+        module.metric_names = {
+            key: [metric.name for metric in group if not isinstance(metric, ReportedValue)]
+            for key, group in metrics.items()
+        }
     name, step = _find_step(module, name)
     further = _find_further(step, lambda: module.state, lambda: module.state.val_step)
     if "key" in inspect.signature(step).parameters and _accepts(step, None, key=None, **further):

@@ -155,7 +155,9 @@ class Trainer(TrainerProperties):
         reset_optimizer_on_resume: Whether optimizer and scheduler start from the beginning when training resumes.
         save_last: Whether the last weights are saved to `<model_path>/last` too.
         metrics: What is computed over all samples of a validation set: `Metric`s, `torchmetrics` metrics, names such as
-            "f1", a list of them, a dict of them by name, or a dict of lists by validation set.
+            "f1", metrics of `evaluate`, a list of them, a dict of them by name, or a dict of lists by validation set.
+            In a dict of names "min" or "max" is the better direction of a value that a step or a hook reports itself,
+            as in `{"perplexity": "min"}`.
         metric_options: A dict. "means": results of which the mean is taken, by the name of that mean: a function of a
             result's name, such as `{"mean_accuracy": lambda name: name.startswith("accuracy")}`, or the names, such as
             `["accuracy__en", "accuracy__de"]`; losses are not among them; `best_mean_accuracy` and `patience` can go by

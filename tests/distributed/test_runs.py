@@ -40,20 +40,22 @@ def test_evaluation_counts_every_sample_once(outcome) -> None:
         loss, accuracy = exact(int(size))
         assert metrics["val_loss"] == pytest.approx(loss, rel=1e-6)
         assert metrics["accuracy"] == pytest.approx(accuracy, abs=1e-12)
-    assert all(distributed == (processes > 1) for _, _, _, _, distributed, _ in results["training"]["every"])
+    assert all(distributed == (processes > 1) for _, _, _, _, distributed, _, _ in results["training"]["every"])
 
 
 @pytest.mark.feature("D26", "P31", "P32", "T12", "T13", "L90", "L89")
 def test_processes_agree_and_files_are_written_once(outcome) -> None:
     processes, results, folder = outcome
     training = results["training"]
-    weights, evaluations, on_main, is_main, _, folders = zip(*training["every"], strict=True)
+    weights, evaluations, on_main, is_main, _, folders, values = zip(*training["every"], strict=True)
     assert len(weights) == processes
     assert all(other == weights[0] for other in weights)
     assert evaluations == (2,) * processes
     assert on_main == (2,) + (0,) * (processes - 1)
     assert is_main == (True,) + (False,) * (processes - 1)
     assert len(set(folders)) == 1
+    assert {"on_main": -2.0, "process": 0.0}.items() <= values[0].items()
+    assert all(other == values[0] for other in values), "what a hook adds is the main process's on all"
     assert len(list((folder / "logs" / "model").iterdir())) == 1
     assert training["rows"] == training["state"]["global_step"] + 2
     assert (folder / "model" / "model.safetensors").exists()

@@ -33,8 +33,8 @@ EVALUATION = [
     "on_before_validation_step",
     "on_after_validation_step",
     "on_validation_end",
-    "on_log",
     "on_evaluation_end",
+    "on_log",
 ]
 
 

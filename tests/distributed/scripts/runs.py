@@ -63,21 +63,23 @@ class Classifier(AcceleratorModule):
 
 
 class Everywhere(Callback):
-    """Counts evaluations on every process."""
+    """Counts evaluations on every process, and adds a value that differs."""
 
     count = 0
 
-    def on_evaluation_end(self) -> None:
+    def on_evaluation_end(self, metrics: dict[str, float]) -> None:
         self.count += 1
+        metrics["process"] = float(process_index())
 
 
 class OnMain(MainProcessCallback):
-    """Counts evaluations on the main process only."""
+    """Counts evaluations on the main process only, and adds a value that the others do not have."""
 
     count = 0
 
-    def on_evaluation_end(self) -> None:
+    def on_evaluation_end(self, metrics: dict[str, float]) -> None:
         self.count += 1
+        metrics["on_main"] = torch.tensor(-float(self.count))
 
 
 def evaluate_untrained(size: int, folder: Path) -> dict[str, float]:
@@ -111,7 +113,8 @@ def train(folder: Path) -> dict[str, Any]:
         checkpoint_every=None,
         logging_dir=folder / "logs",
         log_with="tensorboard",
-        metrics=[Accuracy()],
+        metrics=[Accuracy(), {"on_main": "min"}],
+        patience={"on_main": 1},
         callbacks=[everywhere, on_main],
         seed=5,
         clip_grad=1.0,
@@ -121,7 +124,15 @@ def train(folder: Path) -> dict[str, Any]:
     state = trainer.fit(module, make_points(29), make_points(9, seed=1))
     weights = torch.cat([tensor.flatten() for tensor in module.model.state_dict().values()]).tolist()
     every = gather_objects(
-        (weights, everywhere.count, on_main.count, trainer.is_main, trainer.is_distributed, str(trainer.log_dir))
+        (
+            weights,
+            everywhere.count,
+            on_main.count,
+            trainer.is_main,
+            trainer.is_distributed,
+            str(trainer.log_dir),
+            state.metrics,
+        )
     )
     return {
         "every": every,

@@ -1,0 +1,50 @@
+"""Metrics of the `evaluate` package, which most examples of transformers use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accmt.metrics.metric import Metric
+from accmt.metrics.results import find_scalar, metric_error
+
+_LOWER_IS_BETTER = {"brier_score", "cer", "mae", "mape", "mase", "mse", "perplexity", "rmse", "smape", "ter", "wer"}
+
+
+def is_evaluation_module(value: Any) -> bool:
+    """Return whether a value is a metric of `evaluate`, without importing the package."""
+    names = ("EvaluationModule", "CombinedEvaluations")
+    return any(kind.__module__ == "evaluate.module" and kind.__name__ in names for kind in type(value).__mro__)
+
+
+class EvaluationMetric(Metric):
+    """A metric of `evaluate`, such as `evaluate.load("f1")`, computed over the whole set on the main process.
+
+    Lists and dicts among its results, such as the scores of single classes, are left out.
+
+    Args:
+        module: The metric.
+        name: The key under which `validation_step` returns predictions and references; None is the metric's own name.
+    """
+
+    def __init__(self, module: Any, name: str | None = None) -> None:
+        own = str(getattr(module, "name", None) or type(module).__name__.lower())
+        super().__init__(name or own, greater_is_better=own not in _LOWER_IS_BETTER)
+        self._module = module
+
+    def compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        """Return the numbers that the metric computes; a single one has our name."""
+        result = self._module.compute(predictions=predictions, references=references)
+        numbers = {name: float(value) for name, value in _read(result).items()}
+        if self.main_metric not in numbers and len(numbers) == 1:
+            return {self.main_metric: next(iter(numbers.values()))}
+        if self.main_metric not in numbers:
+            expected = f"an entry {self.name!r}, by which models are selected, or a single number"
+            do = f"metrics={{{next(iter(numbers), 'accuracy')!r}: ...}}, the name of one of its entries"
+            raise metric_error(self.name, f"compute returned the numbers {list(numbers)}", expected, do)
+        return numbers
+
+
+def _read(result: Any) -> dict[str, Any]:
+    found = {name: find_scalar(value) for name, value in result.items()} if isinstance(result, Mapping) else {}
+    return {name: scalar for name, scalar in found.items() if scalar is not None}
