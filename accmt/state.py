@@ -34,6 +34,7 @@ class Status:
     ends_step: bool | None = None  # of the current micro-batch; None where the number of micro-batches says it
     is_evaluating: bool = False  # from `on_evaluation_start` to `on_evaluation_end`
     is_last_epoch: bool = False
+    in_evaluation_batches: bool = False  # of a set that is evaluated or predicted: nothing else can be, in between
     interrupted: bool = False
 
 

@@ -158,6 +158,11 @@ class LoaderOptions:
         """Whether an epoch may have fewer batches than there are."""
         return isinstance(self.limit, int) or self.limit < 1.0
 
+    @property
+    def has_own_data(self) -> bool:
+        """Whether each process has data of its own, or is the only one."""
+        return self.shard.count == 1 and num_data_processes() == num_processes()
+
     def limit_micro_batches(self, num_micro_batches: int) -> int:
         """Return how many of an epoch's micro-batches are used; a fraction above 0 keeps at least one batch."""
         wanted = self.limit
@@ -207,7 +212,7 @@ def require_same_everywhere(options: LoaderOptions, has: str, order: str) -> Non
 
     Processes: collective.
     """
-    if options.shard.count == 1 and num_data_processes() == num_processes():
+    if options.has_own_data:
         return
     every = gather_objects((has, order))
     other = next((rank for rank, one in enumerate(every) if one != every[0]), None)
@@ -220,6 +225,22 @@ def require_same_everywhere(options: LoaderOptions, has: str, order: str) -> Non
     expected = "the same data in the same order on every process: accmt shards them"
     do = "build them in the same way on all (a sampler from one seed), or pass Trainer(shard_dataloaders=False)"
     raise DataError(explain(f"the {options.kind} data", got, expected, do))
+
+
+def require_same_end(options: LoaderOptions, read: str) -> None:
+    """Check that processes which share a stream out among themselves are at its end together.
+
+    Processes: collective.
+    """
+    if options.has_own_data:
+        return
+    every = gather_objects(read)
+    other = next((rank for rank, one in enumerate(every) if one != every[0]), None)
+    if other is not None:
+        got = f"{every[0]} on process 0, {every[other]} on process {other}"
+        expected = "the same stream on every process: accmt shards it"
+        do = "read the same files in the same order on all, or pass Trainer(shard_dataloaders=False)"
+        raise DataError(explain(f"the {options.kind} data, which can only be read from the start", got, expected, do))
 
 
 def require_not_empty(count: int, options: LoaderOptions, got: str) -> None:

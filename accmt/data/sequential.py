@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from accmt.data.batches import MicroBatch
-from accmt.data.options import LoaderOptions, require_not_empty
+from accmt.data.options import LoaderOptions, require_not_empty, require_same_end
 from accmt.data.position import EPOCH_START, EpochStart, plan_epoch, read_start
 from accmt.data.samplers import UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
@@ -77,7 +77,8 @@ class SequentialLoader:
         self._keep_only(start)
         self._epoch = epoch
         with self._randomness.of_epoch(epoch):
-            planned = self._as_planned(self._read_micro_batches(epoch, start, plan), num_micro_batches)
+            read = self._ending_together(self._read_micro_batches(epoch, start, plan), start.consumed)
+            planned = self._as_planned(read, num_micro_batches)
             for micro_batch in _with_last_marked(planned):
                 is_empty = False
                 if micro_batch.position is not None:
@@ -86,6 +87,16 @@ class SequentialLoader:
                     yield micro_batch
         got = "nothing to read (an iterator can be read only once: pass something that can be iterated again)"
         require_not_empty(not is_empty, self._options, got)
+
+    def _ending_together(self, micro_batches: Iterator[MicroBatch], consumed: int) -> Iterator[MicroBatch]:
+        """Yield micro-batches; at one that is not full, and at the end, all processes must have read as much."""
+        full = self._options.batch_size * self._options.shard.count
+        for micro_batch in micro_batches:
+            before, consumed = consumed, (micro_batch.position or {})[self._unit]
+            if consumed - before < full:
+                require_same_end(self._options, f"{consumed} {self._unit}")
+            yield micro_batch
+        require_same_end(self._options, f"{consumed} {self._unit}")
 
     def _as_planned(self, micro_batches: Iterator[MicroBatch], num_micro_batches: int | None) -> Iterator[MicroBatch]:
         """Yield as many micro-batches as are planned, and warn where the data's `__len__` is wrong."""

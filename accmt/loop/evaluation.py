@@ -214,6 +214,16 @@ def without_training(run: EvaluationRun, stage: Stage) -> Iterator[None]:
             reshard(run.unwrapped_model)
 
 
+@contextmanager
+def taking_batches(run: EvaluationRun) -> Iterator[None]:
+    """Mark that the batches of a set are evaluated, in which no other evaluation can be made."""
+    run.state.now.in_evaluation_batches = True
+    try:
+        yield
+    finally:
+        run.state.now.in_evaluation_batches = False
+
+
 def without_gradients(run: EvaluationRun, stage: Stage) -> AbstractContextManager[None]:
     """Return the context in which a step runs: `torch.inference_mode`, unless `inference_mode=False`."""
     # What a model caches in the trial evaluation is used in training, where inference tensors are an error; and so is
@@ -230,12 +240,13 @@ def _evaluate_set(
     reports_batches = run.state.fn == "fit" and not (is_silent or run.settings.evaluation.report_loss_after_eval)
     call_hooks(() if is_silent else run.hooks.on_validation_start, key=key)
     evaluation = _SetEvaluation(run, key, is_silent=is_silent)
-    for micro_batch in _first_batches(loader, max_batches, keeps_in_step=run.is_sharded):
-        with without_gradients(run, stage):
-            loss, weight = evaluation.take(micro_batch)
-        run.state.count_validation_batch(micro_batch.num_finished)
-        if reports_batches:
-            _report_batch(run, key, loss, weight)
+    with taking_batches(run):
+        for micro_batch in _first_batches(loader, max_batches, keeps_in_step=run.is_sharded):
+            with without_gradients(run, stage):
+                loss, weight = evaluation.take(micro_batch)
+            run.state.count_validation_batch(micro_batch.num_finished)
+            if reports_batches:
+                _report_batch(run, key, loss, weight)
     total = loader.num_micro_batches
     is_cut = max_batches is not None and (total is None or total > max_batches)
     outputs = evaluation.finish(partial(_judge_in_trial, is_cut=is_cut) if is_silent else None)

@@ -12,7 +12,7 @@ from accmt.data import Loader, MicroBatch, derive_seed, find_batch_size, seed_ge
 from accmt.data.bad_samples import BadSamples
 from accmt.errors import DataError, ModuleContractError, explain
 from accmt.loop.bad_sample_counts import report_bad_samples
-from accmt.loop.evaluation import place_of_step, without_gradients, without_training
+from accmt.loop.evaluation import place_of_step, taking_batches, without_gradients, without_training
 from accmt.metrics.gathering import Position, gather_on_main_process, order_parts, put_in_order, to_cpu
 from accmt.module import defines
 from accmt.parallel.reduction import broadcast_buffers
@@ -50,20 +50,21 @@ def _predict_set(run: EvaluationRun, key: str, loader: Loader, *, keeps: bool) -
     kept: list[_Placed] = []
     bad, has_batch = BadSamples(), False
     run.state.begin_evaluation()
-    for micro_batch in loader.micro_batches(0):
-        bad.add(len(micro_batch.bad), micro_batch.bad)
-        has_batch |= micro_batch.batch is not None
-        borrowed = borrow_batch(micro_batch.batch) if run.is_sharded and micro_batch.is_partial else None
-        if micro_batch.batch is None and borrowed is not None:
-            _predict_batch(run, key, run.place(borrowed))  # for the others' sake
-        if micro_batch.batch is not None:
-            seed_generators(derive_seed(run.seed, "predict_step", *place_of_step(micro_batch)), run.device)
-            batch = run.place(micro_batch.batch)
-            output = _predict_batch(run, key, batch)
-            if keeps:
-                _require_one_each(run, micro_batch, batch, _count_predictions("predictions", output))
-                kept.append((micro_batch.places or micro_batch.index, to_cpu(output)))
-        run.state.count_validation_batch(micro_batch.num_finished)
+    with taking_batches(run):
+        for micro_batch in loader.micro_batches(0):
+            bad.add(len(micro_batch.bad), micro_batch.bad)
+            has_batch |= micro_batch.batch is not None
+            borrowed = borrow_batch(micro_batch.batch) if run.is_sharded and micro_batch.is_partial else None
+            if micro_batch.batch is None and borrowed is not None:
+                _predict_batch(run, key, run.place(borrowed))  # for the others' sake
+            if micro_batch.batch is not None:
+                seed_generators(derive_seed(run.seed, "predict_step", *place_of_step(micro_batch)), run.device)
+                batch = run.place(micro_batch.batch)
+                output = _predict_batch(run, key, batch)
+                if keeps:
+                    _require_one_each(run, micro_batch, batch, _count_predictions("predictions", output))
+                    kept.append((micro_batch.places or micro_batch.index, to_cpu(output)))
+            run.state.count_validation_batch(micro_batch.num_finished)
     report_bad_samples(run, key, bad, has_batch=has_batch)
     return kept
 

@@ -250,6 +250,18 @@ def test_a_stream_is_read_one_round_ahead_and_no_further():
     assert read == list(range(6))
 
 
+@pytest.mark.parametrize(
+    ("data", "own", "other"),
+    [(Stream(9), "9 samples", "10 samples"), (DataLoader(Stream(9), 4), "3 batches", "2 batches")],
+)
+def test_streams_of_unequal_length_on_processes_are_an_error_with_both(data, own, other, monkeypatch):
+    loader = build_loader(data, options(batch_size=4, shard=Shard(0, 2)))
+    assert len(list(loader.micro_batches(0))) == 2
+    monkeypatch.setattr("accmt.data.options.gather_objects", lambda read: [read, other])
+    with pytest.raises(DataError, match=f"{own} on process 0, {other} on process 1"):
+        list(loader.micro_batches(1))
+
+
 @pytest.mark.feature("L32")
 @pytest.mark.parametrize("data", [Stream(8), Plain(8), DataLoader(Stream(8))], ids=["stream", "iterable", "loader"])
 def test_a_fraction_of_an_unknown_length_is_rejected(data):

@@ -630,6 +630,18 @@ def test_a_hook_of_a_run_may_evaluate_without_any_effect_on_training(hook: str, 
         assert results[-1] == plain.test(plain_module, make_points(7))
 
 
+@pytest.mark.parametrize("function", ["validate", "test", "predict"])
+@pytest.mark.parametrize("hook", ["on_before_validation_step", "on_after_validation_step"])
+def test_an_evaluation_between_the_batches_of_another_is_an_error_that_names_the_hooks_for_it(
+    hook: str, function: str
+) -> None:
+    callback = LambdaCallback(**{hook: lambda **_: getattr(trainer, function)(None, make_points(3))})
+    trainer = make_trainer(callbacks=callback)
+    with pytest.raises(ArgumentError, match=f"trainer.{function}(.|\n)*on_evaluation_end"):
+        trainer.fit(Linear(), make_points(), make_points(4))
+    assert trainer.state.now.in_evaluation_batches is False
+
+
 def test_an_evaluation_inside_an_evaluation_of_the_average_keeps_the_weights_that_are_trained():
     class Testing(Callback):
         def on_evaluation_end(self):
