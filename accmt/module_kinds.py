@@ -121,7 +121,7 @@ class HuggingFaceModule(AcceleratorModule):
         loss = getattr(outputs, "loss", None)
         if loss is None:
             raise _explain_missing_loss(self.unwrapped_model, batch)
-        weight = count_targets(self.unwrapped_model, batch.get("labels"))
+        weight = count_targets(self.unwrapped_model, batch)
         return loss if weight is None else {"loss": loss, "weight": weight}
 
     def predict_step(self, batch: Any) -> Any:

@@ -23,13 +23,14 @@ from accmt.libraries.private_names import is_compiled, looking_at_compiled_calls
 from accmt.messages import say_once, warn_once
 
 _IGNORED = -100
+_SAY_WHAT_COUNTS = ("labels", "future_values", "future_observed_mask")
 
 
 class _Call(NamedTuple):
     """A call of a model that computed a loss, which nothing is kept of but who it is."""
 
     loss: weakref.ref[torch.Tensor]
-    labels: torch.Tensor
+    inputs: dict[str, torch.Tensor]
     model: Any
 
 
@@ -83,15 +84,14 @@ class OwnLoss:
         own = next((call for call in self.calls if call.loss() is loss), None)
         if own is not None and counted_before is None:
             name = type(own.model).__name__
-            targets = "target tokens" if own.labels.ndim == 2 else "target pixels"
+            targets = _kind_of_targets(own.model, own.inputs)
             say_once(f"a step returns the loss of {name} as it is: each batch weighs its {targets}")
         call = own or (self.calls[-1] if counted_before else None)
-        return None if call is None else count_targets(call.model, call.labels)
+        return None if call is None else count_targets(call.model, call.inputs)
 
     def _look(self, model: Any, _: nn.Module, __: tuple[Any, ...], named: Mapping[str, Any], outputs: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        labels = named.get("labels")
         loss = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "loss", None)
         if not isinstance(loss, torch.Tensor) or named.get("num_items_in_batch") is not None:
             return  # with which the loss is a sum over this batch's tokens, divided by that number
@@ -100,20 +100,53 @@ class OwnLoss:
             warn_once(
                 f"{got} over batches; write model.config.ctc_loss_reduction = 'mean'", about="a loss that is a sum"
             )
-        if labels is not None and (_is_of_tokens(model, labels) or _is_of_pixels(model, labels)):
-            self.calls.append(_Call(weakref.ref(loss), labels, model))
+        inputs = {name: named[name] for name in _SAY_WHAT_COUNTS if isinstance(named.get(name), torch.Tensor)}
+        if _kind_of_targets(model, inputs) is not None:
+            self.calls.append(_Call(weakref.ref(loss), inputs, model))
 
 
-def count_targets(model: Any, labels: Any) -> torch.Tensor | None:
-    """Return the target tokens or pixels of a batch, which its mean loss is over; None where it is over samples."""
-    if _is_of_pixels(model, labels):
-        pixels: torch.Tensor = (labels != model.config.semantic_loss_ignore_index).sum()
-        return pixels
-    if not _is_of_tokens(model, labels):
-        return None
-    is_first_none = predicts_next_token(model) and not begins_with_prompt(model)
-    count: torch.Tensor = ((labels[:, 1:] if is_first_none else labels) != _IGNORED).sum()
+def count_targets(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the target tokens, pixels, frames or values of a batch, which its mean loss is over.
+
+    Args:
+        model: A transformers model.
+        inputs: What it was called with, by name.
+
+    Returns:
+        None where the loss is a mean over samples.
+    """
+    labels: Any = inputs.get("labels")
+    match _kind_of_targets(model, inputs):
+        case "target pixels":
+            is_target = labels != model.config.semantic_loss_ignore_index
+        case "target frames":
+            is_target = labels[..., 0] != _IGNORED
+        case "observed values":
+            # Of several series the models count a point in time only where all of them were observed.
+            mask = inputs["future_observed_mask"]
+            is_target = mask if mask.ndim == 2 else mask.amin(-1)
+        case "target tokens":
+            is_first_none = predicts_next_token(model) and not begins_with_prompt(model)
+            is_target = (labels[:, 1:] if is_first_none else labels) != _IGNORED
+        case _:
+            return None
+    count: torch.Tensor = is_target.sum()
     return count
+
+
+def _kind_of_targets(model: Any, inputs: Mapping[str, Any]) -> str | None:
+    """Return what the loss of a model is a mean over, in words; None where it is the samples, or nobody knows."""
+    labels = inputs.get("labels")
+    if _is_of_tokens(model, labels):
+        return "target tokens"
+    if _is_of_pixels(model, labels):
+        return "target pixels"
+    if _is_of_frames(model, labels):
+        return "target frames"
+    mask = inputs.get("future_observed_mask")
+    if isinstance(mask, torch.Tensor) and inputs.get("future_values") is not None and hasattr(model, "config"):
+        return "observed values"
+    return None
 
 
 def hint_at_weights(batch: Any) -> None:
@@ -133,6 +166,13 @@ def _is_of_pixels(model: Any, labels: Any) -> bool:
     if getattr(labels, "ndim", 0) != 3 or labels.is_floating_point():
         return False
     return hasattr(model.config, "semantic_loss_ignore_index") and model.config.num_labels > 1
+
+
+def _is_of_frames(model: Any, labels: Any) -> bool:
+    """Return whether the labels are spectrograms, padded to the longest; no other model has labels of such a shape."""
+    if getattr(labels, "ndim", 0) != 3 or not labels.is_floating_point():
+        return False
+    return bool(getattr(model.config, "num_mel_bins", None) == labels.shape[-1])
 
 
 def _is_of_tokens(model: Any, labels: Any) -> bool:

@@ -15,7 +15,7 @@ from accmt.loop.optimizer_step import finish_window, skip_window
 from accmt.loop.step_outputs import TrainingOutput, read_training_output, read_weight
 from accmt.loop.weighting import AccumulationWindow
 from accmt.metrics.weighted_sum import Weight
-from accmt.parallel.reduction import broadcast_buffers
+from accmt.parallel.reduction import broadcast_buffers, reduces_only_whole, require_all_gradients
 from accmt.parallel.shards import borrow_batch
 from accmt.parallel.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.precision import autocast
@@ -41,6 +41,7 @@ class AutomaticSteps:
         self._synchronized = synchronized_layers(run.unwrapped_model)
         self._is_on_device = run.device.type != "cpu"
         self._needs_context = run.accelerator.mixed_precision != "no" or run.is_wrapped
+        self._reducer = run.model if reduces_only_whole(run.model) else None
         _require_dynamic_graph(run)
 
     def forward_backward(self, micro_batch: MicroBatch) -> bool:
@@ -82,8 +83,15 @@ class AutomaticSteps:
         Processes: collective.
         """
         window, self._window = self._window, None
-        if window is not None:
-            (skip_window if window.is_skipped else finish_window)(self._run, window)
+        if window is None:
+            return
+        if window.is_skipped:
+            skip_window(self._run, window)
+            return
+        if self._reducer is not None and not window.is_unreduced:
+            require_all_gradients(self._reducer)
+            self._reducer = None  # one look in each epoch; later, torch says so itself
+        finish_window(self._run, window)
 
     def _open_window(self, first: MicroBatch) -> AccumulationWindow:
         run = self._run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from accmt.libraries.private_names import copy_, left_out_by_ddp, note_trained_p
 from accmt.processes import gather_objects, num_processes
 
 _NONE, _SPARSE, _DENSE = range(3)
+_SHOWN = 3
 _BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's
 
 
@@ -135,15 +136,37 @@ def settle_buckets(model: nn.Module, *, set_to_none: bool) -> None:
     Source: `Reducer::should_rebuild_buckets` in torch/csrc/distributed/c10d/reducer.cpp, which says when it does, and
         `Reducer::mark_variable_ready_dense`, which divides, or multiplies by the reciprocal.
     """
-    if num_processes() <= 2 or not isinstance(model, DistributedDataParallel):
-        return
-    if model.find_unused_parameters or model.static_graph:
+    if num_processes() <= 2 or not reduces_only_whole(model):
         return
     model.reducer.prepare_for_backward([])
     sparse = {layer.weight for layer in model.modules() if getattr(layer, "sparse", False) and hasattr(layer, "weight")}
     sums = [_sum(weight, is_sparse=weight in sparse) for weight in model.parameters() if weight.requires_grad]
     torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call]
     model.zero_grad(set_to_none=set_to_none)
+
+
+def reduces_only_whole(model: nn.Module) -> TypeGuard[DistributedDataParallel]:
+    """Return whether gradients are averaged only if every parameter gets one: that of a bucket waits for all in it."""
+    return isinstance(model, DistributedDataParallel) and not (model.find_unused_parameters or model.static_graph)
+
+
+def require_all_gradients(model: DistributedDataParallel) -> None:
+    """Reject a window in which trained parameters got no gradient, for others were not averaged then.
+
+    torch says so in the next forward pass, after a step by gradients that differ between processes.
+
+    Raises:
+        ModuleContractError: There are such parameters.
+    """
+    named = model.module.named_parameters()
+    apart = model.parameters_to_ignore
+    names = [name for name, one in named if one.requires_grad and one.grad is None and name not in apart]
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        got = f"no gradient for {', '.join(names[:_SHOWN])}{more}: the loss does not depend on them"
+        expected = "a gradient for every trained parameter, because several processes average gradients together"
+        do = 'freeze them (requires_grad_(False)), or write Trainer(ddp_kwargs={"find_unused_parameters": True})'
+        raise ModuleContractError(explain("training_step", got, expected, do))
 
 
 def _sum(weight: nn.Parameter, *, is_sparse: bool) -> torch.Tensor:

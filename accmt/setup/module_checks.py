@@ -103,7 +103,12 @@ def _require_step_without_closure(module: AcceleratorModule, optimizer: Any) -> 
 def require_scheduler(module: AcceleratorModule, own: Any) -> Any:
     """Return what `get_scheduler` returned, if it is one scheduler, or several that the module steps itself."""
     if hasattr(own, "step") and hasattr(own, "state_dict") and not isinstance(own, type):
-        return own
+        if isinstance(own, LRScheduler) or _accepts(own.step):
+            return own
+        got = f"a {type(own).__name__}, whose step{inspect.signature(own.step)} wants arguments"
+        do = "wrap it in a class whose step() counts and calls it, and has its state_dict and load_state_dict"
+        expected = "a scheduler whose step() takes none: it is called after each optimizer step"
+        raise ModuleContractError(explain(f"{type(module).__name__}.get_scheduler", got, expected, do))
     is_several = isinstance(own, list | tuple) and all(isinstance(one, LRScheduler) for one in own)
     if own and is_several and isinstance(module, ExtendedAcceleratorModule):
         return SeveralSchedulers(own) if len(own) > 1 else own[0]
@@ -112,6 +117,23 @@ def require_scheduler(module: AcceleratorModule, own: Any) -> Any:
         do = f"{_GET_SCHEDULER}; interval='epoch' is `step_scheduler_per_epoch: true` in the hyper-parameters"
     where, expected = f"{type(module).__name__}.get_scheduler", "one torch.optim.lr_scheduler.LRScheduler, or None"
     raise ModuleContractError(explain(where, _describe_returned(own), expected, do))
+
+
+def call_get_scheduler(module: AcceleratorModule, optimizer: torch.optim.Optimizer, named: Mapping[str, int]) -> Any:
+    """Return what the module's `get_scheduler` returns, which takes those of the keywords that it names.
+
+    Raises:
+        ModuleContractError: It wants something else.
+    """
+    parameters = inspect.signature(module.get_scheduler).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    wanted = {name: value for name, value in named.items() if takes_all or name in parameters}
+    if not _accepts(module.get_scheduler, optimizer, **wanted):
+        got = f"get_scheduler{inspect.signature(module.get_scheduler)}"
+        expected = "a method that takes the optimizer, and steps_per_epoch and epochs or one of them"
+        raise ModuleContractError(explain(type(module).__name__, got, expected, _GET_SCHEDULER))
+    make: Callable[..., Any] = module.get_scheduler
+    return make(optimizer, **wanted)
 
 
 _GET_SCHEDULER = "def get_scheduler(self, optimizer, steps_per_epoch, epochs): return scheduler"

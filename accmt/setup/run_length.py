@@ -12,7 +12,7 @@ from accmt.module import AcceleratorModule, defines
 from accmt.optimization import build_scheduler
 from accmt.processes import num_data_processes
 from accmt.settings import Settings
-from accmt.setup.module_checks import require_scheduler
+from accmt.setup.module_checks import call_get_scheduler, require_scheduler
 from accmt.state import Counters
 
 
@@ -55,7 +55,8 @@ def make_scheduler(
     total = max(1, (length.total or 0) - length.done) if begins_late else length.total
     if defines(module, "get_scheduler"):
         epochs = cadence.epochs or (-(-total // length.per_epoch) if total and length.per_epoch else 1)
-        own = module.get_scheduler(optimizer, steps_per_epoch=length.per_epoch or total or 0, epochs=epochs)
+        named = {"steps_per_epoch": length.per_epoch or total or 0, "epochs": epochs}
+        own = call_get_scheduler(module, optimizer, named)
         if own is not None:
             return require_scheduler(module, own)
     num_epochs = None if begins_late else length.epochs

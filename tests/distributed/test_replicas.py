@@ -22,7 +22,17 @@ CHANGED = {
 LAUNCHES = {
     "ddp-2": (
         *(f"points noise in {hook}" for hook in NOISY),
-        *("gradient noise", "langevin", "batch norm", "manual", "on purpose", "own backward", "max_norm"),
+        *(
+            "gradient noise",
+            "langevin",
+            "batch norm",
+            "manual",
+            "on purpose",
+            "own backward",
+            "max_norm",
+            "unused",
+            "unused and found",
+        ),
         *CHANGED,
     ),
     "hsdp-4": (*NOISY_TEXTS, "texts", "texts changed"),
@@ -45,7 +55,7 @@ EQUAL = [
     (way, name)
     for way, names in LAUNCHES.items()
     for name in names
-    if "noise" in name or name in ("langevin", "batch norm", "manual", "texts")
+    if "noise" in name or name in ("langevin", "batch norm", "manual", "texts", "unused and found")
 ]
 
 
@@ -94,6 +104,13 @@ def test_known_causes_are_refused_before_the_first_step(outcomes) -> None:
         assert "self.model.0\n  got: max_norm=1.0" in facts["error"]
         assert "renorm_(2, 0, 1)" in facts["error"]
     assert all(facts["step"] == 0 for facts in (*backward, *max_norm))
+
+
+def test_parameters_without_a_gradient_are_named_before_a_step_by_gradients_that_differ(outcomes) -> None:
+    for facts in outcomes["ddp-2"]["unused"]:
+        assert "ModuleContractError: training_step\n  got: no gradient for pooler.weight, pooler.bias" in facts["error"]
+        assert "find_unused_parameters" in facts["error"]
+        assert facts["step"] == 0
 
 
 def test_hooks_of_a_batch_are_hooks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -107,13 +108,73 @@ def of_plain_torch(rows: list[dict[str, torch.Tensor]], model: Any = None) -> tu
     return gradient_of(model), loss.item()
 
 
-def train(module: AcceleratorModule, *, batch_size: int = 2, **settings: Any) -> tuple[Any, list[torch.Tensor]]:
+def train(
+    module: AcceleratorModule, *, batch_size: int = 2, rows: Any = None, **settings: Any
+) -> tuple[Any, list[torch.Tensor]]:
     gradients = Gradients()
     hps = {"epochs": 1, "batch_size": batch_size, "optim": {"type": "SGD", "lr": 1e-30}}
     settings = {"model_saving": None, "callbacks": [gradients], "grad_accumulation_steps": 4, **settings}
     trainer = make_trainer(hps, **settings)
-    trainer.fit(module, make_rows(), make_rows())
+    rows = make_rows() if rows is None else rows
+    trainer.fit(module, rows, rows)
     return trainer, gradients.seen
+
+
+def make_speech(rng: torch.Generator) -> tuple[Any, list[dict[str, torch.Tensor]]]:
+    sizes = {"hidden_size": 8, "encoder_layers": 1, "decoder_layers": 1, "speech_decoder_prenet_layers": 1}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_mel_bins": 2, "vocab_size": 9}
+    ffn = {"encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "speech_decoder_prenet_units": 8, "speaker_embedding_dim": 2}
+    off = dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "positional_dropout"), 0.0)
+    none = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "speech_decoder_prenet_dropout": 0.0}
+    config = transformers.SpeechT5Config(
+        **sizes, **heads, **ffn, **off, **none, use_guided_attention_loss=False, speech_decoder_postnet_layers=0
+    )
+    rows = []
+    for length in LENGTHS:
+        spectrogram = torch.randn(12, 2, generator=rng).masked_fill((torch.arange(12) >= length)[:, None], -100.0)
+        rows.append({"input_ids": torch.arange(3, 7), "labels": spectrogram, "speaker_embeddings": torch.ones(2)})
+    return transformers.SpeechT5ForTextToSpeech(config), rows
+
+
+def make_series(rng: torch.Generator, width: int = 1) -> tuple[Any, list[dict[str, torch.Tensor]]]:
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "d_model": 8, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    kind = {"prediction_length": 12, "lags_sequence": [1], "num_time_features": 1, "scaling": None, "input_size": width}
+    config = transformers.TimeSeriesTransformerConfig(**sizes, **kind, dropout=0.0, attention_dropout=0.0)
+    config.activation_dropout = config.encoder_layerdrop = config.decoder_layerdrop = 0.0
+    rows = []
+    for length in LENGTHS:
+        shape = (12,) if width == 1 else (12, width)
+        past, future = torch.randn(13, *shape[1:], generator=rng), torch.randn(shape, generator=rng)
+        is_there = (torch.arange(12) < length).float()
+        mask = is_there if width == 1 else torch.stack([is_there, torch.ones(12)], -1)
+        row = {"past_values": past, "past_observed_mask": torch.ones_like(past), "future_values": future}
+        row |= {"past_time_features": torch.ones(13, 1), "future_time_features": torch.ones(12, 1)}
+        rows.append({**row, "future_observed_mask": mask})
+    return transformers.TimeSeriesTransformerForPrediction(config), rows
+
+
+OTHER_TARGETS = {
+    "target frames": make_speech,
+    "observed values": make_series,
+    "observed values of two series": partial(make_series, width=2),
+}
+
+
+@pytest.mark.feature("A01")
+@pytest.mark.parametrize("kind", [Own, HuggingFaceModule])
+@pytest.mark.parametrize("targets", OTHER_TARGETS)
+def test_frames_and_observed_values_are_counted(kind: Any, targets: str, caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> tuple[Any, list[dict[str, torch.Tensor]]]:
+        torch.manual_seed(0)
+        return OTHER_TARGETS[targets](torch.Generator().manual_seed(1))
+
+    model, rows = make()
+    gradient, loss = of_plain_torch(rows, model)
+    trainer, seen = train(kind(make()[0]), rows=rows, verbose=True)
+    assert (seen[0] - gradient).norm() <= 2e-6 * gradient.norm()
+    assert trainer.state.metrics["val_loss"] == pytest.approx(loss, rel=1e-5)
+    said = f"as it is: each batch weighs its {targets.removesuffix(' of two series')}"
+    assert (said in caplog.text) == (kind is Own)
 
 
 WHOLE, REGIONS = {"compile": {"backend": "eager"}}, {"compile": {"backend": "eager", "regional": True}}

@@ -347,6 +347,16 @@ def test_two_optimizers_are_told_what_the_module_does_not_do_already():
         trainer.fit(by_itself(), TensorDataset(torch.ones(4, 2)))
 
 
+class ByEpoch:
+    """A scheduler that is told the epoch, as timm's are."""
+
+    def step(self, epoch, metric=None):
+        raise NotImplementedError
+
+    def state_dict(self):
+        return {}
+
+
 @pytest.mark.parametrize(
     ("make", "got", "do"),
     [
@@ -359,6 +369,7 @@ def test_two_optimizers_are_told_what_the_module_does_not_do_already():
         ),
         (lambda m, o: torch.optim.lr_scheduler.StepLR, "the class StepLR", "return scheduler;"),
         (lambda m, o: lambda step: 1.0, r"<function", "return scheduler;"),
+        (lambda m, o: ByEpoch(), r"a ByEpoch, whose step\(epoch, metric=None\) wants arguments", "wrap it in a class"),
     ],
 )
 def test_a_scheduler_that_is_none_is_refused_before_training(make, got, do):
@@ -367,6 +378,36 @@ def test_a_scheduler_that_is_none_is_refused_before_training(make, got, do):
 
     module = type("Own", (Trains,), {"get_scheduler": get_scheduler})()
     with pytest.raises(ModuleContractError, match=rf"Own.get_scheduler\n  got: .*{got}(.|\n)*  do: .*{do}"):
+        Trainer(HPS, "out/m", checkpoint_every=None, verbose=False).fit(module, TensorDataset(torch.ones(4, 2)))
+
+
+def takes_the_optimizer(self, optimizer):
+    return torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+
+
+def takes_epochs(self, optimizer, epochs):
+    return torch.optim.lr_scheduler.ConstantLR(optimizer, float(epochs == 1))
+
+
+def takes_anything(self, optimizer, **named):
+    return torch.optim.lr_scheduler.ConstantLR(optimizer, float(named == {"steps_per_epoch": 2, "epochs": 1}))
+
+
+@pytest.mark.parametrize("get_scheduler", [takes_the_optimizer, takes_epochs, takes_anything])
+def test_get_scheduler_takes_the_keywords_that_it_names(get_scheduler):
+    module = type("Own", (Trains,), {"get_scheduler": get_scheduler})()
+    seen = []
+    module.on_update_end = lambda: seen.extend(module.scheduler.get_last_lr())
+    Trainer(HPS, "out/m", checkpoint_every=None, verbose=False).fit(module, list(torch.ones(4, 2)))
+    assert set(seen) == {HPS["optim"]["lr"]}
+
+
+@pytest.mark.parametrize("wrong", [lambda self: None, lambda self, optimizer, total_steps: None])
+def test_get_scheduler_with_other_parameters_is_refused_before_training(wrong):
+    module = type("Own", (Trains,), {"get_scheduler": wrong})()
+    with pytest.raises(
+        ModuleContractError, match=r"Own\n  got: get_scheduler\(.*(.|\n)*optimizer, steps_per_epoch, epochs"
+    ):
         Trainer(HPS, "out/m", checkpoint_every=None, verbose=False).fit(module, TensorDataset(torch.ones(4, 2)))
 
 

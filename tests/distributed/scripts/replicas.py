@@ -111,6 +111,20 @@ class OwnBackward(Points):
         return loss
 
 
+class Unused(nn.Module):
+    """Has a layer that the loss does not depend on, as BERT's pooler is for most losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.pooler = nn.Linear(3, 1), nn.Linear(3, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.used(inputs)
+
+
+FINDING = {"ddp_kwargs": {"find_unused_parameters": True}}
+
+
 class Manual(ExtendedAcceleratorModule):
     """Draws after its optimizer step: what a process draws for its own batch differs from the others'."""
 
@@ -173,6 +187,8 @@ CASES: dict[str, Callable[[], tuple[Any, list[Callback], Any, dict[str, Any]]]] 
     "on purpose": lambda: (Points(), [Change(change_weight, 3)], "AdamW", {"failures": {"compare_replicas": False}}),
     "own backward": lambda: (OwnBackward(), [], "AdamW", {}),
     "max_norm": lambda: (Points(nn.Sequential(nn.Embedding(3, 4, max_norm=1.0))), [], "AdamW", {}),
+    "unused": lambda: (Points(Unused()), [], "AdamW", {}),
+    "unused and found": lambda: (Points(Unused()), [], "AdamW", FINDING),
     "texts": lambda: (Texts(), [], "AdamW", {}),
     "texts changed": lambda: (Texts(), [Change(change_weight, 3, process=2)], "AdamW", {}),
     "split texts changed": lambda: (Texts(), [Change(change_weight, 3, process=1)], "AdamW", {}),
