@@ -29,7 +29,7 @@ def build_loader(data: Any, options: LoaderOptions) -> Loader:
         return _wrap_user_loader(DataLoader(data, batch_sampler=options.batch_sampler, **torch_options), options)
     if not hasattr(data, "__iter__"):
         raise _wrong_kind(data, options)
-    return StreamLoader(data, options)
+    return StreamLoader(data, options.without_split_stream(data))
 
 
 def is_stream(data: Any) -> bool:
@@ -56,4 +56,4 @@ def _wrap_user_loader(user_loader: DataLoader[Any], options: LoaderOptions) -> L
     )
     if is_plain and length_of(user_loader.batch_sampler) is not None:
         return BatchLoader(user_loader, options)
-    return UserDataLoader(user_loader, options)
+    return UserDataLoader(user_loader, options.without_split_stream(user_loader.dataset))

@@ -10,12 +10,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from accmt.data.batches import MicroBatch
 from accmt.data.collate import collate_or_explain
+from accmt.data.fingerprints import Rows, compare
 from accmt.data.length_groups import StreamGroups
 from accmt.data.seeding import derive_seed
 from accmt.data.sharding import Shard
 from accmt.data.workers import WorkerStart
 from accmt.errors import DataError, explain
-from accmt.processes import gather_objects, num_data_processes, num_processes
+from accmt.libraries.private_names import split_of_stream
+from accmt.processes import gather_from_data, gather_objects, num_data_processes, num_processes
 
 
 class Loader(Protocol):
@@ -190,9 +192,21 @@ class LoaderOptions:
         """
         parts = [part for sampler in samplers for part in (sampler, getattr(sampler, "sampler", None))]
         sharding = next((part for part in parts if isinstance(part, DistributedSampler)), None)
-        if sharding is None:
+        return self if sharding is None else self._of_process(sharding.rank)
+
+    def without_split_stream(self, stream: Any) -> LoaderOptions:
+        """Return the options for a stream: one of which `split_dataset_by_node` gave each process its part stays so.
+
+        Processes: collective where they share data.
+        """
+        if self.shard.count == 1:
             return self
-        seed = derive_seed(self.seed, "process", sharding.rank)
+        splits = gather_from_data(split_of_stream(stream))
+        is_split = splits == [(index, self.shard.count) for index in range(self.shard.count)]
+        return self._of_process(self.shard.index) if is_split else self
+
+    def _of_process(self, rank: int) -> LoaderOptions:
+        seed = derive_seed(self.seed, "process", rank)
         return replace(self, shard=Shard(), seed=seed, agrees_each_batch=False)
 
 
@@ -203,6 +217,38 @@ def require_batch(batch: Any, options: LoaderOptions) -> None:
     got = "None: the collate function made no batch of the samples of this process"
     do = 'raise an error in __getitem__ and pass failures={"on_bad_sample": "skip"}, or filter the dataset beforehand'
     raise DataError(explain(f"a batch of the {options.kind} data", got, "a batch on each of the processes", do))
+
+
+def require_same_rows(options: LoaderOptions, rows: Rows | None) -> None:
+    """Check that processes which shard data hold the same samples.
+
+    Where the script has already given each process its own, part of each part would be used, and the rest never.
+
+    Args:
+        options: Those of the loader.
+        rows: Samples at equal indices; None where there are none.
+
+    Processes: collective.
+    """
+    if options.has_own_data:
+        return
+    every = gather_objects(rows)
+    others = (rank for rank, one in enumerate(every) if (one is None) != (every[0] is None) or _differ(one, every[0]))
+    other = next(others, None)
+    if other is None:
+        return
+    got = f"other samples on process {other} than on process 0, at the same indices"
+    expected = "all of the data on every process: accmt gives each process its part"
+    do = (
+        "pass all of the data on every process; Trainer(shard_dataloaders=False) where your script gives each process "
+        "its own part. Samples that are only augmented differ too where they draw from the operating system: draw from "
+        "torch, numpy or random, which are seeded"
+    )
+    raise DataError(explain(f"the {options.kind} data", got, expected, do))
+
+
+def _differ(one: Rows | None, other: Rows | None) -> bool:
+    return one is not None and other is not None and compare(one, other) == "different"
 
 
 def require_same_everywhere(options: LoaderOptions, has: str, order: str) -> None:

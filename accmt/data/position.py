@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from accmt.data.fingerprints import Rows, compare
 from accmt.data.options import LoaderOptions, require_not_empty
 from accmt.data.sharding import Plan
 from accmt.errors import DataError, explain
+from accmt.messages import say
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,20 @@ def require_same_order(start: EpochStart, order: str, options: LoaderOptions) ->
     if start.position["order"] != order:
         got = "another order than the one in which the epoch began: shuffling, sampler, its seed, or batches changed"
         raise cannot_resume(options, got, f"that order, {start.consumed} of {start.position['of']} trained on")
+
+
+def compare_rows(position: Mapping[str, Any], rows: Rows, options: LoaderOptions, *, is_in_epoch: bool) -> None:
+    """Check that an epoch continues with the samples with which it began, and say it where a later one has others."""
+    result = compare(rows, position.get("rows", {}))
+    if result == "different" and is_in_epoch:
+        got = "other samples at the same indices: their order, or what is in them, has changed"
+        do = (
+            "read them in the order of before (os.listdir and set have none: sort them), or begin a new run: "
+            "resume=False; data may change between two epochs"
+        )
+        raise cannot_resume(options, got, "the samples with which the epoch began", do)
+    if result != "same":
+        say(f"the {options.kind} data are not those of before the interruption: samples at the same indices differ")
 
 
 def cannot_resume(options: LoaderOptions, got: str, expected: str, do: str | None = None) -> DataError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
@@ -12,9 +13,25 @@ from accmt.data.bad_samples import without_bad_samples
 from accmt.data.batches import MicroBatch
 from accmt.data.collate import keeps_number
 from accmt.data.fetching import CollateFetched, SeededDataset
-from accmt.data.options import LoaderOptions, length_of, require_batch, require_not_empty, require_same_everywhere
-from accmt.data.position import EPOCH_START, plan_epoch, read_start, require_same_number, require_same_order
+from accmt.data.fingerprints import Rows, read_rows
+from accmt.data.options import (
+    LoaderOptions,
+    length_of,
+    require_batch,
+    require_not_empty,
+    require_same_everywhere,
+    require_same_rows,
+)
+from accmt.data.position import (
+    EPOCH_START,
+    compare_rows,
+    plan_epoch,
+    read_start,
+    require_same_number,
+    require_same_order,
+)
 from accmt.data.samplers import GlobalBatchSampler, Order, UserBatches, call_set_epoch, is_user_class
+from accmt.data.seeding import preserve_generators
 from accmt.data.sharding import Plan
 from accmt.data.temperature import check_labels
 from accmt.data.workers import WorkerStart, end_workers, note_dead_worker, start_reading
@@ -56,6 +73,7 @@ class _PlannedLoader:
         self._multiple = multiple
         self._start = EPOCH_START
         self._epoch: int | None = None
+        self._rows_before: Rows | None = None
         self._reading: Iterator[Any] = iter(())
         self._arrange(0, 0, size)
         self._seeded = SeededDataset(dataset, skips_bad=options.skips_bad)
@@ -63,6 +81,21 @@ class _PlannedLoader:
         collate = CollateFetched(torch_options["collate_fn"], options.skips_bad)
         torch_options = {**torch_options, "batch_sampler": self._sampler, "collate_fn": collate}
         self.dataloader: DataLoader[Any] = DataLoader(self._seeded, **torch_options)
+        if not options.has_own_data:
+            require_same_rows(options, self.rows)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """A few samples, as they are in the first epoch; read when they are first compared or saved."""
+        length = length_of(self._dataset)
+        call_set_epoch(self._dataset, 0)
+        loader = self.dataloader
+        with preserve_generators():
+            rows = read_rows(
+                self._dataset, length or 0, num_workers=loader.num_workers, context=loader.multiprocessing_context
+            )
+        self.set_epoch_again()
+        return rows
 
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
         """Yield the micro-batches of an epoch from `first` on; what is skipped is never read.
@@ -79,6 +112,9 @@ class _PlannedLoader:
 
     def _read_micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
         plan = self._begin(epoch, first)
+        if self._rows_before is not None:  # only now: a run that is complete reads nothing
+            compare_rows({"rows": self._rows_before}, self.rows, self._options, is_in_epoch=False)
+            self._rows_before = None
         require_same_everywhere(self._options, self._describe(), self._order.digest(epoch))
         batches = self._reading = self._read()
         last, num_processes = plan.num_micro_batches - 1, plan.shard.count
@@ -125,14 +161,15 @@ class _PlannedLoader:
 
     def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
         if num_micro_batches == 0:  # what the epoch will have may not have been drawn yet
-            position = {"kind": self._kind, self._unit: 0, "of": None}
+            position = {"kind": self._kind, self._unit: 0, "of": None, "rows": self.rows}
             if self._has_user_order and self._epoch == epoch - 1:
                 position["before"] = {"of": self._size, "order": self._order.digest(epoch - 1)}
             return position
         if epoch != self._epoch:
             self._begin(epoch, num_micro_batches)
         consumed = self._plan.samples_before(num_micro_batches)
-        return {"kind": self._kind, self._unit: consumed, "of": self._size, "order": self._order.digest(epoch)}
+        order = self._order.digest(epoch)
+        return {"kind": self._kind, self._unit: consumed, "of": self._size, "order": order, "rows": self.rows}
 
     def resume_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
         self._start = read_start(
@@ -144,6 +181,9 @@ class _PlannedLoader:
         require_same_number(self._start, self._size, self._unit, self._options)
         if self._start.position:
             require_same_order(self._start, self._order.digest(epoch), self._options)
+            compare_rows(position, self.rows, self._options, is_in_epoch=True)
+        else:
+            self._rows_before = position.get("rows")
 
     def _compare_before(self, epoch: int, position: Mapping[str, Any]) -> None:
         """Warn where the user's sampler does not draw the epoch before as it did: then later ones differ, too."""

@@ -7,15 +7,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accmt.data.batches import MicroBatch
 from accmt.data.collate import Collate, keeps_number
-from accmt.data.options import LoaderOptions, length_of, require_batch
-from accmt.data.position import EPOCH_START, EpochStart, cannot_resume
+from accmt.data.fingerprints import Rows, rows_of_samples
+from accmt.data.options import LoaderOptions, length_of, require_batch, require_same_rows
+from accmt.data.position import EPOCH_START, EpochStart, cannot_resume, compare_rows
 from accmt.data.samplers import UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
 from accmt.data.sequential import SequentialLoader
@@ -45,6 +46,8 @@ class StreamLoader(SequentialLoader):
         self._readers = _count_readers(options.num_workers)
         self._global_batch_size = options.batch_size * options.shard.count
         self._state = StreamState(data, source=source, num_workers=options.num_workers, also_read=options.also_read)
+        self._rows: Rows = {}  # those with which the epoch began
+        self._is_read_again = False
         # Each of several readers may end with a short batch, so the length does not give the number of batches.
         length = length_of(data) if self._readers == 1 else None
         multiple = self._global_batch_size if options.drop_last else 1
@@ -60,6 +63,7 @@ class StreamLoader(SequentialLoader):
 
     def _choose_start(self, start: EpochStart) -> EpochStart:
         position = start.position
+        self._rows = position.get("rows", {})
         if self._state.is_in(position):
             return start
         is_same = position["reads"] == [[0, self._global_batch_size]] and position["readers"] == self._readers
@@ -67,15 +71,19 @@ class StreamLoader(SequentialLoader):
             raise self._cannot_find(position)
         self._say_reading_again(start, self._state.why_not or "their state was not saved, because a worker read them")
         # A worker's generators advance through collating too, so it has to read and collate just what it read before.
-        return EPOCH_START if is_same and self.dataloader.num_workers > 0 else start
+        self._is_read_again = is_same and self.dataloader.num_workers > 0
+        return EPOCH_START if self._is_read_again else start
 
     def _read_micro_batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[MicroBatch]:
-        fixed = {"kind": self._kind, "readers": self._readers, "reads": self._reads_from(start)}
+        fixed: dict[str, Any] = {"kind": self._kind, "readers": self._readers, "reads": self._reads_from(start)}
         batch_size, shard = self._options.batch_size, self._options.shard
         dataloader = self.dataloader if start is EPOCH_START else self._make_rest(epoch, start, plan)
+        collate: Any = dataloader.collate_fn
+        collate.is_first = True
         with self._state.restored(start.position):
-            read = self._read(epoch, dataloader, start.consumed)
-            for index, ((batch, size), consumed) in enumerate(read, start.micro_batch):
+            read = self._compare_first(self._read(epoch, dataloader, start.consumed), start)
+            fixed |= {"rows": self._rows, "in_worker": self.dataloader.num_workers > 0}
+            for index, ((batch, size, _), consumed) in enumerate(read, start.micro_batch):
                 own = len(Plan(size, batch_size, shard).local_indices(0))
                 if own:
                     require_batch(batch, self._options)
@@ -83,8 +91,23 @@ class StreamLoader(SequentialLoader):
                 position = {**fixed, "samples": consumed, **self._state.take()}
                 yield MicroBatch(index, batch, num_samples, own, is_partial=size < shard.count, position=position)
 
-    def _size_of(self, batch: tuple[Any, int]) -> int:
-        return batch[1]
+    def _compare_first(self, read: Iterator[tuple[_OfAll, int]], start: EpochStart) -> Iterator[tuple[_OfAll, int]]:
+        """Compare the first batch: between processes which share the stream, and with what was read at first.
+
+        Nothing is read for it alone: a stream may be one that can be read only once.
+        """
+        first = next(read, None)
+        require_same_rows(self._options, None if first is None else first[0].rows)
+        if first is None:
+            return read
+        if start is EPOCH_START:
+            if self._is_read_again:
+                compare_rows({"rows": self._rows}, first[0].rows, self._options, is_in_epoch=True)
+            self._rows, self._is_read_again = first[0].rows, False
+        return chain([first], read)
+
+    def _size_of(self, batch: _OfAll) -> int:
+        return batch.size
 
     def _reads_from(self, start: EpochStart) -> list[list[int]]:
         """Return [first sample, samples read at once] for each launch that has read a part of the epoch."""
@@ -101,7 +124,11 @@ class StreamLoader(SequentialLoader):
             skipped = [range(begin, end, size) for (begin, size), end in zip(reads, ends, strict=True)]
         num_left = None if plan is None else plan.num_samples - start.consumed
         seed_at = partial(derive_seed, options.seed, options.purpose, epoch)
-        return self._make_dataloader(_Rest(self._data, skipped, num_left, seed_at), options)
+        rest = _Rest(self._data, skipped, num_left, seed_at)
+        is_in_worker = self.dataloader.num_workers > 0  # where another generator draws
+        if not (is_in_worker or start.position.get("in_worker") or self._state.is_in(start.position)):
+            rest.check = partial(compare_rows, start.position, options=options, is_in_epoch=True)
+        return self._make_dataloader(rest, options)
 
     def _cannot_find(self, position: Mapping[str, Any]) -> Exception:
         readers, (_, size) = position["readers"], position["reads"][-1]
@@ -127,6 +154,7 @@ class _Rest(IterableDataset[Any]):
     skipped: list[range] = field(default_factory=list)  # the positions of the earlier reads, by launch
     num_left: int | None = None  # how many samples follow at most
     seed_at: Callable[[int], int] | None = None  # the seed of the read that begins at a position
+    check: Callable[[Rows], None] | None = None  # of the first samples
 
     def __iter__(self) -> Iterator[Any]:
         return self._skip(iter(self.data)) if self.skipped else islice(self.data, self.num_left)
@@ -135,7 +163,10 @@ class _Rest(IterableDataset[Any]):
         for reads in self.skipped:
             for position in reads:
                 self._seed(position)
-                deque(islice(samples, min(reads.step, reads.stop - position)), maxlen=0)
+                read = islice(samples, min(reads.step, reads.stop - position))
+                if position == 0 and self.check is not None:
+                    self.check(rows_of_samples(list(read)))
+                deque(read, maxlen=0)
         self._seed(self.skipped[-1].stop)
         yield from islice(samples, self.num_left)
 
@@ -144,18 +175,34 @@ class _Rest(IterableDataset[Any]):
             seed_generators(self.seed_at(position))
 
 
+class _OfAll(NamedTuple):
+    """What is made of a global batch; a tuple, so that workers can send it.
+
+    Attributes:
+        batch: This process's part of it; None if it has none.
+        size: Samples of the global batch.
+        rows: The fingerprints of some of them, in the first batch of each reader.
+    """
+
+    batch: Any
+    size: int
+    rows: Rows
+
+
 @dataclass
 class _CollateShard:
-    """Collates this process's part of a global batch, and returns the size of the global batch beside it."""
+    """Collates this process's part of a global batch."""
 
     batch_size: int
     shard: Shard
     collate: Callable[[Any], Any]
+    is_first: bool = True
 
-    def __call__(self, samples: list[Any]) -> tuple[Any, int]:
+    def __call__(self, samples: list[Any]) -> _OfAll:
+        rows, self.is_first = rows_of_samples(samples) if self.is_first else {}, False
         positions = Plan(len(samples), self.batch_size, self.shard).local_indices(0)
         own = samples[positions.start : positions.stop]
-        return (self.collate(own) if own else None), len(samples)
+        return _OfAll(self.collate(own) if own else None, len(samples), rows)
 
 
 class UserDataLoader(SequentialLoader):
@@ -193,6 +240,9 @@ class UserDataLoader(SequentialLoader):
             batches = self._batches(epoch, start, plan)
             for index in count(start.micro_batch):
                 of_all_processes = list(islice(batches, shard.count))
+                if index == start.micro_batch:
+                    rows = rows_of_samples([_content(batch) for batch, _ in of_all_processes])
+                    require_same_rows(self._options, rows or None)
                 if not of_all_processes:
                     return
                 own = _Counted(None, 0)
@@ -212,6 +262,10 @@ class UserDataLoader(SequentialLoader):
 
     def _size_of(self, batch: Any) -> int:
         return 1
+
+
+def _content(batch: Any) -> Any:
+    return batch.batch if isinstance(batch, _Counted) else batch
 
 
 class _Counted(NamedTuple):

@@ -444,6 +444,12 @@ def is_shuffle_buffer(step: Any) -> bool:
     return type(step).__name__ == "BufferShuffledExamplesIterable"
 
 
+def split_of_stream(stream: Any) -> tuple[int, int] | None:
+    """Return which part of how many a streaming dataset yields, where `split_dataset_by_node` has split it."""
+    split = getattr(stream, "_distributed", None)
+    return None if split is None else (split.rank, split.world_size)
+
+
 # torchmetrics
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.launching import SCRIPTS, launch
 
+_OTHER = "other samples on process 1 than on process 0"
 REFUSED = {
     "training data": ("the training data", "process 0: 8 samples; process 1: 12 samples"),
     "validation data": ("the validation data", "process 0: 4 samples; process 1: 5 samples"),
@@ -25,7 +26,26 @@ REFUSED = {
     "accumulation": ("grad_accumulation_steps", "process 0: 1; process 1: 2"),
     "when to save": ("checkpoint_every",),
     "test data": ("DataError", "process 0: 4 samples; process 1: 5 samples"),
+    "a part of each": ("the training data", _OTHER, "shard_dataloaders=False"),
+    "a part of each, with workers": ("the training data", _OTHER),
+    "a part of each to validate": ("the validation data", _OTHER),
+    "a loader of a part of each": ("the training data", _OTHER),
+    "a stream of every other": ("the training data", _OTHER, "shard_dataloaders=False"),
+    "a stream of every other, with a worker": ("the training data", _OTHER),
+    "a loader of a stream of every other": ("the training data", _OTHER),
+    "a sampler function of each": ("in another order on process 1",),
+    "other rows at a resume": ("in an epoch that is resumed", "other samples at the same indices"),
 }
+MAY_DIFFER = [
+    "seeds",
+    "data of their own",
+    "the same",
+    "every other on purpose",
+    "split by datasets",
+    "split by datasets, in a loader",
+    "augmented",
+    "augmented without a seed",
+]
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=lambda r: f"{r}-processes")
@@ -42,6 +62,6 @@ def test_what_differs_between_processes_is_refused_on_all_of_them(name: str, out
         assert all(part in message for part in REFUSED[name]), message
 
 
-@pytest.mark.parametrize("name", ["seeds", "data of their own", "the same"])
+@pytest.mark.parametrize("name", MAY_DIFFER)
 def test_what_may_differ_is_trained_with(name: str, outcomes: dict[str, Any]) -> None:
     assert set(outcomes[name]) == {""}

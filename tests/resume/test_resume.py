@@ -91,6 +91,7 @@ def test_what_hooks_draw_is_drawn_again(stop):
     assert_same(whole, state_of(*train("out/b", resume=True, callbacks=[Noisy()])))
 
 
+@pytest.mark.usefixtures("without_fingerprints")
 def test_what_was_trained_on_is_not_read_again():
     train("out/b", stop=11)  # 22 samples in batches of 4: update 10 is 4 micro-batches into the second epoch
     data = Augmented()

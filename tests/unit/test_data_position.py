@@ -174,6 +174,7 @@ def test_workers_fetch_what_an_unbroken_epoch_would_have(make, settings):
         assert same(read(inline, 0, 2), epochs[0][2:])
 
 
+@pytest.mark.usefixtures("without_fingerprints")
 @pytest.mark.parametrize("make", [lambda data: data, lambda data: DataLoader(data, batch_size=2, shuffle=True)])
 def test_what_is_skipped_is_never_read(make):
     data = Augmented(40)
@@ -184,6 +185,7 @@ def test_what_is_skipped_is_never_read(make):
     assert samples_of(read([loader], 0, 17)) == data.read == whole[34:]
 
 
+@pytest.mark.usefixtures("without_fingerprints")
 def test_of_ten_million_samples_skipped_none_is_read():
     class Large(Augmented):
         def __getitem__(self, index):
@@ -201,17 +203,24 @@ def test_of_ten_million_samples_skipped_none_is_read():
     assert len(data.read) == 10
 
 
+@pytest.mark.usefixtures("without_fingerprints")
 def test_another_size_of_batch_counts_rounds_on():
     (loader,) = build_all(lambda: Augmented(40), 1, batch_size=2)
     position = loader.position(0, 5)
     order = position["order"]
-    assert position == {"kind": "dataset with a length", "samples": 10, "of": 40, "order": order}
+    assert position == {"kind": "dataset with a length", "samples": 10, "of": 40, "order": order, "rows": {}}
     (other,) = build_all(lambda: Augmented(40), 1, batch_size=7)
     assert other.num_micro_batches == 6
     other.resume_from(0, 5, position)
     assert other.num_micro_batches == 5 + 5  # 30 samples in batches of 7
     assert [other.samples_in(i, i + 1) for i in range(5, 10)] == [7, 7, 7, 7, 2]
-    assert other.position(0, 7) == {"kind": "dataset with a length", "samples": 24, "of": 40, "order": order}
+    assert other.position(0, 7) == {
+        "kind": "dataset with a length",
+        "samples": 24,
+        "of": 40,
+        "order": order,
+        "rows": {},
+    }
     assert [r.is_last for r in other.micro_batches(0, first=5)] == [False] * 4 + [True]
     list(other.micro_batches(1))
     assert other.num_micro_batches == 6

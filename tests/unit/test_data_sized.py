@@ -199,6 +199,7 @@ def test_what_a_limit_leaves_out_is_not_even_prefetched():
     assert len(loader.dataloader) == 2
 
 
+@pytest.mark.usefixtures("without_fingerprints")
 @pytest.mark.feature("A60")
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_an_epoch_begun_later_is_the_tail_of_the_whole_and_reads_nothing_else(count):

@@ -499,6 +499,16 @@ def test_datasets_shows_the_steps_of_a_stream():
     )
 
 
+def test_datasets_shows_which_part_of_a_stream_is_read():
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_dict({"x": [0, 1, 2, 3]}).to_iterable_dataset(num_shards=2)
+    split = pytest.importorskip("datasets.distributed").split_dataset_by_node(stream, rank=1, world_size=2)
+    assert names.split_of_stream(stream) is None
+    assert names.split_of_stream(split.map(lambda row: row)) == (1, 2), missing(
+        "datasets", "_distributed", "split_of_stream"
+    )
+
+
 # torchmetrics
 
 

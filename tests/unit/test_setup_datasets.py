@@ -99,6 +99,7 @@ def test_a_run_continues_in_any_stage_bit_for_bit(tmp_path, stop):
     assert_same(unbroken, state_of(*go("broken/model", resume=True)))
 
 
+@pytest.mark.usefixtures("without_fingerprints")
 @pytest.mark.feature("N31")
 def test_a_run_continues_in_other_batches_where_updates_keep_their_size(tmp_path):
     def go(path, **settings):

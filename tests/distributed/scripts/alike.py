@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import tests.many_runs  # noqa: F401
 from accmt.errors import AccmtError
@@ -20,6 +21,8 @@ from accmt.processes import gather_objects, is_main_process
 from tests.toys import Linear, Numbers, make_points, make_trainer
 
 RANK = int(os.environ.get("RANK", "0"))
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+POINTS = make_points(24)
 
 
 def fit(*data: Any, hps: dict[str, Any] | None = None, **settings: Any) -> None:
@@ -35,6 +38,59 @@ def raises() -> Any:
 class Made(Linear):
     def get_train_dataloader(self) -> Any:
         return raises()
+
+
+class EveryOther(IterableDataset[Any]):
+    """A stream of which each process reads its part."""
+
+    def __iter__(self) -> Any:
+        return iter([POINTS[i] for i in range(RANK, len(POINTS), WORLD)])
+
+
+class Augmented(Dataset[Any]):
+    """Samples with noise, from a generator that nobody seeds or from torch's, and labels that are the same."""
+
+    def __init__(self, *, is_seeded: bool) -> None:
+        self.is_seeded = is_seeded
+
+    def __getitem__(self, index: int) -> Any:
+        noise = torch.randn(3) if self.is_seeded else torch.frombuffer(bytearray(os.urandom(3)), dtype=torch.uint8)
+        return POINTS[index][0] + noise / 1000, POINTS[index][1]
+
+    def __len__(self) -> int:
+        return len(POINTS)
+
+
+class NoisyStream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([Augmented(is_seeded=False)[i] for i in range(8)])
+
+
+class OfDatasets(Linear):
+    """Trains on all rows of a stream that `datasets` has split by process."""
+
+    seen: tuple[float, ...] = ()
+
+    def training_step(self, batch: Any) -> Any:
+        self.seen += tuple(batch["x"].tolist())
+        return self.model(batch["x"][:, None].expand(-1, 3).float()).mean()
+
+
+def split_by_datasets(wrap: Callable[[Any], Any]) -> None:
+    from datasets import Dataset as Rows
+    from datasets.distributed import split_dataset_by_node
+
+    stream = Rows.from_dict({"x": list(range(12))}).with_format("torch").to_iterable_dataset(num_shards=WORLD)
+    module = OfDatasets()
+    make_trainer().fit(module, wrap(split_dataset_by_node(stream, RANK, WORLD)))
+    seen = sorted(x for part in gather_objects(module.seen) for x in part)
+    assert seen == list(range(12)), seen
+
+
+def resume_with_other_rows() -> None:
+    settings = {"path": "out/other", "checkpoint_every": "1 step", "async_checkpointing": False}
+    fit(POINTS, hps={"max_steps": 1}, **settings)
+    fit(Subset(POINTS, range(len(POINTS))[::-1]), hps={"max_steps": 2}, resume=True, **settings)
 
 
 CASES: dict[str, Callable[[], Any]] = {
@@ -53,6 +109,22 @@ CASES: dict[str, Callable[[], Any]] = {
     "when to save": lambda: fit(make_points(), checkpoint_every="epoch" if RANK else "step"),
     "test data": lambda: make_trainer().test(Linear(), make_points(4 + RANK)),
     "seeds": lambda: fit(make_points(), seed=RANK),
+    "a part of each": lambda: fit(Subset(POINTS, range(RANK, len(POINTS), WORLD))),
+    "a part of each, with workers": lambda: fit(Subset(POINTS, range(RANK, 24, WORLD)), dataloader_num_workers=1),
+    "a part of each to validate": lambda: fit(POINTS, Subset(POINTS, range(RANK, len(POINTS), WORLD))),
+    "a loader of a part of each": lambda: fit(DataLoader(Subset(POINTS, range(RANK, len(POINTS), WORLD)), 2)),
+    "a stream of every other": lambda: fit(EveryOther()),
+    "a stream of every other, with a worker": lambda: fit(EveryOther(), dataloader_num_workers=1),
+    "a loader of a stream of every other": lambda: fit(DataLoader(EveryOther(), 2)),
+    "a sampler function of each": lambda: fit(
+        POINTS, sampler=lambda data: list(range(len(data)))[:: 1 - 2 * (RANK % 2)]
+    ),
+    "other rows at a resume": resume_with_other_rows,
+    "every other on purpose": lambda: fit(EveryOther(), shard_dataloaders=False),
+    "split by datasets": lambda: split_by_datasets(lambda stream: stream),
+    "split by datasets, in a loader": lambda: split_by_datasets(lambda stream: DataLoader(stream, 2)),
+    "augmented": lambda: fit(Augmented(is_seeded=True), Augmented(is_seeded=True)),
+    "augmented without a seed": lambda: fit(Augmented(is_seeded=False), NoisyStream()),
     "data of their own": lambda: fit(make_points(8 + 4 * RANK), shard_dataloaders=False),
     "the same": lambda: fit(make_points(), {"a": make_points(4), "b": DataLoader(make_points(3), 2)}),
 }

@@ -1,0 +1,195 @@
+"""Fingerprints of a few samples: whether processes hold the same data, and whether a resumed run does.
+
+Each entry of a sample (a field of a dict, an element of a tuple) has a fingerprint of its own, so that an image that
+is augmented at random does not hide that its label is the same. Numbers of images and sounds are compared with a
+tolerance: another machine, or another version of a decoder, may round differently. What is of an unknown type is left
+out, and so is what differs when the same sample is read twice under one seed.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from time import monotonic
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import DataLoader, Sampler
+
+from accmt.data.fetching import Fetched, SeededDataset
+from accmt.data.seeding import BatchIndices, derive_seed
+from accmt.data.workers import WorkerStart, end_workers, start_reading
+
+Entry: TypeAlias = str | list[float]
+"""The digest of what has to be equal; or a tolerance and a few values, for numbers that may be rounded differently."""
+Fingerprint: TypeAlias = dict[str, Entry]
+"""The entries of a sample, by their path in it."""
+Rows: TypeAlias = dict[str, Fingerprint]
+"""Samples by their index: JSON, which goes into checkpoints."""
+
+MAX_ROWS = 5
+_MAX_ENTRIES = 32
+_MAX_DEPTH = 6
+_BUDGET_S = 1.0  # for all samples; the first is read in any case
+_NUM_VALUES = 8
+_OF_MEDIA, _OF_FEATURES = 0.02, 1e-4  # tolerances, as parts of the largest value
+_MEDIA_SIZE = 256  # from so many numbers on, they are taken for those of an image or a sound
+
+
+def read_rows(dataset: Any, length: int, *, num_workers: int, context: Any = None) -> Rows:
+    """Return the fingerprints of a few samples at positions that follow from the length alone.
+
+    Each is read twice, under one seed. That is done where samples are read in training, in a worker where there are
+    workers: what a dataset opens when it is first read must not be open in the process that starts them.
+    """
+    indices = sorted({0, 1, length // 3, 2 * length // 3, length - 1} & set(range(length)))
+    twice = [BatchIndices([index], derive_seed(0, "fingerprint", index)) for index in indices for _ in range(2)]
+    seeded = SeededDataset(dataset, skips_bad=True)
+    if num_workers == 0:
+        return _rows_of(seeded.__getitems__(one) for one in twice)
+    collate: Any = _fingerprint_fetched
+    loader: DataLoader[Any] = DataLoader(
+        seeded,
+        batch_sampler=_Listed(twice),
+        collate_fn=collate,
+        num_workers=1,
+        worker_init_fn=WorkerStart(),
+        multiprocessing_context=context,
+    )
+    reading = start_reading(loader)
+    try:
+        return _rows_of(reading)
+    finally:
+        end_workers(loader, reading)
+
+
+class _Listed(Sampler[list[int]]):
+    def __init__(self, batches: Sequence[BatchIndices]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+def _fingerprint_fetched(fetched: Fetched) -> tuple[list[int], list[Fingerprint]]:
+    return list(fetched.indices), [fingerprint(sample) for sample in fetched.samples]
+
+
+def _rows_of(read: Iterator[Any]) -> Rows:
+    rows: Rows = {}
+    deadline = monotonic() + _BUDGET_S
+    for first in read:
+        (index,), one = first if isinstance(first, tuple) else _fingerprint_fetched(first)
+        second = next(read)
+        _, other = second if isinstance(second, tuple) else _fingerprint_fetched(second)
+        if one and other:
+            rows[str(index)] = {path: entry for path, entry in one[0].items() if other[0].get(path) == entry}
+        if monotonic() > deadline:
+            break
+    return rows
+
+
+def rows_of_samples(samples: Sequence[Any]) -> Rows:
+    """Return the fingerprints of samples that were read anyway, by their place among them."""
+    return {str(place): fingerprint(sample) for place, sample in enumerate(samples[:MAX_ROWS])}
+
+
+def fingerprint(sample: Any) -> Fingerprint:
+    """Return the fingerprint of a sample; without what is of an unknown type."""
+    found: Fingerprint = {}
+    for path, value in _entries(sample, "", 0):
+        entry = _entry_of(value)
+        if entry is not None:
+            found[path] = entry
+        if isinstance(entry, list):
+            found[f"{path} shape"] = str(getattr(value, "shape", getattr(value, "size", ())))
+        if len(found) >= _MAX_ENTRIES:
+            break
+    return found
+
+
+def compare(own: Rows, other: Rows) -> Literal["same", "partly", "different"]:
+    """Compare samples of the same indices.
+
+    "partly" stands for samples of which some entry that tells samples from one another is the same throughout: the
+    others may be augmented, or made in another way.
+    """
+    indices = sorted(own.keys() & other.keys())
+    paths = {path for index in indices for path in own[index].keys() & other[index].keys()}
+    are_alike, tells_apart = True, False
+    for path in paths:
+        pairs = [(own[i][path], other[i][path]) for i in indices if path in own[i] and path in other[i]]
+        if not all(_is_alike(*pair) for pair in pairs):
+            are_alike = False
+        elif any(not _is_alike(pairs[0][0], entry) for entry, _ in pairs):
+            tells_apart = True
+    return "same" if are_alike else "partly" if tells_apart else "different"
+
+
+def _entries(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name, None) for field in fields(value)}
+    if isinstance(value, Mapping) and depth < _MAX_DEPTH:
+        for key in sorted(value, key=str)[:_MAX_ENTRIES]:
+            yield from _entries(value[key], f"{path}.{key}", depth + 1)
+    elif isinstance(value, list | tuple) and depth < _MAX_DEPTH and not _is_plain(value):
+        for number, item in enumerate(value[:_MAX_ENTRIES]):
+            yield from _entries(item, f"{path}.{number}", depth + 1)
+    else:
+        yield path, value
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a list holds nothing but numbers and strings, such as token ids, at any depth."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (int, float, bool, str, bytes)
+
+
+def _entry_of(value: Any) -> Entry | None:
+    try:
+        if isinstance(value, torch.Tensor):
+            tensor = value.detach().cpu()
+            return _entry_of_array(tensor.to(torch.float32) if tensor.dtype is torch.bfloat16 else tensor)
+        if isinstance(value, np.ndarray | np.generic):
+            return _entry_of_array(np.asarray(value))
+        image = sys.modules.get("PIL.Image")
+        if image is not None and isinstance(value, image.Image):
+            return _entry_of_array(np.asarray(value))
+        if isinstance(value, float) and not math.isnan(value):
+            return [_OF_FEATURES, value]
+        return _digest(repr(value).encode()) if _is_plain(value) else None
+    except Exception:  # noqa: BLE001 - a tensor of a kind without values, a file that is closed: nothing to compare
+        return None
+
+
+def _entry_of_array(value: Any) -> Entry | None:
+    array = np.asarray(value)
+    if array.dtype.kind not in "biufcSU":
+        return None
+    is_media = array.size >= _MEDIA_SIZE and (array.dtype.kind == "f" or array.dtype == np.uint8)
+    if array.dtype.kind != "f" and not is_media:
+        return _digest(f"{array.dtype.kind}{array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+    flat = np.nan_to_num(array.reshape(-1).astype(np.float64), posinf=0.0, neginf=0.0)
+    chosen = flat[:: max(1, flat.size // _NUM_VALUES)][:_NUM_VALUES]
+    sums = [flat.mean(), np.abs(flat).mean()] if flat.size else []
+    return [_OF_MEDIA if is_media else _OF_FEATURES, *map(float, chosen), *map(float, sums)]
+
+
+def _digest(content: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(content)
+
+
+def _is_alike(one: Entry, other: Entry) -> bool:
+    if isinstance(one, str) or isinstance(other, str) or len(one) != len(other):
+        return one == other
+    tolerance, *values = one
+    largest = max(map(abs, values), default=0.0)
+    return all(abs(a - b) <= tolerance * largest for a, b in zip(values, other[1:], strict=True))
