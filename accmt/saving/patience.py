@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, TypedDict, cast
 
 from accmt.saving.rules import TRAIN_LOSS, Argument, IsBetter, Quantities, Rule
 from accmt.state import Counters
 
 _PATIENCE = Argument("patience")
 _MODEL_SAVING = Argument("model_saving")
+_ENDING = {"stopping_threshold", "check_finite"}
+"""What ends training at one evaluation, whatever the number of those before."""
+
+
+class PatienceOptions(TypedDict, total=False):
+    """What ends training by one value, in place of a number of evaluations.
+
+    Attributes:
+        patience: Evaluations in a row without a better value; without it their number does not end training.
+        min_delta: By how much a value has to be better than the best one, to count as better.
+        stopping_threshold: Training ends as soon as the value is as good as this.
+        check_finite: Whether training ends as soon as the value is NaN or infinite.
+    """
+
+    patience: int
+    min_delta: float
+    stopping_threshold: float
+    check_finite: bool
 
 
 class Patience:
@@ -21,7 +41,7 @@ class Patience:
     Args:
         patience: Evaluations in a row without a better value before training ends. A number counts those in which no
             rule of `rule` has a new best. A dict counts each value for itself, such as `{"accuracy": 3}`; the first
-            that is exhausted ends the training.
+            that is exhausted ends the training. `PatienceOptions` in place of a number say more about a value.
 
     Attributes:
         best: The best values so far, as of `Selection`.
@@ -29,7 +49,7 @@ class Patience:
 
     def __init__(
         self,
-        patience: int | Mapping[str, int],
+        patience: int | Mapping[str, int | PatienceOptions],
         rule: str | Sequence[str] | None,
         directions: Mapping[str, IsBetter],
         *,
@@ -38,24 +58,26 @@ class Patience:
         quantities = Quantities(directions, sets)
         self._is_by_name = isinstance(patience, Mapping)
         if isinstance(patience, Mapping):
-            allowed = list(patience.values())
+            options = [_read_options(patience, value) for value in patience.values()]
             groups = [[quantities.read_rule(name, _PATIENCE)] for name in patience]
         else:
-            allowed = [patience]
+            options = [_read_options(patience, patience)]
             groups = [[one for one in quantities.read_rules(rule, _MODEL_SAVING) if one.quantities]]
-        _check(patience, allowed, groups)
+        _check(patience, groups)
         self._watched = {", ".join(rule.name for rule in rules): rules for rules in groups}
-        self._allowed = dict(zip(self._watched, allowed, strict=True))
+        self._options = dict(zip(self._watched, options, strict=True))
         self._without_better = dict.fromkeys(self._watched, 0)
+        self._ended_by: dict[str, str] = {}
         self.best: dict[str, float] = {}
 
     @property
     def is_exhausted(self) -> bool:
-        return 0 in self._left.values()
+        return 0 in self._left.values() or bool(self._ended_by)
 
     def describe_exhausted(self) -> str:
         spent = [name for name, left in self._left.items() if left == 0]
-        return "; ".join(f"{name} has not improved for {self._allowed[name]} evaluation(s)" for name in spent)
+        lines = [f"{name} has not improved for {self._options[name]['patience']} evaluation(s)" for name in spent]
+        return "; ".join([*(f"{name} {why}" for name, why in self._ended_by.items()), *lines])
 
     @property
     def left(self) -> int | dict[str, int]:
@@ -70,8 +92,15 @@ class Patience:
         """Take note of an evaluation, unless a watched value is missing; not for the one before training."""
         self.require(values)
         for name, rules in self._watched.items():
-            is_better = [rule.update(self.best, values) for rule in rules]
+            options = self._options[name]
+            is_better = [rule.update(self.best, values, min_delta=options.get("min_delta", 0.0)) for rule in rules]
             self._without_better[name] = 0 if any(is_better) else self._without_better[name] + 1
+            for quantity in (quantity for rule in rules for quantity in rule.quantities):
+                value, threshold = quantity.read(values), options.get("stopping_threshold")
+                if options.get("check_finite") and not math.isfinite(value):
+                    self._ended_by[name] = f"is {value}"
+                elif threshold is not None and quantity.sign * value >= quantity.sign * threshold:
+                    self._ended_by[name] = f"has reached {threshold:g}: {value:.6g}"
 
     def require(self, values: Mapping[str, float]) -> None:
         """Check that all watched values are among the results of an evaluation."""
@@ -79,14 +108,17 @@ class Patience:
             rule.require(values, _PATIENCE)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"without_better": dict(self._without_better), "best": dict(self.best)}
+        state = {"without_better": dict(self._without_better), "best": dict(self.best)}
+        return {**state, "ended_by": dict(self._ended_by)} if self._ended_by else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; what was not watched then starts over, the patience itself is ours."""
+        """Restore `state_dict`; what was not watched then starts over, and the patience itself is that of this run."""
         for name in self._without_better:
             self._without_better[name] = state["without_better"].get(name, 0)
         keys = {key for rule in self._rules for key in rule.keys}
         self.best = {key: value for key, value in state["best"].items() if key in keys}
+        may_end = {name for name, options in self._options.items() if options.keys() & _ENDING}
+        self._ended_by = {name: why for name, why in state.get("ended_by", {}).items() if name in may_end}
 
     @property
     def _rules(self) -> list[Rule]:
@@ -94,14 +126,37 @@ class Patience:
 
     @property
     def _left(self) -> dict[str, int]:
-        return {name: max(0, allowed - self._without_better[name]) for name, allowed in self._allowed.items()}
+        allowed = {name: options["patience"] for name, options in self._options.items() if "patience" in options}
+        return {name: max(0, number - self._without_better[name]) for name, number in allowed.items()}
 
 
-def _check(patience: Any, allowed: list[int], groups: list[list[Rule]]) -> None:
+def _read_options(patience: Any, value: Any) -> PatienceOptions:
+    """Return what ends training by one value: a number of evaluations, or options."""
+    options = dict(value) if isinstance(value, Mapping) else {"patience": value}
+    known = list(PatienceOptions.__annotations__)
+    for key in options:
+        if key not in known:
+            do = f"did you mean {get_close_matches(str(key), known, n=1, cutoff=0.0)[0]!r}?"
+            _PATIENCE.reject(f"the key {key!r}", f"any of {', '.join(known)}", do)
+    number = options.get("patience", 1)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        _PATIENCE.reject(repr(patience), "whole numbers from 1", "patience=3, for example")
+    for key in ("min_delta", "stopping_threshold"):
+        bound = options.get(key, 0.0)
+        is_number = isinstance(bound, int | float) and not isinstance(bound, bool) and math.isfinite(bound)
+        if not is_number or (key == "min_delta" and bound < 0):
+            expected = "a number from 0" if key == "min_delta" else "a number"
+            _PATIENCE.reject(f"{key} = {bound!r}", expected, f'patience={{"valid_loss": {{"{key}": 0.01, ...}}}}')
+    if not isinstance(options.get("check_finite", False), bool):
+        _PATIENCE.reject(f"check_finite = {options['check_finite']!r}", "True or False", '"check_finite": True')
+    if "patience" not in options and not options.keys() & _ENDING:
+        do = '{"valid_loss": {"patience": 3, "min_delta": 0.01}}, for example'
+        _PATIENCE.reject(repr(patience), "patience, stopping_threshold or check_finite", do)
+    return cast(PatienceOptions, options)
+
+
+def _check(patience: Any, groups: list[list[Rule]]) -> None:
     rules = [rule for group in groups for rule in group]
-    for number in allowed:
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            _PATIENCE.reject(repr(patience), "whole numbers from 1", "patience=3, for example")
     if not rules or not all(rule.quantities for rule in rules):
         do = 'patience={"valid_loss": 3}, for example'
         _PATIENCE.reject(repr(patience), "a value to watch; model_saving alone provides none", do)

@@ -51,6 +51,11 @@ class Quantity:
     key: str
     keys_of_sets: tuple[str, ...] = ()
 
+    @property
+    def sign(self) -> int:
+        """1 where more is better, -1 where less is."""
+        return 1 if self.is_better(1.0, 0.0) else -1
+
     def is_in(self, values: Mapping[str, float]) -> bool:
         return self.key in values or (bool(self.keys_of_sets) and all(key in values for key in self.keys_of_sets))
 
@@ -80,14 +85,18 @@ class Rule:
             return (self.name,)
         return tuple(f"{self.name}[{quantity.label}]" for quantity in self.quantities)
 
-    def update(self, best: dict[str, float], values: Mapping[str, float]) -> bool:
+    def update(self, best: dict[str, float], values: Mapping[str, float], *, min_delta: float = 0.0) -> bool:
         """Put the values of an evaluation into `best` if it is better than what stands there.
 
         The best values of several quantities are always those of one evaluation.
+
+        Args:
+            min_delta: By how much a value has to be better.
         """
         new = {key: quantity.read(values) for key, quantity in zip(self.keys, self.quantities, strict=True)}
         is_better = all(
-            math.isfinite(new[key]) and (key not in best or quantity.is_better(new[key], best[key]))
+            math.isfinite(new[key])
+            and (key not in best or quantity.is_better(new[key] - quantity.sign * min_delta, best[key]))
             for key, quantity in zip(self.keys, self.quantities, strict=True)
         )
         if is_better:

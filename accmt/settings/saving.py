@@ -57,7 +57,11 @@ class SavingSettings:
         safe_serialization: True writes safetensors, tied weights included; False writes `pytorch_model*.bin`.
         save_last: Whether the last weights are saved to `<model_path>/last` too.
         patience: Evaluations in a row without a better value before training ends: a number, or text such as
-            "3 evals"; a dict, such as `{"accuracy": 3}`, counts each value for itself. `min_length` holds it back.
+            "3 evals"; a dict, such as `{"accuracy": 3}`, counts each value for itself, and may hold a dict for each:
+            `{"accuracy": {"patience": 3, "min_delta": 0.001, "stopping_threshold": 0.99, "check_finite": True}}`. A
+            value that is better by less than "min_delta" does not count as better; training ends at once where it is as
+            good as "stopping_threshold", or with "check_finite" where it is NaN or infinite. `min_length` holds it
+            back.
     """
 
     model_path: str | PathLike[str]
@@ -67,7 +71,7 @@ class SavingSettings:
     max_shard_size: int | str = "10GB"
     safe_serialization: bool = True
     save_last: bool = False
-    patience: int | str | Mapping[str, int | str] | None = None
+    patience: int | str | Mapping[str, int | str | Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         require_flags(self)
@@ -90,6 +94,8 @@ class SavingSettings:
         """`patience` with numbers for text such as "3 evals"."""
 
         def read(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {key: read(item) if key == "patience" else item for key, item in value.items()}
             return int(read_every("patience", value, ["eval"]).number) if isinstance(value, str) else value
 
         patience = self.patience

@@ -277,3 +277,19 @@ def test_a_first_run_of_best_models_warns_of_nothing(caplog):
 
     fit(BestModels("val_loss", top_k=2))
     assert "earlier run" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "evaluations"),
+    [
+        ({"stopping_threshold": 0.9}, (0.5, 0.9, 0.1, 0.1), 2),
+        ({"check_finite": True}, (0.5, math.nan, 0.1, 0.1), 2),
+        ({"patience": "2 evals", "min_delta": 0.1}, (0.5, 0.55, 0.58, 0.59), 3),
+    ],
+)
+def test_training_ends_by_the_options_of_patience(options, values, evaluations, caplog):
+    caplog.set_level("INFO", logger="accmt")
+    settings = {"metrics": {"mine": "max"}, "patience": {"mine": options}, "checkpoint_every": "epoch"}
+    assert fit(Adds(*values), epochs=4, **settings).state.evaluations_done == evaluations
+    assert "early stopping at step" in caplog.text
+    assert fit(Adds(*values), epochs=4, **settings, resume=True).state.evaluations_done == evaluations

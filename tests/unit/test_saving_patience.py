@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+import re
 
 import pytest
 
@@ -181,3 +182,65 @@ def test_it_is_known_whether_validation_is_needed(patience, rule, needed):
 def test_training_goes_on_until_the_later_of_both_minima(epoch, global_step, min_epochs, min_steps, may):
     state = TrainingState(epoch=epoch, global_step=global_step)
     assert may_stop(state, min_epochs=min_epochs, min_steps=min_steps) is may
+
+
+FALLING = {"wer": lambda new, best: new < best}
+RISING = {"accuracy": lambda new, best: new > best}
+
+
+def consider(patience, values, directions=RISING):
+    """Return the patience, and after how many evaluations it ended training."""
+    watcher, name = Patience(patience, None, directions), next(iter(directions))
+    for number, value in enumerate(values, 1):
+        watcher.consider({f"best_{name}": value, "best_train_loss": 0.0})
+        if watcher.is_exhausted:
+            return watcher, number
+    return watcher, None
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "ends", "why"),
+    [
+        ({"patience": 2}, [0.5, 0.51, 0.52], None, ""),
+        ({"patience": 2, "min_delta": 0.02}, [0.5, 0.51, 0.52], 3, "has not improved for 2 evaluation(s)"),
+        ({"patience": 2, "min_delta": 0.02}, [0.5, 0.51, 0.53, 0.53, 0.5], 5, "has not improved"),
+        ({"stopping_threshold": 0.9}, [0.5, 0.4, 0.3, 0.9], 4, "has reached 0.9: 0.9"),
+        ({"stopping_threshold": 0.9}, [float("nan"), float("-inf")], None, ""),
+        ({"check_finite": True}, [0.5, float("nan")], 2, "is nan"),
+        ({"check_finite": True, "patience": 1}, [0.5, 0.6, float("inf")], 3, "is "),
+        ({"check_finite": False, "patience": 2}, [0.5, float("nan"), float("nan")], 3, "has not improved"),
+    ],
+)
+def test_what_ends_training_by_one_value(options, values, ends, why):
+    for sign, directions in ((1, RISING), (-1, FALLING)):
+        turned = {key: sign * value if key == "stopping_threshold" else value for key, value in options.items()}
+        watcher, ended = consider({next(iter(directions)): turned}, [sign * value for value in values], directions)
+        assert ended == ends
+        assert why.replace("reached 0.9: 0.9", "reached") in watcher.describe_exhausted()
+
+
+def test_what_ended_training_is_known_after_a_resume():
+    watcher, _ = consider({"accuracy": {"stopping_threshold": 0.9}}, [0.95])
+    again = Patience({"accuracy": {"stopping_threshold": 0.9}}, None, RISING)
+    again.load_state_dict(watcher.state_dict())
+    assert again.is_exhausted
+    assert again.left == {}
+    longer = Patience({"accuracy": {"patience": 3, "min_delta": 0.1}}, None, RISING)
+    longer.load_state_dict(watcher.state_dict())
+    assert not longer.is_exhausted
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_delta": 0.1}, "expected: patience, stopping_threshold or check_finite"),
+        ({"patience": 0}, "whole numbers from 1"),
+        ({"patience": 3, "min_delta": -0.1}, "min_delta = -0.1"),
+        ({"stopping_threshold": "high"}, "stopping_threshold = 'high'"),
+        ({"check_finite": 1}, "check_finite = 1"),
+        ({"patience": 3, "mindelta": 0.1}, "did you mean 'min_delta'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        Patience({"accuracy": options}, None, RISING)
