@@ -85,3 +85,30 @@ def by_mesh(*tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
 def mesh_of(tensor: Tensor) -> DeviceMesh | None:
     """Return the processes over which a tensor is sharded, None where it is whole."""
     return tensor.device_mesh if is_dtensor(tensor) else None
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether several entries of a tensor are one in memory, as `Tensor.expand` makes them."""
+    if tensor.layout != torch.strided or is_dtensor(tensor):
+        return False
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def without_repetition(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return a view in which each entry of an expanded tensor is there once, so that it can be written.
+
+    Args:
+        tensor: The tensor; another than `like` is cut as that would be.
+    """
+    like = tensor if like is None else like
+    if not is_expanded(like):
+        return tensor
+    for dim, stride in enumerate(like.stride()):
+        tensor = tensor.narrow(dim, 0, 1) if stride == 0 and like.shape[dim] else tensor
+    return tensor
+
+
+def write_into(tensor: Tensor, values: Tensor) -> None:
+    """Give a tensor values in place; an expanded one stays the view that it is."""
+    with torch.no_grad():
+        without_repetition(tensor).copy_(without_repetition(values, tensor))

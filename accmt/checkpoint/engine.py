@@ -10,7 +10,7 @@ nothing), `CollectedState.copied_by` a snapshot, and `write_state` (each process
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from accmt.checkpoint.frozen import FrozenWeights, require_same_frozen
+from accmt.checkpoint.frozen import FrozenWeights, find_read_only, require_same_frozen
 from accmt.checkpoint.nested_tensors import (
     describe_kind,
     is_made_of_others,
@@ -42,7 +42,6 @@ from accmt.checkpoint.torch_state_dicts import (
     State,
     model_state,
     optimizer_state,
-    own_memory_for_buffers,
     require_known,
     restore_model,
     restore_optimizer,
@@ -52,7 +51,7 @@ from accmt.errors import CheckpointCorruptError, CheckpointError, explain
 from accmt.libraries.private_names import states_of_comm_hooks
 from accmt.messages import warn_once
 from accmt.processes import is_main_process, num_processes
-from accmt.sharded_tensors import is_dtensor
+from accmt.sharded_tensors import is_dtensor, is_expanded
 
 _STATEFUL_HOOKS = frozenset({"PowerSGDState", "PostLocalSGDState"})  # torch's
 
@@ -212,13 +211,20 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
     reader = HuggingFaceStorageReader(str(folder))
     stored = _read_metadata(reader, saved, folder)
     require_same_frozen(model, saved["frozen"])
-    own_memory_for_buffers(model)
     ours = {name: value for name, value in model_state(model).items() if name not in saved["frozen"]}
     _require_same_model(ours, saved["model"], stored)
     _require_same_number(optimizers, saved["optimizers"])
-    targets = _targets(ours, saved, stored)
+    fixed = {name: tensor for name, tensor in find_read_only(model).items() if name in ours}
+    targets = _targets(ours, saved, stored, fixed)
     _read_tensors(targets, reader, folder)
     loaded = join_tensors(targets, saved)
+    for name, tensor in fixed.items():
+        if not torch.equal(loaded["model"].pop(name), tensor):
+            got, do = (
+                f"{name} has other values, in memory that is mapped read-only",
+                "map the file of the run that saved",
+            )
+            raise CheckpointError(explain("the model", got, "the values of the checkpoint", do))
     restore_model(model, loaded["model"])
     for optimizer, state in zip(optimizers, loaded["optimizers"], strict=True):
         restore_optimizer(model, optimizer, state)
@@ -250,12 +256,13 @@ def _read_metadata(reader: HuggingFaceStorageReader, saved: State, folder: Path)
     raise CheckpointCorruptError(message)
 
 
-def _targets(ours: State, saved: State, stored: Mapping[str, Any]) -> dict[str, Tensor]:
+def _targets(ours: State, saved: State, stored: Mapping[str, Any], fixed: Collection[str]) -> dict[str, Tensor]:
     """Return where to read each tensor into: weights in place, optimizer state sharded like its parameter."""
     targets: dict[str, Tensor] = {}
     for name, entry in saved["model"].items():
         if isinstance(entry, TensorReference):
-            targets.setdefault(entry.name, ours[name])
+            is_writable = name not in fixed and not is_expanded(ours[name])
+            targets.setdefault(entry.name, ours[name] if is_writable else _empty(stored[entry.name], None))
     for optimizer in saved["optimizers"]:
         for name, state in optimizer["state"].items():
             targets |= {key: _empty(stored[key], ours.get(name)) for key in referred_tensors(state)}

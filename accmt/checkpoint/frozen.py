@@ -1,13 +1,15 @@
 """What a checkpoint leaves out of a model: the frozen weights around which adapters are, or that have no entry in it.
 
-They come from elsewhere and do not change, so a checkpoint holds digests of them, and a run that resumes from it
-builds the model again. Other models' frozen weights are kept: nobody else may have them.
+These and what is mapped read-only come from elsewhere and do not change, so a checkpoint holds digests of them, and a
+run that resumes from it builds the model again. Other models' frozen weights are kept: nobody else may have them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 import xxhash
@@ -19,6 +21,7 @@ from accmt.checkpoint.torch_state_dicts import kept_buffers, model_state, plain_
 from accmt.errors import CheckpointError, explain
 from accmt.processes import gather_objects
 
+_MAPS = Path("/proc/self/maps")  # on Linux
 _SHOWN = 3
 _CHUNK = 2**22
 
@@ -28,9 +31,11 @@ class FrozenWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        weights = find_frozen(model)
+        self._fixed = find_read_only(model)  # cannot change, and may be larger than memory: read when first asked for
+        weights = {name: weight for name, weight in find_frozen(model).items() if name not in self._fixed}
         self._digests = {name: digest_of(weight) for name, weight in weights.items()}
         self._checksums = {name: checksum(weight) for name, weight in weights.items()}
+        self._fixed_digests: dict[str, str] | None = None
 
     def digests(self) -> dict[str, str]:
         """Return the digest of each weight left out, by plain name; one that was trained or changed is not.
@@ -40,15 +45,17 @@ class FrozenWeights:
 
         Processes: collective: what changed on one process is left out on none.
         """
+        if self._fixed_digests is None:
+            self._fixed_digests = {name: digest_of(tensor) for name, tensor in self._fixed.items()}
         if not self._digests:
-            return {}
+            return dict(self._fixed_digests)
         weights = find_frozen(self._model)
         changed = {
             name for name in self._digests if name not in weights or checksum(weights[name]) != self._checksums[name]
         }
         for name in set().union(*gather_objects(changed)):
             del self._digests[name]
-        return dict(self._digests)
+        return {**self._digests, **self._fixed_digests}
 
 
 def find_frozen(model: nn.Module) -> dict[str, Tensor]:
@@ -58,18 +65,46 @@ def find_frozen(model: nn.Module) -> dict[str, Tensor]:
     and those that bitsandbytes has quantized, whose layers load them only as a part of a model folder.
     An adapter that is not active is frozen too, and belongs to what is trained: its parameters have its name in theirs.
     What modules keep with a weight are such as the scales of a quantized one, which are neither parameter nor buffer.
+    What is mapped read-only cannot be loaded at all.
     """
+    fixed = find_read_only(model)
     frozen = {name: weight for name, weight in plain_parameter_names(model).items() if not weight.requires_grad}
     if not frozen:
-        return {}
+        return fixed
     adapters = {name for module in model.modules() for name in getattr(module, "peft_config", None) or ()}
     if adapters:
         base = {name: weight for name, weight in frozen.items() if adapters.isdisjoint(name.split("."))}
-        return {**base, **_kept_with(base, model)}
+        return {**base, **_kept_with(base, model), **fixed}
     kept = {_memory_of(entry) for entry in model_state(model).values() if isinstance(entry, Tensor)}
     quantized = {name: weight for name, weight in frozen.items() if type(weight).__module__.startswith("bitsandbytes.")}
     missing = {name: weight for name, weight in frozen.items() if weight.numel() and _memory_of(weight) not in kept}
-    return {**missing, **quantized, **_kept_with(quantized, model)}
+    return {**missing, **quantized, **_kept_with(quantized, model), **fixed}
+
+
+def find_read_only(model: nn.Module) -> dict[str, Tensor]:
+    """Return the frozen weights and buffers that are mapped from a file for reading only, by plain name.
+
+    Writing into them would end the process without a message (signal 11), as with `np.load(..., mmap_mode="r")`.
+    """
+    places: dict[str, tuple[Tensor, int]] = {}
+    for name, tensor in {**plain_parameter_names(model), **kept_buffers(model)}.items():
+        if not tensor.requires_grad and type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu":
+            places[name] = tensor, tensor.data_ptr()
+    if not places or not _MAPS.exists():
+        return {}
+    ranges = []
+    for line in _MAPS.read_text().splitlines():
+        where, rights, _ = line.split(maxsplit=2)
+        if rights[1] != "w":
+            begin, end = where.split("-")
+            ranges.append((int(begin, 16), int(end, 16)))
+    starts = [begin for begin, _ in ranges]  # in ascending order
+
+    def is_fixed(place: int) -> bool:
+        index = bisect_right(starts, place) - 1
+        return index >= 0 and place < ranges[index][1]
+
+    return {name: tensor for name, (tensor, place) in places.items() if place and is_fixed(place)}
 
 
 def _kept_with(frozen: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accmt.errors import CheckpointError, ModuleContractError, explain
 from accmt.libraries.private_names import buffers_of, children_of, is_saved
+from accmt.sharded_tensors import is_expanded, write_into
 
 State = dict[str, Any]
 
@@ -55,22 +54,6 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def own_memory_for_buffers(model: nn.Module) -> None:
-    """Give each expanded buffer memory of its own; nothing could be loaded into it. Its values stay."""
-    for module in model.modules():
-        buffers = buffers_of(module)
-        for name, buffer in buffers.items():
-            if buffer is not None and is_expanded(buffer):
-                buffers[name] = buffer.contiguous()
-
-
-def is_expanded(tensor: Tensor) -> bool:
-    """Return whether several entries of a tensor are one in memory, as `Tensor.expand` makes them."""
-    if tensor.layout != torch.strided or isinstance(tensor, DTensor):
-        return False
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
     """Return an optimizer's state: its class, `state` by parameter name, `param_groups` with names; nothing is copied.
 
@@ -94,7 +77,11 @@ def restore_model(model: nn.Module, state: State) -> None:
     """Give the model a state as `model_state` returns it; what is not in it stays as it is."""
     wrapped = _wrapped_paths(model)
     names = {key: _plain_name(key, wrapped) for key in model.state_dict()}
-    model.load_state_dict({key: state[name] for key, name in names.items() if name in state}, strict=False)
+    expanded = {name: buffer for name, buffer in kept_buffers(model).items() if is_expanded(buffer)}
+    loaded = {key: state[name] for key, name in names.items() if name in state and name not in expanded}
+    model.load_state_dict(loaded, strict=False)
+    for name in expanded.keys() & state.keys():
+        write_into(expanded[name], state[name])
 
 
 def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> None:

@@ -21,11 +21,9 @@ from accmt.checkpoint.frozen import find_frozen
 from accmt.checkpoint.nested_tensors import join_tensors, local_part, plain_parts, split_tensors
 from accmt.checkpoint.torch_state_dicts import (
     State,
-    is_expanded,
     kept_buffers,
     model_state,
     optimizer_state,
-    own_memory_for_buffers,
     plain_parameter_names,
     restore_model,
     restore_optimizer,
@@ -33,6 +31,7 @@ from accmt.checkpoint.torch_state_dicts import (
 from accmt.checkpoint.typed_json import decode, encode
 from accmt.errors import CheckpointError, explain
 from accmt.messages import warn
+from accmt.sharded_tensors import is_expanded
 
 _ROOM = 256 * 2**20
 _SHOWN = 5
@@ -43,15 +42,20 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def try_model(model: nn.Module) -> None:
     """Check that everything the model has comes back, bit for bit, from what a checkpoint holds of it.
 
+    What training does not write is not written here either: it may be mapped from a file for reading only, or be a view
+    of something else. Frozen weights and buffers are copies meanwhile.
+
     Memory: copies of the trainable weights, as their gradients take, or of 256 MiB with buffers and frozen weights.
     """
-    own_memory_for_buffers(model)
     left_out = find_frozen(model)
     kept = {name: tensor for name, tensor in _tensors_of(model).items() if name not in left_out}
     _require_tensors(kept)
     tried = _choose(kept)
-    live = {name: plain_parts(local_part(tensor)) for name, tensor in tried.items()}
+    replaced = {name: tensor for name, tensor in tried.items() if _is_replaceable(tensor)}
+    own = {id(tensor): tensor.detach() for tensor in replaced.values()}
+    live = {name: plain_parts(local_part(tensor)) for name, tensor in tried.items() if name not in replaced}
     copies = {name: [part.detach().clone() for part in parts] for name, parts in live.items()}
+    copies |= {name: [own[id(tensor)]] for name, tensor in replaced.items()}
     others = {_storage(part) for name in kept.keys() - tried.keys() for part in plain_parts(local_part(kept[name]))}
     tensors, rest = split_tensors({name: entry for name, entry in model_state(model).items() if name not in left_out})
     text = encode(rest, "the state of the model")
@@ -59,11 +63,15 @@ def try_model(model: nn.Module) -> None:
         name: entry if _storage(local_part(entry)) in others else _as_read(entry) for name, entry in tensors.items()
     }
     try:
+        for tensor in replaced.values():
+            tensor.data = _turned_over(own[id(tensor)])
         _overwrite(live)
         _load(model, join_tensors(copied, decode(text)))
         _require_same_bits(model, tried, copies)
     finally:
         _put_back(live, copies)
+        for tensor in replaced.values():
+            tensor.data = own[id(tensor)]
 
 
 def try_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
@@ -131,9 +139,10 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _require_tensors(kept: Mapping[str, Tensor]) -> None:
-    """Reject parameters that cannot be written in place; buffers have memory of their own by now."""
+    """Reject what has no data to store, and parameters that cannot be written in place."""
     for name, tensor in kept.items():
-        if tensor.is_meta or tensor.layout != torch.strided or is_expanded(local_part(tensor)):
+        is_fixed = tensor.requires_grad and is_expanded(local_part(tensor))
+        if tensor.is_meta or tensor.layout != torch.strided or is_fixed:
             raise _failure(name, f"a tensor that is expanded, sparse, or without data ({tensor.layout})")
 
 
@@ -147,6 +156,15 @@ def _choose(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
             chosen[name] = tensor
             room -= size
     return chosen
+
+
+def _is_replaceable(tensor: Tensor) -> bool:
+    """Return whether training leaves the memory of a tensor to the model, and another can stand in its place."""
+    return not tensor.requires_grad and type(tensor) in (Tensor, nn.Parameter) and not tensor.is_inference()
+
+
+def _turned_over(tensor: Tensor) -> Tensor:
+    return _bits(tensor.clone(memory_format=torch.contiguous_format)).bitwise_not_().view(tensor.dtype)
 
 
 def _overwrite(live: Mapping[str, list[Tensor]]) -> None:

@@ -16,6 +16,7 @@ from accmt.checkpoint.nested_tensors import is_made_of_others, plain_parts
 from accmt.errors import ModuleContractError, explain
 from accmt.libraries.private_names import copy_, left_out_by_ddp, note_trained_parameters
 from accmt.processes import gather_objects, num_processes
+from accmt.sharded_tensors import without_repetition
 
 _NONE, _SPARSE, _DENSE = range(3)
 _SHOWN = 3
@@ -229,8 +230,8 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], device: torch.device | No
     Processes: collective.
     """
     for tensor in tensors if num_processes() > 1 else ():
-        own = tensor.detach()
-        exchanged = own if device is None else own.to(device)
+        own = without_repetition(tensor.detach())
+        exchanged = own.contiguous() if device is None else own.to(device)
         dist.broadcast(exchanged, src=0)
         if exchanged is not own:
             own.copy_(exchanged)

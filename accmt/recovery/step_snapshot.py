@@ -19,6 +19,7 @@ from accmt.callbacks.dispatch import find_hooks
 from accmt.libraries.private_names import buffers_of, count_writes, has_running_statistics, is_saved
 from accmt.recovery.run_state import LocalState
 from accmt.run import Run
+from accmt.sharded_tensors import write_into
 
 
 class StepSnapshot:
@@ -108,11 +109,13 @@ class _Buffers:
                 copied.copy_(buffer)
 
     def restore(self) -> None:
-        with torch.no_grad():
-            for (module, name), copied in zip(self.places, self._copies, strict=True):
-                buffer = buffers_of(module).get(name)
-                if buffer is not None and copied is not None:
-                    buffer.copy_(copied)
+        for index, (module, name) in enumerate(self.places):
+            buffer, copied = buffers_of(module).get(name), self._copies[index]
+            if buffer is None or copied is None:
+                continue
+            version = None if has_running_statistics(module) else _version_of(buffer)
+            if version is None or version != self._versions[index]:  # else it has its values, and may be read-only
+                write_into(buffer, copied)
 
 
 def _version_of(buffer: torch.Tensor) -> tuple[int, int] | None:

@@ -54,7 +54,7 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
     global _current  # noqa: PLW0603 - for `accmt.accelerator`
     for name in ("accelerate", "safetensors", "huggingface_hub"):
         require(name)
-    from accelerate import Accelerator
+    from accelerate import Accelerator, PartialState
 
     _reject_closed_group()
     user_accelerator = settings.accelerator
@@ -77,6 +77,8 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
         _warn_of_ignored_processes()
     with explaining_device():
         touch(accelerator.device)
+    if accelerator.device.type == "cpu":  # Accelerate calls it cpu:0 on several, and torch copies all that moves there
+        accelerator.state.device = PartialState().device = torch.device("cpu")
     _warn_of_foreign_autocast(accelerator)
     _current = weakref.ref(accelerator)
     return accelerator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accmt.checkpoint.frozen import find_read_only
 from accmt.config import HyperParameters
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface import (
@@ -23,7 +25,15 @@ from accmt.huggingface import (
     try_quantized_layers,
 )
 from accmt.libraries import private_names
-from accmt.libraries.private_names import allow_graphs, compile_in_place, forget_prepared, is_compiled, prepare_alone
+from accmt.libraries.private_names import (
+    allow_graphs,
+    buffers_of,
+    compile_in_place,
+    forget_prepared,
+    is_compiled,
+    left_out_by_ddp,
+    prepare_alone,
+)
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.logging import Logs
 from accmt.module import AcceleratorModule
@@ -65,6 +75,7 @@ from accmt.settings import RunningSettings, Settings
 from accmt.setup.accelerator import must_keep_in_step
 from accmt.setup.module_checks import require_optimizer
 from accmt.setup.run_length import make_scheduler
+from accmt.sharded_tensors import is_expanded
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -144,7 +155,12 @@ def _make_ready(model: nn.Module, accelerator: Accelerator, settings: Settings) 
     _distribute_first(model, accelerator)
     is_in_parts = accelerator.is_fsdp2 or is_sharded(model)
     if accelerator.device_placement and not is_in_parts:
-        model.to(accelerator.device)
+        _move(model, accelerator.device)
+    fixed = find_read_only(model) if num_processes() > 1 else {}
+    if fixed:
+        got = f"{next(iter(fixed))} is in memory that is mapped read-only, and processes exchange weights and buffers"
+        do = "copy it: torch.from_numpy(np.array(table)); or train on one process"
+        raise ModuleContractError(explain("self.model", got, "memory that can be written", do))
     if accelerator.mixed_precision in ("fp16", "bf16") and not accelerator.is_fsdp2:
         hold_in_float32(model)
     if accelerator.device_placement and not is_in_parts:
@@ -152,6 +168,26 @@ def _make_ready(model: nn.Module, accelerator: Accelerator, settings: Settings) 
             try_quantized_layers(model)
     synchronize_if_asked(model, settings, accelerator.device)
     compile_if_asked(model, settings.running)
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """Bring a model to a device; buffers that are views of one memory stay so, which `nn.Module.to` parts."""
+    shared: dict[int, list[tuple[nn.Module, str, torch.Tensor]]] = {}
+    for part in model.modules():
+        for name, buffer in buffers_of(part).items():
+            if type(buffer) is torch.Tensor and buffer.layout == torch.strided and buffer.numel():
+                shared.setdefault(buffer.untyped_storage().data_ptr(), []).append((part, name, buffer))
+    model.to(device)
+    for places in shared.values():
+        owners = {id(buffer): buffer for _, _, buffer in places}
+        part, name, first = places[0]
+        is_view = len(places) > 1 or is_expanded(first)
+        if not is_view or buffers_of(part)[name] is first or any(one.dtype != first.dtype for one in owners.values()):
+            continue
+        whole = torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage()).to(device)
+        moved = {key: whole.as_strided(one.size(), one.stride(), one.storage_offset()) for key, one in owners.items()}
+        for part, name, buffer in places:
+            buffers_of(part)[name] = moved[id(buffer)]
 
 
 def _require_trainable(model: nn.Module, accelerator: Accelerator, settings: Settings) -> None:
@@ -201,7 +237,8 @@ def _wrap(own: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Acceler
         broadcast_weights(model)
         broadcast_buffers(model)
         return model
-    with sending_quantized_weights(own):
+    views = {name: buffer for name, buffer in own.named_buffers() if is_expanded(buffer)}  # which nothing can write
+    with sending_quantized_weights(own), left_out_by_ddp(own, views) if views else nullcontext():
         model, _ = accelerator.prepare(own, optimizer)
     if isinstance(model, DistributedDataParallel):
         model.__class__ = TransparentWrapper

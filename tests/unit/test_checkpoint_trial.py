@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +16,7 @@ from accmt import Callback
 from accmt.checkpoint.engine import StateCollector, load_state
 from accmt.checkpoint.trial import try_model, try_optimizer
 from accmt.errors import CheckpointError, ModuleContractError, WeightsError
+from accmt.setup.model import _move
 from tests.checkpoints import save_state
 from tests.low_bit import Rounded, RoundedMomentum
 from tests.toys import Linear, make_points, make_trainer
@@ -455,3 +461,97 @@ def test_what_a_model_folder_cannot_hold_is_refused_before_the_first_step(tmp_pa
         with pytest.raises(WeightsError, match=name):
             trainer.fit(Toy(model), make_points(), make_points())
         assert trainer.state.global_step == 0
+
+
+class Table(Net):
+    """Has a frozen table and a buffer in memory that only a read may touch."""
+
+    def __init__(self, path="table.npy"):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            self.table = nn.Parameter(torch.from_numpy(np.load(path, mmap_mode="r")), requires_grad=False)
+            self.register_buffer("more", torch.from_numpy(np.load(path, mmap_mode="r")))
+
+    def forward(self, x):
+        return super().forward(x + self.table[0] + self.more[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what is read-only is read from /proc")
+def test_memory_that_is_mapped_read_only_is_neither_written_nor_saved(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    np.save("table.npy", np.full((50, 3), 0.5, dtype=np.float32))
+
+    def run(path, epochs, model=None, **settings):
+        module = Linear()
+        module.model = model or Table()
+        make_trainer({"epochs": epochs, "batch_size": 4}, path, checkpoint_every="epoch", **settings).fit(
+            module, make_points()
+        )
+        return module.model.weight
+
+    whole = run("out/a", 2)
+    run("out/b", 1)
+    assert torch.equal(run("out/b", 2, resume=True), whole)
+    sizes = {path.parent.name: path.stat().st_size for path in Path("out").rglob("tensors-*.safetensors")}
+    assert max(sizes.values()) < 2 * 50 * 3 * 4
+    np.save("table.npy", np.zeros((50, 3), dtype=np.float32))
+    with pytest.raises(CheckpointError, match=r"2 of 2 are not those of the run that saved: .*table"):
+        run("out/b", 3, resume=True)
+
+
+VIEWS = {
+    "the same tensor": lambda scale: scale,
+    "a view": lambda scale: scale[1:],
+    "expanded": lambda scale: scale.expand(4, 3),
+    "one number, expanded": lambda scale: scale[:1].expand(5),
+}
+
+
+class Views(Net):
+    """A forward pass changes one buffer, and reads another that shares its memory."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.register_buffer("scale", torch.zeros(3))
+        self.register_buffer("view", view(self.scale))
+
+    def forward(self, x):
+        if self.training:
+            self.scale.add_(x.detach().mean(0))
+        return super().forward(x) * (1 + self.view.mean())
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("preflight", [True, False], ids=["tried", "not tried"])
+def test_buffers_that_share_memory_stay_so_in_a_run_and_after_a_resume(view, preflight, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def run(path, epochs, **settings):
+        module = Linear()
+        module.model = Views(VIEWS[view])
+        failures = {"preflight": preflight}
+        trainer = make_trainer({"epochs": epochs, "batch_size": 4}, path, failures=failures, **settings)
+        trainer.fit(module, make_points())
+        return module.model
+
+    whole = run("out/a", 2, checkpoint_every="epoch")
+    run("out/b", 1, checkpoint_every="epoch")
+    resumed = run("out/b", 2, checkpoint_every="epoch", resume=True)
+    for model in (whole, resumed):
+        assert model.scale.any()
+        assert torch.equal(model.view, VIEWS[view](model.scale))
+        assert model.view.untyped_storage().data_ptr() == model.scale.untyped_storage().data_ptr()
+    assert all(map(torch.equal, whole.state_dict().values(), resumed.state_dict().values()))
+
+
+def test_buffers_that_share_memory_stay_so_on_another_device():
+    for make in VIEWS.values():
+        model = nn.Sequential(nn.Linear(1, 1), Views(make))
+        model[0].register_buffer("alone", torch.ones(1))
+        before = model[1].scale
+        _move(model, torch.device("cpu", 0))  # which torch takes for another
+        model[1].scale.add_(1)
+        assert torch.equal(model[1].view, make(model[1].scale))
+        assert model[1].view.shape == make(before).shape
+        assert not before.any()
