@@ -48,7 +48,7 @@ def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
     """
     state = run.state
     run.require_equal_replicas()
-    with in_evaluation_mode(run.unwrapped_model), _evaluating(state):
+    with in_evaluation_mode(run.unwrapped_model), run.stepper.evaluating(), _evaluating(state):
         call_hooks(run.hooks.on_evaluation_start)
         state.begin_evaluation()
         results = evaluate(run, "validate")
@@ -105,6 +105,7 @@ class EvaluationResults(Callback):
     def on_evaluation_end(self, metrics: dict[str, Any]) -> None:
         """Agree on the results, and log them."""
         run: Run = self.trainer.run
+        run.stepper.evaluate_again()
         if self._has_user_hooks is None:
             self._has_user_hooks = bool(run.user_hooks("on_evaluation_end"))
         if self._has_user_hooks:

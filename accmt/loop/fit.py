@@ -79,6 +79,7 @@ def _train(run: Run) -> None:
     if run.settings.saving.save_last:
         run.saver.save_last(run)
     run.checkpoints.save_last(run)
+    run.stepper.end_training()
     run.saver.require_saved()
 
 
@@ -131,6 +132,7 @@ def _start_training(run: Run) -> None:
         hook()
     for hook in run.hooks.on_fit_start:
         hook()
+    run.stepper.begin_training()
     run.trained.begin()
     try_largest(run)
     evaluate_before_training(run)

@@ -17,6 +17,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from accmt.optimization.chained import ChainedOptimizer
+
 GroupArguments = list[dict[str, Any]]
 
 _DRIVEN = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "max_momentum", "base_momentum"})
@@ -73,7 +75,7 @@ def restore_scheduler(
         group.update({**theirs, **{name: ours[name] for name in names & ours.keys()}})
     if not {"fused", "capturable"}.isdisjoint(names):
         _place_step_counts(optimizer)
-    return kept + _kept(loaded, built, names, has_scheduler=scheduler is not None)
+    return kept + _kept(loaded, built, names | _counts_in_groups(optimizer), has_scheduler=scheduler is not None)
 
 
 def _kept_constants(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
@@ -143,6 +145,15 @@ def _place_step_counts(optimizer: Optimizer) -> None:
             state = optimizer.state.get(parameter, {})
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
+
+
+def _counts_in_groups(optimizer: Optimizer) -> set[str]:
+    """Return what an optimizer keeps in its groups that is none of its arguments: state that moves with its steps."""
+    every = optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
+    parameters = [item for one in every for item in inspect.signature(type(one).__init__).parameters.values()]
+    if any(item.kind is item.VAR_KEYWORD for item in parameters):
+        return set()
+    return {name for one in every for name in one.defaults} - {item.name for item in parameters}
 
 
 def _kept(loaded: GroupArguments, built: GroupArguments, applied: set[str], *, has_scheduler: bool) -> list[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -68,6 +68,10 @@ class Stepper:
         self._is_mixed = len({mesh_of(parameter) for parameter in self.parameters}) > 1
         if isinstance(optimizer, ChainedOptimizer):
             optimizer.is_mixed, self._is_mixed = self._is_mixed, False
+        every = optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
+        self._with_modes: list[Any] = [one for one in every if _has_modes(one)]
+        self._is_training = False
+        self._trained: list[tuple[nn.Parameter, torch.Tensor]] | None = None
         is_plain = self._scaler is None and type(accelerator).backward is Accelerator.backward
         self._is_plain_backward = is_plain and around_backward is None
 
@@ -88,6 +92,45 @@ class Stepper:
         else:
             with self._around_backward():
                 self._accelerator.backward(loss)
+
+    def begin_training(self) -> None:
+        """Let an optimizer begin to train that trains other weights than it evaluates, as schedule-free ones do."""
+        self._set_modes(is_training=True)
+
+    def end_training(self) -> None:
+        """Let the model keep the weights that such an optimizer evaluates."""
+        self._set_modes(is_training=False)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Let the model have the weights that the optimizer evaluates; afterwards those that it trains, bit for bit.
+
+        The optimizer computes either from the other, which rounds. So the trained ones are copied, as a run that is
+        interrupted here and resumed has to do the same as one that is not.
+        """
+        if not (self._with_modes and self._is_training) or self._trained is not None:
+            yield
+            return
+        self._trained = [(parameter, parameter.detach().clone()) for parameter in self.parameters]
+        self.evaluate_again()
+        try:
+            yield
+        finally:
+            trained, self._trained = self._trained, None
+            self.begin_training()
+            with torch.no_grad():
+                for parameter, value in trained:
+                    parameter.copy_(value)
+
+    def evaluate_again(self) -> None:
+        """Let the model have the weights that are evaluated again, where a hook of the user has called `train()`."""
+        for one in self._with_modes if self._trained is not None else ():
+            one.eval()
+
+    def _set_modes(self, *, is_training: bool) -> None:
+        self._is_training = is_training
+        for one in self._with_modes:
+            one.train() if is_training else one.eval()
 
     def unscale(self) -> None:
         """Take the gradient scaler's factor out of the gradients; once per window, before they are read or changed.
@@ -160,3 +203,8 @@ class Stepper:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+
+
+def _has_modes(optimizer: Any) -> bool:
+    """Return whether an optimizer changes the weights between training and evaluation: `train()` and `eval()`."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))

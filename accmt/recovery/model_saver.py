@@ -7,7 +7,7 @@ import math
 import operator
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -220,6 +220,11 @@ def save_model(run: Run, *folders: Path) -> None:
     """
     if not folders:
         return
+    with run.stepper.evaluating():
+        _write_models(run, folders)
+
+
+def _write_models(run: Run, folders: Sequence[Path]) -> None:
     broadcast_buffers(run.unwrapped_model)
     if run.is_sharded:
         state = ShardedState(run.unwrapped_model)

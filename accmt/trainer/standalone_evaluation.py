@@ -199,6 +199,7 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
         using_weights(module, settings, request.ckpt_path, function),
         nullcontext() if function == "predict" else _watch_packing(module.model),
         keeping_quantized_weights(module.model),
+        nullcontext() if request.current_run is None else request.current_run.stepper.evaluating(),
         using_average(() if last is None or request.ckpt_path is not None else last.callbacks),
     ):
         run = _build(request, sets, accelerator, model)
