@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accmt.optimization.chained import ChainedOptimizer
+from accmt.optimization.schedulers import SeveralSchedulers
 
 GroupArguments = list[dict[str, Any]]
 
@@ -80,6 +81,9 @@ def restore_scheduler(
 
 def _kept_constants(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
     """Return a line for each argument of a scheduler that it is built with otherwise now: the checkpoint's stays."""
+    if isinstance(scheduler, SeveralSchedulers):
+        pairs = zip(scheduler.schedulers, saved["schedulers"], strict=False)
+        return [line for one, state in pairs for line in _kept_constants(one, state)]
     built = scheduler.state_dict()
     arguments = inspect.signature(type(scheduler).__init__).parameters
     names = [name for name in arguments if name in built and name in saved and name != "last_epoch"]

@@ -8,7 +8,7 @@ from transformers.optimization import get_linear_schedule_with_warmup
 
 from accmt.config import HyperParameters
 from accmt.config.optimizer_names import scheduler_names
-from accmt.optimization import build_optimizer, build_scheduler
+from accmt.optimization import ChainedOptimizer, SeveralSchedulers, build_optimizer, build_scheduler
 from accmt.optimization.resuming import group_arguments, restore_scheduler
 
 NEEDED = {
@@ -458,3 +458,22 @@ def test_a_step_that_takes_only_options_is_walked():
     scheduler = build(optimizer, 12)
     resume(optimizer, scheduler, interrupted(build), {"lr": (0.1, 0.2)})
     assert math.isclose(optimizer.param_groups[0]["lr"], 0.2 * 0.9**6)
+
+
+def make_several(step_size):
+    optimizers = [two_groups(), two_groups()]
+    chained = ChainedOptimizer(optimizers)
+    return chained, SeveralSchedulers(
+        [lr_scheduler.StepLR(optimizers[0], step_size), lr_scheduler.ExponentialLR(optimizers[1], 0.9)]
+    )
+
+
+@pytest.mark.parametrize("step_size", [4, 5])
+def test_of_several_schedulers_only_a_changed_constant_is_said(step_size):
+    optimizer, scheduler = make_several(4)
+    train(optimizer, scheduler, 3)
+    saved = saved_after(optimizer, scheduler)
+    optimizer, scheduler = make_several(step_size)
+    lines = resume(optimizer, scheduler, saved)
+    said = "step_size of the scheduler StepLR: the checkpoint's 4 stays, not 5 as built now"
+    assert lines == ([said] if step_size == 5 else [])
