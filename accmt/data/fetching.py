@@ -9,13 +9,14 @@ Source: `ExceptionWrapper` in torch/_utils.py, which sends an error of a worker 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import TensorDataset
 
 from accmt.data.collate import collate_or_explain, stack_tuples
+from accmt.data.own_generators import call_first
 from accmt.data.seeding import BatchIndices, seed_generators
 from accmt.errors import AccmtError, explain, is_out_of_memory
 
@@ -61,6 +62,7 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         self._skips_bad = skips_bad
         self._fetch_many = getattr(dataset, "__getitems__", None)
         self._only_holds = type(dataset) in (list, tuple, TensorDataset)  # reading a sample runs no code of the user
+        self._is_first = True
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
@@ -72,6 +74,12 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
             fetched.seed = indices.seed
             return fetched
         seed_generators(indices.seed)
+        if self._is_first:
+            self._is_first = False
+            return call_first(self._fetch, indices, self.dataset)
+        return self._fetch(indices)
+
+    def _fetch(self, indices: BatchIndices) -> Fetched:
         if self._fetch_many is None:
             return self._fetch_each(indices, self.dataset.__getitem__)
         try:
@@ -116,12 +124,13 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         error.add_note(explain(where, _describe(error), expected, f"fix or remove it; {_SKIP}"))
 
 
-@dataclass(frozen=True)
+@dataclass
 class CollateFetched:
     """Collates the samples of a batch: to the batch alone, or to `Kept` where bad samples are skipped."""
 
     collate: Callable[[Any], Any]
     skips_bad: bool = False
+    _is_first: bool = field(default=True, init=False)
 
     def __call__(self, fetched: Fetched) -> Any:
         if not self.skips_bad:
@@ -134,6 +143,9 @@ class CollateFetched:
                 if self.collate is collate_or_explain and (stacked := stack_tuples(fetched.samples)) is not None:
                     return stacked
                 seed_generators(fetched.seed)
+            if self._is_first:
+                self._is_first = False
+                return call_first(self.collate, fetched.samples, self.collate)
             return self.collate(fetched.samples)
         except Exception as error:
             if not _is_out_of_memory(error):

@@ -9,8 +9,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import xxhash
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from accmt.data.own_generators import find_generators, reseed, state_of, user_seed
 from accmt.data.seeding import BatchIndices, derive_seed, seeded_generators
 from accmt.data.sharding import Plan
 from accmt.processes import broadcast_object
@@ -43,9 +44,12 @@ class UserRandomness:
     def __init__(self, *parts: Any) -> None:
         inner = [getattr(part, "sampler", None) for part in parts]
         self._parts = [part for part in (*parts, *inner) if part is not None]
-        found = [getattr(part, "generator", None) for part in self._parts]
-        generators = dict.fromkeys(g for g in found if isinstance(g, torch.Generator))
-        self._seeds = {generator: broadcast_object(generator.initial_seed()) for generator in generators}
+        named = [getattr(part, "generator", None) for part in self._parts]
+        held = find_generators(
+            *(part for part in self._parts if not isinstance(part, DataLoader)), through_streams=True
+        )
+        generators = dict.fromkeys([*(g for g in named if isinstance(g, torch.Generator)), *held])
+        self._seeds = {generator: broadcast_object(user_seed(generator)) for generator in generators}
 
     def call_set_epoch(self, epoch: int) -> None:
         for part in self._parts:
@@ -55,14 +59,14 @@ class UserRandomness:
     def of_epoch(self, epoch: int) -> Iterator[None]:
         """Let the samplers draw for `epoch`."""
         self.call_set_epoch(epoch)
-        states = [(generator, generator.get_state()) for generator in self._seeds]
+        states = [state_of(generator) for generator in self._seeds]
         for generator, seed in self._seeds.items():
-            generator.manual_seed(derive_seed(seed, "order", epoch))
+            reseed(generator, derive_seed(seed, "order", epoch))
         try:
             yield
         finally:
-            for generator, state in states:
-                generator.set_state(state)
+            for give_back in states:
+                give_back()
 
 
 class TensorSampler(Sampler[int]):

@@ -23,6 +23,10 @@ _RANDOM: Any = getattr(random.seed, "__self__")  # noqa: B009 - the generator of
 _seed_random = super(random.Random, _RANDOM).seed  # what `random.seed` comes to for a whole number, without its checks
 
 
+OWN: list[Any] = []
+"""The generators of the user's objects that are seeded with the global ones: see `own_generators.py`."""
+
+
 def derive_seed(seed: int, purpose: str, *place: int) -> int:
     """Mix a seed, from 0 to 2**63 - 1, for one purpose ("order", "fetch") at one place (epoch, position, process)."""
     packed = struct.pack(f"<{len(place) + 2}Q", seed % 2**64, zlib.crc32(purpose.encode()), *place)
@@ -43,6 +47,8 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
         torch.cuda.default_generators[index].manual_seed(seed)
     elif device is not None and device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
+    for own in OWN:
+        own.seed(seed)
 
 
 def set_seed(seed: int, *, workers: bool = True) -> int:

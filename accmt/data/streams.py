@@ -16,6 +16,7 @@ from accmt.data.batches import MicroBatch
 from accmt.data.collate import Collate, keeps_number
 from accmt.data.fingerprints import Rows, rows_of_samples
 from accmt.data.options import LoaderOptions, length_of, require_batch, require_same_rows
+from accmt.data.own_generators import call_first
 from accmt.data.position import EPOCH_START, EpochStart, cannot_resume, compare_rows
 from accmt.data.samplers import UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
@@ -199,10 +200,12 @@ class _CollateShard:
     is_first: bool = True
 
     def __call__(self, samples: list[Any]) -> _OfAll:
-        rows, self.is_first = rows_of_samples(samples) if self.is_first else {}, False
+        is_first, self.is_first = self.is_first, False
+        rows = rows_of_samples(samples) if is_first else {}
         positions = Plan(len(samples), self.batch_size, self.shard).local_indices(0)
         own = samples[positions.start : positions.stop]
-        return _OfAll(self.collate(own) if own else None, len(samples), rows)
+        collate = partial(call_first, self.collate, owner=self.collate) if is_first else self.collate
+        return _OfAll(collate(own) if own else None, len(samples), rows)
 
 
 class UserDataLoader(SequentialLoader):
@@ -282,9 +285,12 @@ class _Counted(NamedTuple):
 @dataclass
 class _CollateAndCount:
     collate: Collate
+    _is_first: bool = field(default=True, init=False)
 
     def __call__(self, samples: list[Any]) -> _Counted:
-        return _Counted(self.collate(samples), len(samples))
+        is_first, self._is_first = self._is_first, False
+        batch = call_first(self.collate, samples, self.collate) if is_first else self.collate(samples)
+        return _Counted(batch, len(samples))
 
 
 def _make_reader(user_loader: DataLoader[Any], options: LoaderOptions) -> DataLoader[Any]:

@@ -24,6 +24,7 @@ from accmt.data.batches import MicroBatch, WindowPart
 from accmt.data.collate import Collate, keeps_number
 from accmt.data.lengths import find_length
 from accmt.data.options import Loader, WrappedLoader
+from accmt.data.own_generators import call_first
 from accmt.data.packing import DocumentPacker, count_targets, pack_by_tokens, packed_tokens
 from accmt.data.seeding import derive_seed, seed_generators
 from accmt.data.token_cut import Groups, TokenBudget, cut_by_tokens, padded_tokens
@@ -96,6 +97,7 @@ class _BudgetLoader(WrappedLoader):
         self._purpose = f"collate {purpose}"
         self._pins_memory = pins_memory
         self._rejects_long = rejects_long
+        self._is_first = True
 
     def samples_of(self, epoch: int, index: int) -> list[int] | None:
         return None  # the samples of a window are spread over its micro-batches
@@ -111,7 +113,8 @@ class _BudgetLoader(WrappedLoader):
     def _make_batch(self, samples: list[Any], lengths: list[int]) -> Any:
         longest = max(lengths)
         try:
-            batch = self._collate(samples)
+            is_first, self._is_first = self._is_first, False
+            batch = call_first(self._collate, samples, self._collate) if is_first else self._collate(samples)
         except Exception as error:
             error.add_note(f"This was raised while making a batch of {len(samples)} samples of up to {longest} tokens.")
             raise

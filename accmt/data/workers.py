@@ -14,9 +14,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from accmt.data.fetching import SeededDataset
+from accmt.data.own_generators import find_generators, reseed, user_seed
+from accmt.data.seeding import derive_seed
 from accmt.errors import explain
 from accmt.libraries.private_names import shut_down_workers, workers_of
 from accmt.libraries.versions import may_deadlock_in_forks
@@ -87,6 +89,9 @@ class WorkerStart:
         info = torch.utils.data.get_worker_info()
         if info is not None and isinstance(info.dataset, SeededDataset):
             object.__setattr__(info, "dataset", info.dataset.dataset)  # WorkerInfo rejects assignment
+        if info is not None and isinstance(info.dataset, IterableDataset):
+            for generator in find_generators(info.dataset, through_streams=True):
+                reseed(generator, derive_seed(info.seed, "generator", user_seed(generator)))
         if self.user_function is not None:
             self.user_function(worker_id)
 

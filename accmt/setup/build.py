@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.callbacks import Callback, Hooks, build_callbacks
 from accmt.data import Loader, derive_seed, draw_seed, seed_generators
+from accmt.data.own_generators import seed_with_global
 from accmt.errors import ArgumentError, explain
 from accmt.failures import Board, Clock, Interruption, Watch, find_machines
 from accmt.huggingface import PackingGuard
@@ -75,6 +76,8 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     loaders.build(inputs.train_data, inputs.val_data)
     saver = ModelSaver(inputs.selection, inputs.patience)
     callbacks = gather_callbacks(trainer, module)
+    seed_with_global(module)
+    seed_with_global(*callbacks)
     builtin = make_builtin_callbacks(settings, inputs.tracking, saver)
     hooks = connect_hooks(trainer, module, [*callbacks, *builtin], seed=seed, device=accelerator.device)
     cadence = Cadence.of(settings)

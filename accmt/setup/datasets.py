@@ -23,6 +23,7 @@ from accmt.data import (
     keep_samples,
 )
 from accmt.data.largest import LargestBatch
+from accmt.data.own_generators import seed_with_global
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.messages import warn
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
@@ -142,6 +143,7 @@ def build_train_loader(
     _reject_iterator(data, settings)
     reject_other_cuts(module, settings)
     collate, pins_memory = _collate(module, settings, data, "collate_fn_train"), _pins_memory(data_settings, device)
+    _seed_own_generators(data, collate)
     cutting = find_cutting(module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="training")
     micro_batches_per_batch = 1 if cutting else _count_micro_batches(data, settings, max_micro_batch_size)
     shard = _shard(data_settings)
@@ -193,6 +195,7 @@ def build_evaluation_loader(
     # Losses that are logged batch by batch are those of batches as read.
     logs_batches = is_validation and not settings.evaluation.report_loss_after_eval
     collate, pins_memory = _collate(module, settings, data, "collate_fn_val"), _pins_memory(data_settings, device)
+    _seed_own_generators(data, collate)
     cutting = None
     if not logs_batches:
         cutting = find_cutting(
@@ -218,6 +221,13 @@ def build_evaluation_loader(
     if cutting is None:
         return loader
     return cutting.of_evaluation(loader, purpose, batch_size=options.batch_size, keeps_in_step=keeps_in_step)
+
+
+def _seed_own_generators(data: Any, collate: Any) -> None:
+    """Let what the user's data and collate function draw depend on the place, also where their generators draw it."""
+    is_loader = isinstance(data, DataLoader)
+    source, collate = (data.dataset, data.collate_fn) if is_loader else (data, collate)
+    seed_with_global(collate, *([] if is_stream(source) else [source]))
 
 
 def _evaluation_batch_size(settings: Settings, purpose: Evaluation) -> int:

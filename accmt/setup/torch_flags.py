@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from accmt.data import preserve_generators
+from accmt.data.own_generators import keeping_generators
 from accmt.errors import ModuleContractError, explain
 from accmt.messages import speaking
 from accmt.settings import RunningSettings
@@ -44,6 +45,7 @@ def working(settings: RunningSettings) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(speaking(verbose=settings.verbose))
         stack.enter_context(preserve_generators())
+        stack.enter_context(keeping_generators())
         stack.enter_context(torch.random.fork_rng(devices))
         stack.enter_context(torch_flags(settings))
         yield
