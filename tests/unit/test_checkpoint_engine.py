@@ -441,3 +441,24 @@ def test_what_is_neither_weight_nor_optimizer_may_be_no_number():
     model, optimizer = build()
     collector = StateCollector(model, [optimizer])
     require_numbers(collector.collect({"parts": {"module": torch.full((3,), math.nan)}, "metrics": {"loss": math.nan}}))
+
+
+class Remembering:
+    """The state of a communication hook that nobody knows."""
+
+
+@pytest.mark.usefixtures("process_group")
+def test_communication_hooks_with_a_state_are_rejected_or_named():
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    def collect(state, hook):
+        model = DistributedDataParallel(nn.Linear(4, 4))
+        model.register_comm_hook(state, hook)
+        return StateCollector(model, [SGD(model.parameters(), lr=0.1)]).collect({})
+
+    power = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+    with pytest.raises(CheckpointError, match="PowerSGDState(.|\n)*DDPCommunicationHookType.BF16"):
+        collect(power, powerSGD_hook.powerSGD_hook)
+    collect(None, default_hooks.fp16_compress_hook)
+    with pytest.warns(UserWarning, match=r"the state of a communication hook \(Remembering\) is in no checkpoint"):
+        collect(Remembering(), lambda state, bucket: default_hooks.allreduce_hook(None, bucket))

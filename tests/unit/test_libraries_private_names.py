@@ -292,6 +292,7 @@ def test_torch_notes_the_parameters_of_a_static_graph_with_its_hooks(alone):
     state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
     state.error_dict[0] = torch.ones(1)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    assert names.states_of_comm_hooks(model) == [state], missing("torch", "DDP._comm_hooks", "states_of_comm_hooks")
     names.note_trained_parameters(model)
     assert state.error_dict == {}, missing("torch", "DDP._comm_hooks", "note_trained_parameters")
     model(torch.ones(1, 4)).sum().backward()
