@@ -13,6 +13,7 @@ from accmt.version import __version__
 
 if TYPE_CHECKING:
     from accmt.callbacks import EMA as EMA
+    from accmt.callbacks import SWA as SWA
     from accmt.callbacks import BestModels as BestModels
     from accmt.callbacks import Callback as Callback
     from accmt.callbacks import LambdaCallback as LambdaCallback
@@ -118,6 +119,7 @@ _HOMES = {
     "Delivery": "accmt.settings.tracking",
     "DeviceError": "accmt.errors",
     "EMA": "accmt.callbacks",
+    "SWA": "accmt.callbacks",
     "ExtendedAcceleratorModule": "accmt.module",
     "F1": "accmt.metrics",
     "Failures": "accmt.settings.running",

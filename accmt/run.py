@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accmt.failures import Clock, Interruption, Watch
+    from accmt.loop.batch_norm import BatchNormStatistics
 
 _NOTHING = nullcontext()
 
@@ -231,6 +232,7 @@ class LoadersProtocol(Protocol):
     train: Loader
 
     def reload_if_due(self) -> None: ...
+    def build_train_again(self) -> Loader: ...
     def make_largest_batch(self) -> LargestBatch | str: ...
 
 
@@ -457,6 +459,13 @@ class Run(EvaluationRun):
             except ReplicasDifferError:
                 self.snapshot.is_mid_step = True
                 raise
+
+    @cached_property
+    def batch_norm(self) -> BatchNormStatistics:
+        """The running statistics of the model's batch norm."""
+        from accmt.loop.batch_norm import BatchNormStatistics
+
+        return BatchNormStatistics(self)
 
     def note_call(self, name: str) -> None:
         """Tell the other processes of a call of the user's which all have to make, so that one alone is an error."""

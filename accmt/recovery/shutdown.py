@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from accmt.callbacks.averaging import EMA
+from accmt.callbacks.averaging import WeightAverage
 from accmt.data import Loader, MicroBatch, UnshardedLoader, WrappedLoader, reader_of
 from accmt.errors import Preempted, ProcessFailedError, explain, is_out_of_memory
 from accmt.failures import Reason, Watch, is_consequence, kind_of, record_for_launcher
@@ -155,7 +155,7 @@ def _kinds_of(watch: Watch | None, error: BaseException) -> set[Handler | None]:
 def _restore_trained_weights(run: Run) -> None:
     """Give the model its trained weights back where an evaluation of their average was interrupted."""
     for callback in run.callbacks:
-        if isinstance(callback, EMA) and callback.is_in_place:
+        if isinstance(callback, WeightAverage) and callback.is_in_place:
             callback.on_fit_end()
 
 

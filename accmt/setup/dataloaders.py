@@ -54,6 +54,7 @@ class Loaders:
     ) -> None:
         self.validation: dict[str, Loader] = {}
         self._train_data: Any = None
+        self._also_read: list[Any] = []
         self._trainer = trainer
         self._module = module
         self._user_data = user_data
@@ -70,20 +71,29 @@ class Loaders:
         settings, seed, device = self._trainer.settings, self._seed, self._device
         self._train_data = train_data
         check_restarts(settings, self._module, train_data)
-        limit = self._recovery.max_micro_batch_size if settings.optimization.auto_micro_batch else None
-        self.train = build_train_loader(
-            self._module,
-            train_data,
-            settings,
-            seed=seed,
-            device=device,
-            max_micro_batch_size=limit,
-            also_read=list(val_data.values()),
-        )
+        self._also_read = list(val_data.values())
+        self.train = self.build_train_again()
         _check_fraction(Cadence.of(settings), self.train)
         for name, data in val_data.items():
             own = build_evaluation_loader(self._module, data, settings, "validate", seed=seed, device=device)
             self.validation[name] = InterruptibleLoader(own, self._trainer)
+
+    def build_train_again(self) -> Loader:
+        """Build one more loader of the training data, for a pass that leaves the run's own where it is.
+
+        Processes: collective.
+        """
+        settings = self._trainer.settings
+        limit = self._recovery.max_micro_batch_size if settings.optimization.auto_micro_batch else None
+        return build_train_loader(
+            self._module,
+            self._train_data,
+            settings,
+            seed=self._seed,
+            device=self._device,
+            max_micro_batch_size=limit,
+            also_read=self._also_read,
+        )
 
     def reload_if_due(self) -> None:
         """Ask for the data again and build their loaders, if that is due as an epoch begins.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accmt.callbacks import Callback
-from accmt.callbacks.averaging import EMA
+from accmt.callbacks.averaging import WeightAverage
 from accmt.checkpoint.engine import load_state
 from accmt.checkpoint.store import CheckpointStore
 from accmt.errors import NoCheckpointError, explain
@@ -69,7 +69,7 @@ def using_weights(
 @contextmanager
 def using_average(callbacks: Iterable[Callback]) -> Iterator[None]:
     """Let the model have the running average of its weights, where the run keeps one, as evaluations in training do."""
-    averages = [callback for callback in callbacks if isinstance(callback, EMA) and not callback.is_in_place]
+    averages = [callback for callback in callbacks if isinstance(callback, WeightAverage) and not callback.is_in_place]
     for average in averages:
         average.on_evaluation_start()
     try:

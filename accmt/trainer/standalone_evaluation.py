@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from accmt.callbacks.averaging import EMA
+from accmt.callbacks.averaging import WeightAverage
 from accmt.callbacks.progress import draw_batches
 from accmt.data import Loader, MicroBatch, WrappedLoader, draw_seed
 from accmt.errors import ArgumentError, explain
@@ -275,7 +275,9 @@ def _build(request: Request, sets: Mapping[str, Any], accelerator: Accelerator, 
     seed, device = _choose_seed(request), accelerator.device
     metrics = metrics_of_sets(None if function == "predict" else settings.evaluation.metrics, list(sets))
     callbacks = gather_callbacks(trainer, module) if last is None else last.callbacks
-    callbacks = [callback for callback in callbacks if not isinstance(callback, EMA)]  # using_average does its work
+    callbacks = [
+        callback for callback in callbacks if not isinstance(callback, WeightAverage)
+    ]  # using_average does its work
     return EvaluationRun(
         settings=settings,
         accelerator=accelerator,

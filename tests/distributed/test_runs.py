@@ -62,6 +62,13 @@ def test_processes_agree_and_files_are_written_once(outcome) -> None:
     assert training["state"]["samples_seen"] == 58
 
 
+def test_statistics_of_averaged_weights_are_the_mean_over_all_processes(outcome) -> None:
+    averages = outcome[1]["averages"]
+    means = torch.tensor([mean for own, _ in averages for mean in own], dtype=torch.float64)
+    for _, statistics in averages:
+        assert statistics == pytest.approx(means.mean(0).tolist(), rel=1e-5, abs=1e-6)
+
+
 @pytest.mark.feature("D18", "D17")
 def test_the_schedule_ends_with_the_last_update_whatever_the_processes(outcome) -> None:
     assert outcome[1]["training"]["lr"] == pytest.approx(0.0, abs=1e-12)

@@ -17,8 +17,17 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import tests.many_runs  # noqa: F401
-from accmt import AcceleratorModule, Accuracy, Callback, MainProcessCallback, Trainer, on_main_process, read_history
-from accmt.parallel.reduction import require_equal_weights
+from accmt import (
+    SWA,
+    AcceleratorModule,
+    Accuracy,
+    Callback,
+    MainProcessCallback,
+    Trainer,
+    on_main_process,
+    read_history,
+)
+from accmt.parallel.replicas import require_equal_weights
 from accmt.processes import gather_objects, is_main_process, process_index
 
 VALIDATION_SIZES = (1, 4, 7, 8, 9, 17)
@@ -143,6 +152,39 @@ def train(folder: Path) -> dict[str, Any]:
     }
 
 
+class Normalized(AcceleratorModule):
+    """Normalizes its inputs, and keeps the mean of each micro-batch of the last epoch."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+        self.means: list[list[float]] = []
+        self.statistics: list[list[float]] = []
+
+    def on_epoch_start(self) -> None:
+        self.means.clear()
+
+    def on_after_training_step(self, batch: Any) -> None:
+        self.means.append(batch[0].mean(0).tolist())
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any) -> torch.Tensor:
+        self.statistics.append(self.model[0].running_mean.tolist())
+        return self.training_step(batch)
+
+
+def average_weights(folder: Path) -> list[Any]:
+    """Return the means of all micro-batches of an epoch, and those that the batch norm of an average has."""
+    hps = {"epochs": 2, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
+    settings: dict[str, Any] = {"model_saving": None, "checkpoint_every": None, "verbose": False, "seed": 1}
+    module = Normalized()
+    trainer = Trainer(hps, folder / "swa", callbacks=SWA(0), logging_dir=folder, **settings)
+    trainer.fit(module, make_points(20), make_points(13))
+    return gather_objects((module.means, module.statistics[-1]))
+
+
 class ReductionCounter(Callback):
     """Counts the gradient reductions of DistributedDataParallel."""
 
@@ -263,6 +305,7 @@ def main() -> None:
     results = {
         "evaluations": {size: evaluate_untrained(size, folder) for size in VALIDATION_SIZES},
         "training": train(folder),
+        "averages": average_weights(folder),
         "reductions": count_reductions(folder),
         "beginnings": begin_differently(),
         "models": train_different_models(folder),
