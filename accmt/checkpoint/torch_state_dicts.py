@@ -59,7 +59,11 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
 
     What its own `state_dict` adds, such as the slow weights of Lookahead, is in `added`.
     """
-    names = _parameter_names(model, optimizer)
+    try:
+        names = _parameter_names(model, optimizer)
+    except KeyError:
+        _require_parameters_of(model, optimizer, type(optimizer).__name__)
+        raise
     state = optimizer.state_dict()
     unknown = [key for key in state["state"] if key not in range(len(names))]
     if unknown:
@@ -134,7 +138,8 @@ def _require_parameters_of(model: nn.Module, optimizer: Optimizer, where: str) -
                 f"{where}, param_groups[{number}]",
                 f"{len(unknown)} parameters that the model does not have, of shapes {unknown[:3]}",
                 "parameters of the model: only those are saved and loaded",
-                "make the module that owns them a submodule of `self.model`",
+                "make the module that owns them a submodule of `self.model`; during a run keep its layers, and change "
+                "their values instead (layer.reset_parameters(), layer.load_state_dict(...))",
             )
             raise ModuleContractError(message)
 

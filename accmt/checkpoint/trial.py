@@ -7,7 +7,7 @@ it. A weight that does not have its bits back then is in no checkpoint, or would
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,6 +30,7 @@ from accmt.checkpoint.torch_state_dicts import (
 )
 from accmt.checkpoint.typed_json import decode, encode
 from accmt.errors import CheckpointError, explain
+from accmt.libraries.private_names import twin_of
 from accmt.messages import warn
 from accmt.sharded_tensors import is_expanded
 
@@ -85,7 +86,7 @@ def try_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     tensors, rest = split_tensors(state)
     copied = {name: _as_read(tensor) for name, tensor in tensors.items()}
     loaded = join_tensors(copied, decode(encode(rest, f"the state of {type(optimizer).__name__}")))
-    twin = _twin_of(optimizer)
+    twin = twin_of(optimizer)
     try:
         restore_optimizer(model, twin, loaded)
     except CheckpointError:
@@ -218,15 +219,6 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _twin_of(optimizer: Optimizer) -> Optimizer:
-    """Return an object of the same class without a state: copying one would copy the state."""
-    twin: Optimizer = object.__new__(type(optimizer))
-    twin.__dict__.update(vars(optimizer))
-    twin.state = defaultdict(dict)
-    twin.param_groups = [dict(group) for group in optimizer.param_groups]
-    return twin
 
 
 def _one_of_each_kind(states: Mapping[str, Any]) -> dict[str, Any]:

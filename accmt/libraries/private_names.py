@@ -6,6 +6,7 @@ and not somewhere in a run. Nothing here imports a library that is not in use.
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
@@ -65,6 +67,17 @@ def count_writes(tensor: Tensor) -> int:
 def is_made_of_tensors(value: object) -> bool:
     """Return whether a tensor is a wrapper around others, as DTensor is, which `__tensor_flatten__` takes apart."""
     return is_traceable_wrapper_subclass(value)
+
+
+def twin_of(optimizer: Optimizer) -> Optimizer:
+    """Return an object of an optimizer's class and arguments without state and hooks: copying one copies the state."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(vars(optimizer))
+    twin.__dict__.pop("step", None)  # which schedulers replace
+    twin.state = defaultdict(dict)
+    twin.param_groups = [dict(group) for group in optimizer.param_groups]
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return twin
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:

@@ -53,6 +53,7 @@ def fit(run: Run) -> None:
         stack.enter_context(run.packing.watching())
         stack.enter_context(run.own_loss.watching())
         stack.enter_context(counting_own_steps(run))
+        stack.enter_context(run.trained.noting_new_layers())
         stack.enter_context(keeping_quantized_weights(run.unwrapped_model))
         stack.enter_context(_closing(run))
         stack.enter_context(_recording_outcome(run))

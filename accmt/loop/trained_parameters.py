@@ -8,12 +8,18 @@ compare what they found; that costs communication only where something has chang
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from accmt.errors import ModuleContractError, ProcessFailedError, explain
@@ -64,6 +70,8 @@ class TrainedParameters:
         self._parameters = list(unwrapped_model.parameters())
         self._flags = self._at_start = self._look()
         self._saved: dict[str, bool] = {}
+        self._groups = optimizer.param_groups
+        self._may_have_new = False
         self._warn_if_not_in_optimizer()
         self._warn_of_halves()
 
@@ -78,12 +86,46 @@ class TrainedParameters:
                 parameter.requires_grad_(self._saved[name])
         self._saved = {}
 
+    @contextmanager
+    def noting_new_layers(self) -> Iterator[None]:
+        """Note when a layer or a parameter is put into any module, so that the next window looks for it.
+
+        Looking at all layers before each window would cost more than a step of a small model.
+        """
+
+        def note(_module: nn.Module, _name: str, _value: Any) -> None:
+            self._may_have_new = True
+
+        handles = register_module_module_registration_hook(note), register_module_parameter_registration_hook(note)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def find_parameters(self) -> None:
-        """Look which parameters the model has: layers may be replaced, or added, between epochs."""
+        """Look which parameters the model has: layers may be replaced, or added, between two optimizer steps.
+
+        Raises:
+            ModuleContractError: The optimizer does not have a new one, so it would not be trained.
+        """
+        self._may_have_new = False
         before = dict(zip(self._parameters, zip(self._flags, self._at_start, strict=True), strict=True))
         parameters = list(self._unwrapped_model.parameters())
         if len(parameters) == len(before) and all(parameter in before for parameter in parameters):
             return
+        held = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
+        new = [
+            name
+            for name, item in self._unwrapped_model.named_parameters()
+            if item.requires_grad and item not in before and item not in held
+        ]
+        if new and not self._steps_by_itself:  # it may have optimizers of its own
+            shown = ", ".join(new[:_SHOWN]) + (", ..." if len(new) > _SHOWN else "")
+            got = f"{shown}: new since the run began, and in no optimizer, so nothing would train them"
+            do = "keep the layer, and change its values (layer.reset_parameters(), layer.load_state_dict(...)); or "
+            do += 'self.optimizer.add_param_group({"params": layer.parameters()}), without checkpoints'
+            raise ModuleContractError(explain("self.model", got, "the layers with which the run began", do))
         known = [before.get(parameter, (None, parameter.requires_grad)) for parameter in parameters]
         self._parameters = parameters
         self._flags, self._at_start = [flag is True for flag, _ in known], [start for _, start in known]
@@ -100,6 +142,10 @@ class TrainedParameters:
         """
         if self._module.model is not self._model:
             self._require_same_model()
+        if self._may_have_new:
+            self.find_parameters()
+        if self._module.optimizer is not self._optimizer or self._optimizer.param_groups is not self._groups:
+            self._require_same_optimizer()
         flags = self._look()
         has_changed = flags != self._flags
         if self._agreement is not None:
@@ -127,8 +173,27 @@ class TrainedParameters:
         expected = (
             "the model with which the run began: its parameters are those that the optimizer has and that are saved"
         )
-        do = "build it in __init__ or before fit; during a run, change layers within self.model"
+        do = "build it in __init__ or before fit; during a run, change the values of layers within self.model"
         raise ModuleContractError(explain(f"{type(self._module).__name__}.model", got, expected, do))
+
+    def _require_same_optimizer(self) -> None:
+        """Reject another `self.optimizer`, or groups of parameters that are not the model's; others are trained."""
+        where, optimizer = f"{type(self._module).__name__}.optimizer", self._module.optimizer
+        if optimizer is not self._optimizer:
+            got = f"another optimizer ({type(optimizer).__name__}) since the run began: the run would not step it"
+            do = "return it from get_optimizer; during a run, change self.optimizer.param_groups"
+            raise ModuleContractError(explain(where, got, "the optimizer with which the run began", do))
+        known = set(self._unwrapped_model.parameters())
+        for number, group in enumerate(optimizer.param_groups):
+            others = [tuple(parameter.shape) for parameter in group["params"] if parameter not in known]
+            if others:
+                got = f"{len(others)} parameters that self.model does not have, of shapes {others[:_SHOWN]}"
+                do = "give it parameters of self.model"
+                raise ModuleContractError(
+                    explain(f"{where}.param_groups[{number}]", got, "parameters of the model", do)
+                )
+        self._groups = optimizer.param_groups
+        self._warn_if_not_in_optimizer()
 
     def require_unchanged(self) -> None:
         """Check, where a wrapper averages gradients, that a window has trained what it began with.

@@ -111,6 +111,10 @@ class ChainedOptimizer(Optimizer):
             one.state, one.param_groups = self.state, self._groups_of(number)
 
     def _groups_of(self, number: int) -> list[dict[str, Any]]:
+        if len(self.param_groups) != len(self._owners):
+            got = f"{len(self.param_groups)} parameter groups instead of {len(self._owners)}"
+            do = "change the groups themselves, or add_param_group"
+            raise ArgumentError(explain("ChainedOptimizer.param_groups", got, "the groups of its optimizers", do))
         return [group for group, owner in zip(self.param_groups, self._owners, strict=True) if owner == number]
 
 

@@ -17,8 +17,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from accmt.errors import CheckpointError, explain
+from accmt.libraries.private_names import twin_of
 from accmt.optimization.chained import ChainedOptimizer
 from accmt.optimization.schedulers import SeveralSchedulers
+
+_PROBE = torch.Size((2, 2))
 
 GroupArguments = list[dict[str, Any]]
 
@@ -74,6 +78,8 @@ def restore_scheduler(
     names |= {"initial_lr"} if "lr" in names else set()
     for group, theirs, ours in zip(optimizer.param_groups, loaded, now, strict=True):
         group.update({**theirs, **{name: ours[name] for name in names & ours.keys()}})
+    if changed:
+        _add_missing_state(optimizer)
     if not {"fused", "capturable"}.isdisjoint(names):
         _place_step_counts(optimizer)
     return kept + _kept(loaded, built, names | _counts_in_groups(optimizer), has_scheduler=scheduler is not None)
@@ -158,6 +164,50 @@ def _counts_in_groups(optimizer: Optimizer) -> set[str]:
     if any(item.kind is item.VAR_KEYWORD for item in parameters):
         return set()
     return {name for one in every for name in one.defaults} - {item.name for item in parameters}
+
+
+def _add_missing_state(optimizer: Optimizer) -> None:
+    """Add what the state lacks under arguments that have changed, such as `amsgrad`, as it is before a first step.
+
+    A step of an optimizer like this one, on a few numbers without a gradient, shows what that is.
+
+    Raises:
+        CheckpointError: It is something else than zeros.
+    """
+    for one in getattr(optimizer, "optimizers", (optimizer,)):
+        for group in one.param_groups:
+            first: dict[Any, dict[str, Any]] = {}
+            for parameter in group["params"]:
+                entries, kind = optimizer.state.get(parameter), (parameter.dtype, parameter.device)
+                if not entries:
+                    continue
+                if kind not in first:
+                    first[kind] = _first_state(one, group, *kind)
+                for name in first[kind].keys() - entries.keys():
+                    entries[name] = _begin(first[kind][name], parameter, f"{name!r} of {type(one).__name__}")
+
+
+def _first_state(
+    optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """Return the state of a weight after a step without a gradient, of an optimizer that has none yet."""
+    weight = torch.nn.Parameter(torch.zeros(_PROBE, dtype=dtype, device=device))
+    weight.grad = torch.zeros_like(weight)
+    twin = twin_of(optimizer)
+    twin.param_groups = [{**group, "params": [weight]}]
+    try:
+        type(twin).step(twin)
+    except Exception:  # noqa: BLE001 - one that takes no such weight shows nothing here
+        return {}
+    return dict(twin.state[weight])
+
+
+def _begin(entry: Any, parameter: torch.Tensor, what: str) -> torch.Tensor:
+    if isinstance(entry, torch.Tensor) and entry.shape == _PROBE and not entry.any():
+        return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
+    got = f"{what}: a changed argument needs it, and the checkpoint has none"
+    do = "take the change back, or begin with a new optimizer: `reset_optimizer_on_resume=True`"
+    raise CheckpointError(explain("the optimizer's state", got, "what the optimizer of the checkpoint kept", do))
 
 
 def _kept(loaded: GroupArguments, built: GroupArguments, applied: set[str], *, has_scheduler: bool) -> list[str]:

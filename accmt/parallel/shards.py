@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,9 @@ from accmt.libraries.private_names import (
     generate_together,
     layers_to_shard,
     shard_by_plugin,
+    twin_of,
 )
+from accmt.optimization import needs_closure
 from accmt.parallel.meta import is_on_meta
 from accmt.parallel.reduction import broadcast_tensors, require_same_tensors
 from accmt.processes import broadcast_object, gather_objects, num_data_processes, num_processes
@@ -147,6 +149,50 @@ def as_shard(tensor: Tensor) -> Tensor:
 
     mesh = init_device_mesh(tensor.device.type, (num_processes(),))
     return DTensor.from_local(tensor, mesh, [Shard(0)])
+
+
+def try_steps_of_shards(optimizer: Any) -> None:
+    """Check, before the first step, that an optimizer can step the shards that it has.
+
+    Of weights that are sharded alike the smallest is tried, on a copy, by another object of the optimizer's class.
+
+    Processes: collective.
+
+    Raises:
+        ModuleContractError: torch cannot compute the step with shards.
+    """
+    for one in getattr(optimizer, "optimizers", (optimizer,)):
+        for group in one.param_groups:
+            smallest: dict[object, Any] = {}
+            for weight in group["params"]:
+                if is_dtensor(weight) and weight.requires_grad:
+                    kind = _kind_of(weight)
+                    smallest[kind] = min(smallest.get(kind, weight), weight, key=lambda shard: shard.numel())
+            for weight in smallest.values():
+                _try_step(one, group, weight)
+
+
+def _kind_of(weight: Any) -> object:
+    """Return what decides how torch computes with a shard: an optimizer such as Muon turns wide matrices around."""
+    shape = weight.shape
+    is_even = all(size % weight.device_mesh.size() == 0 for size in shape)
+    is_tall = weight.dim() == 2 and shape[0] > shape[1]
+    return weight.device_mesh, weight.placements, weight.dim(), is_even, is_tall
+
+
+def _try_step(optimizer: Optimizer, group: Mapping[str, Any], weight: Any) -> None:
+    twin, copied = twin_of(optimizer), nn.Parameter(weight.detach().clone())
+    copied.grad = copied.detach() * 0.5 + 0.01
+    twin.param_groups = [{**group, "params": [copied]}]
+    closure: dict[str, Any] = {"closure": lambda: copied.detach().sum()} if needs_closure(optimizer) else {}
+    try:
+        type(twin).step(twin, **closure)
+    except Exception as error:
+        name = type(optimizer).__name__
+        got = f"{name}, whose step torch cannot compute where weights are shards (FSDP2, tensor parallelism): {error}"
+        expected, do = "an optimizer that steps shards, such as AdamW", "write `type: AdamW` in `optim`; "
+        do += "or launch with `accmt launch --strat ddp`"
+        raise ModuleContractError(explain("the optimizer", got, expected, do)) from error
 
 
 def reshard(model: nn.Module) -> None:

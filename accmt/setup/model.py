@@ -57,6 +57,7 @@ from accmt.parallel.shards import (
     is_sharded,
     require_known_shards,
     shard_model,
+    try_steps_of_shards,
 )
 from accmt.parallel.sync_batchnorm import restore_batch_norm, synchronize_if_asked
 from accmt.parallel.tensor_parallel import (
@@ -129,7 +130,9 @@ def prepare(
     model = _wrap(module.model, optimizer, accelerator)
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
     reject_renormalization(unwrapped)
-    if not is_sharded(unwrapped):
+    if is_sharded(unwrapped):
+        try_steps_of_shards(optimizer)
+    else:
         require_equal_weights(unwrapped)
     settle_buckets(model, set_to_none=settings.optimization.set_to_none)
     summed = partial_gradients(unwrapped)

@@ -294,6 +294,7 @@ def test_torch_notes_the_parameters_of_a_static_graph_with_its_hooks(alone):
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     assert names.states_of_comm_hooks(model) == [state], missing("torch", "DDP._comm_hooks", "states_of_comm_hooks")
     names.note_trained_parameters(model)
+    assert names.states_of_comm_hooks(model) == [state]
     assert state.error_dict == {}, missing("torch", "DDP._comm_hooks", "note_trained_parameters")
     model(torch.ones(1, 4)).sum().backward()
 
@@ -533,3 +534,35 @@ def test_what_accelerators_share_may_have_another_precision():
     assert before.mixed_precision == "bf16"
     assert {"dynamo_plugin", "_mixed_precision"} <= names.shared_state().keys()
     names.shared_state().clear()
+
+
+def test_a_twin_of_an_optimizer_steps_without_its_state_and_hooks():
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer, calls = torch.optim.Adam([weight]), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    twin = names.twin_of(optimizer)
+    type(twin).step(twin)
+    assert not calls, missing("torch", "Optimizer._optimizer_step_pre_hooks", "twin_of")
+    assert twin.state
+    assert not optimizer.state
+
+
+def test_a_checkpoint_refuses_hooks_that_carry_something_from_step_to_step(alone, caplog):
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    from accmt.checkpoint.engine import StateCollector
+    from accmt.errors import CheckpointError
+
+    def collect(state, hook):
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        model.register_comm_hook(state, hook)
+        StateCollector(model, []).collect({})
+
+    collect(None, default_hooks.fp16_compress_hook)
+    assert "communication hook" not in caplog.text
+    collect({"steps": 0}, default_hooks.fp16_compress_hook)
+    assert "the state of a communication hook (dict) is in no checkpoint" in caplog.text
+    with pytest.raises(CheckpointError, match=r"PowerSGDState\) no checkpoint holds"):
+        collect(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)

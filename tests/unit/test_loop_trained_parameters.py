@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accmt import Callback
-from accmt.errors import ModuleContractError
+from accmt.errors import AccmtError, ModuleContractError
 from tests.resume.unbroken import Fragile, InterruptAt, InterruptionError, make
 from tests.toys import Linear, make_points, make_trainer
 
@@ -69,13 +69,70 @@ def test_a_model_trained_in_part_from_the_start_is_told_so(caplog) -> None:
     assert ["not in the optimizer" in record.message for record in caplog.records] == [True]
 
 
-def test_a_replaced_layer_that_no_optimizer_has_is_told(caplog) -> None:
-    def replace(module):
-        module.model[2] = nn.Linear(4, 1)
+REPLACED = {
+    "a layer": lambda module: module.model.__setitem__(2, nn.Linear(4, 1)),
+    "a parameter": lambda module: setattr(module.model[2], "weight", nn.Parameter(torch.ones(1, 4))),
+    "a further layer": lambda module: module.model.append(nn.Linear(1, 1)),
+}
 
-    with caplog.at_level(logging.WARNING, "accmt"):
-        make_trainer({"epochs": 2}, callbacks=At(1, replace)).fit(Head(), make_points())
-    assert "2.weight, 2.bias" in caplog.records[0].message
+
+@pytest.mark.parametrize("every", ["step", "epoch", None])
+@pytest.mark.parametrize("what", REPLACED)
+def test_a_new_layer_that_no_optimizer_has_is_an_error_that_names_it(what, every) -> None:
+    trainer = make_trainer({"epochs": 2, "batch_size": 2}, callbacks=At(2, REPLACED[what]), checkpoint_every=every)
+    with pytest.raises(AccmtError) as caught:
+        trainer.fit(Head(), make_points())
+    if every == "step" and what != "a further layer":  # the checkpoint is written before the next step
+        assert "parameters that the model does not have, of shapes [(1, 4)" in str(caught.value)
+    elif every != "step":
+        assert f"got: {'3' if what == 'a further layer' else '2'}.weight" in str(caught.value)
+        assert "in no optimizer" in str(caught.value)
+    assert trainer.state.global_step == 2
+
+
+def test_a_new_layer_that_the_optimizer_gets_is_trained() -> None:
+    def replace(module):
+        group = module.optimizer.param_groups[0]
+        group["params"] = [weight for weight in group["params"] if weight not in set(module.model[2].parameters())]
+        module.model[2] = nn.Linear(4, 1)
+        module.optimizer.add_param_group({"params": list(module.model[2].parameters())})
+        module.begun = module.model[2].weight.detach().clone()
+
+    module = Head()
+    make_trainer({"epochs": 2, "batch_size": 2}, callbacks=At(2, replace)).fit(module, make_points())
+    assert not torch.equal(module.begun, module.model[2].weight)
+
+
+def test_another_optimizer_during_a_run_is_an_error() -> None:
+    def replace(module):
+        module.optimizer = torch.optim.SGD(module.model.parameters(), lr=1.0)
+
+    with pytest.raises(ModuleContractError, match=r"Head.optimizer\n  got: another optimizer \(SGD\)"):
+        make_trainer({"epochs": 2, "batch_size": 2}, callbacks=At(2, replace)).fit(Head(), make_points())
+
+
+def test_replaced_groups_are_trained_or_an_error(caplog) -> None:
+    def halve(module):
+        module.optimizer.param_groups = [{**group, "lr": 0.0} for group in module.optimizer.param_groups]
+        module.begun = module.model[2].weight.detach().clone()
+
+    module = Head()
+    make_trainer({"epochs": 2, "batch_size": 2}, callbacks=At(2, halve)).fit(module, make_points())
+    assert torch.equal(module.begun, module.model[2].weight)
+
+    def leave_out(module):
+        group = module.optimizer.param_groups[0]
+        module.optimizer.param_groups = [{**group, "params": [module.model[2].weight]}]
+
+    make_trainer({"epochs": 2, "batch_size": 2}, callbacks=At(2, leave_out)).fit(Head(), make_points())
+    assert "1 parameters require gradients but are not in the optimizer, so they are not trained: 2.bias" in caplog.text
+
+    def others(module):
+        group = module.optimizer.param_groups[0]
+        module.optimizer.param_groups = [{**group, "params": [nn.Parameter(torch.ones(2))]}]
+
+    with pytest.raises(ModuleContractError, match=r"param_groups\[0\]\n  got: 1 parameters that self.model does not"):
+        make_trainer({"epochs": 2, "batch_size": 2}, callbacks=At(2, others)).fit(Head(), make_points())
 
 
 def test_a_group_of_parameters_added_during_the_run_is_there_after_a_resume() -> None:

@@ -8,6 +8,7 @@ from transformers.optimization import get_linear_schedule_with_warmup
 
 from accmt.config import HyperParameters
 from accmt.config.optimizer_names import scheduler_names
+from accmt.errors import CheckpointError
 from accmt.optimization import ChainedOptimizer, SeveralSchedulers, build_optimizer, build_scheduler
 from accmt.optimization.resuming import group_arguments, restore_scheduler
 
@@ -477,3 +478,61 @@ def test_of_several_schedulers_only_a_changed_constant_is_said(step_size):
     lines = resume(optimizer, scheduler, saved)
     said = "step_size of the scheduler StepLR: the checkpoint's 4 stays, not 5 as built now"
     assert lines == ([said] if step_size == 5 else [])
+
+
+def step_on(optimizer, weights, steps):
+    for number in range(steps):
+        for weight in weights:
+            weight.grad = torch.full_like(weight, 0.1 * (number + 1))
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument"),
+    [
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.AdamW, {"amsgrad": True, "fused": True}),
+        (torch.optim.RMSprop, {"centered": True}),
+        (torch.optim.RMSprop, {"momentum": 0.9}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+    ],
+    ids=lambda one: str(one),
+)
+def test_an_argument_that_needs_more_state_holds_from_the_next_step_on(kind, argument):
+    weights = [torch.nn.Parameter(torch.ones(3, 2)), torch.nn.Parameter(torch.ones(4))]
+    before = kind(weights, lr=0.1)
+    step_on(before, weights, 2)
+    after = kind(weights, lr=0.1, **argument)
+    built = group_arguments(after)
+    lr_scheduler.StepLR(after, 1)  # which replaces its `step`
+    after.load_state_dict(before.state_dict())
+    changed = {name: (None, value) for name, value in argument.items()}
+    restore_scheduler(after, None, None, built, changed=changed, is_stretched=False)
+    kept = copy.deepcopy({name: entry for name, entry in before.state[weights[0]].items() if name != "step"})
+    for name, entry in kept.items():
+        assert torch.equal(after.state[weights[0]][name], entry)
+    step_on(after, weights, 1)
+    assert all(torch.isfinite(weight).all() for weight in weights)
+    assert after.state.keys() == set(weights)
+
+
+class Remembering(torch.optim.SGD):
+    """Begins a state with something else than zeros."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["step"] = torch.ones(())
+                if group["nesterov"]:
+                    self.state[weight]["begun"] = weight.detach() + 1
+
+
+def test_an_argument_whose_state_cannot_be_begun_late_is_refused():
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    before = Remembering([weight], lr=0.1)
+    step_on(before, [weight], 1)
+    after = Remembering([weight], lr=0.1, momentum=0.9, nesterov=True)
+    built = group_arguments(after)
+    after.load_state_dict(before.state_dict())
+    with pytest.raises(CheckpointError, match="'begun' of Remembering: a changed argument needs it"):
+        restore_scheduler(after, None, None, built, changed={"nesterov": (False, True)}, is_stretched=False)

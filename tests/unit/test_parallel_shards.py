@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
+from accmt import ChainedOptimizer
 from accmt.errors import ModuleContractError
-from accmt.parallel.shards import _embeddings_for_themselves
+from accmt.parallel.shards import _embeddings_for_themselves, try_steps_of_shards
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 8}
 
@@ -37,3 +44,26 @@ def test_what_needs_no_change_stays_as_it_is() -> None:
 def test_a_layer_with_embeddings_that_is_asked_for_is_an_error() -> None:
     with pytest.raises(ModuleContractError, match="BertEmbeddings, which holds the embeddings"):
         layers_of(BertModel(BertConfig(**SIZES)), ["BertEmbeddings", "BertLayer"])
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Iterator[nn.Parameter]:
+    """A weight that is sharded over this process alone, which torch computes with as over several."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    yield nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+    torch.distributed.destroy_process_group()
+
+
+def test_an_optimizer_that_cannot_step_shards_is_an_error_before_the_first_step(shard: nn.Parameter) -> None:
+    sgd, adam = torch.optim.SGD([shard], lr=0.1, momentum=0.9), torch.optim.AdamW([shard], fused=True)
+    for one in (sgd, adam):
+        try_steps_of_shards(one)
+        assert not one.state
+    assert torch.equal(shard.full_tensor(), torch.ones(4, 3))
+    for kind in (torch.optim.Adafactor, torch.optim.Rprop, transformers.Adafactor):
+        with pytest.raises(ModuleContractError, match=f"got: {kind.__name__}, whose step torch cannot compute"):
+            try_steps_of_shards(kind([shard]))
+    other = nn.Parameter(torch.ones(2))
+    chained = ChainedOptimizer([torch.optim.Adafactor([other]), torch.optim.SGD([shard])])
+    try_steps_of_shards(chained)  # Adafactor has a whole weight only
