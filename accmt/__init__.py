@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from accmt.module import AcceleratorModule as AcceleratorModule
     from accmt.module import ExtendedAcceleratorModule as ExtendedAcceleratorModule
     from accmt.optimization import ChainedOptimizer as ChainedOptimizer
+    from accmt.parallel.step_collectives import gather_with_gradients as gather_with_gradients
     from accmt.precision import allow_tf32 as allow_tf32
     from accmt.processes import on_last_process as on_last_process
     from accmt.processes import on_local_main_process as on_local_main_process
@@ -176,6 +177,7 @@ _HOMES = {
     "allow_tf32": "accmt.precision",
     "create_optimizer": "accmt.setup.model",
     "gather_on_cpu": "accmt.metrics",
+    "gather_with_gradients": "accmt.parallel.step_collectives",
     "merge_adapter": "accmt.huggingface",
     "on_last_process": "accmt.processes",
     "on_local_main_process": "accmt.processes",

@@ -376,7 +376,7 @@ class ManualSteps(Protocol):
 
     has_gradients: bool
 
-    def backward(self, loss: torch.Tensor) -> None: ...
+    def backward(self, loss: torch.Tensor, weight: Any = None) -> None: ...
     def step_optimizer(self, *, is_whole: bool = True) -> bool: ...
     def step_scheduler(self, scheduler: Any = None) -> None: ...
     def zero_grad(self) -> None: ...
@@ -401,12 +401,17 @@ class ExtendedAcceleratorModule(AcceleratorModule):
 
     manual_steps: ManualSteps
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Add the gradients of a batch's mean loss.
 
         Processes: collective.
+
+        Args:
+            loss: The mean loss of this process's batch.
+            weight: What it weighs, such as its target tokens; None is its samples, or the target tokens of a loss that
+                a transformers model computed.
         """
-        self.manual_steps.backward(loss)
+        self.manual_steps.backward(loss, weight)
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers: those that `get_optimizer` returned or a `ChainedOptimizer` holds, or the only one."""

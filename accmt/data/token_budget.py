@@ -228,26 +228,23 @@ class TokenBudgetLoader(_BudgetLoader):
 class EvaluationBudgetLoader(_BudgetLoader):
     """Cuts the samples of an evaluation, about a thousand at a time; each process cuts those that it reads.
 
-    So processes need not keep in step. Each sample keeps its place, by which results get their order back. The first
-    windows are small, because a trial before training wants a few batches only.
+    Of a window every process gets equally many micro-batches, some without a batch. Each sample keeps its place, by
+    which results get their order back. The first windows are small, because a trial before training wants a few
+    batches only.
 
     Args:
         own: As for the base, and so are all others.
         batch_size: Samples of a batch of `own`.
-        keeps_in_step: Whether all processes need equally many micro-batches, as for a sharded model.
     """
 
-    def __init__(
-        self, own: Loader, budget: TokenBudget, *, batch_size: int, keeps_in_step: bool, **others: Any
-    ) -> None:
+    def __init__(self, own: Loader, budget: TokenBudget, *, batch_size: int, **others: Any) -> None:
         super().__init__(own, budget, **others)
         self._largest_window = max(1, _SAMPLES_OF_WINDOW // batch_size)
-        self._keeps_in_step = keeps_in_step
 
     def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
         """Yield the micro-batches of an epoch from that of batch `first` on.
 
-        Processes: collective for each window where they keep in step.
+        Processes: collective for each window.
         """
         window: list[MicroBatch] = []
         num_batches = min(_FIRST_WINDOW, self._largest_window)
@@ -267,7 +264,7 @@ class EvaluationBudgetLoader(_BudgetLoader):
         lengths = [find_length(sample, self._length_of) for sample in samples]
         self._check_longest(lengths)
         [groups] = cut_by_tokens(self._budget.widths(lengths), self._budget)
-        every = gather_from_data(len(groups)) if self._keeps_in_step else [len(groups)]
+        every = gather_from_data(len(groups))
         num_parts = max(1, *every)
         for number in range(num_parts):
             positions = groups[number] if number < len(groups) else []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ class _Call(NamedTuple):
     loss: weakref.ref[torch.Tensor]
     inputs: dict[str, torch.Tensor]
     model: Any
+    objects: torch.Tensor | None = None  # boxes or masks, where the loss is a mean over these
 
 
 class OwnLoss:
@@ -55,11 +57,15 @@ class OwnLoss:
         ):  # a wrapper may return copies of what its model returns
             self._watched[wrapped] = model
         self.calls: deque[_Call] = deque(maxlen=4)
+        self._objects: torch.Tensor | None = None
+        self._objects_of: dict[Any, torch.Tensor] = {}  # by model: its wrapper is looked at after it
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Look at what each call of the models returns."""
         with ExitStack() as stack:
+            if self._watched:
+                stack.enter_context(_counting_own_objects(self._note_objects))
             for called, model in self._watched.items():
                 look = partial(self._look, model)
                 if is_compiled(called):
@@ -84,14 +90,21 @@ class OwnLoss:
         own = next((call for call in self.calls if call.loss() is loss), None)
         if own is not None and counted_before is None:
             name = type(own.model).__name__
-            targets = _kind_of_targets(own.model, own.inputs)
+            targets = "boxes or masks" if own.objects is not None else _kind_of_targets(own.model, own.inputs)
             say_once(f"a step returns the loss of {name} as it is: each batch weighs its {targets}")
         call = own or (self.calls[-1] if counted_before else None)
-        return None if call is None else count_targets(call.model, call.inputs)
+        if call is None or call.objects is not None:
+            return None if call is None else call.objects
+        return count_targets(call.model, call.inputs)
+
+    def _note_objects(self, number: torch.Tensor) -> None:
+        self._objects = number.detach().reshape(()).clamp(min=1)  # as the loss divides by it
 
     def _look(self, model: Any, _: nn.Module, __: tuple[Any, ...], named: Mapping[str, Any], outputs: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        if self._objects is not None:
+            self._objects_of[model], self._objects = self._objects, None
         loss = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "loss", None)
         if not isinstance(loss, torch.Tensor) or named.get("num_items_in_batch") is not None:
             return  # with which the loss is a sum over this batch's tokens, divided by that number
@@ -101,8 +114,35 @@ class OwnLoss:
                 f"{got} over batches; write model.config.ctc_loss_reduction = 'mean'", about="a loss that is a sum"
             )
         inputs = {name: named[name] for name in _SAY_WHAT_COUNTS if isinstance(named.get(name), torch.Tensor)}
-        if _kind_of_targets(model, inputs) is not None:
-            self.calls.append(_Call(weakref.ref(loss), inputs, model))
+        objects = self._objects_of.get(model)
+        if objects is not None or _kind_of_targets(model, inputs) is not None:
+            self.calls.append(_Call(weakref.ref(loss), inputs, model, objects))
+
+
+@contextmanager
+def _counting_own_objects(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Let losses of detection and segmentation divide by the boxes or masks of this process's batch.
+
+    transformers' divide by the mean over processes, a collective that a process without a batch does not enter. What a
+    batch weighs sees to the rest, with accumulation and uneven batches, too.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import reduce
+
+    def count(number: torch.Tensor) -> torch.Tensor:
+        note(number)
+        whole: torch.Tensor = number * PartialState().num_processes  # by which the loss divides
+        return whole
+
+    loaded = [module for name, module in list(sys.modules.items()) if name.startswith("transformers.")]
+    modules = [module for module in loaded if vars(module).get("reduce") is reduce]
+    for module in modules:
+        vars(module)["reduce"] = count
+    try:
+        yield
+    finally:
+        for module in modules:
+            vars(module)["reduce"] = reduce
 
 
 def count_targets(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:

@@ -6,8 +6,9 @@ and not somewhere in a run. Nothing here imports a library that is not in use.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -42,6 +43,79 @@ def open_store() -> Any:
     One that the main thread waits on in a collective would block every other user.
     """
     return _get_default_store().clone()  # type: ignore[attr-defined]
+
+
+SUMMING = frozenset({"allreduce", "allreduce_coalesced", "reduce"})
+"""Methods of a process group that add up tensors, in place."""
+
+GATHERING = frozenset(
+    {
+        "allgather",
+        "_allgather_base",
+        "all_gather_single",
+        "allgather_coalesced",
+        "allgather_into_tensor_coalesced",
+        "all_gather_single_coalesced",
+    }
+)
+"""Methods of a process group that give each process the tensors of all."""
+
+_OTHER_COLLECTIVES = (
+    "all_to_all_single",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "_reduce_scatter_base",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+)
+
+
+@contextmanager
+def watching_collectives(before: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
+    """Call a function before each collective of all processes that Python code of this thread begins.
+
+    It gets the name of the method of the process group, and the tensors of this process that are summed or gathered. A
+    collective of its own is not watched. All functions of torch.distributed end in these methods, however they were
+    imported.
+    """
+    own, is_inside, group = threading.get_ident(), False, dist.ProcessGroup
+    methods = {name: vars(group)[name] for name in (*SUMMING, *GATHERING, *_OTHER_COLLECTIVES) if name in vars(group)}
+
+    def watch(name: str) -> Callable[..., Any]:
+        method = getattr(group, name)
+
+        def call(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inside
+            if not is_inside and threading.get_ident() == own and self.size() == dist.get_world_size():
+                is_inside = True
+                try:
+                    before(name, _tensors_given(name, args))
+                finally:
+                    is_inside = False
+            return method(self, *args, **kwargs)
+
+        return call
+
+    for name in methods:
+        setattr(group, name, watch(name))
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(group, name, method)
+
+
+def _tensors_given(name: str, args: Sequence[Any]) -> list[Tensor]:
+    position = 1 if name in GATHERING else 0  # outputs come first
+    given = args[position] if name in GATHERING | SUMMING and len(args) > position else []
+    return [given] if isinstance(given, Tensor) else list(given)
 
 
 def multiply_(tensors: list[Tensor], factor: float) -> None:

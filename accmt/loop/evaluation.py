@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -27,9 +27,10 @@ from accmt.metrics.consolidation import consolidate, find_members, require_membe
 from accmt.metrics.results import describe, find_scalar
 from accmt.optimization.schedulers import DEFAULT_MONITOR, monitored_by
 from accmt.parallel.reduction import broadcast_buffers
-from accmt.parallel.shards import borrow_batch, reshard
+from accmt.parallel.shards import reshard
+from accmt.parallel.step_collectives import meet, running_borrowed_step, running_step
 from accmt.precision import autocast
-from accmt.processes import broadcast_object, data_index, gather_objects, sum_over_data
+from accmt.processes import broadcast_object, data_index, gather_objects, num_processes, sum_over_data
 from accmt.run import TEST_LOSS, EvaluationRun, Run
 from accmt.saving import name_by_rules
 from accmt.state import Stage, TrainingState
@@ -157,7 +158,7 @@ def _step_on_plateau(run: Run, results: dict[str, float]) -> None:
 def evaluate(run: EvaluationRun, stage: Stage, *, max_batches: int | None = None) -> dict[str, float]:
     """Run the validation (or test) steps over all sets.
 
-    Processes: collective only between sets; within a set processes need not keep in step.
+    Processes: collective between sets, and in a micro-batch that does not reach all of them.
 
     Args:
         stage: "validate", "test", or "sanity_check", which counts nothing and calls no hooks.
@@ -242,7 +243,7 @@ def _evaluate_set(
     call_hooks(() if is_silent else run.hooks.on_validation_start, key=key)
     evaluation = _SetEvaluation(run, key, is_silent=is_silent)
     with taking_batches(run):
-        for micro_batch in _first_batches(loader, max_batches, keeps_in_step=run.is_sharded):
+        for micro_batch in _first_batches(loader, max_batches, keeps_in_step=num_processes() > 1):
             with without_gradients(run, stage):
                 loss, weight = evaluation.take(micro_batch)
             run.state.count_validation_batch(micro_batch.num_finished)
@@ -291,6 +292,23 @@ def place_of_step(micro_batch: MicroBatch) -> tuple[int, ...]:
     return place if micro_batch.part is None else (*place, micro_batch.part.number)
 
 
+def borrow(run: EvaluationRun, step: str, micro_batch: MicroBatch) -> Any:
+    """Return this process's batch or, where it has none and the step of the others needs all processes, one of theirs.
+
+    Processes: collective in a micro-batch that does not reach all of them: one with a batch may call it in its step.
+    """
+    if not micro_batch.is_partial or num_processes() == 1 or (micro_batch.batch is not None and not run.is_sharded):
+        return micro_batch.batch
+    return meet(step, micro_batch.batch, communicates=run.is_sharded)
+
+
+def in_company(run: EvaluationRun, step: str, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+    """Return the context in which a step runs on this process's batch: the last of the data may reach few processes."""
+    if num_processes() == 1 or not (micro_batch.is_partial or micro_batch.is_last):
+        return nullcontext()
+    return running_step(step, micro_batch, needs_all=run.is_sharded)
+
+
 class _SetEvaluation:
     """One set that is evaluated, batch by batch.
 
@@ -302,6 +320,7 @@ class _SetEvaluation:
     def __init__(self, run: EvaluationRun, key: str, *, is_silent: bool) -> None:
         self._run = run
         self._key = key
+        self._step = "test_step" if run.state.stage == "test" else "validation_step"
         self._hooks_before = () if is_silent else run.hooks.on_before_validation_step
         self._hooks_after = () if is_silent else run.hooks.on_after_validation_step
         self._collector = ValidationCollector(
@@ -315,7 +334,7 @@ class _SetEvaluation:
         """Run the step on this process's batch, and return the loss and what it weighs."""
         self._bad.add(len(micro_batch.bad), micro_batch.bad)
         run, loss_name = self._run, self._run.loss_name
-        borrowed = borrow_batch(micro_batch.batch) if run.is_sharded and micro_batch.is_partial else None
+        borrowed = borrow(run, self._step, micro_batch)
         if micro_batch.batch is None:
             if borrowed is not None:
                 self._take_part(borrowed)
@@ -326,7 +345,7 @@ class _SetEvaluation:
             hook(batch=batch)
         run.own_loss.calls.clear()
         try:
-            with autocast(run.accelerator), run.explaining_parts():
+            with autocast(run.accelerator), run.explaining_parts(), in_company(run, self._step, micro_batch):
                 output = run.validation_step(self._key, batch)
         except Exception as error:
             add_note_of_batch(error, run.unwrapped_model, micro_batch.batch)
@@ -351,9 +370,9 @@ class _SetEvaluation:
         return entries.get(loss_name, 0.0), loss_weight
 
     def _take_part(self, borrowed: Any) -> None:
-        """Run the step on another process's batch, whose forward needs all processes; nothing of it counts."""
+        """Run the step on another process's batch, which needs all processes; nothing of it counts."""
         run = self._run
-        with autocast(run.accelerator):
+        with autocast(run.accelerator), running_borrowed_step(self._step, needs_all=run.is_sharded):
             run.validation_step(self._key, run.place(borrowed))
         run.module.logs.of_evaluation.begin_batch()  # drops what the step has logged
 

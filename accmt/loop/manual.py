@@ -21,7 +21,7 @@ from accmt.loop.optimizer_step import (
     step_scheduler,
     zero_gradients,
 )
-from accmt.loop.step_outputs import read_further_values
+from accmt.loop.step_outputs import read_further_values, read_weight
 from accmt.messages import say_once, warn, warn_once
 from accmt.module import ExtendedAcceleratorModule
 from accmt.optimization import SeveralSchedulers, needs_closure
@@ -52,7 +52,9 @@ class ManualSteps:
 
     def __init__(self, run: Run, module: ExtendedAcceleratorModule) -> None:
         self._run = run
-        self._factor = 1.0
+        self._factor = 1.0  # of a loss that weighs samples
+        self._last_factor = 1.0
+        self._weighs_samples = False  # whether a backward of this step did
         self._calls: list[None] = []
         self._has_stepped = False
         self._module = module
@@ -96,6 +98,8 @@ class ManualSteps:
         own = run.count_samples(micro_batch, batch)
         samples = self._count_over_processes(micro_batch, own)
         self._factor, self._has_stepped, self._depth = own * num_data_processes() / samples, False, 0
+        self._last_factor, self._weighs_samples = self._factor, False
+        run.own_loss.calls.clear()
         self._place_in_epoch, self._num_acts = (run.state.epoch, micro_batch.index, data_index()), 0
         seed_generators(derive_seed(run.seed, "step", *self._place_in_epoch), run.device)
         for hook in run.hooks.on_before_training_step:
@@ -113,9 +117,15 @@ class ManualSteps:
         is_mapping = isinstance(outputs, Mapping)
         loss = outputs.get("loss") if is_mapping else outputs
         if isinstance(loss, torch.Tensor):
-            run.running_averages.add(loss.detach(), own, read_further_values(outputs) if is_mapping else None)
+            given = read_weight("training_step", outputs.get("weight")) if is_mapping else None
+            if given is not None and self._weighs_samples:
+                self._require_weight_in_backward()
+            targets = run.own_loss.find_weight(loss, counted_before=None) if given is None else None
+            weight = next(one for one in (given, targets, own) if one is not None)
+            others = read_further_values(outputs) if is_mapping else None
+            run.running_averages.add(loss.detach(), weight, others, own if given is None else given)
             place = Place(run.state.global_step + 1, run.state.epoch, micro_batch.index, run.state.samples_seen)
-            run.guard.add(loss.detach(), own, place)
+            run.guard.add(loss.detach(), weight, place)
         for hook in run.hooks.on_after_training_step:
             hook(batch=batch, outputs=outputs)
         self._depth = 1
@@ -177,7 +187,7 @@ class ManualSteps:
                 run.stepper.clip(_parameters_of(optimizer))
             if loss is None or num_data_processes() == 1:
                 return loss
-            mean = sum_over_data((float(loss) * self._factor,))[0] / num_data_processes()
+            mean = sum_over_data((float(loss) * self._last_factor,))[0] / num_data_processes()
             return torch.full_like(loss, mean) if isinstance(loss, torch.Tensor) else mean
 
         return evaluate
@@ -233,9 +243,14 @@ class ManualSteps:
         require_planned(micro_batch, own)
         return micro_batch.num_samples
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a batch's mean loss, weighted by this process's share of the micro-batch."""
+    def backward(self, loss: torch.Tensor, weight: Any = None) -> None:
+        """Add the gradients of a batch's mean loss, weighted by this process's share of the micro-batch.
+
+        Args:
+            weight: What the loss weighs; None is its target tokens, where a transformers model computed it, or samples.
+        """
         run = self._run
+        factor = self._last_factor = self._find_factor(loss, weight)
         self.has_gradients = True
         self._own_steps.note_stale()
         if self._has_stepped_on and not self._adds_to_stepped and self._holds_gradients():
@@ -245,11 +260,32 @@ class ManualSteps:
             hook(loss=loss)
         if run.is_wrapped:
             require_call(self._calls)
-        run.actions.backward(loss if self._factor == 1.0 else loss * self._factor)
+        run.actions.backward(loss if factor == 1.0 else loss * factor)
         if run.reduces_by_hand:  # whichever optimizer steps next, and what was averaged before stays as it is
             average_gradients(list(run.unwrapped_model.parameters()))
         for hook in run.hooks.on_after_backward:
             hook(loss=loss)
+
+    def _find_factor(self, loss: torch.Tensor, weight: Any) -> float:
+        """Return what a loss is multiplied by on this process.
+
+        Processes: collective where it weighs something else than samples.
+        """
+        given = read_weight("self.backward(loss, weight=...)", weight)
+        if num_data_processes() == 1:
+            return 1.0
+        given = self._run.own_loss.find_weight(loss, counted_before=None) if given is None else given
+        if given is None:
+            self._weighs_samples = True
+            return self._factor
+        own = float(given)
+        total = sum_over_data((own,))[0]
+        return own * num_data_processes() / total if total > 0 else 0.0
+
+    def _require_weight_in_backward(self) -> None:
+        got = '"weight" in what the step returned, after self.backward(loss) on several processes: too late to count'
+        expected, do = "the weight beside the loss", "self.backward(loss, weight=weight)"
+        raise ModuleContractError(explain("training_step", got, expected, do))
 
     def step_optimizer(self, *, is_whole: bool = True) -> bool:
         """Unscale, clip and let the optimizer step.

@@ -12,11 +12,18 @@ from accmt.data import Loader, MicroBatch, derive_seed, find_batch_size, seed_ge
 from accmt.data.bad_samples import BadSamples
 from accmt.errors import DataError, ModuleContractError, explain
 from accmt.loop.bad_sample_counts import report_bad_samples
-from accmt.loop.evaluation import place_of_step, taking_batches, without_gradients, without_training
+from accmt.loop.evaluation import (
+    borrow,
+    in_company,
+    place_of_step,
+    taking_batches,
+    without_gradients,
+    without_training,
+)
 from accmt.metrics.gathering import Position, gather_on_main_process, order_parts, put_in_order, to_cpu
 from accmt.module import defines
 from accmt.parallel.reduction import broadcast_buffers
-from accmt.parallel.shards import borrow_batch
+from accmt.parallel.step_collectives import running_borrowed_step
 from accmt.precision import autocast
 from accmt.processes import is_main_process
 from accmt.run import EvaluationRun
@@ -28,7 +35,7 @@ _Placed = tuple[Position, Any]  # where samples stand in the data, and their pre
 def predict(run: EvaluationRun, *, keeps: bool) -> dict[str, Any]:
     """Run the step over all sets.
 
-    Processes: collective after each set; within a set processes need not keep in step.
+    Processes: collective after each set, and in a micro-batch that does not reach all of them.
 
     Args:
         run: The run; its `validation_step` is the user's `predict_step`.
@@ -54,13 +61,15 @@ def _predict_set(run: EvaluationRun, key: str, loader: Loader, *, keeps: bool) -
         for micro_batch in loader.micro_batches(0):
             bad.add(len(micro_batch.bad), micro_batch.bad)
             has_batch |= micro_batch.batch is not None
-            borrowed = borrow_batch(micro_batch.batch) if run.is_sharded and micro_batch.is_partial else None
+            borrowed = borrow(run, "predict_step", micro_batch)
             if micro_batch.batch is None and borrowed is not None:
-                _predict_batch(run, key, run.place(borrowed))  # for the others' sake
+                with running_borrowed_step("predict_step", needs_all=run.is_sharded):
+                    _predict_batch(run, key, run.place(borrowed))  # for the others' sake
             if micro_batch.batch is not None:
                 seed_generators(derive_seed(run.seed, "predict_step", *place_of_step(micro_batch)), run.device)
                 batch = run.place(micro_batch.batch)
-                output = _predict_batch(run, key, batch)
+                with in_company(run, "predict_step", micro_batch):
+                    output = _predict_batch(run, key, batch)
                 if keeps:
                     _require_one_each(run, micro_batch, batch, _count_predictions("predictions", output))
                     kept.append((micro_batch.places or micro_batch.index, to_cpu(output)))

@@ -16,7 +16,7 @@ from accmt.loop.step_outputs import TrainingOutput, read_training_output, read_w
 from accmt.loop.weighting import AccumulationWindow
 from accmt.metrics.weighted_sum import Weight
 from accmt.parallel.reduction import broadcast_buffers, reduces_only_whole, require_all_gradients
-from accmt.parallel.shards import borrow_batch
+from accmt.parallel.step_collectives import meet, running_borrowed_step, running_step
 from accmt.parallel.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.precision import autocast
 from accmt.processes import data_index, num_data_processes
@@ -40,7 +40,7 @@ class AutomaticSteps:
         self._is_sharded = run.is_sharded
         self._synchronized = synchronized_layers(run.unwrapped_model)
         self._is_on_device = run.device.type != "cpu"
-        self._needs_context = run.accelerator.mixed_precision != "no" or run.is_wrapped
+        self._needs_context = run.accelerator.mixed_precision != "no" or not self._is_alone
         self._reducer = run.model if reduces_only_whole(run.model) else None
         _require_dynamic_graph(run)
 
@@ -48,9 +48,9 @@ class AutomaticSteps:
         """Run forward and backward of one batch on every process.
 
         Gradients are reduced over processes in the last micro-batch of a window only. One in which some process has no
-        batch, or may run out of memory, runs without any communication; its window's gradients are reduced by hand
-        afterwards, and so are those of a model that nothing wraps. A sharded model is reduced in each micro-batch, and
-        needs all processes: one without a batch borrows that of another.
+        batch, or may run out of memory, reduces nothing; its window's gradients are reduced by hand afterwards, and so
+        are those of a model that nothing wraps. A sharded model is reduced in each micro-batch. Where it, or a step
+        that communicates, needs all processes, one without a batch borrows that of another.
 
         Processes: collective.
 
@@ -134,23 +134,33 @@ class AutomaticSteps:
             self._run.weighting.decide(None, is_explicit=False)  # the others do, at their first batch
 
     def _train_apart(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
-        """Train on this process's batch without communication, so that it need not keep in step with the others."""
+        """Train on this process's batch without reducing gradients, so that processes may differ in what they do."""
         window.is_unreduced = True
         with self._run.using_unwrapped_model(), without_synchronization(self._synchronized):
-            self._train_batch(window, micro_batch)
+            (self._train_batch if self._may_halve else self._train_together)(window, micro_batch)
 
     def _train_together(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
         """Train on this process's batch, or take part in the forward and backward of the others with one of theirs."""
-        borrowed = borrow_batch(micro_batch.batch)
-        if micro_batch.batch is not None or borrowed is None:
+        own = micro_batch.batch
+        needs_batch = own is None or self._is_sharded
+        borrowed = meet("training_step", own, communicates=self._is_sharded) if needs_batch else own
+        if own is not None or borrowed is None:
             self._train_batch(window, micro_batch)
             return
         run = self._run
-        output = read_training_output(self._run_in_context(run.place(borrowed)))
+        with running_borrowed_step("training_step", needs_all=self._is_sharded):
+            outputs = self._run_in_context(run.place(borrowed))
+        output = read_training_output(outputs)
         run.module.logs.of_training.begin_batch()  # drops what the step has logged
         if run.weighting.is_explicit is None:
             run.weighting.decide(None, is_explicit=False)
+        parameters = [] if self._is_sharded else run.stepper.parameters
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
         run.actions.backward(output.loss * 0.0)
+        for parameter, gradient in zip(parameters, gradients, strict=True):  # the others' losses may have added some
+            parameter.grad = gradient
 
     def _train_batch(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
         run, hooks = self._run, self._run.hooks
@@ -169,7 +179,13 @@ class AutomaticSteps:
             hook(batch=batch)
         run.own_loss.calls.clear()
         try:
-            outputs = self._run_in_context(batch) if self._needs_context else run.training_step(batch)
+            if not self._needs_context:
+                outputs = run.training_step(batch)
+            elif (micro_batch.is_partial or micro_batch.is_last) and not (self._is_alone or self._may_halve):
+                with running_step("training_step", micro_batch, needs_all=self._is_sharded):
+                    outputs = self._run_in_context(batch)
+            else:
+                outputs = self._run_in_context(batch)
         except Exception as error:
             add_note_of_batch(error, run.unwrapped_model, micro_batch.batch)
             raise

@@ -108,12 +108,15 @@ def _average_sparse(parameter: nn.Parameter) -> torch.Tensor:
     else:
         own = parameter.grad.coalesce()
         rows, values = own.indices()[0], own.values()
-    rows, values = _gather_ragged(rows), _gather_ragged(values) / num_processes()
+    rows, values = gather_ragged(rows)[0], gather_ragged(values)[0] / num_processes()
     return torch.sparse_coo_tensor(rows[None], values, parameter.shape, check_invariants=False).coalesce()
 
 
-def _gather_ragged(rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows of every process, one after the other; processes may have different numbers of them."""
+def gather_ragged(rows: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """Return the rows of every process, one after the other, and how many each has.
+
+    Processes: collective.
+    """
     own = torch.tensor([len(rows)], device=rows.device)
     counts = [torch.zeros_like(own) for _ in range(num_processes())]
     dist.all_gather(counts, own)
@@ -122,7 +125,7 @@ def _gather_ragged(rows: torch.Tensor) -> torch.Tensor:
     padded[: len(rows)] = rows
     every = [torch.zeros_like(padded) for _ in numbers]
     dist.all_gather(every, padded)
-    return torch.cat([part[:number] for part, number in zip(every, numbers, strict=True)])
+    return torch.cat([part[:number] for part, number in zip(every, numbers, strict=True)]), numbers
 
 
 def settle_buckets(model: nn.Module, *, set_to_none: bool) -> None:
@@ -172,6 +175,8 @@ def require_all_gradients(model: DistributedDataParallel) -> None:
 
 def _sum(weight: nn.Parameter, *, is_sparse: bool) -> torch.Tensor:
     """Return a number whose gradient is such as training will give; DistributedDataParallel takes no other."""
+    if weight.is_complex():
+        return torch.view_as_real(weight).sum()
     if not is_sparse:
         return weight.sum()
     row = torch.zeros(1, dtype=torch.long, device=weight.device)

@@ -20,7 +20,7 @@ from accmt.libraries.private_names import (
 from accmt.optimization import needs_closure
 from accmt.parallel.meta import is_on_meta
 from accmt.parallel.reduction import broadcast_tensors, require_same_tensors
-from accmt.processes import broadcast_object, gather_objects, num_data_processes, num_processes
+from accmt.processes import num_data_processes, num_processes
 from accmt.sharded_tensors import class_of, is_dtensor
 
 if TYPE_CHECKING:
@@ -219,17 +219,3 @@ def has_tied_shards(model: nn.Module) -> bool:
 def _fsdp_modules(model: nn.Module) -> Iterator[Any]:
     module = sys.modules.get("torch.distributed.fsdp")
     return (part for part in model.modules() if module is not None and isinstance(part, module.FSDPModule))
-
-
-def borrow_batch(own: Any) -> Any:
-    """Return this process's batch or, where it has none, the batch of another one; None where none has any.
-
-    A process without a batch has to take part in the forward of the others, without effect.
-
-    Processes: collective.
-    """
-    has_batch = gather_objects(own is not None)
-    if all(has_batch) or not any(has_batch):
-        return own
-    lent = broadcast_object(own, source=has_batch.index(True))
-    return lent if own is None else own

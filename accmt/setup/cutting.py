@@ -63,14 +63,13 @@ class Cutting:
             loader, self.training_budget, batches_per_step=batches_per_step, **self.training_options
         )
 
-    def of_evaluation(self, loader: Loader, purpose: str, *, batch_size: int, keeps_in_step: bool) -> Loader:
+    def of_evaluation(self, loader: Loader, purpose: str, *, batch_size: int) -> Loader:
         """Return a loader that cuts the samples of an evaluation."""
         return EvaluationBudgetLoader(
             loader,
             self._budget,
             purpose=purpose,
             batch_size=batch_size,
-            keeps_in_step=keeps_in_step,
             **self.options,
         )
 

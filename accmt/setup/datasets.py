@@ -201,7 +201,7 @@ def build_evaluation_loader(
         cutting = find_cutting(
             module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="evaluation"
         )
-    keeps_in_step = must_keep_in_step(module.model)
+    keeps_in_step, skips_bad = must_keep_in_step(module.model), settings.failures.on_bad_sample == "skip"
     options = LoaderOptions(
         purpose=purpose,
         batch_size=_evaluation_batch_size(settings, purpose),
@@ -214,13 +214,13 @@ def build_evaluation_loader(
         num_workers=data_settings.dataloader_num_workers,
         persistent_workers=data_settings.dataloader_persistent_workers,
         pin_memory=pins_memory and not cutting,
-        skips_bad=settings.failures.on_bad_sample == "skip",
-        agrees_each_batch=keeps_in_step,
+        skips_bad=skips_bad,
+        agrees_each_batch=keeps_in_step or (skips_bad and data_settings.shard_dataloaders and num_data_processes() > 1),
     )
     loader = _end_together(build_loader(cutting.data if cutting else data, options))
     if cutting is None:
         return loader
-    return cutting.of_evaluation(loader, purpose, batch_size=options.batch_size, keeps_in_step=keeps_in_step)
+    return cutting.of_evaluation(loader, purpose, batch_size=options.batch_size)
 
 
 def _seed_own_generators(data: Any, collate: Any) -> None:

@@ -6,9 +6,11 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
-from tests.distributed.scripts.steps import EPOCHS
+from tests.distributed.scripts.steps import EPOCHS, Spectrum
 from tests.launching import SCRIPTS, launch
+from tests.toys import make_points
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda r: f"{r}-processes")
@@ -28,6 +30,25 @@ def test_batches_of_a_manual_step_weigh_by_their_samples(every) -> None:
     samples = 2 * len(every) - 1
     for own in every:
         assert own["weight"] == pytest.approx(-6.0 if samples == 1 else -6.0 / samples)
+
+
+def test_batches_of_a_manual_step_weigh_what_it_says(every) -> None:
+    counted = [6.0, 3.0] + [9.0] * (len(every) - 1)
+    for weight, _, error in (own["weighted"] for own in every):
+        assert weight == pytest.approx(-sum(counted) / len(counted))
+        assert ("self.backward(loss, weight=weight)" in error) == (len(every) > 1)
+    assert every[0]["weighted"][1] == pytest.approx([(2 * 6.0 + (len(every) - 1) * 9.0) / len(counted)])
+
+
+def test_a_complex_parameter_trains_as_on_one_process(every) -> None:
+    model = Spectrum()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, targets in zip(*(part.split(6) for part in make_points(12).tensors), strict=True):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    expected = torch.view_as_real(model.weight.detach()).flatten().tolist()
+    assert [own["complex"] for own in every] == [pytest.approx(expected, rel=1e-5)] * len(every)
 
 
 def test_a_row_begun_by_one_process_counts_once_on_several(every) -> None:

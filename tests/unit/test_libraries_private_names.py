@@ -21,7 +21,7 @@ from accmt.libraries import private_names as names
 PACKAGE = Path(accmt.__file__).parent
 HOME = PACKAGE / "libraries" / "private_names.py"
 MODULE = names.__name__
-OF_PYTHON = {"_exit", "_current_frames", "_actions", "_asdict", "_typeshed"}
+OF_PYTHON = {"_exit", "_current_frames", "_actions", "_asdict", "_fields", "_typeshed"}
 
 
 def used_private_names(path: Path) -> set[str]:
@@ -113,6 +113,21 @@ def test_torch_gives_a_second_connection_to_its_store(alone):
     assert store is not other
     store.set("place", "here")
     assert other.get("place") == b"here", missing("torch", "_get_default_store().clone()", "open_store")
+
+
+def test_torch_begins_collectives_in_methods_of_a_process_group(alone):
+    seen, all_reduce = [], torch.distributed.all_reduce
+    before = dict(vars(torch.distributed.ProcessGroup))
+    with names.watching_collectives(lambda name, tensors: seen.append((name, [tensor.tolist() for tensor in tensors]))):
+        all_reduce(torch.ones(1))
+        torch.distributed.all_gather([torch.zeros(2)], torch.ones(2))
+        torch.distributed.barrier()
+    all_reduce(torch.ones(1))
+    assert [kind for kind, _ in seen] == ["allreduce", "allgather", "barrier"], missing(
+        "torch", "ProcessGroup.allreduce", "watching_collectives"
+    )
+    assert [tensors for _, tensors in seen] == [[[1.0]], [[1.0, 1.0]], []]
+    assert dict(vars(torch.distributed.ProcessGroup)) == before
 
 
 def test_torch_multiplies_and_copies_many_tensors_at_once():

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accmt.loop.weighting import AccumulationWindow, Weighting
-from accmt.parallel.shards import borrow_batch
+from accmt.parallel.step_collectives import meet
 from accmt.processes import (
     broadcast_object,
     gather_objects,
@@ -72,7 +72,7 @@ def main() -> None:
             "broadcast": broadcast_object(["of", process_index()]),
             "on_main": run_on_main_process(process_index),
             "on_every": run_on_every_process(process_index),
-            "borrowed": borrow_batch([7] if process_index() == 1 else None),
+            "borrowed": meet("step", [7] if process_index() == 1 else None, communicates=process_index() == 1),
             "windows": close_windows(),
         }
     of_all = gather_objects({**answers, "devices": sorted(devices.seen)})

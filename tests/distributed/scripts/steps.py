@@ -16,6 +16,7 @@ from torch import nn
 
 import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, ExtendedAcceleratorModule
+from accmt.errors import ModuleContractError
 from accmt.metrics import RunningAverages
 from accmt.processes import acting_alone, gather_objects, is_main_process, num_processes
 from tests.toys import Linear, Numbers, logged, make_points, make_trainer
@@ -51,6 +52,36 @@ class Uneven(ExtendedAcceleratorModule):
         self.step()
 
 
+class Weighted(Uneven):
+    """Learns the mean of the samples above 1: each batch weighs as many as it has."""
+
+    def __init__(self, *, late: bool = False) -> None:
+        super().__init__()
+        self.late = late
+
+    def training_step(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        is_counted = (batch > 1).float()
+        loss = (self.model(batch[:, None]).squeeze(1) * is_counted).sum() / is_counted.sum().clamp(min=1)
+        self.backward(loss, None if self.late else is_counted.sum())
+        self.step()
+        return {"loss": loss + batch.max(), "weight": is_counted.sum()}
+
+
+def learn_weighted() -> list[Any]:
+    """Take one step on batches of two samples, of which one more counts on process 0; give weight and logged loss."""
+    values = [6.0, 3.0] + [0.0, 9.0] * (num_processes() - 1)
+    trainer = make_trainer({"optim": {"type": "SGD", "lr": 1.0}}, shuffle_train=False)
+    trainer.fit(module := Weighted(), Numbers(values))
+    trainer_of_late = make_trainer({"optim": {"type": "SGD", "lr": 1.0}}, shuffle_train=False)
+    try:
+        trainer_of_late.fit(Weighted(late=True), Numbers(values))
+        error = ""
+    except ModuleContractError as caught:
+        error = str(caught)
+    row = [value for _, value in logged(trainer, "train_loss")] if is_main_process() else []
+    return [float(module.model.weight), row, error]
+
+
 def draw() -> list[float]:
     """Return what one process draws in training, in one evaluation, and in predictions: two batches of each."""
     data = Numbers(4 * int(os.environ["WORLD_SIZE"]))
@@ -66,6 +97,26 @@ def learn_unevenly() -> float:
     trainer = make_trainer({"optim": {"type": "SGD", "lr": 1.0}}, shuffle_train=False)
     trainer.fit(module := Uneven(), Numbers(values))
     return float(module.model.weight)
+
+
+class Spectrum(nn.Module):
+    """Has a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(3, 1, dtype=torch.complex64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (inputs.to(torch.complex64) @ self.weight).abs()
+
+
+def learn_complex() -> list[float]:
+    """Train a complex parameter on batches of six samples over all processes."""
+    module = Linear()
+    module.model = Spectrum()
+    make_trainer({"batch_size": 6 // num_processes()}, shuffle_train=False).fit(module, make_points(12))
+    return torch.view_as_real(module.model.weight.detach()).flatten().tolist()
 
 
 def continue_row() -> dict[str, float]:
@@ -91,6 +142,8 @@ def throughput() -> list[list[float]]:
 def main(result: str, folder: str) -> None:
     os.chdir(folder)
     own: dict[str, Any] = {"drawn": draw(), "weight": learn_unevenly(), "row": continue_row(), "rates": throughput()}
+    own["complex"] = learn_complex()
+    own["weighted"] = learn_weighted()
     every = gather_objects(own)
     if is_main_process():
         Path(result).write_text(json.dumps(every))
