@@ -113,6 +113,11 @@ class OwnLoss:
             warn_once(
                 f"{got} over batches; write model.config.ctc_loss_reduction = 'mean'", about="a loss that is a sum"
             )
+        if getattr(model.config, "use_guided_attention_loss", False):
+            got = f"the loss of {type(model).__name__} adds guided attention, a mean over other things than its frames"
+            depends = "it depends on how samples are batched and shared"
+            do = "write model.config.use_guided_attention_loss = False"
+            warn_once(f"{got}: {depends}; {do}", about="guided attention")
         inputs = {name: named[name] for name in _SAY_WHAT_COUNTS if isinstance(named.get(name), torch.Tensor)}
         objects = self._objects_of.get(model)
         if objects is not None or _kind_of_targets(model, inputs) is not None:

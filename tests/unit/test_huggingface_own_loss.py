@@ -177,6 +177,15 @@ def test_frames_and_observed_values_are_counted(kind: Any, targets: str, caplog:
     assert (said in caplog.text) == (kind is Own)
 
 
+def test_a_loss_that_adds_a_mean_over_other_things_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model, rows = make_speech(torch.Generator().manual_seed(1))
+    model.config.use_guided_attention_loss = True
+    rows = [{**row, "attention_mask": torch.ones(4, dtype=torch.long)} for row in rows]
+    train(Own(model), rows=rows, verbose=True)
+    assert "SpeechT5ForTextToSpeech adds guided attention" in caplog.text
+    assert "use_guided_attention_loss = False" in caplog.text
+
+
 WHOLE, REGIONS = {"compile": {"backend": "eager"}}, {"compile": {"backend": "eager", "regional": True}}
 
 
