@@ -70,18 +70,22 @@ def fit(run: Run) -> None:
 def _train(run: Run) -> None:
     _start_training(run)
     resume_stages(run)
+    is_only_saving = run.is_finished
     while not run.is_finished:
         is_used_up = _train_epoch(run)
         finish_epoch(run, is_used_up=is_used_up)
     if run.cadence.is_evaluation_due_at_end(run.state):
         evaluate_and_count(run)
+    elif is_only_saving and run.saver.lacks_best:
+        say("a best model could not be saved before: the weights are evaluated again, and saved if they are the best")
+        evaluate_and_count(run, counts=False)
     _print_early_end(run)
     run.require_equal_replicas()
     if run.settings.saving.save_last:
         run.saver.save_last(run)
     run.checkpoints.save_last(run)
     run.stepper.end_training()
-    run.saver.require_saved()
+    run.saver.require_saved(run.settings.model_folder)
 
 
 def _train_epoch(run: Run) -> bool:
@@ -159,6 +163,7 @@ def _is_complete(run: Run) -> bool:
     """Return whether a resumed run has nothing left to do, and say so."""
     state = run.state
     has_stages_left = run.snapshot.next_stage < TRAINING or run.cadence.is_evaluation_due_at_end(state)
+    has_stages_left |= bool(run.saver.selection.unsaved)  # what is missing in the model folder is still to be saved
     if not run.is_resumed or not run.is_finished or has_stages_left:
         return False
     done = f"step {state.global_step}, epoch {state.epoch}"

@@ -39,6 +39,7 @@ from accmt.saving import (
     write_status,
     write_trainer_config,
 )
+from accmt.saving.selection import LAST
 from accmt.saving.streaming import ShardedState
 from accmt.secrets import write_command
 from accmt.settings import Settings
@@ -73,7 +74,6 @@ class ModelSaver(Callback):
         self.patience = patience
         self.run_id = secrets.token_hex(8)
         self._claim: ModelFolderClaim | None = None
-        self._unsaved: dict[Path, dict[int, OSError]] = {}
 
     def claim(self, run: Run) -> None:
         """Keep every other run from saving to the model folder, until `release`, or until this process ends.
@@ -104,7 +104,9 @@ class ModelSaver(Callback):
         try:
             self._save(rules)
         except BaseException as error:
+            unsaved = self.selection.unsaved
             self.selection.load_state_dict(before)  # a best value that no folder holds would be a lie
+            self.selection.unsaved = unsaved
             if not isinstance(error, _NotSavedError):
                 raise
         if self.patience is not None:
@@ -126,9 +128,9 @@ class ModelSaver(Callback):
 
     def _save(self, rules: list[str]) -> None:
         run = self.trainer.run
-        folders = [self.selection.folder(run.settings.model_folder, rule) for rule in rules]
+        folders = {rule: self.selection.folder(run.settings.model_folder, rule) for rule in rules}
         self._try_saving(run, folders)
-        for folder in folders:
+        for folder in folders.values():
             for hook in run.hooks.on_save_model:
                 hook(folder=folder)
 
@@ -138,32 +140,41 @@ class ModelSaver(Callback):
         Processes: collective.
         """
         with suppress(_NotSavedError):
-            self._try_saving(run, [run.settings.model_folder / "last"])
+            self._try_saving(run, {LAST: run.settings.model_folder / "last"})
 
-    def _try_saving(self, run: Run, folders: list[Path]) -> None:
+    def _try_saving(self, run: Run, folders: Mapping[str, Path]) -> None:
         """Save, and note where that failed: training, checkpoints and logs continue, and the end says it."""
+        unsaved = self.selection.unsaved
         try:
-            save_model(run, *folders)
+            save_model(run, *folders.values())
         except OSError as error:
-            for folder in folders:
-                self._unsaved.setdefault(folder, {})[self.state.global_step] = error
-            where = "" if isinstance(error, AccmtError) else f" in {', '.join(map(str, folders))}"  # ours say it
+            # The reason alone: our error about a file has a place and advice of its own, which would be said twice.
+            reason = error.__cause__ if isinstance(error, AccmtError) and error.__cause__ is not None else error
+            for name in folders:
+                unsaved.setdefault(name, {})[self.state.global_step] = str(reason)
+            where = (
+                "" if isinstance(error, AccmtError) else f" in {', '.join(map(str, folders.values()))}"
+            )  # ours say it
             warn(
                 f"the model could not be saved{where}: {error}\n"
                 "Training continues, and the next best model is tried again."
             )
             raise _NotSavedError from error
-        for folder in folders:
-            self._unsaved.pop(folder, None)
+        for name in folders:
+            unsaved.pop(name, None)
 
-    def require_saved(self) -> None:
+    @property
+    def lacks_best(self) -> bool:
+        """Whether a best model could not be written, and another evaluation of its weights could save it."""
+        return bool(self.selection.unsaved.keys() - {LAST}) and self.selection.needs_validation
+
+    def require_saved(self, model_folder: Path) -> None:
         """Check at the end of a run that every model which was to be saved is, or a later one in its place."""
-        if not self._unsaved:
+        if not self.selection.unsaved:
             return
-        folder, failures = next(iter(self._unsaved.items()))
-        *_, error = failures.values()
-        # The reason alone: our error about a file has a place and advice of its own, which would be said twice.
-        reason = error.__cause__ if isinstance(error, AccmtError) and error.__cause__ is not None else error
+        name, failures = next(iter(self.selection.unsaved.items()))
+        folder = model_folder / "last" if name == LAST else self.selection.folder(model_folder, name)
+        *_, reason = failures.values()
         got = f"the model of step {', '.join(map(str, failures))} could not be written: {reason}"
         do = "free space there; a checkpoint of such a step, where one is kept, gives its weights: `accmt get`"
         raise SavingError(explain(f"model folder {folder}", got, "every best model saved", do)) from None

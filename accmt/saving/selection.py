@@ -11,6 +11,8 @@ from typing import Any
 from accmt.saving.rules import TRAIN_LOSS, Argument, IsBetter, Quantities, Quantity, Rule
 
 _MODEL_SAVING = Argument("model_saving")
+LAST = "last"
+"""The name of the weights at the end of a run, among those that could not be written."""
 
 Limit = float | Mapping[str, float] | None
 """A number for every value that decides, one for each by name, or None."""
@@ -51,6 +53,7 @@ class Selection:
 
     Attributes:
         best: The best values so far: by a rule's name, or `<rule>[<metric>]` of a rule with several.
+        unsaved: By the rule's name, or `LAST`, each step whose model could not be written, and why.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Selection:
         self._savings: list[_Saving] = []
         self._chosen: set[str] = set()
         self._saved_at: dict[str, int] = {}
+        self.unsaved: dict[str, dict[int, str]] = {}
         self.best: dict[str, float] = {}
         self._add(self._quantities.read_rules(rule, _MODEL_SAVING), below, above, _MODEL_SAVING)
 
@@ -149,7 +153,14 @@ class Selection:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": dict(self.best), "chosen": sorted(self._chosen), "saved_at": dict(self._saved_at)}
+        state: dict[str, Any] = {
+            "best": dict(self.best),
+            "chosen": sorted(self._chosen),
+            "saved_at": dict(self._saved_at),
+        }
+        if self.unsaved:
+            state["unsaved"] = {name: dict(steps) for name, steps in self.unsaved.items()}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned; a rule that was not there starts over, one that is gone is dropped."""
@@ -158,6 +169,8 @@ class Selection:
         self.best.update({key: value for key, value in state["best"].items() if key in keys})
         self._chosen = set(state["chosen"]) & set(self.names)
         self._saved_at = {name: step for name, step in state["saved_at"].items() if name in self.names}
+        unsaved = state.get("unsaved", {})
+        self.unsaved = {name: dict(unsaved[name]) for name in unsaved if name in (*self.names, LAST)}
 
     def forget(self, holds_its_model: Callable[[str], bool]) -> list[str]:
         """Forget the best values of models that are not where they were saved, so that the next one is the best.

@@ -7,6 +7,7 @@ import pytest
 from safetensors import SafetensorError
 
 from accmt.errors import SavingError
+from accmt.saving.model_folder import read_status
 from tests.checkpoints import names_in
 from tests.toys import Numbers, Scripted, logged, make_trainer
 
@@ -88,3 +89,34 @@ def test_the_last_model_too(disk):
     assert "last" in str(error)
     assert trainer.state.epoch == 1
     assert names_in(Path("out/checkpoint-model")) == ["step-00000002"]
+
+
+def start_again(losses, disk, *, full):
+    """Start a run that has finished again: another evaluation of its last step gives the last of the losses."""
+    module = Scripted(losses)
+    disk[:] = [True] if full else []
+    trainer = make_trainer({"epochs": 3}, model_saving="best_valid_loss", checkpoint_every="epoch", resume="auto")
+    try:
+        trainer.fit(module, Numbers(4), Numbers(2))
+    except SavingError as error:
+        return trainer, module, error
+    return trainer, module, None
+
+
+def test_a_finished_run_that_starts_again_saves_what_it_could_not(disk):
+    train(Filling([3.0, 2.0, 2.5], disk, {1, 2}))
+    _, _, error = start_again([3.0, 2.0, 2.5, 2.5], disk, full=True)
+    assert "the model of step 4, 6" in str(error)
+    assert "No space left" in str(error)
+    trainer, module, error = start_again([3.0, 2.0, 2.5, 2.5], disk, full=False)
+    assert (error, module.seen, trainer.state.best["best_valid_loss"]) == (None, [], 2.5)
+    assert read_status(Path("out/model"))["best"] == {"best_valid_loss": 2.5}
+    _, module, error = start_again([3.0, 2.0, 2.5, 2.5], disk, full=False)
+    assert (error, module.validated) == (None, [])  # nothing is left to do
+
+
+def test_what_a_finished_run_no_longer_has_is_an_error_again(disk):
+    train(Filling([3.0, 2.0, 3.5], disk, {1}))
+    _, _, error = start_again([3.0, 2.0, 3.5, 3.5], disk, full=False)
+    assert "the model of step 4 could not be written" in str(error)
+    assert "accmt get" in str(error)
