@@ -79,6 +79,10 @@ def require_writable_folder(folder: Path, argument: str) -> None:
     """
     parent = folder.absolute()
     while not parent.exists() and parent != parent.parent:
+        if parent.is_symlink():
+            got = f"{parent} is a link to {parent.readlink()}, which does not exist"
+            do = f"create what the link leads to, or remove the link: rm {parent}"
+            raise SavingError(explain(f"Trainer({argument}={str(folder)!r})", got, "a folder, or a free name", do))
         parent = parent.parent
     try:
         with tempfile.TemporaryFile(dir=parent):

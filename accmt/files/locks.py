@@ -67,6 +67,11 @@ class FolderLock:
         _held[lock._key] = lock
         return lock
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether this process has taken it more than once."""
+        return self._times > 1
+
     def release(self) -> None:
         """Give the folder up, when it was released as often as it was taken; a fork has nothing to give up."""
         self._times -= 1

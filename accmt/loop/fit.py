@@ -151,7 +151,7 @@ def _open(run: Run) -> None:
     if run.settings.failures.preflight:
         try_saving(run)
     run.saver.claim(run)
-    run_on_main_process(lambda: run.tracking.start(describe(run)))
+    run.tracking.call_run(run_on_main_process(lambda: run.tracking.start(describe(run))))
     run.module.tracker = next(iter(run.tracking.loggers), None)
     run.checkpoints.begin(run)
     warn_of_crash_loop(run)

@@ -62,7 +62,7 @@ def check_inputs(
     train, val_sets = find_sets(module, user_data, settings)
     if val_sets:
         check_validation(module)
-    if settings.saving.model_saving is not None or trainer.registered_savings:
+    if settings.saving.model_saving is not None or settings.saving.save_last or trainer.registered_savings:
         require_writable_folder(settings.model_folder, "model_path")
     metrics = metrics_of_sets(settings.evaluation.metrics, list(val_sets) or [""])
     return Inputs(

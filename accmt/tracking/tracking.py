@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
-from accmt.errors import ArgumentError, MissingPackageError, TrackerError, explain
-from accmt.files import require_writable_folder
+from accmt.errors import ArgumentError, MissingPackageError, SavingError, TrackerError, explain
+from accmt.files import FolderLock, FolderTakenError, require_writable_folder
 from accmt.messages import say, warn
 from accmt.secrets import hide, hide_text
 from accmt.tracking.delivery import Delivery, wait_for_the_end
-from accmt.tracking.history import History, read_rows
+from accmt.tracking.history import HISTORY_FILE, History, read_rows
 from accmt.tracking.ledger import Account, Ledger
 from accmt.tracking.log_with import kwargs_of_each, report_missing_key
 from accmt.tracking.media import MediaLog
@@ -69,6 +70,7 @@ class Tracking:
         self._is_quiet = not verbose
         self._offline = offline
         self._history: History | None = None
+        self._lock: FolderLock | None = None
         self._ledger: Ledger | None = None
         self._deliveries: list[Delivery] = []
         self._resumed: dict[str, Any] | None = None
@@ -129,7 +131,7 @@ class Tracking:
             self._resumed = dict(state)
             self._last_step = state["step"]
 
-    def start(self, config: Mapping[str, Any]) -> None:
+    def start(self, config: Mapping[str, Any]) -> str:
         """Make the run folder, start the trackers and store the configuration.
 
         A server that does not answer holds this up for ten seconds at most.
@@ -137,28 +139,63 @@ class Tracking:
         Args:
             config: Settings of the run, nested as they are; trackers get them flat.
 
+        Returns:
+            The name of the run: another one than was asked for, where the folder of that name is another run's.
+
         Raises:
-            SavingError: The run folder cannot be made.
+            SavingError: The run folder cannot be made; or the run is resumed, and another process writes there.
             TrackerError: A tracker does not start, and not for want of a server (with `offline=False`, also for that);
                 the others are ended as FAILED.
 
         Processes: main only; returns at once elsewhere.
         """
         if not self._is_main_process:
-            return
-        require_writable_folder(self._place.run_folder, "logging_dir")
-        self._place.run_folder.mkdir(parents=True, exist_ok=True)
-        self._history = history = History(self._place.run_folder)
-        history.is_ours_alone()  # `accmt sync` leaves the folder alone meanwhile
-        self._ledger = self._open_ledger(history)
-        self._ledger.save()
+            return self.run_name
+        self._take_folder(hide(to_plain(config.get("model_path"))))
         try:
+            self._history = history = History(self._place.run_folder)
+            history.is_ours_alone()  # `accmt sync` leaves the folder alone meanwhile
+            self._ledger = self._open_ledger(history)
+            self._ledger.save()
             self._start_trackers(history, self._ledger)
         except BaseException:
             self.finish("FAILED", flush_s=_FLUSH_AFTER_A_FAILED_START_S)
             raise
         history.add_config(hide(to_plain(config)))
         self._notify()
+        return self.run_name
+
+    def call_run(self, name: str) -> None:
+        """Take the name that `start` returned on the main process."""
+        self._place = replace(self._place, run_name=name)
+
+    def _take_folder(self, model_path: Any) -> None:
+        """Lock the run folder; where it is another run's, take the first of `<name>-2`, `<name>-3` ... that is free."""
+        wanted, number = self._place, 1
+        while not self._lock_folder(model_path):
+            number += 1
+            self._place = replace(wanted, run_name=f"{wanted.run_name}-{number}")
+        if number > 1:
+            say(f"{wanted.shown_folder} is the folder of another run: this run is called {self.run_name!r}")
+
+    def _lock_folder(self, model_path: Any) -> bool:
+        folder, holder = self._place.run_folder, "this process"
+        require_writable_folder(folder, "logging_dir")
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = FolderLock.take(folder)
+            is_free = lock is None or not lock.is_shared
+        except FolderTakenError as error:
+            lock, is_free, holder = None, False, str(error)
+        if is_free and (self._resumed is not None or not _is_of_another(folder / HISTORY_FILE, model_path)):
+            self._lock = lock
+            return True
+        if lock is not None:
+            lock.release()
+        if self._resumed is not None:
+            got, do = f"a run is writing there ({holder})", "wait for that run, or stop it"
+            raise SavingError(explain(f"run folder {folder}", got, "a folder that no other run writes to", do))
+        return False
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Write one row; does nothing before `start` and after `finish`.
@@ -181,6 +218,7 @@ class Tracking:
         """
         history, self._history = self._history, None
         if history is None:
+            self._unlock()
             return
         deliveries, self._deliveries = self._deliveries, []
         history.add_status(status, how="interrupted" if status == "KILLED" else None)  # a true kill writes nothing
@@ -190,10 +228,16 @@ class Tracking:
             for delivery in deliveries:
                 delivery.detach(status)
             history.close()
+            self._unlock()
         for delivery in deliveries:
             delivery.warn_of_rows_left(flush_s)
         if self._held_back():
             say(f"offline: deliver the rows to {', '.join(self._held_back())} by `accmt sync {self.run_folder}`")
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def get_tracker(self, name: str, *, unwrap: bool = False) -> Any:
         """Return a tracker of the run by name.
@@ -319,6 +363,18 @@ def _warn_of_rows_left_behind(history: Path, before: Ledger) -> None:
             got = f"{left} rows of an earlier run in {history.parent} that it never got, and will never get"
             do = "resume a run, or `accmt sync` it, before another of the same run_name"
             warn(explain(f"the tracker {key}", got, "one folder per run", do))
+
+
+def _is_of_another(history: Path, model_path: Any) -> bool:
+    """Return whether a folder has rows of another run: one that came to its end, or trained another model.
+
+    A job that is started again before its first checkpoint starts over in its folder.
+    """
+    if not history.is_file():
+        return False
+    rows = list(read_rows(history))
+    paths = [row["config"].get("model_path") for row in rows if "config" in row]
+    return any("step" in row for row in rows) and (_came_to_its_end(history) or paths[-1:] != [model_path])
 
 
 def _came_to_its_end(history: Path) -> bool:

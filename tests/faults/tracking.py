@@ -63,6 +63,7 @@ def kill(tracking):
         delivery.join(20)
         delivery.detach("KILLED")
     os.close(tracking._history._descriptor)
+    tracking._unlock()  # as the system does
 
 
 def warnings_of(caplog):

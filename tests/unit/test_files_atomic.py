@@ -93,3 +93,12 @@ def test_a_file_gets_the_permissions_of_a_new_one(tmp_path):
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o640
     assert [entry.name for entry in tmp_path.iterdir()] == ["weights"]
+
+
+@pytest.mark.parametrize("below", ["", "model/best"])
+def test_a_link_that_leads_nowhere_is_refused_before_anything_is_written(tmp_path, below):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(SavingError, match=r"link is a link to .*gone, which does not exist"):
+        require_writable_folder(tmp_path / "link" / below, "model_path")
+    (tmp_path / "gone").mkdir()
+    require_writable_folder(tmp_path / "link" / below, "model_path")

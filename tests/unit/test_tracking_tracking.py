@@ -354,8 +354,8 @@ def test_trackers_are_found_by_name_and_unwrapped(tmp_path):
     tracking.finish("FINISHED")
 
 
-@pytest.mark.parametrize(("status", "kept"), [("FINISHED", [1, 2]), ("FAILED", [2]), ("KILLED", [2]), (None, [2])])
-def test_a_run_that_begins_anew_where_one_of_its_name_did_not_come_to_its_end_has_one_curve(tmp_path, status, kept):
+@pytest.mark.parametrize("status", ["FAILED", "KILLED", None])
+def test_a_run_that_begins_anew_where_one_of_its_name_did_not_come_to_its_end_has_one_curve(tmp_path, status):
     for step, ending in ((1, status), (2, "FINISHED")):
         tracking = make(None, tmp_path)
         tracking.start({})
@@ -364,9 +364,54 @@ def test_a_run_that_begins_anew_where_one_of_its_name_did_not_come_to_its_end_ha
             tracking.finish(ending)
         elif tracking._history is not None:
             tracking._history.close()  # as when it is killed
+            tracking._unlock()
     every = read_history(tracking.run_folder, include_superseded=True)
-    assert [row["step"] for row in read_history(tracking.run_folder) if "step" in row] == kept
+    assert [row["step"] for row in read_history(tracking.run_folder) if "step" in row] == [2]
     assert [row["step"] for row in every if "step" in row] == [1, 2]
+
+
+def steps_of(folder):
+    return [row["step"] for row in read_history(folder) if "step" in row]
+
+
+def test_a_new_run_under_the_name_of_one_that_came_to_its_end_gets_another_name(tmp_path, caplog):
+    names = []
+    caplog.set_level("INFO", "accmt")
+    for step in (1, 2, 3):
+        tracking = make(None, tmp_path)
+        names.append(tracking.start({"model_path": "out/m"}))
+        tracking.log({"loss": 1.0}, step)
+        tracking.finish("FINISHED")
+        assert steps_of(tracking.run_folder) == [step]
+        assert tracking.state_dict()["run_name"] == tracking.run_name == names[-1]
+    assert names == ["run", "run-2", "run-3"]
+    assert "is the folder of another run: this run is called 'run-3'" in caplog.text
+
+
+def test_a_new_run_of_another_model_leaves_the_rows_of_one_that_failed(tmp_path):
+    first, second = make(None, tmp_path), make(None, tmp_path)
+    first.start({"model_path": "out/a"})
+    first.log({"loss": 1.0}, 1)
+    first.finish("FAILED")
+    assert second.start({"model_path": "out/b"}) == "run-2"
+    second.finish("FINISHED")
+    assert steps_of(first.run_folder) == [1]
+
+
+def test_two_runs_of_one_name_at_once_have_a_folder_each_and_a_resumed_one_is_refused(tmp_path):
+    first, second, resumed = (make(None, tmp_path) for _ in range(3))
+    first.start({})
+    assert second.start({}) == "run-2"
+    resumed.load_state_dict(first.state_dict())
+    with pytest.raises(SavingError, match="a run is writing there"):
+        resumed.start({})
+    for tracking in (first, second):
+        tracking.log({"loss": 1.0}, 1)
+        tracking.finish("FINISHED")
+        assert steps_of(tracking.run_folder) == [1]
+        assert not (tracking.run_folder / ".lock").exists()
+    assert resumed.start({}) == "run"
+    resumed.finish("FINISHED")
 
 
 def test_the_first_tracker_with_a_dashboard_gives_the_command(tmp_path):
