@@ -23,6 +23,7 @@ from accmt.data.seeding import derive_seed, seed_generators
 from accmt.data.sequential import SequentialLoader
 from accmt.data.sharding import Plan, Shard
 from accmt.data.stream_state import StreamState
+from accmt.errors import DataError, explain
 from accmt.messages import warn_once
 
 
@@ -84,7 +85,9 @@ class StreamLoader(SequentialLoader):
         with self._state.restored(start.position):
             read = self._compare_first(self._read(epoch, dataloader, start.consumed), start)
             fixed |= {"rows": self._rows, "in_worker": self.dataloader.num_workers > 0}
-            for index, ((batch, size, _), consumed) in enumerate(read, start.micro_batch):
+            workers = _Workers(self._options, self._readers)
+            for index, ((batch, size, rows), consumed) in enumerate(read, start.micro_batch):
+                workers.compare(rows)
                 own = len(Plan(size, batch_size, shard).local_indices(0))
                 if own:
                     require_batch(batch, self._options)
@@ -208,6 +211,35 @@ class _CollateShard:
         return _OfAll(collate(own) if own else None, len(samples), rows)
 
 
+class _Workers:
+    """Finds out that each of several workers reads all of a stream, so that every sample comes several times."""
+
+    def __init__(self, options: LoaderOptions, number: int) -> None:
+        self._options = options
+        self._number = number
+        self._first: Rows = {}
+
+    def compare(self, rows: Rows) -> None:
+        """Compare the samples of a worker's first batch with those of another one's; of other batches there are none.
+
+        Raises:
+            DataError: They are the same, in an evaluation or a prediction.
+        """
+        if self._number == 1 or not rows:
+            return
+        values = list(rows.values())
+        if rows != self._first or all(value == values[0] for value in values):
+            self._first = self._first or rows
+            return
+        where = f"the {self._options.kind} data, a stream that {self._number} workers read"
+        got = f"the same samples from each worker, so each sample comes {self._number} times"
+        do = "let __iter__ yield the part of torch.utils.data.get_worker_info().id, or set dataloader_num_workers=1"
+        message = explain(where, got, "a part of the data from each worker", do)
+        if self._options.purpose != "train":
+            raise DataError(message)
+        warn_once(message, about=where)
+
+
 class UserDataLoader(SequentialLoader):
     """Micro-batches of a user's DataLoader that can only be read through: batch i goes to process i mod processes.
 
@@ -241,6 +273,7 @@ class UserDataLoader(SequentialLoader):
         shard, fixed = self._options.shard, {"kind": self._kind, **self._cut}
         with self._state.restored(start.position):
             batches = self._batches(epoch, start, plan)
+            workers = _Workers(self._options, int(self._cut["readers"] or 1))
             for index in count(start.micro_batch):
                 of_all_processes = list(islice(batches, shard.count))
                 if index == start.micro_batch:
@@ -248,6 +281,8 @@ class UserDataLoader(SequentialLoader):
                     require_same_rows(self._options, rows or None)
                 if not of_all_processes:
                     return
+                for batch, _ in of_all_processes:
+                    workers.compare(batch.rows if isinstance(batch, _Counted) else {})
                 own = _Counted(None, 0)
                 if shard.index < len(of_all_processes):
                     batch = of_all_processes[shard.index][0]
@@ -276,10 +311,12 @@ class _Counted(NamedTuple):
 
     Attributes:
         samples: None where the DataLoader does not make batches of samples.
+        rows: Fingerprints of the samples of a worker's first batch.
     """
 
     batch: Any
     samples: int | None
+    rows: Rows = {}  # noqa: RUF012 - of a tuple, which nobody changes
 
 
 @dataclass
@@ -290,7 +327,8 @@ class _CollateAndCount:
     def __call__(self, samples: list[Any]) -> _Counted:
         is_first, self._is_first = self._is_first, False
         batch = call_first(self.collate, samples, self.collate) if is_first else self.collate(samples)
-        return _Counted(batch, len(samples))
+        rows = rows_of_samples(samples) if is_first and get_worker_info() is not None else {}
+        return _Counted(batch, len(samples), rows)
 
 
 def _make_reader(user_loader: DataLoader[Any], options: LoaderOptions) -> DataLoader[Any]:

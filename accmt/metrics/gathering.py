@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from accmt.messages import say_once
 from accmt.metrics.results import metric_error, read_result, require_pair
 from accmt.processes import each_once, gather_objects, is_counted, is_main_process, num_processes, run_on_main_process
 
@@ -46,7 +47,7 @@ class GatheredPairs:
         return run_on_main_process(lambda: self._compute(every))
 
     def _compute(self, every: list[list[Pair]]) -> dict[str, float]:
-        predictions, references = join_pairs(self._metric.name, every)
+        predictions, references = join_pairs(self._metric, every)
         metric = self._metric
         return read_result(metric.name, metric.main_metric, metric.compute(predictions, references))
 
@@ -117,15 +118,15 @@ def to_cpu(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def join_pairs(name: str, every: list[list[Pair]]) -> tuple[Any, Any]:
-    """Return the predictions and the references of all processes, each joined, for the metric `name`.
+def join_pairs(metric: Metric, every: list[list[Pair]]) -> tuple[Any, Any]:
+    """Return the predictions and the references of all processes, each joined, for a metric.
 
     They have the order of the data; where samples were regrouped and not all have one entry each, that of the
     batches.
     """
     pairs, order = order_parts(every)
-    predictions = _join(name, [predictions for _, predictions, _ in pairs])
-    references = _join(name, [references for _, _, references in pairs])
+    predictions = _join(metric, [predictions for _, predictions, _ in pairs])
+    references = _join(metric, [references for _, _, references in pairs])
     if order is not None and not (_has_samples(predictions, len(order)) and _has_samples(references, len(order))):
         order = None  # both keep the order in which they match
     return put_in_order(predictions, order), put_in_order(references, order)
@@ -171,23 +172,38 @@ def _has_samples(joined: Any, number: int) -> bool:
     return len(joined) == number
 
 
-def _join(name: str, parts: list[Any]) -> Any:
+def _join(metric: Metric, parts: list[Any]) -> Any:
     if all(isinstance(part, Mapping) for part in parts):
-        return _join_mappings(name, parts)
+        return _join_mappings(metric, parts)
     if not all(isinstance(part, torch.Tensor) for part in parts):
         return [item for part in parts for item in (part if isinstance(part, list | tuple) else [part])]
     parts = [part.reshape(1) if part.ndim == 0 else part for part in parts]
     shapes = sorted({tuple(part.shape[1:]) for part in parts})
-    if len(shapes) > 1:
-        got = f"samples of the shapes {shapes[0]} and {shapes[-1]} in different batches"
-        do = "pad them to one length, flatten them, or return lists"
-        raise metric_error(name, got, "samples of one shape", do)
-    return torch.cat(parts)
+    if len(shapes) == 1:
+        return torch.cat(parts)
+    if metric.padding is None:
+        return [sample for part in parts for sample in part]
+    is_signed = all(part.dtype.is_signed for part in parts)
+    if len({len(shape) for shape in shapes}) > 1 or not is_signed:
+        got = f"samples of the shapes {shapes[0]} and {shapes[-1]} in different batches, of {parts[0].dtype}"
+        expected = "samples of one shape, or of one number of dimensions and a type that can be padded with -100"
+        do = "pad them to one length, flatten them, or return lists; padding = None in the metric's class keeps samples"
+        raise metric_error(metric.name, got, expected, do)
+    what = f"metric {metric.name!r} gets samples of different shapes, {shapes[0]} to {shapes[-1]}"
+    say_once(f"{what}: they are padded with {metric.padding:g}; padding = None in its class keeps a list of samples")
+    widths = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    return torch.cat([_pad(part, widths, metric.padding) for part in parts])
 
 
-def _join_mappings(name: str, parts: list[Mapping[Any, Any]]) -> dict[Any, Any]:
+def _pad(part: torch.Tensor, widths: list[int], value: float) -> torch.Tensor:
+    """Fill up each dimension but the first at its end."""
+    missing = [width - size for width, size in zip(widths, part.shape[1:], strict=True)]
+    return torch.nn.functional.pad(part, [number for one in reversed(missing) for number in (0, one)], value=value)
+
+
+def _join_mappings(metric: Metric, parts: list[Mapping[Any, Any]]) -> dict[Any, Any]:
     keys = sorted({tuple(part) for part in parts}, key=str)
     if len({frozenset(of_part) for of_part in keys}) > 1:
         got = f"dicts with the keys {keys[0]} and {keys[-1]} in different batches"
-        raise metric_error(name, got, "the same keys", "return the same keys for every batch")
-    return {key: _join(name, [part[key] for part in parts]) for key in keys[0]}
+        raise metric_error(metric.name, got, "the same keys", "return the same keys for every batch")
+    return {key: _join(metric, [part[key] for part in parts]) for key in keys[0]}

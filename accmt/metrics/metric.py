@@ -55,9 +55,15 @@ class Metric(ABC):
         comparator: The direction as one of ">", ">=", "<", "<=": a new value is better if `new <comparator> best`.
         main_metric: The entry of `compute`'s result that models are selected by; None is `name`.
 
+    Attributes:
+        padding: What fills up tensors whose samples have different shapes in different batches, such as the logits of
+            tokens, at the end of each dimension; None makes them a list of samples.
+
     Raises:
         MetricError: Both directions are given and contradict each other, or the comparator is unknown.
     """
+
+    padding: float | None = -100  # as transformers' Trainer has it
 
     def __init__(
         self,

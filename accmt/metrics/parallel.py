@@ -114,7 +114,7 @@ class _OfProcess(GatheredPairs):
         if not pairs:
             return {}
         metric = self._metric
-        predictions, references = join_pairs(metric.name, [pairs])
+        predictions, references = join_pairs(metric, [pairs])
         values = read_result(metric.name, metric.main_metric, metric.compute(predictions, references))
         return {name: (value, _count_samples(predictions)) for name, value in values.items()}
 

@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -169,6 +170,26 @@ def test_each_worker_may_end_with_a_short_batch_whatever_the_length_says(given):
     data = DataLoader(Sized(10), batch_size=4, num_workers=2) if given else Sized(10)
     (loader,) = build_all(lambda: data, 1, batch_size=4, num_workers=2)
     assert sorted(in_global_order([loader])) == list(range(10))
+
+
+class Repeating(IterableDataset):
+    """Knows nothing of workers: each reads all of it."""
+
+    def __iter__(self):
+        return iter(range(11))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_workers_that_each_read_all_of_a_stream_are_an_error_outside_of_training(given, caplog):
+    make = lambda: DataLoader(Repeating(), batch_size=4, num_workers=2) if given else Repeating()  # noqa: E731
+    for purpose in ("validate", "test", "predict"):
+        loader = build_loader(make(), replace(options(num_workers=2), purpose=purpose))
+        with pytest.raises(DataError, match=r"each sample comes 2 times[\s\S]*get_worker_info\(\)\.id"):
+            list(loader.micro_batches(0))
+    assert not caplog.records
+    with speaking(verbose=False):  # in which it has not been said yet
+        list(build_loader(make(), options(num_workers=2)).micro_batches(0))
+    assert "each sample comes 2 times" in caplog.text
 
 
 def test_a_plain_iterable_which_knows_nothing_of_workers_gets_one():

@@ -100,9 +100,29 @@ def test_predictions_may_be_tensors_arrays_or_lists(parts, expected):
 
 
 @pytest.mark.feature("D23")
-def test_samples_of_different_shapes_are_explained():
-    batches = [({"seen": (torch.ones(2, length), torch.ones(2))}, 1) for length in (3, 5)]
-    with pytest.raises(MetricError, match=r"\(3,\) and \(5,\) in different batches[\s\S]*pad them to one length"):
+def test_samples_of_different_shapes_are_padded_as_transformers_does():
+    metric = Seen()
+    collect([metric], *(({"seen": (torch.ones(1, 2, width), [0])}, 1) for width in (1, 3)))
+    assert metric.predictions.tolist() == [[[1, -100, -100]] * 2, [[1, 1, 1]] * 2]
+
+
+def test_the_padding_of_a_metric_may_be_another_or_none():
+    metric = Seen()
+    metric.padding = 0
+    collect([metric], *(({"seen": (torch.ones(1, width), [0])}, 1) for width in (1, 2)))
+    assert metric.predictions.tolist() == [[1, 0], [1, 1]]
+    metric.padding = None
+    collect([metric], *(({"seen": (torch.ones(1, width), [0])}, 1) for width in (1, 2)))
+    assert [sample.tolist() for sample in metric.predictions] == [[1], [1, 1]]
+
+
+@pytest.mark.feature("D23")
+@pytest.mark.parametrize(
+    "parts", [[torch.ones(2, 3), torch.ones(2, 5, 1)], [torch.ones(2, 3).bool(), torch.ones(2, 5).bool()]]
+)
+def test_samples_of_shapes_that_no_padding_fits_are_explained(parts):
+    batches = [({"seen": (part, torch.ones(2))}, 1) for part in parts]
+    with pytest.raises(MetricError, match=r"in different batches[\s\S]*pad them to one length"):
         collect([Seen()], *batches)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +11,8 @@ import torch
 
 from accmt.errors import MetricError
 from accmt.metrics.gathering import CHUNK_BYTES, _count_bytes, _cut, _join, gather_on_main_process, to_cpu
+
+OWN = SimpleNamespace(name="own", padding=-100)
 
 
 def plain(value):
@@ -34,12 +36,12 @@ def plain(value):
     ids=["dicts", "another order of keys", "lists of dicts", "nested dicts", "mixed", "strings"],
 )  # fmt: skip
 def test_parts_of_any_kind_are_put_together(parts, expected):
-    assert plain(_join("own", parts)) == expected
+    assert plain(_join(OWN, parts)) == expected
 
 
 def test_dicts_with_other_keys_are_rejected():
     with pytest.raises(MetricError, match=r"the keys \('a',\) and \('b',\) in different batches"):
-        _join("own", [{"a": [1]}, {"b": [1]}])
+        _join(OWN, [{"a": [1]}, {"b": [1]}])
 
 
 def test_tensors_are_copied_wherever_they_stand():
