@@ -197,7 +197,8 @@ class AcceleratorModule(LogsValues):
     def state_dict(self) -> dict[str, Any]:
         """Return what has to survive a crash besides model, optimizer and scheduler: JSON values and tensors.
 
-        A checkpoint holds that of the main process.
+        A checkpoint holds that of each process, where they differ. A run on another number of processes begins with
+        that of the main one.
         """
         return {}
 

@@ -37,7 +37,7 @@ class Callback:
     state: TrainingState
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to survive a crash: JSON values and tensors. A checkpoint holds that of the main process."""
+        """Return what has to survive a crash: JSON values and tensors; of each process, where they differ."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -28,7 +29,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from accmt.checkpoint.frozen import FrozenWeights, find_read_only, require_same_frozen
+from accmt.checkpoint.frozen import FrozenWeights, checksum, find_read_only, require_same_frozen
 from accmt.checkpoint.nested_tensors import (
     describe_kind,
     is_made_of_others,
@@ -50,7 +51,7 @@ from accmt.checkpoint.typed_json import TensorReference, WrappedTensor, decode, 
 from accmt.errors import CheckpointCorruptError, CheckpointError, explain
 from accmt.libraries.private_names import states_of_comm_hooks
 from accmt.messages import warn_once
-from accmt.processes import is_main_process, num_processes
+from accmt.processes import gather_objects, is_main_process, num_processes, process_index
 from accmt.sharded_tensors import is_dtensor, is_expanded
 
 _STATEFUL_HOOKS = frozenset({"PowerSGDState", "PostLocalSGDState"})  # torch's
@@ -92,7 +93,8 @@ class StateCollector:
         Processes: collective. Model and optimizers may be sharded; no process gets the whole of either.
 
         Args:
-            others: Further states by name: JSON values and tensors. Those of the main process are kept.
+            others: Further states by name: JSON values and tensors. Those of the main process are kept, and of what is
+                named "own" those of each process, where they differ.
 
         Raises:
             CheckpointError: Something cannot be stored; the message names it.
@@ -104,12 +106,36 @@ class StateCollector:
         _require_same_layout(self._layout, _layout_of(state))
         model = {name: value for name, value in state.items() if name not in frozen}
         shared, rest = split_tensors({"model": model, "optimizers": states})
-        own, other_rest = split_tensors({"others": dict(others)})
+        others = dict(others)
+        of_process, every_rest = _collect_own(others.pop("own", None))
+        own, other_rest = split_tensors({"others": others})
         shared |= {name: tensor for name, tensor in own.items() if is_dtensor(tensor)}
         own = {name: tensor for name, tensor in own.items() if name not in shared}
-        text = encode({"files": file_names(num_processes()), "frozen": frozen, **rest, **other_rest})
+        text = encode({"files": file_names(num_processes()), "frozen": frozen, **rest, **other_rest, **every_rest})
         pieces = self._planner.pieces_of(shared)
-        return CollectedState(pieces | Pieces.whole(own) if is_main_process() else pieces, text)
+        return CollectedState(pieces | Pieces.whole(own if is_main_process() else of_process), text)
+
+
+def _collect_own(state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Compare a state that each process has for itself, such as hidden states carried over its batches.
+
+    Processes: collective.
+
+    Returns:
+        This process's tensors, and the rest of the state of each process but the main one, by its number; nothing where
+        all have the same state.
+    """
+    if num_processes() == 1:
+        return {}, {}
+    tensors, rest = split_tensors({"own": state})
+    if any(map(is_dtensor, tensors.values())):  # which all processes hold together
+        tensors, rest = {}, {}
+    sums = [checksum(tensor) for tensor in tensors.values()]
+    if len(set(gather_objects(xxhash.xxh3_64_hexdigest(f"{encode(rest)} {sums}".encode())))) == 1:
+        return {}, {}
+    named, rest = split_tensors({"own": {str(process_index()): state}})
+    every = [decode(text)["own"] for text in gather_objects(encode(rest))]
+    return named, {"own": {number: own for one in every[1:] for number, own in one.items()}}
 
 
 def _reject_stateful_hooks(model: nn.Module) -> None:
@@ -134,7 +160,7 @@ def require_numbers(collected: CollectedState) -> None:
     The norm of a tensor tells, in one pass and without memory of its own; infinite entries, as in masks, are allowed.
     """
     for name, tensor in collected.pieces.tensors.items():
-        if name.startswith("others.") or not tensor.is_floating_point() or tensor.element_size() == 1:
+        if name.startswith(("others.", "own.")) or not tensor.is_floating_point() or tensor.element_size() == 1:
             continue
         if torch.isnan(torch.linalg.vector_norm(tensor)):
             do = "find the step that caused it: a loss or a gradient was not finite"
@@ -229,6 +255,8 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
     for optimizer, state in zip(optimizers, loaded["optimizers"], strict=True):
         restore_optimizer(model, optimizer, state)
     others: dict[str, Any] = loaded["others"]
+    if "own" in loaded:
+        others["own"] = {"num_processes": len(saved["files"]), "states": loaded["own"]}
     return others
 
 

@@ -187,8 +187,10 @@ class ManualSteps:
                 run.stepper.clip(_parameters_of(optimizer))
             if loss is None or num_data_processes() == 1:
                 return loss
-            mean = sum_over_data((float(loss) * self._last_factor,))[0] / num_data_processes()
-            return torch.full_like(loss, mean) if isinstance(loss, torch.Tensor) else mean
+            is_tensor = isinstance(loss, torch.Tensor)
+            value = loss.item() if is_tensor else float(loss)
+            mean = sum_over_data((value * self._last_factor,))[0] / num_data_processes()
+            return torch.full_like(loss, mean) if is_tensor else mean
 
         return evaluate
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accmt.callbacks import Callback
+from accmt.callbacks import Callback, MainProcessCallback
 from accmt.checkpoint.engine import load_state
 from accmt.config.changes import Change, changed_arguments
 from accmt.data import UnshardedLoader, reader_of
@@ -19,6 +19,7 @@ from accmt.libraries.private_names import note_optimizer_step
 from accmt.messages import say, warn
 from accmt.optimization.resuming import group_arguments, restore_scheduler
 from accmt.parallel.reduction import broadcast_buffers
+from accmt.processes import num_processes, process_index
 from accmt.recovery.resume import Resumed
 from accmt.run import Run
 from accmt.secrets import hide
@@ -76,7 +77,18 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
         "recovery": run.recovery.state_dict(),
         "next_stage": run.snapshot.next_stage,
         "made_step": run.snapshot.made_step,
+        "own": {"module": parts["module"], "trainer": local["trainer"], "callbacks": _of_each_process(run, local)},
     }
+
+
+def _of_each_process(run: Run, local: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of the user's callbacks that act on every process."""
+    own = {
+        name
+        for name, callback in _named(run.callbacks).items()
+        if not (isinstance(callback, MainProcessCallback) or type(callback).__module__.startswith("accmt."))
+    }
+    return {name: state for name, state in (local["callbacks"] or {}).items() if name in own}
 
 
 class LocalState:
@@ -149,6 +161,7 @@ def restore(run: Run, resumed: Resumed) -> None:
     built = group_arguments(run.stepper.optimizer)
     others = load_state(run.model, None if resets_optimizer else [run.stepper.optimizer], resumed.folder)
     built += group_arguments(run.stepper.optimizer)[len(built) :]
+    others = _with_own(others)
     if not resets_optimizer:
         _restore_scheduler(run, others, built, resumed.changes)
     for name, part in stateful_parts(run).items():
@@ -164,6 +177,23 @@ def restore(run: Run, resumed: Resumed) -> None:
     run.checkpoints.continue_from(resumed.folder)
     _restore_callbacks(run, others["callbacks"])
     run.module.trainer.update_state(others["trainer"])
+
+
+def _with_own(others: dict[str, Any]) -> dict[str, Any]:
+    """Return the states of a checkpoint with those that this process had for itself, on as many processes as then."""
+    if "own" not in others:
+        return others
+    before = others["own"]["num_processes"]
+    if before != num_processes():
+        what = f"module, callbacks or Trainer had a state of its own on each of {before} processes"
+        warn(f"{what}, and there are {num_processes()} now: each begins with that of process 0")
+        return others
+    own = others["own"]["states"].get(str(process_index()))
+    if own is None:  # the main process
+        return others
+    parts = {**others["parts"], "module": own["module"]}
+    callbacks = {**others["callbacks"], **own["callbacks"]}
+    return {**others, "parts": parts, "callbacks": callbacks, "trainer": own["trainer"]}
 
 
 def _restore_scheduler(
