@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
@@ -241,6 +244,20 @@ class SWA(WeightAverage):
         if self._statistics_of_training:
             _copy(self._statistics_of_training, self.trainer.run.batch_norm.buffers(self._layers))
             self._statistics_of_training = {}
+
+
+@contextmanager
+def using_average(callbacks: Iterable[Callback]) -> Iterator[None]:
+    """Let the model have the average of its weights, where the run keeps one, as evaluations in training do."""
+    averages = [callback for callback in callbacks if isinstance(callback, WeightAverage) and not callback.is_in_place]
+    with torch.no_grad():
+        for average in averages:
+            average.on_evaluation_start()
+    try:
+        yield
+    finally:
+        for average in reversed(averages):
+            average.on_evaluation_end()
 
 
 def _like(kept: Tensor | None, weight: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,11 +10,21 @@ from typing import Any
 
 from torch import nn
 
-from accmt.callbacks.base import Callback, MainProcessCallback
+from accmt.callbacks.base import Callback, LambdaCallback, MainProcessCallback
 from accmt.callbacks.hooks import HOOK_PREFIXES, HOOKS, ONCE_PER_BATCH, names_of_hooks, reject_unknown_hook
 from accmt.errors import ModuleContractError, explain
+from accmt.messages import warn_once
 
 Hook = Callable[..., Any]
+
+_CHANGED_IN_PLACE = {
+    "batch": "batch[0].add_(noise), say; or change it in the collate function, or at the start of the step",
+    "loss": "return another loss from training_step",
+    "outputs": "return something else from the step",
+    "values": 'values["name"] = number',
+    "metrics": 'metrics["name"] = number',
+}
+"""What hooks get and may change, and how, where other trainers take what a hook returns."""
 
 
 _INSTEAD = {
@@ -86,13 +97,42 @@ class Hooks:
         found: dict[str, list[Hook]] = {name: [] for name in HOOKS}
         self.callbacks = tuple(sorted(acting, key=_order_of))
         for callback in self.callbacks:
-            is_users = not type(callback).__module__.startswith("accmt.")
+            is_users = not type(callback).__module__.startswith("accmt.") or isinstance(callback, LambdaCallback)
             for name, methods in find_hooks(callback).items():
                 if seed is not None and is_users and name not in ONCE_PER_BATCH:
                     found[name].append(_seeding(seed, f"{type(callback).__qualname__}.{name}"))
-                found[name] += methods
+                where = f"{type(callback).__qualname__}.{name}"
+                found[name] += [self._noticing(name, where, method) for method in methods] if is_users else methods
         for name, methods in found.items():
             setattr(self, name, tuple(methods))
+
+    def _noticing(self, name: str, where: str, method: Hook) -> Hook:
+        """Let the first call of a hook say that what it returns is ignored; from then on the hook is called itself."""
+        keyword = next((one for one in HOOKS[name] if one in _CHANGED_IN_PLACE), None)
+        if keyword is None or not _may_return(method):
+            return method
+
+        def first(**data: Any) -> None:
+            returned, passed = method(**data), data[keyword]
+            setattr(self, name, tuple(method if hook is first else hook for hook in getattr(self, name)))
+            if returned is not None and type(returned) is type(passed):
+                got, do = f"a {type(returned).__name__} is returned, which is ignored", _CHANGED_IN_PLACE[keyword]
+                warn_once(explain(where, got, f"a hook that changes the {keyword} in place", do), about=where)
+
+        return first
+
+
+def _may_return(method: Hook) -> bool:
+    """Return whether a function has a `return` of anything but None, as far as its code shows that."""
+    method = inspect.unwrap(method)
+    code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)
+    before = None
+    for instruction in dis.get_instructions(code) if code is not None else ():
+        is_none = instruction.argval is None if instruction.opname == "RETURN_CONST" else before == ("LOAD_CONST", None)
+        if instruction.opname in ("RETURN_VALUE", "RETURN_CONST") and not is_none:
+            return True
+        before = instruction.opname, instruction.argval
+    return False
 
 
 def _seeding(seed: Callable[[str], None], purpose: str) -> Hook:
@@ -156,7 +196,11 @@ def _with_wanted_keywords(callback: object, attribute: str, method: Hook, keywor
 
 
 def _taking(method: Hook, wanted: tuple[str, ...]) -> Hook:
-    return lambda **data: method(**{name: data[name] for name in wanted})
+    def hook(**data: Any) -> Any:
+        return method(**{name: data[name] for name in wanted})
+
+    hook.__wrapped__ = method  # type: ignore[attr-defined]
+    return hook
 
 
 def build_callbacks(value: Any) -> list[Any]:

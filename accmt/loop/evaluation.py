@@ -19,9 +19,10 @@ from accmt.data import Loader, MicroBatch, derive_seed, seed_generators
 from accmt.data.bad_samples import BadSamples
 from accmt.errors import AccmtError, ModuleContractError, explain
 from accmt.huggingface.batch_faults import add_note_of_batch
+from accmt.libraries.private_names import count_writes
 from accmt.loop.bad_sample_counts import report_bad_samples
 from accmt.loop.step_outputs import read_validation_output, read_weight
-from accmt.messages import warn
+from accmt.messages import warn, warn_once
 from accmt.metrics import Metric, ValidationCollector
 from accmt.metrics.consolidation import consolidate, find_members, require_members
 from accmt.metrics.results import describe, find_scalar
@@ -102,10 +103,21 @@ class EvaluationResults(Callback):
 
     def __init__(self) -> None:
         self._has_user_hooks: bool | None = None
+        self._writes: int | None = None
+
+    def on_validation_end(self) -> None:
+        """Note which weights are evaluated."""
+        self._writes = self._count_writes()
 
     def on_evaluation_end(self, metrics: dict[str, Any]) -> None:
         """Agree on the results, and log them."""
         run: Run = self.trainer.run
+        if self._writes != self._count_writes() and run.saver.selection.names:
+            what = (
+                "on_evaluation_end has changed the weights: the model that is saved is not the one that was evaluated"
+            )
+            do = "a callback that swaps weights for an evaluation swaps them back with order = math.inf"
+            warn_once(f"{what}; {do}", about="weights changed after an evaluation")
         run.stepper.evaluate_again()
         if self._has_user_hooks is None:
             self._has_user_hooks = bool(run.user_hooks("on_evaluation_end"))
@@ -116,6 +128,13 @@ class EvaluationResults(Callback):
             metrics.update(agreed)
         _log_results(run, metrics)
         _step_on_plateau(run, metrics)
+
+    def _count_writes(self) -> int | None:
+        """Return how often weights were written in place; None where an optimizer or shards move them anyway."""
+        run = self.trainer.run
+        if run.is_sharded or run.stepper.has_modes:
+            return None
+        return sum(count_writes(weight) for weight in run.unwrapped_model.parameters())
 
 
 def _read_added(name: str, value: Any) -> float:

@@ -93,6 +93,11 @@ class Stepper:
             with self._around_backward():
                 self._accelerator.backward(loss)
 
+    @property
+    def has_modes(self) -> bool:
+        """Whether the optimizer trains other weights than it evaluates."""
+        return bool(self._with_modes)
+
     def begin_training(self) -> None:
         """Let an optimizer begin to train that trains other weights than it evaluates, as schedule-free ones do."""
         self._set_modes(is_training=True)

@@ -17,6 +17,7 @@ import torch
 
 from accmt import huggingface
 from accmt.callbacks import Callback
+from accmt.callbacks.averaging import using_average
 from accmt.data.options import length_of
 from accmt.errors import AccmtError, SavingError, explain
 from accmt.messages import say, warn
@@ -135,11 +136,11 @@ class ModelSaver(Callback):
                 hook(folder=folder)
 
     def save_last(self, run: Run) -> None:
-        """Save the weights at the end of the run.
+        """Save the weights at the end of the run: those that evaluations use, which may be an average.
 
         Processes: collective.
         """
-        with suppress(_NotSavedError):
+        with suppress(_NotSavedError), using_average(run.callbacks):
             self._try_saving(run, {LAST: run.settings.model_folder / "last"})
 
     def _try_saving(self, run: Run, folders: Mapping[str, Path]) -> None:

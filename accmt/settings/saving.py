@@ -55,7 +55,7 @@ class SavingSettings:
         model_saving_above: Saves only while the value that decides is above this; a dict is by name.
         max_shard_size: Largest weight file: bytes, or text such as "5GB".
         safe_serialization: True writes safetensors, tied weights included; False writes `pytorch_model*.bin`.
-        save_last: Whether the last weights are saved to `<model_path>/last` too.
+        save_last: Whether the last weights are saved to `<model_path>/last` too; with `EMA` or `SWA` their average.
         patience: Evaluations in a row without a better value before training ends: a number, or text such as
             "3 evals"; a dict, such as `{"accuracy": 3}`, counts each value for itself, and may hold a dict for each:
             `{"accuracy": {"patience": 3, "min_delta": 0.001, "stopping_threshold": 0.99, "check_finite": True}}`. A

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
@@ -13,8 +13,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from accmt.callbacks import Callback
-from accmt.callbacks.averaging import WeightAverage
 from accmt.checkpoint.engine import load_state
 from accmt.checkpoint.store import CheckpointStore
 from accmt.errors import NoCheckpointError, explain
@@ -64,19 +62,6 @@ def using_weights(
         yield
     finally:
         model.load_state_dict(own)
-
-
-@contextmanager
-def using_average(callbacks: Iterable[Callback]) -> Iterator[None]:
-    """Let the model have the running average of its weights, where the run keeps one, as evaluations in training do."""
-    averages = [callback for callback in callbacks if isinstance(callback, WeightAverage) and not callback.is_in_place]
-    for average in averages:
-        average.on_evaluation_start()
-    try:
-        yield
-    finally:
-        for average in reversed(averages):
-            average.on_evaluation_end()
 
 
 def _copy(value: Any) -> Any:

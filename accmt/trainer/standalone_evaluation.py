@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from accmt.callbacks.averaging import WeightAverage
+from accmt.callbacks.averaging import WeightAverage, using_average
 from accmt.callbacks.progress import draw_batches
 from accmt.data import Loader, MicroBatch, WrappedLoader, draw_seed
 from accmt.errors import ArgumentError, explain
@@ -43,7 +43,7 @@ from accmt.setup.same_on_processes import find_same_data
 from accmt.setup.torch_flags import working
 from accmt.setup.user_data import UserData
 from accmt.state import TrainingState
-from accmt.trainer.chosen_weights import CheckpointPath, using_average, using_weights
+from accmt.trainer.chosen_weights import CheckpointPath, using_weights
 from accmt.trainer.properties import TrainerProperties
 
 if TYPE_CHECKING:

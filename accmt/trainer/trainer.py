@@ -156,7 +156,7 @@ class Trainer(TrainerProperties):
         checkpointer: An object of yours that stores checkpoints instead: `accmt.Checkpointer`.
         async_checkpointing: Whether files are written while training continues.
         reset_optimizer_on_resume: Whether optimizer and scheduler start from the beginning when training resumes.
-        save_last: Whether the last weights are saved to `<model_path>/last` too.
+        save_last: Whether the last weights are saved to `<model_path>/last` too; with `EMA` or `SWA` their average.
         metrics: What is computed over all samples of a validation set: `Metric`s, `torchmetrics` metrics, names such as
             "f1", metrics of `evaluate`, a list of them, a dict of them by name, or a dict of lists by validation set.
             In a dict of names "min" or "max" is the better direction of a value that a step or a hook reports itself,
