@@ -24,7 +24,19 @@ from accmt.libraries.private_names import is_compiled, looking_at_compiled_calls
 from accmt.messages import say_once, warn_once
 
 _IGNORED = -100
-_SAY_WHAT_COUNTS = ("labels", "future_values", "future_observed_mask")
+_SAY_WHAT_COUNTS = frozenset(
+    {
+        "input_ids",
+        "attention_mask",
+        "labels",
+        "start_positions",
+        "bool_masked_pos",
+        "future_values",
+        "future_observed_mask",
+    }
+)
+_DETECT_REPLACED_TOKENS = frozenset({"ElectraForPreTraining", "FunnelForPreTraining"})
+_OF_SENTENCES = frozenset({"next_sentence_label", "sentence_order_label", "mc_labels"})
 
 
 class _Call(NamedTuple):
@@ -108,20 +120,38 @@ class OwnLoss:
         loss = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "loss", None)
         if not isinstance(loss, torch.Tensor) or named.get("num_items_in_batch") is not None:
             return  # with which the loss is a sum over this batch's tokens, divided by that number
-        if getattr(model.config, "ctc_loss_reduction", None) == "sum":
-            got = f"the loss of {type(model).__name__} is a sum over samples: it grows with the batch, and is averaged"
-            warn_once(
-                f"{got} over batches; write model.config.ctc_loss_reduction = 'mean'", about="a loss that is a sum"
-            )
-        if getattr(model.config, "use_guided_attention_loss", False):
-            got = f"the loss of {type(model).__name__} adds guided attention, a mean over other things than its frames"
-            depends = "it depends on how samples are batched and shared"
-            do = "write model.config.use_guided_attention_loss = False"
-            warn_once(f"{got}: {depends}; {do}", about="guided attention")
+        _warn_of_other_losses(model, named)
         inputs = {name: named[name] for name in _SAY_WHAT_COUNTS if isinstance(named.get(name), torch.Tensor)}
         objects = self._objects_of.get(model)
         if objects is not None or _kind_of_targets(model, inputs) is not None:
             self.calls.append(_Call(weakref.ref(loss), inputs, model, objects))
+
+
+def _warn_of_other_losses(model: Any, named: Mapping[str, Any]) -> None:
+    """Name a loss that no weight makes independent of how samples are batched and shared."""
+    name = f"the loss of {type(model).__name__}"
+    over = do = ""
+    if named.get("sampled_negative_indices") is not None:
+        over = "masked frames"
+        do = 'return {"loss": loss / number, "weight": number} with number = mask_time_indices.sum()'
+    elif getattr(model.config, "ctc_loss_reduction", None) == "sum":
+        over, do = "samples", "write model.config.ctc_loss_reduction = 'mean'"
+    if over:
+        warn_once(
+            f"{name} is a sum over {over}: it grows with the batch, and is averaged over batches; {do}",
+            about="a loss that is a sum",
+        )
+    added = [key for key in _OF_SENTENCES if named.get(key) is not None]
+    if added and named.get("labels") is not None:
+        added = ["a mean over sentences to the one over tokens"]
+    elif getattr(model.config, "use_guided_attention_loss", False):
+        added = ["guided attention to a mean over frames (model.config.use_guided_attention_loss = False drops it)"]
+    else:
+        return
+    warn_once(
+        f"{name} adds {added[0]}: one weight fits only one of them, so accumulation and several processes change it",
+        about="a loss that adds means",
+    )
 
 
 @contextmanager
@@ -161,6 +191,7 @@ def count_targets(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
         None where the loss is a mean over samples.
     """
     labels: Any = inputs.get("labels")
+    is_target: torch.Tensor
     match _kind_of_targets(model, inputs):
         case "target pixels":
             is_target = labels != model.config.semantic_loss_ignore_index
@@ -170,6 +201,12 @@ def count_targets(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
             # Of several series the models count a point in time only where all of them were observed.
             mask = inputs["future_observed_mask"]
             is_target = mask if mask.ndim == 2 else mask.amin(-1)
+        case "answers":
+            is_target = inputs["start_positions"] < inputs["input_ids"].shape[-1]  # others were cut off
+        case "masked patches":
+            is_target = inputs["bool_masked_pos"]
+        case "real tokens":
+            is_target = inputs["attention_mask"] == 1
         case "target tokens":
             is_first_none = predicts_next_token(model) and not begins_with_prompt(model)
             is_target = (labels[:, 1:] if is_first_none else labels) != _IGNORED
@@ -181,7 +218,9 @@ def count_targets(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
 
 def _kind_of_targets(model: Any, inputs: Mapping[str, Any]) -> str | None:
     """Return what the loss of a model is a mean over, in words; None where it is the samples, or nobody knows."""
-    labels = inputs.get("labels")
+    labels, name = inputs.get("labels"), type(model).__name__
+    if name in _DETECT_REPLACED_TOKENS and inputs.get("attention_mask") is not None:
+        return "real tokens"
     if _is_of_tokens(model, labels):
         return "target tokens"
     if _is_of_pixels(model, labels):
@@ -191,6 +230,10 @@ def _kind_of_targets(model: Any, inputs: Mapping[str, Any]) -> str | None:
     mask = inputs.get("future_observed_mask")
     if isinstance(mask, torch.Tensor) and inputs.get("future_values") is not None and hasattr(model, "config"):
         return "observed values"
+    if getattr(inputs.get("start_positions"), "ndim", 0) == getattr(inputs.get("input_ids"), "ndim", 0) - 1 == 1:
+        return "answers"
+    if name.endswith("ForMaskedImageModeling") and inputs.get("bool_masked_pos") is not None:
+        return "masked patches"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from accmt import AcceleratorModule, Callback, SFTModule
 from accmt.errors import ModuleContractError
+from accmt.huggingface.own_loss import _kind_of_targets, count_targets
 from accmt.module_kinds import HuggingFaceModule
 from tests.conversations import make_tokenizer
 from tests.toys import make_trainer
@@ -175,6 +177,94 @@ def test_frames_and_observed_values_are_counted(kind: Any, targets: str, caplog:
     assert trainer.state.metrics["val_loss"] == pytest.approx(loss, rel=1e-5)
     said = f"as it is: each batch weighs its {targets.removesuffix(' of two series')}"
     assert (said in caplog.text) == (kind is Own)
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+IMAGES = {**SMALL, "image_size": 8, "patch_size": 4}
+MASKED = torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]).bool()
+
+
+def make_text_inputs() -> dict[str, torch.Tensor]:
+    rows = make_rows()[:4]
+    return {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "attention_mask")}
+
+
+def replaced() -> tuple[Any, dict[str, torch.Tensor], str]:
+    batch = make_text_inputs()
+    labels = batch["input_ids"] % 2  # at padding, too
+    model = transformers.ElectraForPreTraining(transformers.ElectraConfig(vocab_size=20, embedding_size=8, **SMALL))
+    torch.nn.init.normal_(model.discriminator_predictions.dense_prediction.weight)
+    return model, {**batch, "labels": labels}, "real tokens"
+
+
+def cut_off() -> tuple[Any, dict[str, torch.Tensor], str]:
+    answers = torch.tensor([3, 512, 5, 1])
+    model = transformers.BertForQuestionAnswering(transformers.BertConfig(vocab_size=20, **SMALL))
+    torch.nn.init.normal_(model.qa_outputs.weight)
+    return model, {**make_text_inputs(), "start_positions": answers, "end_positions": answers}, "answers"
+
+
+def patches() -> tuple[Any, dict[str, torch.Tensor], str]:
+    pixels = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    model = transformers.ViTForMaskedImageModeling(transformers.ViTConfig(**IMAGES, encoder_stride=4))
+    return (
+        model,
+        {"pixel_values": pixels * torch.arange(1, 5)[:, None, None, None], "bool_masked_pos": MASKED},
+        "masked patches",
+    )
+
+
+@pytest.mark.parametrize("make", [replaced, cut_off, patches])
+def test_the_weighted_mean_of_two_batches_is_the_loss_of_both(make: Any) -> None:
+    torch.manual_seed(0)
+    model, batch, targets = make()
+    halves = [{name: value[part] for name, value in batch.items()} for part in (slice(2), slice(2, 4))]
+    with torch.no_grad():
+        whole, losses = model(**batch).loss, torch.stack([model(**half).loss for half in halves])
+    assert _kind_of_targets(model, batch) == targets
+    weights = torch.stack([count_targets(model, half) for half in halves])
+    assert weights[0] != weights[1]
+    assert (losses * weights).sum() / weights.sum() == pytest.approx(whole.item(), rel=1e-5)
+    assert losses.mean() != pytest.approx(whole.item(), rel=1e-4)
+
+
+def sentences() -> tuple[Any, dict[str, torch.Tensor]]:
+    batch = make_text_inputs()
+    labels = {"labels": batch["input_ids"], "next_sentence_label": torch.tensor([0, 1, 0, 1])}
+    return transformers.BertForPreTraining(transformers.BertConfig(vocab_size=20, **SMALL)), {**batch, **labels}
+
+
+def frames() -> tuple[Any, dict[str, torch.Tensor]]:
+    convolutions = {"conv_dim": (4,), "conv_stride": (4,), "conv_kernel": (4,), "num_feat_extract_layers": 1}
+    codes = {"num_codevectors_per_group": 4, "codevector_dim": 8, "proj_codevector_dim": 8, "num_negatives": 2}
+    sizes = {name: value for name, value in SMALL.items() if "prob" not in name}
+    places = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    config = transformers.Wav2Vec2Config(**convolutions, **codes, **sizes, **places, ctc_loss_reduction="mean")
+    mask = torch.arange(10).repeat(4, 1) % 2 == 0
+    negatives = torch.zeros(4, 10, 2, dtype=torch.long)
+    inputs = {"input_values": torch.randn(4, 40), "mask_time_indices": mask, "sampled_negative_indices": negatives}
+    return transformers.Wav2Vec2ForPreTraining(config), inputs
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (sentences, "adds a mean over sentences to the one over tokens"),
+        (frames, "is a sum over masked frames: it grows with the batch.*mask_time_indices.sum"),
+    ],
+)
+def test_a_loss_that_no_weight_fits_is_named(make: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = make()
+    rows = [{name: value[row] for name, value in batch.items()} for row in range(4)]
+    train(Own(model), rows=rows, verbose=True)
+    assert re.search(said, caplog.text)
 
 
 def test_a_loss_that_adds_a_mean_over_other_things_is_named(caplog: pytest.LogCaptureFixture) -> None:
