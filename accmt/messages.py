@@ -46,7 +46,7 @@ def columns_of_messages() -> int | None:
     """Return how wide a message may be to stay on one line of the terminal; None where there is none."""
     try:
         columns = os.get_terminal_size(sys.stderr.fileno()).columns
-    except (OSError, ValueError):  # of what is no terminal, or no file
+    except (AttributeError, OSError, ValueError):  # of what is no terminal, no file, or nothing at all
         return None
     return columns - len(PREFIX) if columns else None
 
@@ -57,6 +57,8 @@ class _BarFriendlyHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm.std import tqdm
 
+        if sys.stderr is None or sys.stderr.closed:
+            return
         try:
             tqdm.write(PREFIX + self.format(record), file=sys.stderr)
         except Exception:  # noqa: BLE001 - as every handler of the standard library: a closed terminal stops nothing

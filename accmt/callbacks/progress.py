@@ -6,8 +6,9 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from time import perf_counter
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Any, Protocol, TextIO, TypeGuard, TypeVar
 
 from accmt.callbacks.base import MainProcessCallback
 from accmt.messages import say
@@ -182,7 +183,7 @@ class _Bar:
             desc=stage,
             total=total,
             initial=initial,
-            file=stream,
+            file=_Tolerant(stream),
             bar_format=f"{{desc}} {'{n_fmt} steps {elapsed}' if total is None else counted}{{values}}",
             ascii=" ╸━" if encoding.lower().startswith("utf") else " -#",
             colour="green" if stream is sys.stderr and stream.isatty() and "NO_COLOR" not in os.environ else None,
@@ -240,7 +241,8 @@ def draw_batches(
     if not _is_drawn(stream, enable):
         return iter(batches)
     interval = SECONDS_BETWEEN_DRAWINGS
-    bar = _bar_class()(desc=text, total=total, file=stream, unit=" batches", dynamic_ncols=True, mininterval=interval)
+    file = _Tolerant(stream)
+    bar = _bar_class()(desc=text, total=total, file=file, unit=" batches", dynamic_ncols=True, mininterval=interval)
     return _drawn(batches, bar, count)
 
 
@@ -251,8 +253,28 @@ def _drawn(batches: Iterable[T], bar: Any, count: Callable[[T], int]) -> Iterato
             bar.update(count(batch))
 
 
-def _is_drawn(stream: TextIO, enable: bool | None) -> bool:  # noqa: FBT001 - None is a third answer
+def _is_drawn(stream: TextIO | None, enable: bool | None) -> TypeGuard[TextIO]:  # noqa: FBT001 - None is a third answer
+    if stream is None or stream.closed:
+        return False
     return stream.isatty() if enable is None else enable
+
+
+class _Tolerant:
+    """A stream whose errors end no run: its terminal, or the pipe behind it, may be gone."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 def _bar_class() -> Any:

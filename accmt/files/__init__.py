@@ -10,10 +10,12 @@ from accmt.files.atomic import (
     write_text,
 )
 from accmt.files.folders import (
+    current_folder,
     find_free_name,
     find_surplus,
     format_bytes,
     free_space,
+    is_current,
     place_beside,
     place_inside,
     staging_folder,
@@ -25,6 +27,7 @@ __all__ = [
     "LOCK_NAME",
     "FolderLock",
     "FolderTakenError",
+    "current_folder",
     "dumps",
     "find_free_name",
     "find_surplus",
@@ -33,6 +36,7 @@ __all__ = [
     "free_space",
     "fsync_file",
     "fsync_folder",
+    "is_current",
     "loads",
     "place_beside",
     "place_inside",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -27,6 +28,26 @@ def staging_folder(folder: Path, purpose: str) -> Iterator[Path]:
         yield staged
     finally:
         shutil.rmtree(staged)
+
+
+def current_folder() -> Path:
+    """Return the current folder; where it was deleted, the place that it had."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        try:
+            place = str(Path("/proc/self/cwd").readlink()).removesuffix(" (deleted)")
+        except OSError:  # not Linux
+            place = os.environ.get("PWD", os.sep)
+        return Path(place)
+
+
+def is_current(folder: Path) -> bool:
+    """Return whether the program is in a folder."""
+    try:
+        return Path.cwd() == folder
+    except FileNotFoundError:  # deleted: nothing relative can be found any more
+        return False
 
 
 def find_free_name(path: Path) -> Path:

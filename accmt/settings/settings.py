@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -11,6 +13,7 @@ from typing import Any, ClassVar
 
 from accmt.config import HyperParameters
 from accmt.errors import ArgumentError, HyperParameterError, SeveralFaultsError
+from accmt.files import current_folder, is_current
 from accmt.secrets import remember
 from accmt.settings.data import DataSettings
 from accmt.settings.evaluation import EvaluationSettings
@@ -47,7 +50,7 @@ class Settings:
     data: DataSettings
     running: RunningSettings
     failures: FailureSettings
-    home: Path = field(default_factory=Path.cwd, compare=False)
+    home: Path = field(default_factory=current_folder, compare=False)
 
     GROUPS: ClassVar[dict[str, type]] = {
         "saving": SavingSettings,
@@ -75,6 +78,8 @@ class Settings:
         """
         values = {name: fspath(value) if isinstance(value, PathLike) else value for name, value in arguments.items()}
         remember(values)
+        if not current_folder().is_dir():
+            _import_without_folder()
         faults, parts = _Faults(), dict[str, Any]()
         with faults.collecting():
             names = values.keys() - {"tracker_kwargs"}
@@ -89,7 +94,7 @@ class Settings:
 
     def from_home(self, path: str | PathLike[str]) -> Path:
         """Return a path as written while the program is in that working folder, and an absolute one elsewhere."""
-        return Path(path) if Path.cwd() == self.home else self.home / path
+        return Path(path) if is_current(self.home) else self.home / path
 
     @property
     def model_folder(self) -> Path:
@@ -153,3 +158,14 @@ class _Faults:
             is_mixed = any(isinstance(error, HyperParameterError) for error in self._errors)
             kind = SeveralFaultsError if is_mixed else ArgumentError
             raise kind("\n\n".join(["faults in several places", *map(str, self._errors)]))
+
+
+def _import_without_folder() -> None:
+    """Import the part of torch that asks for the current folder, which optimizers need, where that was deleted."""
+    here = os.open(".", os.O_RDONLY)
+    try:
+        os.chdir(os.sep)
+        importlib.import_module("torch._dynamo")
+    finally:
+        os.fchdir(here)
+        os.close(here)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from accmt.files import is_current
+
 DEFAULT_LOGGING_DIR = "logs"
 
 _MAX_BYTES = 180  # file systems take 255; names of files are made from it, too
@@ -86,7 +88,7 @@ class RunPlace:
     @property
     def shown_folder(self) -> Path:
         """The run folder for messages: as the user wrote it, while the program is in the folder where it was then."""
-        is_there = Path.cwd() == self.home and not Path(self.logging_dir).is_absolute() and self.folder is None
+        is_there = is_current(self.home) and not Path(self.logging_dir).is_absolute() and self.folder is None
         return replace(self, home=Path()).run_folder if is_there else self.run_folder
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 from accmt.errors import ArgumentError, MissingPackageError, SavingError, TrackerError, explain
-from accmt.files import FolderLock, FolderTakenError, require_writable_folder
+from accmt.files import FolderLock, FolderTakenError, current_folder, require_writable_folder
 from accmt.messages import say, warn
 from accmt.secrets import hide, hide_text
 from accmt.tracking.delivery import Delivery, wait_for_the_end
@@ -64,7 +64,7 @@ class Tracking:
         offline: Literal["auto"] | bool = "auto",
         home: Path | None = None,
     ) -> None:
-        self._place = RunPlace(os.fspath(logging_dir), track_name, run_name, home=home or Path.cwd())
+        self._place = RunPlace(os.fspath(logging_dir), track_name, run_name, home=home or current_folder())
         self._trackers = _name_each(trackers, kwargs_of_each(trackers, tracker_kwargs))
         self._is_main_process = is_main_process
         self._is_quiet = not verbose
