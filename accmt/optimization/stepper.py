@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accmt.errors import ModuleContractError, explain
 from accmt.libraries.private_names import multiply_
 from accmt.optimization.chained import ChainedOptimizer, mesh_by_mesh
 from accmt.optimization.clipping import clip_gradients
-from accmt.sharded_tensors import by_mesh, mesh_of
+from accmt.sharded_tensors import by_mesh, is_dtensor, mesh_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -87,11 +88,16 @@ class Stepper:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss` to those of the window."""
-        if self._is_plain_backward:
-            loss.backward()  # type: ignore[no-untyped-call]
-        else:
-            with self._around_backward():
-                self._accelerator.backward(loss)
+        try:
+            if self._is_plain_backward:
+                loss.backward()  # type: ignore[no-untyped-call]
+            else:
+                with self._around_backward():
+                    self._accelerator.backward(loss)
+        except RuntimeError as error:
+            if "storage of size 0" in str(error) and any(map(is_dtensor, self.parameters)):
+                raise _freed_shards(error) from error
+            raise
 
     @property
     def has_modes(self) -> bool:
@@ -213,3 +219,10 @@ class Stepper:
 def _has_modes(optimizer: Any) -> bool:
     """Return whether an optimizer changes the weights between training and evaluation: `train()` and `eval()`."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def _freed_shards(error: Exception) -> ModuleContractError:
+    got = f"a gradient of a gradient (create_graph=True), or a second backward of one forward: {error}"
+    expected = "one backward for each forward: FSDP2 frees the gathered weights after it"
+    do = "train without `parallelism`: accmt launch --strat ddp"
+    return ModuleContractError(explain("the backward of a model that FSDP2 shards", got, expected, do))

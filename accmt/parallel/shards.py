@@ -55,7 +55,28 @@ def shard_model(model: nn.Module, accelerator: Accelerator, optimizer: Optimizer
         message = explain("the model, sharded by FSDP2", str(error), expected, do)
         raise ModuleContractError(message) from error
     _require_tied(model, tied)
+    _require_one_type(model)
     generate_together(model)
+
+
+def _require_one_type(model: nn.Module) -> None:
+    """Check that what FSDP2 gathers together is of one type, which torch asserts in the first forward only."""
+    of_others: set[nn.Module] = set()
+    for part in reversed(list(_fsdp_modules(model))):  # what is within another comes first
+        own = {
+            f"{path}.{name}".removeprefix("."): weight
+            for path, layer in part.named_modules()
+            if layer not in of_others
+            for name, weight in layer.named_parameters(recurse=False)
+            if weight.requires_grad
+        }
+        of_others |= set(part.modules())
+        kinds = {weight.dtype: name for name, weight in own.items()}
+        if len(kinds) > 1:
+            got = ", ".join(f"{name} of {dtype}" for dtype, name in kinds.items())
+            expected = "trained weights of one type in each group of layers that is sharded"
+            do = 'self.model.float() before fit, and Trainer(mixed_precision="bf16")'
+            raise ModuleContractError(explain("the model, sharded by FSDP2", got, expected, do))
 
 
 def _names_of_tied(model: nn.Module) -> list[list[str]]:

@@ -12,7 +12,9 @@ from torch import nn
 
 from accmt.checkpoint.engine import StateCollector, write_state
 from accmt.checkpoint.folder_names import step_name
+from accmt.checkpoint.frozen import checksum
 from accmt.checkpoint.manifest import MANIFEST_NAME
+from accmt.checkpoint.nested_tensors import split_tensors
 from accmt.checkpoint.retention import move_back
 from accmt.checkpoint.store import CheckpointStore
 from accmt.checkpoint.trial import try_optimizer
@@ -30,6 +32,11 @@ from accmt.settings.saving import Checkpointer
 _UNFINISHED = (
     "a checkpoint is due in the middle of a step: the module has called backward and not yet step_optimizer, or not "
     "zero_grad before the next backward, and gradients are in no checkpoint; it is written when one is due after a step"
+)
+
+_CHANGED_TEACHER = (
+    "self.teacher has changed since training began, and no checkpoint holds it: a resumed run begins with the one that "
+    "the module builds; return self.teacher.state_dict() from the module's `state_dict`, and load it in load_state_dict"
 )
 
 
@@ -62,6 +69,7 @@ class Checkpoints:
         self._store = CheckpointStore(self.folder, max_checkpoints=options.max_checkpoints, group=self._group)
         self._writer = self._build_writer() if is_on else None
         self._has_begun = False
+        self._teacher: list[object] = []
 
     def _build_writer(self) -> CheckpointWriter:
         is_async = self._settings.checkpoints.async_checkpointing
@@ -102,6 +110,7 @@ class Checkpoints:
 
         Processes: collective.
         """
+        self._teacher = _sample(run.module.teacher)
         if self._writer is not None:
             self._store.claim()
             self._begin_folder(run, self._store)
@@ -210,6 +219,8 @@ class Checkpoints:
     def _save(self, run: Run, *, force: bool, at: Mapping[str, Any] | None = None) -> None:
         run.require_equal_replicas()
         others = collect_others(run, at)
+        if _sample(run.module.teacher) != self._teacher and not split_tensors(others["parts"]["module"])[0]:
+            warn_once(_CHANGED_TEACHER, about="teacher")
         counters = others["parts"]["state"]
         step = counters["global_step"]
         if self._checkpointer is not None:
@@ -296,6 +307,12 @@ class Checkpoints:
         if not self._is_failing:
             warn(f"{error}\nTraining continues, and the next checkpoint is tried when it is due.")
         self._is_failing = True
+
+
+def _sample(teacher: nn.Module | None) -> list[object]:
+    """Return checksums of three weights of a teacher, which show one that follows the model."""
+    weights = [] if teacher is None else list(teacher.parameters())
+    return [checksum(weights[index]) for index in {0, len(weights) // 2, len(weights) - 1} if weights]
 
 
 def _raise(error: CheckpointError) -> None:

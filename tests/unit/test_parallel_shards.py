@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from accmt import ChainedOptimizer
 from accmt.errors import ModuleContractError
-from accmt.parallel.shards import _embeddings_for_themselves, try_steps_of_shards
+from accmt.optimization.stepper import Stepper
+from accmt.parallel.shards import _embeddings_for_themselves, _require_one_type, try_steps_of_shards
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 8}
 
@@ -67,3 +70,28 @@ def test_an_optimizer_that_cannot_step_shards_is_an_error_before_the_first_step(
     other = nn.Parameter(torch.ones(2))
     chained = ChainedOptimizer([torch.optim.Adafactor([other]), torch.optim.SGD([shard])])
     try_steps_of_shards(chained)  # Adafactor has a whole weight only
+
+
+def test_a_group_of_layers_of_two_types_is_an_error_before_the_first_forward(shard: nn.Parameter) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Sequential(nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    _require_one_type(model)  # each is a group by itself
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    mixed[1].bias.data = mixed[1].bias.data.bfloat16()
+    fully_shard(mixed, mesh=mesh)
+    with pytest.raises(ModuleContractError, match=r"got: 1\.weight of torch\.float32, 1\.bias of torch\.bfloat16"):
+        _require_one_type(mixed)
+    mixed[1].bias.requires_grad_(requires_grad=False)
+    _require_one_type(mixed)
+
+
+def test_a_gradient_of_a_gradient_with_freed_shards_is_explained(shard: nn.Parameter) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    stepper = Stepper(Accelerator(cpu=True), torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs = torch.ones(3, 2, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    with pytest.raises(ModuleContractError, match="FSDP2 frees the gathered weights after it"):
+        stepper.backward(gradient.square().sum())
