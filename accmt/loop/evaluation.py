@@ -132,7 +132,7 @@ class EvaluationResults(Callback):
     def _count_writes(self) -> int | None:
         """Return how often weights were written in place; None where an optimizer or shards move them anyway."""
         run = self.trainer.run
-        if run.is_sharded or run.stepper.has_modes:
+        if run.is_sharded or run.stepper.trains_other_weights:
             return None
         return sum(count_writes(weight) for weight in run.unwrapped_model.parameters())
 

@@ -70,7 +70,7 @@ class Stepper:
         if isinstance(optimizer, ChainedOptimizer):
             optimizer.is_mixed, self._is_mixed = self._is_mixed, False
         every = optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
-        self._with_modes: list[Any] = [one for one in every if _has_modes(one)]
+        self._with_modes: list[Any] = [one for one in every if has_modes(one)]
         self._is_training = False
         self._trained: list[tuple[nn.Parameter, torch.Tensor]] | None = None
         is_plain = self._scaler is None and type(accelerator).backward is Accelerator.backward
@@ -100,7 +100,7 @@ class Stepper:
             raise
 
     @property
-    def has_modes(self) -> bool:
+    def trains_other_weights(self) -> bool:
         """Whether the optimizer trains other weights than it evaluates."""
         return bool(self._with_modes)
 
@@ -216,7 +216,7 @@ class Stepper:
                 parameter.grad = None
 
 
-def _has_modes(optimizer: Any) -> bool:
+def has_modes(optimizer: Any) -> bool:
     """Return whether an optimizer changes the weights between training and evaluation: `train()` and `eval()`."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 

@@ -18,6 +18,7 @@ from accmt.libraries.private_names import (
     twin_of,
 )
 from accmt.optimization import needs_closure
+from accmt.optimization.stepper import has_modes
 from accmt.parallel.meta import is_on_meta
 from accmt.parallel.reduction import broadcast_tensors, require_same_tensors
 from accmt.processes import num_data_processes, num_processes
@@ -202,10 +203,13 @@ def _kind_of(weight: Any) -> object:
 
 
 def _try_step(optimizer: Optimizer, group: Mapping[str, Any], weight: Any) -> None:
-    twin, copied = twin_of(optimizer), nn.Parameter(weight.detach().clone())
+    twin: Any = twin_of(optimizer)
+    copied = nn.Parameter(weight.detach().clone())
     copied.grad = copied.detach() * 0.5 + 0.01
     twin.param_groups = [{**group, "params": [copied]}]
     closure: dict[str, Any] = {"closure": lambda: copied.detach().sum()} if needs_closure(optimizer) else {}
+    if has_modes(twin):  # which steps in training mode only
+        twin.train()
     try:
         type(twin).step(twin, **closure)
     except Exception as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accmt.errors import ArgumentError, explain
+from accmt.secrets import hide
 from accmt.tracking.history import HISTORY_FILE, read_history
 from accmt.tracking.media import Media
 from accmt.tracking.values import HIGHER_IS_BETTER, LOWER_IS_BETTER, flatten
@@ -138,7 +139,7 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(
         name=folder.resolve().name,
         folder=folder,
-        config=dict(flatten(config)),
+        config=dict(flatten(hide(config))),
         curves=_read_curves(logged, start),
         evaluations=_read_evaluations(logged),
         events=_read_events(read_history(folder, include_superseded=True), start),

@@ -21,6 +21,7 @@ from accmt import ChainedOptimizer
 from accmt.errors import ModuleContractError
 from accmt.optimization.stepper import Stepper
 from accmt.parallel.shards import _embeddings_for_themselves, _require_one_type, try_steps_of_shards
+from tests.schedule_free import FreeSGD
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 8}
 
@@ -60,7 +61,7 @@ def shard(tmp_path: Path) -> Iterator[nn.Parameter]:
 
 def test_an_optimizer_that_cannot_step_shards_is_an_error_before_the_first_step(shard: nn.Parameter) -> None:
     sgd, adam = torch.optim.SGD([shard], lr=0.1, momentum=0.9), torch.optim.AdamW([shard], fused=True)
-    for one in (sgd, adam):
+    for one in (sgd, adam, FreeSGD([shard])):
         try_steps_of_shards(one)
         assert not one.state
     assert torch.equal(shard.full_tensor(), torch.ones(4, 3))
