@@ -112,7 +112,7 @@ class EvaluationResults(Callback):
     def on_evaluation_end(self, metrics: dict[str, Any]) -> None:
         """Agree on the results, and log them."""
         run: Run = self.trainer.run
-        if self._writes != self._count_writes() and run.saver.selection.names:
+        if self._writes not in (None, self._count_writes()) and run.saver.selection.names:
             what = (
                 "on_evaluation_end has changed the weights: the model that is saved is not the one that was evaluated"
             )

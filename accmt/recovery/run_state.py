@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from torch import nn
 
 from accmt.callbacks import Callback, MainProcessCallback
 from accmt.checkpoint.engine import load_state
@@ -34,7 +35,7 @@ def stateful_parts(run: Run) -> dict[str, Stateful]:
         "running_averages": run.running_averages,
         "selection": run.saver.selection,
         "tracking": run.tracking,
-        "module": run.module,
+        "module": _state_of_module(run.module),
         "trained": run.trained,
         "clock": run.clock,
     }
@@ -46,6 +47,28 @@ def stateful_parts(run: Run) -> dict[str, Stateful]:
     if ranks is not None:
         parts["adalora"] = ranks
     return parts
+
+
+class _PartsBeside:
+    """The state of a module that is an `nn.Module` too: its buffers and frozen parts beside the model and the teacher.
+
+    Its own `state_dict` would hold the model once more, under names that depend on the wrapper.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        state = nn.Module.state_dict(self._module)
+        return {name: value for name, value in state.items() if name.split(".")[0] not in ("model", "teacher")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        nn.Module.load_state_dict(self._module, state, strict=False)
+
+
+def _state_of_module(module: Any) -> Stateful:
+    is_mixed = isinstance(module, nn.Module) and type(module).state_dict is nn.Module.state_dict
+    return _PartsBeside(module) if is_mixed else module
 
 
 def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, Any]:

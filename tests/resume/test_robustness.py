@@ -467,3 +467,33 @@ def test_a_teacher_that_changes_and_is_in_no_checkpoint_is_said(kind, is_said, c
         trainer = make("out/m", {"epochs": 1 + resume}, checkpoint_every="epoch", resume=resume)
         trainer.fit(kind(), make_points(24))
     assert caplog.text.count("self.teacher has changed since training began") == (2 if is_said else 0)
+
+
+class AlsoModule(nn.Module, AcceleratorModule):
+    """Has a buffer beside the model, which its steps change."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 1)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def training_step(self, batch):
+        self.mean.lerp_(batch[0].mean(0), 0.5)
+        return nn.functional.mse_loss(self.model(batch[0] - self.mean), batch[1])
+
+
+def test_a_module_that_is_an_nn_module_too_resumes_with_what_it_has_beside_the_model():
+    def run(path, epochs, **settings):
+        module = AlsoModule()
+        trainer = make(path, {"epochs": epochs, "scheduler": None}, checkpoint_every="epoch", **settings)
+        trainer.fit(module, make_points(24))
+        return trainer, module.state_dict()
+
+    trainer, whole = run("out/a", 2)
+    run("out/b", 1)
+    _, resumed = run("out/b", 2, resume=True)
+    assert whole["mean"].any()
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+    (state,) = trainer.checkpoint_path.glob("*2/state.json")
+    assert "module.model" not in state.read_text()
