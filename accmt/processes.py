@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+import struct
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Generic, ParamSpec, TypeVar
+from functools import reduce, wraps
+from operator import add
+from types import CodeType, FrameType
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from accmt.activity import describe_activity
+from accmt.errors import ModuleContractError, explain
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -24,6 +32,13 @@ _is_alone = False
 _ranks_per_batch = 1  # of a run; see `share_batches`
 _index_after_leaving = 0
 _host_group: tuple[Any, dist.ProcessGroup] | None = None  # the default group, and the one beside it for host memory
+_serving: list[str] = []  # the Trainer's methods that are running, which every process has to call
+_tags: dict[tuple[CodeType, str], int] = {}
+names_of_threads: set[str] = set()
+"""The groups in which other threads than the main one communicate."""
+_TAG = struct.Struct("qq")  # the number of a call, and how many bytes it sends
+_INLINE = 112
+_LONGEST = 400
 
 
 @contextmanager
@@ -102,10 +117,9 @@ def sum_over_processes(values: Sequence[float]) -> list[float]:
     """
     if num_processes() == 1:
         return [float(value) for value in values]
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total, group=_group_of_host())
-    result: list[float] = total.tolist()
-    return result
+    layout = struct.Struct(f"{len(values)}d")
+    every = [layout.unpack(one) for one in _gather_bytes(layout.pack(*values), None)]
+    return [reduce(add, of_all) for of_all in zip(*every, strict=True)]
 
 
 def sum_over_data(values: Sequence[float]) -> list[float]:
@@ -116,20 +130,111 @@ def sum_over_data(values: Sequence[float]) -> list[float]:
     return sum_over_processes(values if is_counted() else [0.0] * len(values))
 
 
-def _group_of_host() -> dist.ProcessGroup | None:
-    """Return the group for what is in host memory; None, which is the default group, where that one can do it.
+def _group_of_host() -> dist.ProcessGroup:
+    """Return the group for what is in host memory, in which nothing but the functions here communicates.
 
-    On GPUs the default group takes tensors of the device only: a number of the host would stand there behind all that
-    is queued, and the host would wait for the backward pass at each step.
+    What a user's code or the reduction of gradients sends meets none of it, whatever the processes are doing. On GPUs
+    the default group takes tensors of the device only: a number of the host would stand there behind all that is
+    queued, and the host would wait for the backward pass at each step.
 
     Processes: collective, at the first call with a default group.
     """
     global _host_group  # noqa: PLW0603 - as long-lived as the default group of torch
-    if "cpu:" in dist.get_backend_config():
-        return None
     if _host_group is None or _host_group[0] is not dist.group.WORLD:
         _host_group = dist.group.WORLD, dist.new_group(backend="gloo")
     return _host_group[1]
+
+
+def _gather_bytes(own: bytes, group: dist.ProcessGroup | None, *, source: int | None = None) -> list[bytes]:
+    """Return the bytes of every process, or those of `source` alone; all processes have to be in the same call.
+
+    A header goes first: a number of the call, the size, and the bytes themselves if they are few, as they mostly are.
+    So calls that do not belong together are found before one takes what the other has sent.
+
+    Raises:
+        ModuleContractError: Another process is in another call.
+    """
+    tag = _tag_of_caller(_serving[-1] if _serving and group is None else "")  # another group is of another thread
+    group = group or _group_of_host()
+    is_sent = source is None or source == process_index()
+    sent = own if is_sent else b""
+    header = _TAG.pack(tag, len(sent)) + sent[:_INLINE].ljust(_INLINE, b"\0")
+    headers = _all_gather(header, group)
+    tags_and_sizes = [_TAG.unpack_from(one) for one in headers]
+    if any(other != tag for other, _ in tags_and_sizes):
+        _raise_apart(group)
+    largest = max(size for _, size in tags_and_sizes)
+    if largest <= _INLINE:
+        every = [one[_TAG.size : _TAG.size + size] for one, (_, size) in zip(headers, tags_and_sizes, strict=True)]
+    elif source is None:
+        padded = _all_gather(sent.ljust(largest, b"\0"), group)
+        every = [one[:size] for one, (_, size) in zip(padded, tags_and_sizes, strict=True)]
+    else:
+        buffer = torch.frombuffer(bytearray(sent or largest), dtype=torch.uint8)
+        dist.broadcast(buffer, src=source, group=group)
+        return [buffer.numpy().tobytes()]
+    return every if source is None else [every[source]]
+
+
+def _all_gather(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """Return bytes of every process, as many of each."""
+    tensor = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    every = [torch.empty_like(tensor) for _ in range(num_processes())]
+    dist.all_gather(every, tensor, group=group)
+    return [one.numpy().tobytes() for one in every]
+
+
+def _tag_of_caller(call: str) -> int:
+    """Return a number for the function that calls into this module, on behalf of a call of the user's."""
+    own: CodeType = _tag_of_caller.__code__
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename == own.co_filename and frame.f_back is not None:
+        frame = frame.f_back
+    key = frame.f_code, call
+    if key not in _tags:
+        _tags[key] = zlib.crc32(f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname} {call}".encode())
+    return _tags[key]
+
+
+@contextmanager
+def serving(call: str) -> Iterator[None]:
+    """Let what communicates in this context belong to a call of the user's, which every process has to make.
+
+    The processes meet first, so that nothing that the model sends meets what another one sends elsewhere.
+
+    Processes: collective.
+    """
+    _serving.append(call)
+    try:
+        if num_processes() > 1:
+            _gather_bytes(b"", None)
+        yield
+    finally:
+        _serving.pop()
+
+
+def describe_call(frame: FrameType | None) -> str:
+    """Return what the main thread, with this frame, is doing, and for which call of the user's."""
+    doing = describe_activity(frame)
+    return doing if not _serving or _serving[-1] in doing else f"{_serving[-1]}, {doing}"
+
+
+def _raise_apart(group: dist.ProcessGroup) -> NoReturn:
+    """Raise, on every process, what each of them is doing."""
+    own = describe_call(sys._getframe(2)).encode()[:_LONGEST]
+    doing = [one.rstrip(b"\0").decode(errors="replace") for one in _all_gather(own.ljust(_LONGEST, b"\0"), group)]
+    raise ModuleContractError(explain_apart(dict(enumerate(doing))))
+
+
+def explain_apart(doing: Mapping[int, str]) -> str:
+    """Return the message about processes that wait for one another in different calls."""
+    groups: dict[str, list[int]] = {}
+    for index, what in doing.items():
+        groups.setdefault(what, []).append(index)
+    got = "; ".join(f"process {', '.join(map(str, indices))}: {what}" for what, indices in groups.items())
+    do = "make calls that need every process on all of them, outside `if trainer.is_main:` and the like; "
+    do += "only the main process writes files anyway"
+    return explain("processes that wait for one another", got, "the same call on every process", do)
 
 
 def new_cpu_group() -> dist.ProcessGroup | None:
@@ -140,7 +245,11 @@ def new_cpu_group() -> dist.ProcessGroup | None:
 
     Processes: collective.
     """
-    return dist.new_group(backend="gloo") if num_processes() > 1 else None
+    if num_processes() == 1:
+        return None
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    names_of_threads.add(group.group_name)
+    return group
 
 
 def close_cpu_group(group: dist.ProcessGroup | None) -> None:
@@ -156,9 +265,7 @@ def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[
     """
     if num_processes() == 1:
         return [value]
-    gathered: list[Any] = [None] * num_processes()
-    dist.all_gather_object(gathered, value, group=group or _group_of_host())
-    return gathered
+    return [pickle.loads(one) for one in _gather_bytes(pickle.dumps(value), group)]
 
 
 def gather_from_data(value: T) -> list[T]:
@@ -181,9 +288,9 @@ def broadcast_object(value: T, *, source: int = 0, group: dist.ProcessGroup | No
     """
     if num_processes() == 1:
         return value
-    holder: list[Any] = [value]
-    dist.broadcast_object_list(holder, src=source, group=group or _group_of_host())
-    result: T = holder[0]
+    own = pickle.dumps(value) if process_index() == source else b""
+    [sent] = _gather_bytes(own, group, source=source)
+    result: T = pickle.loads(sent)
     return result
 
 
@@ -215,7 +322,12 @@ def run_on_every_process(action: Callable[[], T]) -> list[T]:
             every process, so that none waits for the others.
     """
     own = _Result.of(action)
-    every = gather_objects(own.for_others())
+    try:
+        every = gather_objects(own.for_others())
+    except Exception:
+        if own.error is None:
+            raise
+        raise own.error from None  # because of which the others may be elsewhere
     own.unwrap()
     return [result.unwrap() for result in every]
 

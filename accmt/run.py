@@ -469,11 +469,6 @@ class Run(EvaluationRun):
 
         return BatchNormStatistics(self)
 
-    def note_call(self, name: str) -> None:
-        """Tell the other processes of a call of the user's which all have to make, so that one alone is an error."""
-        if self.watch is not None:
-            self.watch.calls.note(name)
-
     def user_hooks(self, name: str) -> list[Callable[..., Any]]:
         """Return what the user's callbacks and module have at a hook."""
         return [hook for owner in (*self.callbacks, self.module) for hook in find_hooks(owner).get(name, ())]

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -26,8 +27,10 @@ import torch.distributed as dist
 from accmt.errors import AccmtError, Preempted, ProcessFailedError, is_out_of_memory, place_of
 from accmt.failures.board import Board
 from accmt.failures.interruption import Interruption, Reason
-from accmt.failures.lone_calls import LoneCalls
 from accmt.failures.machines import LEFT, Machine, SignsOfLife
+from accmt.failures.waits import Stand, Waits
+from accmt.libraries.private_names import count_collectives
+from accmt.processes import describe_call, names_of_threads
 from accmt.settings.handlers import Handler
 
 _POLL_S = 0.1
@@ -41,6 +44,9 @@ _PROCESS = "process"
 _COLLECTIVES = ("torch/distributed/", "accmt/processes.py")
 _WRAPPER = "torch/nn/parallel/distributed.py"
 _BACKWARD = "torch/autograd/graph.py"
+_OPERATORS = "torch/_ops.py"
+_FUNCTIONS = "torch/distributed/distributed_c10d.py"
+_NEWEST = 4
 _WAITING = (*_COLLECTIVES, _BACKWARD)
 
 
@@ -57,7 +63,6 @@ class Watch:
 
     Attributes:
         board: Where processes leave notes.
-        calls: Those of the user that need every process.
         has_failed: Whether this process has reported its failure.
         is_apart: Whether it failed while others did not, so that nothing can be done together any more.
     """
@@ -73,7 +78,7 @@ class Watch:
         machine_timeout_s: float | None = None,
     ) -> None:
         self.board = board
-        self.calls = LoneCalls(board)
+        self._waits_of_all = Waits(board, lambda: describe_call(self._main_frame()))
         self._signs: SignsOfLife | None = None
         if machine_timeout_s is not None and len(machines) > 1:
             self._signs = SignsOfLife(board, machines, machine_timeout_s, self._end_lost)
@@ -253,14 +258,13 @@ class Watch:
         if now - self._last_census > _CENSUS_S:
             self._last_census = now
             self._look_for_failures(now)
+            self._end_if_apart(now)
         if self._interruption.is_asked or self.board.has_news():
             self._interruption.agree()
             for answer in self._answers:
                 answer()
             self._look_for_failures(now)
-            self.calls.read()
         self._end_if_stuck(now)
-        self._end_if_called_alone(now)
         self._end_if_hung(now)
 
     def _look_for_failures(self, now: float) -> None:
@@ -282,10 +286,10 @@ class Watch:
         for index in self.find_lost():
             self._end(f"process {index} was killed while this one was waiting for it")
 
-    def _end_if_called_alone(self, now: float) -> None:
-        if self.has_failed or self._failure_seen_at is not None or not self.calls.are_open():
+    def _end_if_apart(self, now: float) -> None:
+        if self.has_failed or self._failure_seen_at is not None or self.board.count == 1:
             return
-        error = self.calls.find(now, waits=self._waits(now))
+        error = self._waits_of_all.look(now, self._find_stand(now))
         if error is not None:
             try:
                 raise error  # the launcher's summary has its traceback
@@ -294,14 +298,29 @@ class Watch:
             self._post_failure(str(error), is_consequence=False)
             self._end(str(error))
 
+    def _find_stand(self, now: float) -> Stand:
+        frame = self._main_frame()
+        is_named = frame is not None and frame.f_code.co_filename.endswith(_FUNCTIONS)
+        function = frame.f_code.co_name if is_named and frame is not None else None
+        return Stand(self._waits(now), count_collectives(leaving_out=names_of_threads), function)
+
+    def _main_frame(self) -> FrameType | None:
+        return sys._current_frames().get(self._main_thread)
+
     def _waits(self, now: float) -> bool:
         """Return whether the main thread waits for other processes; in a backward, only the processor time shows it."""
         (at, used), self._cpu_used = self._cpu_used, (now, time.process_time())
-        stack = traceback.format_stack(sys._current_frames().get(self._main_thread))[-4:]
-        if _WRAPPER in stack[-1] or any(path in line for line in stack for path in _COLLECTIVES):
-            # The wrapper's frame is also above a forward that computes, so for it only the last frame counts.
+        files: list[str] = []
+        frame = self._main_frame()
+        while frame is not None and len(files) < _NEWEST:
+            files.append(frame.f_code.co_filename)
+            frame = frame.f_back
+        # Of what communicates only the last frame counts: it is also above a forward that computes, or an action.
+        if files and any(path in files[0] for path in (*_COLLECTIVES, _WRAPPER)):
             return True
-        is_in_backward = any(_BACKWARD in line for line in stack)
+        if len(files) > 1 and _OPERATORS in files[0] and _COLLECTIVES[0] in files[1]:
+            return True
+        is_in_backward = any(_BACKWARD in file for file in files)
         return is_in_backward and self._cpu_used[1] - used < _COMPUTING * (now - at)
 
     def _end_if_hung(self, now: float) -> None:

@@ -553,3 +553,18 @@ def reduction_of(metric: torchmetrics.Metric, state: str) -> Any:
 def set_update_count(metric: torchmetrics.Metric, count: int) -> None:
     """Let a metric take itself for updated so often."""
     metric._update_count = count
+
+
+def count_collectives(*, leaving_out: Iterable[str] = ()) -> dict[str, int]:
+    """Return how many collectives this process has begun in each group, but for the groups of these names."""
+    from torch.distributed.distributed_c10d import _world
+
+    if not dist.is_initialized():
+        return {}
+    counted: dict[str, int] = {}
+    for group in list(_world.pg_map):
+        if group.group_name not in leaving_out:
+            ranks = list(_world.pg_group_ranks[group])
+            name = f"{group.group_name} of {len(ranks)} from {min(ranks)}"  # groups of a mesh may share a name
+            counted[name] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return counted

@@ -46,7 +46,7 @@ class ShardedState:
 
         Processes: main only, within `lend`.
         """
-        broadcast_object(name)
+        _announce(name)
         return make_whole(self._own[name]).cpu()
 
     def fetch_outlined(self, outlines: Mapping[str, Tensor]) -> Callable[[str], Tensor] | None:
@@ -68,18 +68,24 @@ class ShardedState:
         Raises:
             Exception: What the action raised, on every process.
         """
-        return run_on_main_process(lambda: self._act(action)) if is_main_process() else self._follow(action)
+        if not is_main_process():
+            self._follow()
+        return run_on_main_process(lambda: self._act(action))
 
     def _act(self, action: Callable[[], T]) -> T:
         try:
             return action()
         finally:
-            broadcast_object(_END)
+            _announce(_END)
 
-    def _follow(self, action: Callable[[], T]) -> T:
-        while (name := broadcast_object(_END)) != _END:
+    def _follow(self) -> None:
+        while (name := _announce(_END)) != _END:
             make_whole(self._own[name])
-        return run_on_main_process(action)
+
+
+def _announce(name: str) -> str:
+    """Return the name that the main process passes, on every process."""
+    return broadcast_object(name)
 
 
 class StreamedFile:

@@ -24,7 +24,7 @@ from accmt.loop.prediction import predict
 from accmt.messages import say
 from accmt.module import AcceleratorModule, defines
 from accmt.parallel.shards import is_sharded
-from accmt.processes import broadcast_object, is_main_process, num_processes, run_on_main_process
+from accmt.processes import broadcast_object, is_main_process, num_processes, run_on_main_process, serving
 from accmt.run import EvaluationRun, Run
 from accmt.setup.accelerator import build_accelerator
 from accmt.setup.build import connect_hooks, gather_callbacks
@@ -115,8 +115,6 @@ def find_request(
         do = f"call trainer.{function} in on_evaluation_start, on_evaluation_end, on_update_end or on_epoch_end"
         raise ArgumentError(explain(f"trainer.{function}", got, expected, do))
     trainer._evaluated = module
-    if last is not None and trainer.state.status == "running":
-        last.note_call(f"trainer.{function}")
     return Request(
         trainer=trainer,
         function=function,
@@ -140,7 +138,7 @@ def evaluate_alone(request: Request, results_output: str | PathLike[str] | None)
         AccmtError: A fault in module, data, weights or metrics.
     """
     output = None if results_output is None else Path(results_output).absolute()
-    with working(request.trainer.settings.running):
+    with serving(f"trainer.{request.function}"), working(request.trainer.settings.running):
         if output is not None:
             require_writable_folder(output.parent, "results_output")
         results = _evaluate(request)
@@ -176,7 +174,7 @@ def predict_alone(request: Request, *, keeps: bool) -> Any:
     Raises:
         AccmtError: A fault in module, data, weights or step.
     """
-    with working(request.trainer.settings.running), _open(request) as run:
+    with serving("trainer.predict"), working(request.trainer.settings.running), _open(request) as run:
         predictions = predict(run, keeps=keeps)
     return predictions[""] if list(predictions) == [""] else predictions
 

@@ -577,10 +577,11 @@ class Trainer(TrainerProperties):
             RuntimeError: There was no run yet.
             OSError: The folder cannot be written.
         """
+        from accmt.processes import serving
         from accmt.recovery.model_saver import save_model
 
-        self.run.note_call("trainer.save_model")
-        save_model(self.run, self.settings.model_folder if path is None else Path(path))
+        with serving("trainer.save_model"):
+            save_model(self.run, self.settings.model_folder if path is None else Path(path))
 
     def register_model_saving(
         self, name: str, saving_below: Bound | None = None, saving_above: Bound | None = None
@@ -617,16 +618,18 @@ class Trainer(TrainerProperties):
             CheckpointError: The folder cannot be written (`fit` raises that while a run trains), or the run has failed:
                 its state may be that of the middle of a step.
         """
+        from accmt.processes import serving
+
         folder = None if path is None else Path(path).absolute()
         if self.state.status in ("failed", "interrupted"):
             got = "a run that ended in the middle of an optimizer step"
             do = "Trainer(handlers=Handler.ALL), which saves the last finished step"
             raise CheckpointError(explain("save_checkpoint", got, "a run that is training, or came to its end", do))
-        self.run.note_call("trainer.save_checkpoint")
-        if self.state.status == "running":
-            self.run.checkpoints.request(folder)
-        else:
-            self.run.checkpoints.save(self.run, folder)
+        with serving("trainer.save_checkpoint"):
+            if self.state.status == "running":
+                self.run.checkpoints.request(folder)
+            else:
+                self.run.checkpoints.save(self.run, folder)
 
     def load_checkpoint(self, path: str | PathLike[str] | None = None) -> Checkpoint | None:
         """Choose the checkpoint that the next `fit` continues from, whatever `resume` says.

@@ -143,14 +143,29 @@ def test_where_one_process_fails_before_or_after_training_all_end_with_that_erro
     assert "Connection reset" not in of_main
 
 
+ALONE = ("on_fit_start:validate", "on_update_end:save_model", "on_update_end:save_checkpoint", "on_epoch_end:predict")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["save_model", "save_checkpoint", "validate"])
-def test_a_call_by_the_main_process_alone_is_no_hang_but_an_error(tmp_path: Path, name: str) -> None:
-    forks, printed = run_together(SCRIPTS / "called_alone.py", name, str(tmp_path), processes=2)
-    assert all(fork.poll() for fork in forks)
-    assert f"trainer.{name}\n" in printed
-    assert "a call by process 0, while process 1 waits for it elsewhere" in printed
-    assert "call it outside `if trainer.is_main" in printed
+def test_a_call_by_the_main_process_alone_is_no_hang_but_an_error_that_names_both(tmp_path: Path) -> None:
+    cases = (*ALONE, "on_fit_end:validate")
+    _, printed = run_together(SCRIPTS / "called_alone.py", str(tmp_path), *cases, processes=2)
+    for index in range(2):
+        errors = json.loads((tmp_path / f"{index}.json").read_text())
+        assert len(errors) == len(cases), printed[-3000:]
+        for case, error in zip(cases, errors, strict=True):
+            assert f"process 0: trainer.{case.split(':')[1]} (called_alone.py:" in error
+            assert "; process 1: " in error
+            assert "outside `if trainer.is_main" in error
+
+
+@pytest.mark.slow
+def test_a_call_by_the_main_process_alone_while_another_is_in_its_step_ends_both_and_says_so(tmp_path: Path) -> None:
+    case = "on_before_training_step:save_model"
+    forks, printed = run_together(SCRIPTS / "called_alone.py", str(tmp_path), case, processes=2)
+    assert -signal.SIGKILL in [fork.poll() for fork in forks]  # where it waits, in a collective, no error reaches it
+    assert "process 0: trainer.save_model in a training step (called_alone.py:" in printed
+    assert "; process 1: a training step (toys.py:" in printed
 
 
 @pytest.mark.slow

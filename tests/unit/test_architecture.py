@@ -14,6 +14,7 @@ LAYERS = [
     {
         "errors",
         "files",
+        "activity",
         "processes",
         "state",
         "messages",
