@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from accmt.libraries.private_names import open_store
 from accmt.loop.weighting import AccumulationWindow, Weighting
 from accmt.parallel.step_collectives import meet
 from accmt.processes import (
@@ -76,8 +77,9 @@ def main() -> None:
             "windows": close_windows(),
         }
     of_all = gather_objects({**answers, "devices": sorted(devices.seen)})
+    rank, store = process_index(), dist.PrefixStore("next", open_store())  # else it has the keys of groups that ended
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=None)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     answers_of_next = gather_objects(sum_over_processes([1.0]))
     if is_main_process():
         unfinished = Path(sys.argv[1] + ".tmp")
