@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -21,7 +22,7 @@ from accmt.libraries import private_names as names
 PACKAGE = Path(accmt.__file__).parent
 HOME = PACKAGE / "libraries" / "private_names.py"
 MODULE = names.__name__
-OF_PYTHON = {"_exit", "_current_frames", "_actions", "_asdict", "_fields", "_typeshed"}
+OF_PYTHON = {"_exit", "_current_frames", "_getframe", "_actions", "_asdict", "_fields", "_typeshed"}
 
 
 def used_private_names(path: Path) -> set[str]:
@@ -89,6 +90,23 @@ def missing(library: str, name: str, function: str) -> str:
 
 
 # torch
+
+
+def test_torch_counts_the_collectives_of_each_group(tmp_path):
+    assert names.count_collectives() == {}
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        group = dist.new_group([0])
+        before = names.count_collectives()
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1), group=group)
+        dist.all_reduce(torch.ones(1), group=group)
+        after = names.count_collectives()
+        what = missing("torch", "_get_sequence_number_for_group", "count_collectives")
+        assert sorted(after[name] - before[name] for name in after) == [1, 2], what
+        assert len(names.count_collectives(leaving_out={group.group_name})) == 1
+    finally:
+        dist.destroy_process_group()
 
 
 def test_torch_pins_batches_of_any_kind():
