@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -20,17 +21,39 @@ PIN_NAME = "PINNED"
 def list_published(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if STEP.fullmatch(path.name) and path.is_dir())
+    with os.scandir(folder) as entries:  # which knows what is a folder without asking for each
+        return sorted(folder / entry.name for entry in entries if STEP.fullmatch(entry.name) and entry.is_dir())
 
 
-def list_by_age(folder: Path) -> list[tuple[Path, Manifest]]:
-    """Return the checkpoints whose manifest can be read, oldest first."""
-    read = [(path, _read_ours(path)) for path in list_published(folder)]
-    ours = [(path, manifest) for path, manifest in read if manifest is not None]
-    return sorted(ours, key=lambda item: item[1].sequence)
+class Ages:
+    """The ages of a folder's checkpoints: each manifest is read once, however many checkpoints are kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[tuple[str, int, int], int] = {}
+
+    def oldest_first(self) -> list[tuple[Path, int]]:
+        """Return the checkpoints whose manifest can be read, each with its place among all that there ever were."""
+        ages: list[tuple[Path, int]] = []
+        known = self._known
+        self._known = {}
+        for path in list_published(self._folder):
+            try:
+                stat = (path / MANIFEST_NAME).stat()
+            except OSError:
+                continue
+            key = path.name, stat.st_ino, stat.st_mtime_ns
+            if key not in known:
+                manifest = _read_ours(path)
+                if manifest is None:
+                    continue
+                known[key] = manifest.sequence
+            self._known[key] = known[key]
+            ages.append((path, known[key]))
+        return sorted(ages, key=lambda item: item[1])
 
 
-def prune(folder: Path, *, newest: Path, num_kept: int) -> None:
+def prune(folder: Path, ages: Ages, *, newest: Path, num_kept: int) -> None:
     """Delete the checkpoints that are too many, and damaged ones that the newest has overtaken.
 
     Pinned folders stay and do not count; nor does anything without a manifest of ours, which somebody else may have
@@ -38,8 +61,10 @@ def prune(folder: Path, *, newest: Path, num_kept: int) -> None:
 
     Processes: main only.
     """
-    ours = [path for path, _ in list_by_age(folder) if path != newest and is_deletable(path)]
-    surplus = ours[: max(len(ours) - (num_kept - 1), 0)]
+    kept = [path for path, _ in ages.oldest_first() if path != newest]
+    if len(kept) >= num_kept:  # else there is no need to look into each
+        kept = [path for path in kept if is_deletable(path)]
+    surplus = kept[: max(len(kept) - (num_kept - 1), 0)]
     for path in (*surplus, *_find_overtaken(folder, newest)):
         delete(path, step=_step_in(path))
 

@@ -39,7 +39,7 @@ from accmt.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from accmt.checkpoint.retention import dispose, list_by_age, list_published, make_durable, move, prune, remove
+from accmt.checkpoint.retention import Ages, dispose, list_published, make_durable, move, prune, remove
 from accmt.errors import CheckpointError, explain
 from accmt.files import (
     LOCK_NAME,
@@ -140,6 +140,7 @@ class CheckpointStore:
         self._group = group
         self._num_kept = 1 if max_checkpoints is None else max_checkpoints
         self._in_progress: Path | None = None
+        self._ages = Ages(folder)
         self._claim: FolderLock | None = None
 
     def claim(self) -> None:
@@ -270,7 +271,7 @@ class CheckpointStore:
             # fails, there is no checkpoint of this name, or a complete one.
             for folder in (staging.folder, *(path for path in staging.folder.rglob("*") if path.is_dir())):
                 fsync_folder(folder)
-            sequence = 1 + max((manifest.sequence for _, manifest in list_by_age(self.folder)), default=0)
+            sequence = 1 + max((sequence for _, sequence in self._ages.oldest_first()), default=0)
             manifest = Manifest.of_this_run(step=staging.step, sequence=sequence, files=files, info=info)
             write_manifest(staging.folder, manifest)
             self._rename(staging, published)
@@ -278,7 +279,7 @@ class CheckpointStore:
             self._discard(staging.folder)
             raise
         self._in_progress = None
-        prune(self.folder, newest=published, num_kept=self._num_kept)
+        prune(self.folder, self._ages, newest=published, num_kept=self._num_kept)
         return published
 
     def _rename(self, staging: Staging, published: Path) -> None:

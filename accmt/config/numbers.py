@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -38,6 +39,14 @@ def read_numbers(value: Any) -> Any:
 def is_number(value: Any) -> bool:
     """Return whether a value is a number, which True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def as_float(value: Any) -> float:
+    """Return a number as a float: an integer that is too large for one is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def whole(value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from accmt.config.numbers import as_float
 from accmt.errors import ModuleContractError, explain
 from accmt.metrics.weighted_sum import Weight
 
@@ -70,7 +71,7 @@ def read_further_values(output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             others[name] = value.detach().reshape(()).clone()
         elif isinstance(value, Real):
-            others[name] = torch.tensor(float(value), dtype=torch.float64)
+            others[name] = torch.tensor(as_float(value), dtype=torch.float64)
     return others
 
 
@@ -87,7 +88,7 @@ def read_weight(step: str, weight: Any) -> Weight | None:
         if scalar.device.type != "cpu":
             return scalar.float()  # looked into when it is read: now that would wait for the device
         weight = scalar.item()
-    number = float(weight) if isinstance(weight, Real) else math.nan
+    number = as_float(weight) if isinstance(weight, Real) else math.nan
     require_weight(step, number, weight)
     return number
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from accmt.config.numbers import as_float
 from accmt.metrics.metric import Metric
 from accmt.metrics.results import find_scalar, metric_error
 
@@ -35,7 +36,7 @@ class EvaluationMetric(Metric):
     def compute(self, predictions: Any, references: Any) -> dict[str, float]:
         """Return the numbers that the metric computes; a single one has our name."""
         result = self._module.compute(predictions=predictions, references=references)
-        numbers = {name: float(value) for name, value in _read(result).items()}
+        numbers = {name: as_float(value) for name, value in _read(result).items()}
         if self.main_metric not in numbers and len(numbers) == 1:
             return {self.main_metric: next(iter(numbers.values()))}
         if self.main_metric not in numbers:

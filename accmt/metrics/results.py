@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from accmt.config.numbers import as_float
 from accmt.errors import MetricError, ModuleContractError, explain
 
 
@@ -34,7 +35,7 @@ def find_scalar(value: Any) -> torch.Tensor | None:
         scalar = value.detach() if value.requires_grad else value
         return scalar if value.ndim == 0 else scalar.reshape(()) if value.numel() == 1 else None
     if isinstance(value, numbers.Real):
-        return torch.tensor(float(value), dtype=torch.float64)
+        return torch.tensor(as_float(value), dtype=torch.float64)
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+import re
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,7 @@ from accmt.tracking import resolve_trackers
 from accmt.tracking.trackers import TRACKERS
 from accmt.version import __version__
 
+_SAYS_NOTHING = re.compile(r"(best|checkpoint|final|last|model|out|output|pretrained|save|step|weights)([-_+.].*)?|\d+")
 _READERS = ("arrow", "audiofolder", "csv", "generator", "imagefolder", "json", "pandas", "parquet", "sql", "text")
 """Names of `datasets` for data that somebody read from a file: no data set that a hub knows."""
 
@@ -352,8 +354,18 @@ def _name_sources(run: Run) -> dict[str, list[str]]:
 
 def _describe_model(model: torch.nn.Module) -> dict[str, Any]:
     base = huggingface.base_model_of(model)
-    known = {} if base is None else {"base model": Path(base).name if Path(base).exists() else base}
+    known = {} if base is None else {"base model": _name_of_path(Path(base)) if Path(base).exists() else base}
     return {"model": class_of(model).__name__, **known, "parameters": sum(p.numel() for p in model.parameters())}
+
+
+def _name_of_path(path: Path) -> str:
+    """Return what a folder is called: its name, with those above it where it says nothing, such as "model"."""
+    parts = path.resolve().parts
+    in_cache = [part for part in parts if part.startswith("models--")]  # of the hub: models--<owner>--<name>
+    if in_cache:
+        return in_cache[-1].removeprefix("models--").replace("--", "/")
+    first = next((index for index in reversed(range(len(parts))) if not _SAYS_NOTHING.fullmatch(parts[index])), 0)
+    return "/".join(parts[first:])
 
 
 def _describe_loss(run: Run) -> dict[str, float]:
@@ -366,7 +378,8 @@ def _describe_training(run: Run) -> dict[str, Any]:
     accumulation = settings.optimization.accumulation_at(state.epoch)
     return {
         "steps": state.global_step,
-        "epochs finished": state.epoch,
+        # An evaluation at the end of an epoch comes before the epoch is counted.
+        "epochs finished": state.epoch + int(state.train_step > 0 and state.is_last_training_batch),
         "training samples seen": state.samples_seen,
         "samples of a step": settings.hps.train_batch_size * accumulation * num_data_processes(),
         "processes": state.num_processes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
@@ -83,6 +84,8 @@ def require_files(folder: Path) -> list[str]:
     entry = find_entry(folder)
     if entry is None:
         do = "pass the folder of a saved model (the Trainer's model_path, or one of its subfolders)"
+        if any(folder.glob("step-*/manifest.json")) or (folder / "manifest.json").is_file():
+            do = f"this is a checkpoint: `accmt get {shlex.quote(str(folder))} OUT` makes a model folder of it"
         raise WeightsError(explain(str(folder), _describe_content(folder), f"one of {', '.join(ENTRY_NAMES)}", do))
     try:
         names = files_of(entry)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 from zlib import crc32
 
+from accmt.config.numbers import as_float
 from accmt.errors import MetricError, explain
 from accmt.files import dumps
 
@@ -100,7 +101,7 @@ def clean_file_name(name: str) -> str:
 def _to_float(name: str, value: Any) -> float:
     number = _item(value)
     if isinstance(number, int | float):
-        return float(number)
+        return as_float(number)
     expected = "one number: int, float, bool, or a NumPy or torch scalar"
     do = f"log {name!r} as a number, for example its mean"
     raise MetricError(explain(f"the logged value {name!r}", f"{value!r:.200} ({type(value).__name__})", expected, do))

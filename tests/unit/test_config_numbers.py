@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from accmt.config.numbers import number_in, read_numbers, whole
+from accmt.config.numbers import as_float, number_in, read_numbers, whole
 
 pytestmark = pytest.mark.feature("D20")
 
@@ -53,3 +53,7 @@ def test_only_floats_without_a_fraction_become_whole():
     assert whole(0.5) == 0.5
     assert whole(True) is True
     assert whole(math.inf) == math.inf
+
+
+def test_an_integer_that_is_too_large_for_a_float_is_infinite():
+    assert [as_float(value) for value in (3, 10**400, -(10**400), True)] == [3.0, math.inf, -math.inf, 1.0]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from accmt import Callback, Trainer
+from accmt.recovery.model_saver import _name_of_path
 from tests.toys import Linear, Numbers, Recorder, Scripted, make_points, make_trainer
 
 
@@ -186,3 +187,22 @@ def test_the_run_folder_is_named_after_the_model_path():
     trainer.fit(Linear(), make_points())
     assert trainer.log_dir == Path("logs/b/first")
     assert (trainer.log_dir / "history.jsonl").exists()
+
+
+def test_the_card_of_a_model_counts_the_epoch_at_whose_end_it_was_saved():
+    module = Scripted([2.0, 1.0])
+    make_trainer({"epochs": 2}, model_saving="best_valid_loss").fit(module, Numbers(4), Numbers(2))
+    assert "| epochs finished | 2 |" in Path("out/model/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("runs/bert-tiny", "bert-tiny"),
+        ("runs/news/model", "news/model"),
+        ("runs/news/model/best_valid_loss", "news/model/best_valid_loss"),
+        ("cache/models--google--vit-base/snapshots/0123456789abcdef", "google/vit-base"),
+    ],
+)
+def test_a_base_model_in_a_folder_is_called_by_what_says_something(path, name):
+    assert _name_of_path(Path(path)) == name

@@ -161,3 +161,11 @@ def test_first_found_of_several_formats_is_the_one_transformers_reads(tmp_path):
     model = nn.Linear(2, 2)
     load_weights(model, tmp_path)
     assert torch.equal(model.weight, torch.full((2, 2), 1.0))
+
+
+@pytest.mark.parametrize("inner", ["", "step-00000004"])
+def test_a_checkpoint_is_no_model_folder_and_the_message_says_how_to_make_one(tmp_path, inner):
+    (tmp_path / inner).mkdir(exist_ok=True)
+    (tmp_path / inner / "manifest.json").touch()
+    with pytest.raises(WeightsError, match=f"accmt get {tmp_path} OUT"):
+        load_weights(nn.Linear(1, 1), tmp_path)
