@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from accmt.activity import describe_activity
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, ProcessFailedError, explain
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -203,14 +203,26 @@ def serving(call: str) -> Iterator[None]:
     The processes meet first, so that nothing that the model sends meets what another one sends elsewhere.
 
     Processes: collective.
+
+    Raises:
+        ModuleContractError: Another process is in another call.
+        ProcessFailedError: Another process has ended.
     """
     _serving.append(call)
     try:
         if num_processes() > 1:
-            _gather_bytes(b"", None)
+            _meet(call)
         yield
     finally:
         _serving.pop()
+
+
+def _meet(call: str) -> None:
+    try:
+        _gather_bytes(b"", None)
+    except RuntimeError as error:  # of the connection
+        expected, do = "the same call on every process", f"call {call} outside `if trainer.is_main:` and the like"
+        raise ProcessFailedError(explain(call, f"another process has ended: {error}", expected, do)) from error
 
 
 def describe_call(frame: FrameType | None) -> str:

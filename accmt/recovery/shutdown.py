@@ -29,14 +29,6 @@ def stop_if_requested(run: Run) -> None:
     """
     if run.clock.is_used_up and is_main_process() and not run.interruption.ends_training:
         run.interruption.request(Reason("max_time", "finish"))
-    pass_point(run)
-
-
-def pass_point(run: Run) -> None:
-    """Stop the run here if somebody asked for it and all processes have agreed on this point.
-
-    Processes: all, at the same points, but need not be in step.
-    """
     reason = run.interruption.pass_point()
     if reason is not None:
         stop_run(run, reason)
@@ -175,5 +167,8 @@ class InterruptibleLoader(WrappedLoader):
         for micro_batch in self.own.micro_batches(epoch, first):
             begins_window = micro_batch.part is None or micro_batch.part.number == 0
             if begins_window and self._trainer.state.stage == "validate":
-                pass_point(self._trainer.run)
+                run = self._trainer.run
+                reason = run.interruption.pass_point()
+                if reason is not None:
+                    stop_run(run, reason)
             yield micro_batch

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 import accmt
+from accmt.errors import ProcessFailedError
+from accmt.processes import serving
 
 
 @pytest.mark.feature("N39")
@@ -45,3 +47,14 @@ def test_arguments_go_in_and_the_result_comes_out_or_none(monkeypatch):
     with monkeypatch.context() as launched:
         launched.setenv("RANK", "1")
         assert add(1, b=2) is None
+
+
+def test_a_call_that_another_process_cannot_answer_any_more_is_named(monkeypatch):
+    def end(*_):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr("accmt.processes.num_processes", lambda: 2)
+    monkeypatch.setattr("accmt.processes._gather_bytes", end)
+    said = "trainer.validate\n  got: another process has ended: Connection closed"
+    with pytest.raises(ProcessFailedError, match=said), serving("trainer.validate"):
+        pass
