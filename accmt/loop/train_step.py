@@ -83,15 +83,8 @@ class AutomaticSteps:
         Processes: collective.
         """
         window, self._window = self._window, None
-        if window is None:
-            return
-        if window.is_skipped:
-            skip_window(self._run, window)
-            return
-        if self._reducer is not None and not window.is_unreduced:
-            require_all_gradients(self._reducer)
-            self._reducer = None  # one look in each epoch; later, torch says so itself
-        finish_window(self._run, window)
+        if window is not None:
+            (skip_window if window.is_skipped else finish_window)(self._run, window)
 
     def _open_window(self, first: MicroBatch) -> AccumulationWindow:
         run = self._run
@@ -198,7 +191,7 @@ class AutomaticSteps:
         factor = 1.0 if window.is_one_batch else run.weighting.loss_factor(window, weight)
         if window.is_judged and not (isinstance(factor, float) and factor == 0.0):
             factor = run.guard.mark_gradients(loss, factor)
-        self._backward(loss, factor)
+        self._backward(window, loss, factor)
         for hook in hooks.on_after_backward:
             hook(loss=loss)
         state = run.state
@@ -212,13 +205,16 @@ class AutomaticSteps:
         with autocast(self._run.accelerator), self._run.watching_wrapper(), self._run.explaining_parts():
             return self._run.training_step(batch)
 
-    def _backward(self, loss: torch.Tensor, factor: Weight) -> None:
+    def _backward(self, window: AccumulationWindow, loss: torch.Tensor, factor: Weight) -> None:
         is_known = not isinstance(factor, torch.Tensor)  # without waiting for the device
         if is_known and factor == 0.0:
             if self._is_alone:
                 return
             _require_finite(loss)  # the other processes reduce gradients now, so this one has to
         self._run.actions.backward(loss if is_known and factor == 1.0 else loss * factor)
+        if self._reducer is not None and self._reducer.require_backward_grad_sync and not window.is_unreduced:
+            require_all_gradients(self._reducer)  # before hooks, which may drop gradients on purpose
+            self._reducer = None  # one look in each epoch; later, torch says so itself
 
 
 def _require_dynamic_graph(run: Run) -> None:

@@ -55,7 +55,7 @@ EQUAL = [
     (way, name)
     for way, names in LAUNCHES.items()
     for name in names
-    if "noise" in name or name in ("langevin", "batch norm", "manual", "texts", "unused and found")
+    if "noise" in name or name in ("langevin", "batch norm", "manual", "texts", "unused and found", "dropped")
 ]
 
 

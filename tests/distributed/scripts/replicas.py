@@ -58,6 +58,13 @@ class GradientNoise(Callback):
                 weight.grad.add_(torch.randn_like(weight), alpha=0.1)
 
 
+class Drop(Callback):
+    """Leaves a layer out of a step, as DINO does in its first epoch."""
+
+    def on_after_backward(self) -> None:
+        self.module.unwrapped_model[2].weight.grad = None
+
+
 class Langevin(torch.optim.SGD):
     """Stochastic gradient Langevin dynamics: each step adds noise."""
 
@@ -187,6 +194,7 @@ CASES: dict[str, Callable[[], tuple[Any, list[Callback], Any, dict[str, Any]]]] 
     "on purpose": lambda: (Points(), [Change(change_weight, 3)], "AdamW", {"failures": {"compare_replicas": False}}),
     "own backward": lambda: (OwnBackward(), [], "AdamW", {}),
     "max_norm": lambda: (Points(nn.Sequential(nn.Embedding(3, 4, max_norm=1.0))), [], "AdamW", {}),
+    "dropped": lambda: (Points(), [Drop()], "AdamW", {}),
     "unused": lambda: (Points(Unused()), [], "AdamW", {}),
     "unused and found": lambda: (Points(Unused()), [], "AdamW", FINDING),
     "texts": lambda: (Texts(), [], "AdamW", {}),
