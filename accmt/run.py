@@ -28,7 +28,7 @@ from accmt.metrics import Metric, RunningAverages
 from accmt.metrics.weighted_sum import Weight
 from accmt.module import AcceleratorModule
 from accmt.optimization.stepper import Stepper
-from accmt.parallel.calls import explaining_parts, requiring_call
+from accmt.parallel.calls import counting_calls, explaining_parts
 from accmt.parallel.replicas import Replicas
 from accmt.parallel.shards import is_sharded
 from accmt.processes import num_processes
@@ -473,7 +473,7 @@ class Run(EvaluationRun):
         """Return what the user's callbacks and module have at a hook."""
         return [hook for owner in (*self.callbacks, self.module) for hook in find_hooks(owner).get(name, ())]
 
-    def watching_wrapper(self) -> AbstractContextManager[None]:
-        """Return a context that rejects a training step which goes around the wrapper that reduces gradients."""
+    def watching_wrapper(self) -> AbstractContextManager[list[None] | None]:
+        """Return a context that counts the calls of what reduces gradients, which a step must not go around."""
         is_bare = self.module.model is self.unwrapped_model and not self.is_sharded  # which is reduced by hand
-        return _NOTHING if is_bare or not self.is_wrapped else requiring_call(self.model)
+        return _NOTHING if is_bare or not self.is_wrapped else counting_calls(self.model)

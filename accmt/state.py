@@ -52,6 +52,7 @@ class Counters:
         skipped_updates: Accumulation windows without an optimizer step: the scaler met inf, or all weights were 0.
         samples_seen: Training samples of all processes, each counted as often as it was trained on.
         bad_samples: Training samples that could not be read and were skipped, each as often as that happened.
+        skipped_batches: Training batches of all processes that the step left out, by returning None.
         val_step: Batches finished in the current evaluation, or in the last one.
         eval_global_step: Batches of all evaluations.
         evaluations_done: Finished evaluations; the sanity evaluation does not count.
@@ -66,6 +67,7 @@ class Counters:
     skipped_updates: int = 0
     samples_seen: int = 0
     bad_samples: int = 0
+    skipped_batches: int = 0
     val_step: int = 0
     eval_global_step: int = 0
     evaluations_done: int = 0
@@ -179,6 +181,10 @@ class TrainingState(Counters):
     def count_bad_samples(self, num_samples: int) -> None:
         """Count the samples, over all processes, that could not be read."""
         self.bad_samples += num_samples
+
+    def count_skipped_batches(self, number: int) -> None:
+        """Count the batches, over all processes, that the training step left out."""
+        self.skipped_batches += number
 
     def count_step(self, *, is_skipped: bool = False) -> None:
         """Count one finished accumulation window: an optimizer step, or a skipped one."""

@@ -118,6 +118,16 @@ def _tensors_given(name: str, args: Sequence[Any]) -> list[Tensor]:
     return [given] if isinstance(given, Tensor) else list(given)
 
 
+def exchange_in_forward(model: DistributedDataParallel, output: Tensor, *, was_called: bool) -> None:
+    """Exchange what a forward does, such as buffers, and expect a backward of this output.
+
+    Processes: collective, with the forward of the others, unless this process has made its own.
+    """
+    if not was_called:
+        model._pre_forward()  # type: ignore[no-untyped-call]
+    model._post_forward(output)  # type: ignore[no-untyped-call]
+
+
 def multiply_(tensors: list[Tensor], factor: float) -> None:
     """Multiply tensors in place, in as few kernels as possible."""
     torch._foreach_mul_(tensors, factor)

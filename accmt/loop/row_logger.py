@@ -28,6 +28,8 @@ def log_row(run: Run) -> None:
         row["skipped_updates"] = run.state.skipped_updates
     if run.state.bad_samples:
         row["bad_samples"] = run.state.bad_samples
+    if run.state.skipped_batches:
+        row["skipped_batches"] = run.state.skipped_batches
     for hook in run.hooks.on_log:
         hook(values=row, step=run.state.global_step)
     if run.guard.looks_at_every_row or not math.isfinite(row.get(loss_name, 0.0)):

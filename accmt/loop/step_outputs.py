@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from numbers import Real
 from typing import Any, NamedTuple, NoReturn
 
@@ -12,6 +15,7 @@ import torch
 from accmt.config.numbers import as_float
 from accmt.errors import ModuleContractError, explain
 from accmt.metrics.weighted_sum import Weight
+from accmt.module import AcceleratorModule, defines
 
 _TRAINING_EXPECTED = 'the mean loss as a tensor of shape [], or a dict with it under "loss"'
 
@@ -41,7 +45,8 @@ def read_training_output(output: Any) -> TrainingOutput:
         is_trainable = output.requires_grad and output.ndim == 0
         return TrainingOutput(output if is_trainable else _require_trainable(output))
     if not isinstance(output, Mapping):
-        do = "return loss" if output is None else 'return loss.mean(), or {"loss": loss.mean()}'
+        leaving_out = "; where a batch is to be left out, write `return None` in the step itself"
+        do = f"return loss{leaving_out}" if output is None else 'return loss.mean(), or {"loss": loss.mean()}'
         do = "return the tensor itself, not loss.item()" if isinstance(output, int | float) else do
         _reject(_describe(output), do)
     if "loss" not in output:
@@ -51,6 +56,27 @@ def read_training_output(output: Any) -> TrainingOutput:
         _reject(f'"loss": {_describe(loss)}', "return the tensor itself, not loss.item()")
     weight = read_weight("training_step", output.get("weight"))
     return TrainingOutput(_require_trainable(loss), weight, read_further_values(output) or None)
+
+
+def may_return_none(module: AcceleratorModule) -> bool:
+    """Return whether the module's training step returns a loss at one place and None at another, as written.
+
+    Processes have to know it before the first batch: what the batches of a window weigh together is no longer known
+    beforehand then. A step that returns a loss nowhere is none of these, but lacks its `return`.
+    """
+    step = module.training_step if defines(module, "training_step") else module.step
+    code = getattr(inspect.unwrap(step), "__code__", None)
+    if code is None:
+        return False
+    instructions = [one for one in dis.get_instructions(code) if one.opname not in ("NOP", "CACHE")]
+    nones = []
+    for before, one in pairwise(instructions):
+        if one.opname == "RETURN_CONST":
+            nones.append(one.argval is None)
+        elif one.opname == "RETURN_VALUE":
+            nones.append(before.opname == "LOAD_CONST" and before.argval is None)
+            nones += [False] if one.is_jump_target else []  # `loss if ... else None`
+    return any(nones) and not all(nones)
 
 
 def _require_trainable(loss: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from accmt.errors import ArgumentError, ModuleContractError, explain, is_out_of_
 from accmt.huggingface.batch_faults import add_note_of_batch, warn_of_trained_padding
 from accmt.huggingface.own_loss import hint_at_weights
 from accmt.loop.optimizer_step import finish_window, skip_window
-from accmt.loop.step_outputs import TrainingOutput, read_training_output, read_weight
+from accmt.loop.step_outputs import TrainingOutput, may_return_none, read_training_output, read_weight
 from accmt.loop.weighting import AccumulationWindow
+from accmt.messages import say_once
 from accmt.metrics.weighted_sum import Weight
-from accmt.parallel.reduction import broadcast_buffers, reduces_only_whole, require_all_gradients
+from accmt.parallel.calls import require_call
+from accmt.parallel.reduction import broadcast_buffers, reduce_nothing, reduces_only_whole, require_all_gradients
 from accmt.parallel.step_collectives import meet, running_borrowed_step, running_step
 from accmt.parallel.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.precision import autocast
@@ -42,6 +45,8 @@ class AutomaticSteps:
         self._is_on_device = run.device.type != "cpu"
         self._needs_context = run.accelerator.mixed_precision != "no" or not self._is_alone
         self._reducer = run.model if reduces_only_whole(run.model) else None
+        self._may_leave_out = may_return_none(run.module)
+        self._calls: list[None] | None = None
         _require_dynamic_graph(run)
 
     def forward_backward(self, micro_batch: MicroBatch) -> bool:
@@ -105,7 +110,7 @@ class AutomaticSteps:
         samples_before = run.state.samples_seen
         return AccumulationWindow(
             num_micro_batches=num_micro_batches,
-            known_samples=None if run.counts_own_samples else samples,
+            known_samples=None if run.counts_own_samples or self._may_leave_out else samples,
             is_one_batch=self._is_alone and num_micro_batches == 1,
             samples_before=samples_before,
             is_skipped=samples_before in run.recovery.skipped_windows,
@@ -142,11 +147,12 @@ class AutomaticSteps:
             return
         run = self._run
         with running_borrowed_step("training_step", needs_all=self._is_sharded):
-            outputs = self._run_in_context(run.place(borrowed))
-        output = read_training_output(outputs)
+            outputs = self._run_in_context(run.place(borrowed), None)
         run.module.logs.of_training.begin_batch()  # drops what the step has logged
-        if run.weighting.is_explicit is None:
-            run.weighting.decide(None, is_explicit=False)
+        self._decide_without_weight()
+        if outputs is None and self._may_leave_out:
+            return
+        output = read_training_output(outputs)
         parameters = [] if self._is_sharded else run.stepper.parameters
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -158,8 +164,7 @@ class AutomaticSteps:
     def _train_batch(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
         run, hooks = self._run, self._run.hooks
         if micro_batch.batch is None:
-            if run.weighting.is_explicit is None:
-                run.weighting.decide(None, is_explicit=False)
+            self._decide_without_weight()
             return
         run.packing.look(micro_batch.batch)
         batch = run.place(micro_batch.batch) if self._is_on_device else micro_batch.batch
@@ -172,17 +177,14 @@ class AutomaticSteps:
             hook(batch=batch)
         run.own_loss.calls.clear()
         try:
-            if not self._needs_context:
-                outputs = run.training_step(batch)
-            elif (micro_batch.is_partial or micro_batch.is_last) and not (self._is_alone or self._may_halve):
-                with running_step("training_step", micro_batch, needs_all=self._is_sharded):
-                    outputs = self._run_in_context(batch)
-            else:
-                outputs = self._run_in_context(batch)
+            outputs = self._run_in_context(batch, micro_batch) if self._needs_context else run.training_step(batch)
         except Exception as error:
             add_note_of_batch(error, run.unwrapped_model, micro_batch.batch)
             raise
         run.packing.require_passed()
+        if outputs is None and self._may_leave_out:
+            self._leave_out(window, micro_batch, batch)
+            return
         output = read_training_output(outputs)
         loss, detached = output.loss, output.loss.detach()
         weight, others_weight = _weigh(run, window, micro_batch, batch, output)
@@ -201,9 +203,44 @@ class AutomaticSteps:
         for hook in hooks.on_after_training_step:
             hook(batch=batch, outputs=outputs)
 
-    def _run_in_context(self, batch: Any) -> Any:
-        with autocast(self._run.accelerator), self._run.watching_wrapper(), self._run.explaining_parts():
-            return self._run.training_step(batch)
+    def _run_in_context(self, batch: Any, micro_batch: MicroBatch | None) -> Any:
+        """Run the step on this process's batch of a micro-batch, or on a borrowed batch."""
+        run = self._run
+        is_uneven = micro_batch is not None and (micro_batch.is_partial or micro_batch.is_last)
+        company: AbstractContextManager[None] = nullcontext()
+        if micro_batch is not None and is_uneven and not (self._is_alone or self._may_halve):
+            company = running_step("training_step", micro_batch, needs_all=self._is_sharded)
+        with company, autocast(run.accelerator), run.watching_wrapper() as self._calls, run.explaining_parts():
+            outputs = run.training_step(batch)
+        if self._calls is not None and outputs is not None:
+            require_call(self._calls)
+        return outputs
+
+    def _leave_out(self, window: AccumulationWindow, micro_batch: MicroBatch, batch: Any) -> None:
+        """Count a batch for which the step returned no loss: it weighs nothing, and learns nothing.
+
+        Processes: collective where the others reduce their gradients in this micro-batch.
+        """
+        run = self._run
+        if self._is_sharded:
+            got, expected = "None, while the other processes need this one in their backward", "a loss"
+            do = "return the loss of the batch multiplied by 0, and the weight 0; or train without sharding"
+            raise ModuleContractError(explain("training_step", got, expected, do))
+        model = run.model
+        if not window.is_unreduced and isinstance(model, DistributedDataParallel):
+            reduce_nothing(model, was_called=bool(self._calls), meanwhile=self._decide_without_weight)
+        else:
+            self._decide_without_weight()
+        window.own_samples += run.count_samples(micro_batch, batch, has_weight=True)
+        window.skipped_batches += 1
+        run.module.logs.of_training.begin_batch()  # drops what the step has logged
+        say_once("training_step returned None: such batches are left out, and counted in skipped_batches")
+        for hook in run.hooks.on_after_training_step:
+            hook(batch=batch, outputs=None)
+
+    def _decide_without_weight(self) -> None:
+        if self._run.weighting.is_explicit is None:
+            self._run.weighting.decide(None, is_explicit=False)
 
     def _backward(self, window: AccumulationWindow, loss: torch.Tensor, factor: Weight) -> None:
         is_known = not isinstance(factor, torch.Tensor)  # without waiting for the device

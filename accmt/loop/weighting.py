@@ -61,6 +61,7 @@ class AccumulationWindow:
         readings: Weights that are on their way from the device.
         own_batches: Batches that this process had a part in.
         own_samples: Samples of those batches.
+        skipped_batches: Batches of this process that its step left out; once the window is closed, of all processes.
         is_unreduced: Whether gradients were not reduced over processes, because one had no batch in a micro-batch.
     """
 
@@ -76,6 +77,7 @@ class AccumulationWindow:
     readings: list[Reading] = field(default_factory=list)
     own_batches: int = 0
     own_samples: int = 0
+    skipped_batches: int = 0
     is_unreduced: bool = False
 
     def add(self, weight: Weight, samples: int) -> None:
@@ -155,8 +157,9 @@ class Weighting:
             return float(bool(window.own_weight)), window.own_samples
         if window.known_samples is not None and self.uses_plan(window):
             return float(window.known_samples > 0), window.known_samples
-        own = (window.own_weight, float(window.own_batches), float(window.own_samples))
-        total, batches, samples = sum_over_data(own)
+        counts = window.own_batches, window.own_samples, window.skipped_batches
+        total, batches, samples, skipped = sum_over_data((window.own_weight, *map(float, counts)))
+        window.skipped_batches = int(skipped)
         if total <= 0:
             return 0.0, int(samples)
         factor = self._num_data_processes * self.reference / total

@@ -36,13 +36,6 @@ def require_call(calls: list[None]) -> None:
 
 
 @contextmanager
-def requiring_call(wrapper: nn.Module) -> Iterator[None]:
-    with counting_calls(wrapper) as calls:
-        yield
-    require_call(calls)
-
-
-@contextmanager
 def explaining_parts(model: nn.Module) -> Iterator[None]:
     """Explain what a part of a sharded model says when it is called by itself: only the whole makes it whole."""
     with counting_calls(model) as calls:

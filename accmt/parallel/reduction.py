@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, TypeGuard
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accmt.checkpoint.nested_tensors import is_made_of_others, plain_parts
 from accmt.errors import ModuleContractError, explain
-from accmt.libraries.private_names import copy_, left_out_by_ddp, note_trained_parameters
+from accmt.libraries.private_names import copy_, exchange_in_forward, left_out_by_ddp, note_trained_parameters
 from accmt.processes import gather_objects, num_processes
 from accmt.sharded_tensors import without_repetition
 
@@ -143,10 +143,31 @@ def settle_buckets(model: nn.Module, *, set_to_none: bool) -> None:
     if num_processes() <= 2 or not reduces_only_whole(model):
         return
     model.reducer.prepare_for_backward([])
+    _sum_of_weights(model).backward()  # type: ignore[no-untyped-call]
+    model.zero_grad(set_to_none=set_to_none)
+
+
+def reduce_nothing(model: DistributedDataParallel, *, was_called: bool, meanwhile: Callable[[], None]) -> None:
+    """Take part in what a forward and backward of the others exchange, with gradients of 0.
+
+    Processes: collective; the others compute a loss.
+
+    Args:
+        was_called: Whether this process has made its forward.
+        meanwhile: What the others do between forward and backward.
+    """
+    zero = _sum_of_weights(model) * 0.0
+    if not was_called or model.require_backward_grad_sync:
+        exchange_in_forward(model, zero, was_called=was_called)
+    meanwhile()
+    if model.require_backward_grad_sync:
+        zero.backward()  # type: ignore[no-untyped-call]
+
+
+def _sum_of_weights(model: nn.Module) -> torch.Tensor:
     sparse = {layer.weight for layer in model.modules() if getattr(layer, "sparse", False) and hasattr(layer, "weight")}
     sums = [_sum(weight, is_sparse=weight in sparse) for weight in model.parameters() if weight.requires_grad]
-    torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call]
-    model.zero_grad(set_to_none=set_to_none)
+    return torch.stack(sums).sum()
 
 
 def reduces_only_whole(model: nn.Module) -> TypeGuard[DistributedDataParallel]:

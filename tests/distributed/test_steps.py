@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.scripts.steps import EPOCHS, Spectrum
+from tests.distributed.scripts.steps import EPOCHS, LEAVING, Leaving, Spectrum
 from tests.launching import SCRIPTS, launch
 from tests.toys import make_points
 
@@ -38,6 +38,22 @@ def test_batches_of_a_manual_step_weigh_what_it_says(every) -> None:
         assert weight == pytest.approx(-sum(counted) / len(counted))
         assert ("self.backward(loss, weight=weight)" in error) == (len(every) > 1)
     assert every[0]["weighted"][1] == pytest.approx([(2 * 6.0 + (len(every) - 1) * 9.0) / len(counted)])
+
+
+def test_batches_for_which_the_step_returns_none_are_left_out_exactly(every) -> None:
+    model = Leaving().model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for window in LEAVING * 2:
+        kept = torch.tensor([float(value) for value in window if value > 0])
+        if len(kept):
+            optimizer.zero_grad()
+            (model(kept[:, None]) - 1).square().mean().backward()
+            optimizer.step()
+    expected = torch.cat([weight.detach().flatten() for weight in model.parameters()]).tolist()
+    for weights, *counts in (own["left_out"] for own in every):
+        assert weights == pytest.approx(expected, rel=1e-5)
+        assert counts[:3] == [2 * 11, 2, 2 * 22]
+    assert every[0]["left_out"][4][0][1] == 2 * 11
 
 
 def test_a_complex_parameter_trains_as_on_one_process(every) -> None:

@@ -148,6 +148,15 @@ def test_torch_begins_collectives_in_methods_of_a_process_group(alone):
     assert dict(vars(torch.distributed.ProcessGroup)) == before
 
 
+def test_torch_takes_part_in_a_forward_and_backward_without_inputs(alone):
+    model = torch.nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    zero = sum(parameter.sum() for parameter in model.parameters()) * 0.0
+    names.exchange_in_forward(model, zero, was_called=False)
+    zero.backward()
+    for parameter in model.parameters():
+        assert not parameter.grad.any(), missing("torch", "_pre_forward and _post_forward", "exchange_in_forward")
+
+
 def test_torch_multiplies_and_copies_many_tensors_at_once():
     tensors = [torch.ones(2), torch.ones(3)]
     names.multiply_(tensors, 2.0)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from accmt import AcceleratorModule
 from accmt.errors import ModuleContractError
-from accmt.loop.step_outputs import read_training_output, read_validation_output
+from accmt.loop.step_outputs import may_return_none, read_training_output, read_validation_output
 
 PARAMETER = torch.nn.Parameter(torch.tensor(2.0))
 
@@ -95,7 +96,7 @@ def test_a_wrong_weight_is_refused(weight):
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        (None, "got: None\n.*\n  do: return loss$"),
+        (None, "got: None\n.*\n  do: return loss; where a batch is to be left out, write `return None` in the step.*$"),
         ([1.0], r"got: list \[1.0\]"),
         ((torch.ones(()), "logits"), "got: tuple"),
         (0.5, r"got: float 0.5\n.*\n  do: return the tensor itself, not loss.item\(\)"),
@@ -162,3 +163,32 @@ def test_a_validation_step_may_return_the_loss_alone(tensor):
 def test_other_outputs_of_a_validation_step_are_refused(output, got):
     with pytest.raises(ModuleContractError, match=rf'validation_step\n  got: {got}[\s\S]*return \{{"loss": loss\}}'):
         read_validation_output(output, "val_loss")
+
+
+class Leaves(AcceleratorModule):
+    def training_step(self, batch):
+        if len(batch):
+            return batch.mean()
+        return None
+
+
+class LeavesByStep(AcceleratorModule):
+    def step(self, batch):
+        return batch.mean() if len(batch) else None
+
+
+class Forgets(AcceleratorModule):
+    def training_step(self, batch):
+        batch.mean()
+
+
+class Returns(AcceleratorModule):
+    def training_step(self, batch):
+        return batch.mean()
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"), [(Leaves, True), (LeavesByStep, True), (Forgets, False), (Returns, False)]
+)
+def test_a_step_leaves_batches_out_only_where_it_says_so_and_returns_a_loss_elsewhere(module, expected):
+    assert may_return_none(module()) == expected

@@ -35,6 +35,7 @@ def test_counters_after_two_epochs():
         "skipped_updates": 0,
         "samples_seen": 20,
         "bad_samples": 0,
+        "skipped_batches": 0,
         "val_step": 0,
         "eval_global_step": 0,
         "evaluations_done": 0,

@@ -82,6 +82,37 @@ def learn_weighted() -> list[Any]:
     return [float(module.model.weight), row, error]
 
 
+class Leaving(AcceleratorModule):
+    """Leaves out batches without a number above 0: some before the model is called, some after it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor | None:
+        if (batch < 0).all():
+            return None
+        outputs = self.model(batch[:, None])
+        if (batch == 0).all():
+            return None
+        return (outputs - 1).square().mean()
+
+
+# Windows of six batches of one sample: all kept, some left out, all left out, a short one.
+LEAVING = [[1, 2, 3, 4, 5, 6], [-1, 2, 0, 4, -1, 0], [-1, 0, -1, -1, 0, -1], [1, -1, 3, 4]]
+
+
+def leave_out() -> list[Any]:
+    """Train on windows of six samples, of which some are left out; give the weights and the counts."""
+    values = [value for window in LEAVING for value in window]
+    accumulation = {"grad_accumulation_steps": 6 // num_processes()}
+    trainer = make_trainer({"batch_size": 1, "epochs": 2}, shuffle_train=False, **accumulation)
+    state = trainer.fit(module := Leaving(), Numbers(values))
+    weights = torch.cat([weight.detach().flatten() for weight in module.model.parameters()]).tolist()
+    row = logged(trainer, "skipped_batches")[-1:] if is_main_process() else []
+    return [weights, state.skipped_batches, state.skipped_updates, state.samples_seen, row]
+
+
 def draw() -> list[float]:
     """Return what one process draws in training, in one evaluation, and in predictions: two batches of each."""
     data = Numbers(4 * int(os.environ["WORLD_SIZE"]))
@@ -142,6 +173,7 @@ def throughput() -> list[list[float]]:
 def main(result: str, folder: str) -> None:
     os.chdir(folder)
     own: dict[str, Any] = {"drawn": draw(), "weight": learn_unevenly(), "row": continue_row(), "rates": throughput()}
+    own["left_out"] = leave_out()
     own["complex"] = learn_complex()
     own["weighted"] = learn_weighted()
     every = gather_objects(own)
