@@ -110,7 +110,7 @@ def find_request(
         do = f"trainer.{function}(module, ...), or fit first"
         raise ArgumentError(explain(function, "no module, and no run that had one", "a module", do))
     if trainer.state.now.in_evaluation_batches:
-        got = f"a call while the batches of another {trainer.state.stage} are evaluated: it would change their results"
+        got = "a call between the batches of another evaluation, whose results it would change"
         expected = "a call in a hook that all processes reach between evaluations, such as on_evaluation_end"
         do = f"call trainer.{function} in on_evaluation_start, on_evaluation_end, on_update_end or on_epoch_end"
         raise ArgumentError(explain(f"trainer.{function}", got, expected, do))
