@@ -10,8 +10,9 @@ nothing), `CollectedState.copied_by` a snapshot, and `write_state` (each process
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from accmt.checkpoint.torch_state_dicts import (
     restore_optimizer,
 )
 from accmt.checkpoint.typed_json import TensorReference, WrappedTensor, decode, encode
-from accmt.errors import CheckpointCorruptError, CheckpointError, explain
+from accmt.errors import AccmtError, CheckpointCorruptError, CheckpointError, explain
 from accmt.libraries.private_names import states_of_comm_hooks
 from accmt.messages import warn_once
 from accmt.processes import gather_objects, is_main_process, num_processes, process_index
@@ -177,6 +178,19 @@ def write_state(collected: CollectedState, folder: Path) -> list[Path]:
     return written
 
 
+@contextmanager
+def rejecting_other_forms(folder: Path) -> Iterator[None]:
+    """Name the checkpoint where its files are whole, and its state is not of the form that this version writes."""
+    try:
+        yield
+    except AccmtError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        got = f"a state of another form: {type(error).__name__}: {error}"
+        do = "resume from another checkpoint, or with the version of accmt that wrote this one (see manifest.json)"
+        raise CheckpointError(explain(f"checkpoint {folder}", got, "the form that this version writes", do)) from error
+
+
 def read_others(folder: Path, *, whole: Sequence[str] = ()) -> dict[str, Any]:
     """Return the other states of a folder without their tensors: each is a `TensorReference`.
 
@@ -204,13 +218,14 @@ def read_model(folder: Path) -> tuple[dict[str, Tensor], int]:
     That is whole weights and buffers on the CPU by plain name, tied ones as one tensor, and the number of frozen
     weights that were left out.
     """
-    saved = _read_rest(folder)
-    reader = HuggingFaceStorageReader(str(folder))
-    stored = _read_metadata(reader, saved, folder)
-    targets = {name: _empty(stored[name], None) for name in referred_tensors(saved["model"])}
-    _read_tensors(targets, reader, folder)
-    model = join_tensors(targets, saved["model"])
-    return {name: value for name, value in model.items() if isinstance(value, Tensor)}, len(saved["frozen"])
+    with rejecting_other_forms(folder):
+        saved = _read_rest(folder)
+        reader = HuggingFaceStorageReader(str(folder))
+        stored = _read_metadata(reader, saved, folder)
+        targets = {name: _empty(stored[name], None) for name in referred_tensors(saved["model"])}
+        _read_tensors(targets, reader, folder)
+        model = join_tensors(targets, saved["model"])
+        return {name: value for name, value in model.items() if isinstance(value, Tensor)}, len(saved["frozen"])
 
 
 def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder: Path) -> dict[str, Any]:

@@ -132,7 +132,14 @@ def read_manifest(folder: Path) -> Manifest | Damage:
         do = f"install accmt {writer} or newer, or resume from another checkpoint"
         raise CheckpointError(explain(f"checkpoint {folder}", got, expected, do))
     try:
-        return Manifest.of_content(content)
+        manifest = Manifest.of_content(content)
+        numbers = [manifest.step, manifest.sequence, manifest.processes, manifest.threads]
+        numbers += [entry.size for entry in manifest.files.values()]
+        if not all(type(number) is int for number in numbers):
+            raise TypeError("a number is of another type")
+        if not (isinstance(manifest.info, dict) and isinstance(manifest.versions, dict)):
+            raise TypeError("info and versions are no objects")
+        return manifest
     except (KeyError, TypeError, AttributeError) as error:
         return Damage(f"{MANIFEST_NAME} does not have the entries of format {MANIFEST_VERSION}: {error}")
 

@@ -46,6 +46,8 @@ def read_start(
     if position.get("kind") != kind:
         got = f"a position saved for a {position.get('kind')}"
         raise cannot_resume(options, got, f"one for a {kind}, as these data are")
+    if type(position.get(unit)) is not int:
+        raise cannot_resume(options, f"{position.get(unit)!r} {unit} trained on", "a whole number")
     return EpochStart(epoch, first_micro_batch, position[unit], position)
 
 

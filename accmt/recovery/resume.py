@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accmt.checkpoint.engine import read_others
+from accmt.checkpoint.engine import read_others, rejecting_other_forms
 from accmt.checkpoint.manifest import MANIFEST_NAME, Checkpoint, Manifest, read_manifest
 from accmt.checkpoint.store import CheckpointStore
 from accmt.config.changes import Change, compare, require_allowed
@@ -51,15 +51,30 @@ def find_resumed(settings: Settings, override: Path | None = None) -> Resumed | 
     folder = override or _find_folder(settings)
     if folder is None:
         return None
-    others = read_others(folder, whole=["data"])  # the position holds what a stream returned as its state
     resets_optimizer = settings.checkpoints.reset_optimizer_on_resume
     hps = settings.hps.to_dict()["hps"]
-    changes = compare(hide(others["hps"]), hide(hps), resets_optimizer=resets_optimizer)
+    with rejecting_other_forms(folder):
+        others = read_others(folder, whole=["data"])  # the position holds what a stream returned as its state
+        _require_form(others)
+        changes = compare(hide(others["hps"]), hide(hps), resets_optimizer=resets_optimizer)
     require_allowed(changes, f"continuing from {folder}")
     manifest = read_manifest(folder)
     resumed = Resumed(folder, others, manifest if isinstance(manifest, Manifest) else None, tuple(changes))
     _log_resume(resumed, settings)
     return resumed
+
+
+def _require_form(others: Mapping[str, Any]) -> None:
+    """Check what a run is built by, before anything of it is used."""
+    kinds = {"seed": int, "run_name": str, "run_id": str}
+    kinds |= dict.fromkeys(("hps", "data", "recovery", "parts", "callbacks"), dict)
+    for name, kind in kinds.items():
+        if not isinstance(others[name], kind):
+            raise TypeError(f"{name} is a {type(others[name]).__name__}, no {kind.__name__}")
+    counters = others["parts"]["state"]
+    for name in ("epoch", "train_step", "global_step", "samples_seen"):
+        if type(counters[name]) is not int:
+            raise TypeError(f"{name} is {counters[name]!r}, no whole number")
 
 
 def _find_folder(settings: Settings) -> Path | None:
@@ -122,7 +137,11 @@ def _log_resume(resumed: Resumed, settings: Settings) -> None:
 
 
 def _log_changed_launch(manifest: Manifest) -> None:
-    saved = {"process(es)": manifest.processes, "CPU thread(s)": manifest.threads, "torch": manifest.versions["torch"]}
+    saved = {
+        "process(es)": manifest.processes,
+        "CPU thread(s)": manifest.threads,
+        "torch": manifest.versions.get("torch"),
+    }
     now = {"process(es)": num_processes(), "CPU thread(s)": torch.get_num_threads(), "torch": torch.__version__}
     changed = [f"{name} {saved[name]} -> {now[name]}" for name in saved if saved[name] != now[name]]
     if changed:

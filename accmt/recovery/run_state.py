@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from accmt.callbacks import Callback, MainProcessCallback
-from accmt.checkpoint.engine import load_state
+from accmt.checkpoint.engine import load_state, rejecting_other_forms
 from accmt.config.changes import Change, changed_arguments
 from accmt.data import UnshardedLoader, reader_of
 from accmt.data.sized import BatchLoader, SizedLoader
@@ -182,24 +184,33 @@ def restore(run: Run, resumed: Resumed) -> None:
     """
     resets_optimizer = run.settings.checkpoints.reset_optimizer_on_resume
     built = group_arguments(run.stepper.optimizer)
-    others = load_state(run.model, None if resets_optimizer else [run.stepper.optimizer], resumed.folder)
-    built += group_arguments(run.stepper.optimizer)[len(built) :]
-    others = _with_own(others)
-    if not resets_optimizer:
-        _restore_scheduler(run, others, built, resumed.changes)
+    with rejecting_other_forms(resumed.folder):
+        others = load_state(run.model, None if resets_optimizer else [run.stepper.optimizer], resumed.folder)
+        built += group_arguments(run.stepper.optimizer)[len(built) :]
+        others = _with_own(others)
+        if not resets_optimizer:
+            _restore_scheduler(run, others, built, resumed.changes)
+        callbacks, of_trainer = others["callbacks"], others["trainer"]
     for name, part in stateful_parts(run).items():
         if name in others["parts"]:
-            part.load_state_dict(others["parts"][name])
+            # An error of the user's own `load_state_dict` stays what it is.
+            with nullcontext() if part is run.module else rejecting_other_forms(resumed.folder):
+                part.load_state_dict(others["parts"][name])
+    with rejecting_other_forms(resumed.folder):
+        _restore_rest(run, others, resumed.folder)
+    _restore_callbacks(run, callbacks)
+    run.module.trainer.update_state(of_trainer)
+
+
+def _restore_rest(run: Run, others: Mapping[str, Any], folder: Path) -> None:
     run.saver.forget_missing(run.settings.model_folder, others["run_id"])
-    if run.checkpoints.owns(resumed.folder):
+    if run.checkpoints.owns(folder):
         run.saver.run_id = others["run_id"]
     run.guard.load_state_dict(others["guard"])
     run.state.metrics, run.state.best_metrics = others["metrics"], others["best_metrics"]
     run.state.now.is_last_training_batch = others["is_last_batch"]
     run.snapshot.next_stage, run.snapshot.made_step = others["next_stage"], others["made_step"]
-    run.checkpoints.continue_from(resumed.folder)
-    _restore_callbacks(run, others["callbacks"])
-    run.module.trainer.update_state(others["trainer"])
+    run.checkpoints.continue_from(folder)
 
 
 def _with_own(others: dict[str, Any]) -> dict[str, Any]:
