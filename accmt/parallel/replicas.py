@@ -125,9 +125,7 @@ def _place_of(tensor: Tensor) -> str | None:
     if not is_dtensor(tensor):
         return ""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate() or ()
-    is_shard = [
-        not placement.is_replicate() for placement in tensor.placements
-    ]  # FSDP2 on a split one has its own kind
+    is_shard = [not placement.is_replicate() for placement in tensor.placements]  # FSDP2's strided shards included
     if all(is_shard) and mesh.size() == num_processes():
         return None
     names = mesh.mesh_dim_names or range(mesh.ndim)

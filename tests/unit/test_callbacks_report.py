@@ -41,7 +41,8 @@ def test_a_line_is_folded_below_its_first_value_where_the_terminal_is_narrow(cap
             return {"loss": super().validation_step(batch), "accuracy": 0.5, "f1": 0.25, "precision": 0.125}
 
     monkeypatch.setattr("accmt.messages.os.get_terminal_size", lambda number: os.terminal_size((100, 24)))
-    monkeypatch.setattr("sys.stderr", SimpleNamespace(fileno=lambda: 2, write=len, flush=list, isatty=lambda: False))
+    terminal = SimpleNamespace(fileno=lambda: 2, write=len, flush=list, isatty=lambda: False, closed=False)
+    monkeypatch.setattr("sys.stderr", terminal)
     make_trainer({"epochs": 2, "batch_size": 4}, verbose=True, model_saving="always").fit(
         Measured([0.5, 0.25]), Numbers(4), Numbers(2)
     )
