@@ -51,6 +51,8 @@ class Counters:
         global_step: Optimizer steps finished since the start.
         skipped_updates: Accumulation windows without an optimizer step: the scaler met inf, or all weights were 0.
         samples_seen: Training samples of all processes, each counted as often as it was trained on.
+        target_tokens_seen: What training batches weighed where they weigh target tokens: those of a transformers
+            model's own loss, of packed rows, or the weights that steps return. 0 where batches weigh samples.
         bad_samples: Training samples that could not be read and were skipped, each as often as that happened.
         skipped_batches: Training batches of all processes that the step left out, by returning None.
         val_step: Batches finished in the current evaluation, or in the last one.
@@ -66,6 +68,7 @@ class Counters:
     global_step: int = 0
     skipped_updates: int = 0
     samples_seen: int = 0
+    target_tokens_seen: int = 0
     bad_samples: int = 0
     skipped_batches: int = 0
     val_step: int = 0
@@ -177,6 +180,10 @@ class TrainingState(Counters):
     def count_samples(self, num_samples: int) -> None:
         """Count the samples of finished batches, over all processes."""
         self.samples_seen += num_samples
+
+    def count_target_tokens(self, number: int) -> None:
+        """Count the target tokens of finished batches, over all processes."""
+        self.target_tokens_seen += number
 
     def count_bad_samples(self, num_samples: int) -> None:
         """Count the samples, over all processes, that could not be read."""

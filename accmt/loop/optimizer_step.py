@@ -44,6 +44,8 @@ def finish_window(run: Run, window: AccumulationWindow) -> None:
     if made_step and run.scheduler is not None:
         step_scheduler(run, at_epoch_end=False)
     zero_gradients(run)
+    if run.weighting.is_explicit:
+        run.state.count_target_tokens(round(window.total_weight))
     if window.skipped_batches:
         run.state.count_skipped_batches(window.skipped_batches)
     _count(run, samples, made_step=made_step)

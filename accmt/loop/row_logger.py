@@ -26,6 +26,8 @@ def log_row(run: Run) -> None:
         return
     if run.state.skipped_updates:
         row["skipped_updates"] = run.state.skipped_updates
+    if run.state.target_tokens_seen:
+        row["target_tokens_seen"] = run.state.target_tokens_seen
     if run.state.bad_samples:
         row["bad_samples"] = run.state.bad_samples
     if run.state.skipped_batches:

@@ -62,6 +62,7 @@ class AccumulationWindow:
         own_batches: Batches that this process had a part in.
         own_samples: Samples of those batches.
         skipped_batches: Batches of this process that its step left out; once the window is closed, of all processes.
+        total_weight: Weights of its batches on all processes, once it is closed, where these are not samples.
         is_unreduced: Whether gradients were not reduced over processes, because one had no batch in a micro-batch.
     """
 
@@ -78,6 +79,7 @@ class AccumulationWindow:
     own_batches: int = 0
     own_samples: int = 0
     skipped_batches: int = 0
+    total_weight: float = 0.0
     is_unreduced: bool = False
 
     def add(self, weight: Weight, samples: int) -> None:
@@ -154,12 +156,13 @@ class Weighting:
         if window.readings:
             window.read_weights()
         if window.is_one_batch:
+            window.total_weight = window.own_weight
             return float(bool(window.own_weight)), window.own_samples
         if window.known_samples is not None and self.uses_plan(window):
             return float(window.known_samples > 0), window.known_samples
         counts = window.own_batches, window.own_samples, window.skipped_batches
         total, batches, samples, skipped = sum_over_data((window.own_weight, *map(float, counts)))
-        window.skipped_batches = int(skipped)
+        window.skipped_batches, window.total_weight = int(skipped), total
         if total <= 0:
             return 0.0, int(samples)
         factor = self._num_data_processes * self.reference / total

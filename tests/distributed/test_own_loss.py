@@ -10,7 +10,7 @@ import torch
 
 from tests.distributed.scripts.own_loss import CASES
 from tests.launching import SCRIPTS, launch
-from tests.unit.test_huggingface_own_loss import make_rows, of_plain_torch
+from tests.unit.test_huggingface_own_loss import LENGTHS, make_rows, of_plain_torch
 
 
 @pytest.mark.feature("A01")
@@ -24,3 +24,4 @@ def test_the_gradient_is_that_of_one_big_batch(tmp_path: Path, way: str) -> None
     for one in found.values():
         assert (torch.tensor(one["gradient"]) - gradient).norm() <= 1e-6 * gradient.norm()
         assert one["val_loss"] == pytest.approx(loss, rel=1e-5)
+        assert one["targets"] == sum(length - 1 for length in LENGTHS)  # each text's first token is no target

@@ -34,6 +34,7 @@ def test_counters_after_two_epochs():
         "global_step": 6,
         "skipped_updates": 0,
         "samples_seen": 20,
+        "target_tokens_seen": 0,
         "bad_samples": 0,
         "skipped_batches": 0,
         "val_step": 0,

@@ -40,7 +40,7 @@ def train(kind: type[Own], settings: dict[str, Any], folder: Path) -> dict[str, 
     settings = {"callbacks": gradient, "grad_accumulation_steps": 2, "model_saving": None, **settings}
     trainer = Trainer(hps, folder, logging_dir=folder, verbose=False, **settings)
     state = trainer.fit(kind(make_model()), make_rows(), make_rows())
-    return {"gradient": gradient.gradient, "val_loss": state.metrics["val_loss"]}
+    return {"gradient": gradient.gradient, "val_loss": state.metrics["val_loss"], "targets": state.target_tokens_seen}
 
 
 def main() -> None:
