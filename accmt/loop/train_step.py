@@ -18,7 +18,13 @@ from accmt.loop.weighting import AccumulationWindow
 from accmt.messages import say_once
 from accmt.metrics.weighted_sum import Weight
 from accmt.parallel.calls import require_call
-from accmt.parallel.reduction import broadcast_buffers, reduce_nothing, reduces_only_whole, require_all_gradients
+from accmt.parallel.reduction import (
+    add_note_of_unused,
+    broadcast_buffers,
+    reduce_nothing,
+    reduces_only_whole,
+    require_all_gradients,
+)
 from accmt.parallel.step_collectives import meet, running_borrowed_step, running_step
 from accmt.parallel.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.precision import autocast
@@ -180,6 +186,7 @@ class AutomaticSteps:
             outputs = self._run_in_context(batch, micro_batch) if self._needs_context else run.training_step(batch)
         except Exception as error:
             add_note_of_batch(error, run.unwrapped_model, micro_batch.batch)
+            add_note_of_unused(error, run.model)
             raise
         run.packing.require_passed()
         if outputs is None and self._may_leave_out:

@@ -194,6 +194,15 @@ def require_all_gradients(model: DistributedDataParallel) -> None:
         raise ModuleContractError(explain("training_step", got, expected, do))
 
 
+def add_note_of_unused(error: Exception, model: nn.Module) -> None:
+    """Say what to write where torch finds out, a step late, that parameters got no gradient."""
+    if reduces_only_whole(model) and "find_unused_parameters" in str(error):
+        error.add_note(
+            "[accmt] the loss of the step before did not depend on all trained parameters, so gradients were not "
+            'averaged: write Trainer(ddp_kwargs={"find_unused_parameters": True})'
+        )
+
+
 def _sum(weight: nn.Parameter, *, is_sparse: bool) -> torch.Tensor:
     """Return a number whose gradient is such as training will give; DistributedDataParallel takes no other."""
     if weight.is_complex():

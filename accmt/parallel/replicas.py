@@ -23,7 +23,8 @@ _SHOWN = 3
 _CAUSES = (
     "look for what differs between processes: weights or gradients changed by random numbers that are drawn in a "
     "training step, in on_after_backward or in a hook of the optimizer itself (draw them in on_before_optimizer_step); "
-    "weights changed in a forward pass, or on one process only; a second backward in a training step"
+    "weights changed in a forward pass, or on one process only; a second backward in a training step; a loss that "
+    "does not depend on all trained parameters in some steps (ddp_kwargs={'find_unused_parameters': True})"
 )
 
 Replica = dict[str, dict[str, object]]

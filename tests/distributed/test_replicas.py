@@ -31,6 +31,8 @@ LAUNCHES = {
             "own backward",
             "max_norm",
             "unused",
+            "unused later",
+            "dropped",
             "unused and found",
         ),
         *CHANGED,
@@ -111,6 +113,9 @@ def test_parameters_without_a_gradient_are_named_before_a_step_by_gradients_that
         assert "ModuleContractError: training_step\n  got: no gradient for pooler.weight, pooler.bias" in facts["error"]
         assert "find_unused_parameters" in facts["error"]
         assert facts["step"] == 0
+    for facts in outcomes["ddp-2"]["unused later"]:
+        assert facts["error"].startswith("RuntimeError: Expected to have finished reduction")
+        assert "[accmt] the loss of the step before did not depend on all trained parameters" in facts["error"]
 
 
 def test_hooks_of_a_batch_are_hooks() -> None:

@@ -123,12 +123,22 @@ class Unused(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.used, self.pooler = nn.Linear(3, 1), nn.Linear(3, 3)
+        self.used, self.pooler, self.uses_all = nn.Linear(3, 1), nn.Linear(3, 3), False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.used(inputs)
+        return self.used(self.pooler(inputs) if self.uses_all else inputs)
 
 
+class UnusedLater(Points):
+    def __init__(self) -> None:
+        super().__init__(Unused())
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.unwrapped_model.uses_all = self.state.global_step < 3
+        return self.step(batch)
+
+
+RARE: dict[str, Any] = {"checkpoint_every": None, "evaluate_every_n_steps": "6 steps"}  # when replicas are compared
 FINDING = {"ddp_kwargs": {"find_unused_parameters": True}}
 
 
@@ -169,8 +179,8 @@ def run_case(name: str, folder: Path) -> list[dict[str, Any]]:
     error = ""
     try:
         trainer.fit(module, data, data)
-    except AccmtError as raised:
-        error = f"{type(raised).__name__}: {raised}"
+    except (AccmtError, RuntimeError) as raised:
+        error = "\n".join([f"{type(raised).__name__}: {raised}", *getattr(raised, "__notes__", [])])
     facts = {
         "error": error,
         "weights": [make_whole(weight).tolist() for weight in module.model.parameters()],
@@ -196,6 +206,7 @@ CASES: dict[str, Callable[[], tuple[Any, list[Callback], Any, dict[str, Any]]]] 
     "max_norm": lambda: (Points(nn.Sequential(nn.Embedding(3, 4, max_norm=1.0))), [], "AdamW", {}),
     "dropped": lambda: (Points(), [Drop()], "AdamW", {}),
     "unused": lambda: (Points(Unused()), [], "AdamW", {}),
+    "unused later": lambda: (UnusedLater(), [], "AdamW", RARE),
     "unused and found": lambda: (Points(Unused()), [], "AdamW", FINDING),
     "texts": lambda: (Texts(), [], "AdamW", {}),
     "texts changed": lambda: (Texts(), [Change(change_weight, 3, process=2)], "AdamW", {}),
