@@ -13,7 +13,6 @@ from accmt.version import __version__
 
 if TYPE_CHECKING:
     from accmt.callbacks import EMA as EMA
-    from accmt.callbacks import SWA as SWA
     from accmt.callbacks import BestModels as BestModels
     from accmt.callbacks import Callback as Callback
     from accmt.callbacks import LambdaCallback as LambdaCallback
@@ -86,6 +85,7 @@ if TYPE_CHECKING:
     from accmt.setup.model import create_optimizer as create_optimizer
     from accmt.sft import SFTModule as SFTModule
     from accmt.state import TrainingState as TrainingState
+    from accmt.swa import SWA as SWA
     from accmt.tracking import Aim as Aim
     from accmt.tracking import ClearML as ClearML
     from accmt.tracking import CometML as CometML
@@ -120,7 +120,7 @@ _HOMES = {
     "Delivery": "accmt.settings.tracking",
     "DeviceError": "accmt.errors",
     "EMA": "accmt.callbacks",
-    "SWA": "accmt.callbacks",
+    "SWA": "accmt.swa",
     "ExtendedAcceleratorModule": "accmt.module",
     "F1": "accmt.metrics",
     "Failures": "accmt.settings.running",

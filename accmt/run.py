@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accmt.failures import Clock, Interruption, Watch
-    from accmt.loop.batch_norm import BatchNormStatistics
 
 _NOTHING = nullcontext()
 
@@ -461,13 +460,6 @@ class Run(EvaluationRun):
             except ReplicasDifferError:
                 self.snapshot.is_mid_step = True
                 raise
-
-    @cached_property
-    def batch_norm(self) -> BatchNormStatistics:
-        """The running statistics of the model's batch norm."""
-        from accmt.loop.batch_norm import BatchNormStatistics
-
-        return BatchNormStatistics(self)
 
     def user_hooks(self, name: str) -> list[Callable[..., Any]]:
         """Return what the user's callbacks and module have at a hook."""

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from accmt.callbacks.averaging import EMA, SWA
+from accmt.callbacks.averaging import EMA
 from accmt.callbacks.base import Callback, LambdaCallback, MainProcessCallback
 from accmt.callbacks.best_models import BestModels
 from accmt.callbacks.dispatch import Hooks, build_callbacks, describe_hooks, find_hooks
@@ -17,7 +17,6 @@ require_own_folder(str(Path(__file__).parents[1]))
 __all__ = [
     "ALIASES",
     "EMA",
-    "SWA",
     "HOOKS",
     "BestModels",
     "Callback",

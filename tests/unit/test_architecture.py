@@ -39,7 +39,7 @@ LAYERS = [
         "without_trace",
     },
     {"run", "recovery", "loop", "setup"},
-    {"tuning"},
+    {"swa", "tuning"},
     {"trainer"},
     {"report"},
     {"cli"},

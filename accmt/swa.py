@@ -1,0 +1,242 @@
+"""Stochastic weight averaging, and the running statistics of batch norm for weights that were averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_swa_multi_avg_fn, update_bn
+
+from accmt.callbacks.averaging import WeightAverage, copy_into
+from accmt.data import derive_seed, reader_of, seed_generators
+from accmt.data.sized import BatchLoader, SizedLoader
+from accmt.errors import ArgumentError, explain
+from accmt.libraries.private_names import is_batch_norm
+from accmt.loop.evaluation import in_evaluation_mode
+from accmt.loop.logging import SilentLogs
+from accmt.messages import warn
+from accmt.module import ExtendedAcceleratorModule
+from accmt.parallel.sync_batchnorm import synchronized_layers, without_synchronization
+from accmt.precision import autocast
+from accmt.processes import data_index, num_data_processes, sum_over_data
+from accmt.run import Run
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class SWA(WeightAverage):
+    """Stochastic weight averaging: the mean of the weights of several epochs; evaluations and saved models use it.
+
+    From `start` on, the weights at the end of each epoch enter the mean, each alike. The mean is evaluated and saved in
+    place of the weights that are trained, with which training continues; before `start` these are evaluated. A learning
+    rate that stays high, constant or cyclic, gives weights that differ, which is what makes their mean better.
+
+    Batch norm has running statistics of the trained weights, not of their mean. They are computed again for each mean,
+    as `torch.optim.swa_utils.update_bn` does: one pass over the training data before an evaluation, without gradients.
+    A layer in evaluation mode keeps its own.
+
+    Args:
+        start: A part of the run, such as 0.75, or the epoch (a whole number, from 0) from which weights are averaged.
+        every: Optimizer steps from one set of weights to the next; None is one at the end of each epoch.
+        update_bn: False leaves batch norm the statistics of training.
+
+    Raises:
+        ArgumentError: No such start or distance; or statistics of batch norm that cannot be computed again: of a
+            sharded model, from streams, or with manual optimization.
+
+    Source:
+        Izmailov et al. 2018, Averaging Weights Leads to Wider Optima (https://arxiv.org/abs/1803.05407)
+    """
+
+    def __init__(self, start: float | int = 0.75, *, every: int | None = None, update_bn: bool = True) -> None:
+        is_part = isinstance(start, float) and 0 <= start < 1
+        if isinstance(start, bool) or not (is_part or isinstance(start, int) and start >= 0):
+            expected = "a part of the run from 0.0, below 1.0, or an epoch from 0"
+            raise ArgumentError(explain("SWA(start=...)", repr(start), expected, "SWA(start=0.75)"))
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ArgumentError(explain("SWA(every=...)", repr(every), "optimizer steps from 1, or None", "every=100"))
+        if not isinstance(update_bn, bool):
+            raise ArgumentError(explain("SWA(update_bn=...)", repr(update_bn), "True or False", "SWA(update_bn=False)"))
+        super().__init__()
+        self.start = start
+        self.every = every
+        self.update_bn = update_bn
+        self._layers: list[str] = []
+        self._statistics: dict[str, Tensor] = {}
+        self._num_in_statistics = 0
+        self._statistics_of_training: dict[str, Tensor] = {}
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self._statistics_of_training = {}
+        if isinstance(self.start, float) and self.trainer.run.total_steps is None:
+            got, do = f"{self.start} of a run whose length is unknown", "SWA(start=10), an epoch, or set max_steps"
+            raise ArgumentError(explain("SWA(start=...)", got, "a run whose length is known", do))
+        if not self.num_averaged:
+            self._layers, self._statistics, self._num_in_statistics = [], {}, 0
+        if self.update_bn:
+            BatchNormStatistics(self.trainer.run).require_renewable(
+                "SWA(update_bn=False) keeps those of the trained weights"
+            )
+
+    def on_update_end(self) -> None:
+        if self.update_bn and self._is_due():
+            self._layers = BatchNormStatistics(self.trainer.run).layers()
+        super().on_update_end()
+
+    def on_evaluation_start(self) -> None:
+        if not self.num_averaged:
+            return
+        super().on_evaluation_start()
+        if not self._layers:
+            return
+        statistics = BatchNormStatistics(self.trainer.run)
+        buffers = statistics.buffers(self._layers)
+        self._statistics_of_training = {name: buffer.clone() for name, buffer in buffers.items()}
+        if self._num_in_statistics != self.num_averaged and self.state.fn == "fit":
+            statistics.renew(self._layers)
+            self._statistics = {name: buffer.clone() for name, buffer in buffers.items()}
+            self._num_in_statistics = self.num_averaged
+        copy_into(self._statistics, buffers)
+
+    def on_fit_end(self) -> None:
+        super().on_fit_end()
+        if not self.num_averaged and self.state.finished:
+            warn(f"SWA averaged nothing: the run ended before start={self.start}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average and its statistics of batch norm."""
+        own = {"layers": list(self._layers), "in_statistics": self._num_in_statistics}
+        return {**super().state_dict(), **own, "statistics": dict(self._statistics)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the average and its statistics of batch norm."""
+        super().load_state_dict(state)
+        self._layers, self._num_in_statistics = list(state["layers"]), state["in_statistics"]
+        self._statistics = dict(state["statistics"])
+
+    def _is_due(self) -> bool:
+        run, state = self.trainer.run, self.state
+        if isinstance(self.start, float):
+            has_begun = state.global_step >= self.start * run.total_steps
+        else:
+            has_begun = state.epoch >= self.start
+        if self.every is None:
+            return has_begun and state.is_last_training_batch
+        return has_begun and super()._is_due() and state.global_step % self.every == 0
+
+    def _update(self, averages: list[Tensor], weights: list[Tensor]) -> None:
+        average = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
+        average(averages, weights, self.num_averaged - 1)
+
+    def _give_back(self) -> None:
+        super()._give_back()
+        if self._statistics_of_training:
+            copy_into(self._statistics_of_training, BatchNormStatistics(self.trainer.run).buffers(self._layers))
+            self._statistics_of_training = {}
+
+
+class BatchNormStatistics:
+    """The running statistics of the batch norm of a run's model."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def layers(self) -> list[str]:
+        """Return the names of the layers that keep statistics and are in training mode."""
+        layers = self._run.unwrapped_model.named_modules()
+        return [name for name, layer in layers if is_batch_norm(layer) and layer.training and _has_statistics(layer)]
+
+    def buffers(self, layers: Sequence[str]) -> dict[str, Tensor]:
+        """Return the running statistics of some layers, by name."""
+        found = {name: self._run.unwrapped_model.get_submodule(name) for name in layers}
+        return {f"{name}.{of}": getattr(layer, of) for name, layer in found.items() for of in _STATISTICS}
+
+    def require_renewable(self, do: str) -> None:
+        """Check that statistics can be computed by a pass over the training data.
+
+        Raises:
+            ArgumentError: Such a pass would change something, or has to be made by all processes together.
+        """
+        run = self._run
+        if not any(is_batch_norm(layer) for layer in run.unwrapped_model.modules()):
+            return
+        faults = {
+            "a sharded model": run.is_sharded,
+            "a module that steps by itself": isinstance(run.module, ExtendedAcceleratorModule),
+            "training data that are a stream": not isinstance(reader_of(run.train_loader), SizedLoader | BatchLoader),
+        }
+        for got, is_there in faults.items():
+            if is_there:
+                expected = "a model and data of which they can be computed again"
+                raise ArgumentError(explain("the statistics of batch norm", got, expected, do))
+
+    def renew(self, layers: Sequence[str]) -> None:
+        """Compute the statistics of some layers for the weights as they are: each is the mean over an epoch's batches.
+
+        Nothing is counted or logged, and no hook is called.
+
+        Processes: collective; the mean is that over the batches of all processes.
+        """
+        run = self._run
+        model, module, logs, stage = run.unwrapped_model, run.module, run.module.logs, run.state.now.stage
+        every = [name for name, layer in model.named_modules() if is_batch_norm(layer) and _has_statistics(layer)]
+        others = [name for name in every if name not in layers]
+        kept = {name: buffer.clone() for name, buffer in self.buffers(others).items()}
+        loader = run.loaders.build_train_again()
+        module.logs, run.state.now.stage = SilentLogs(module.trainer), "train"
+        try:
+            with (
+                in_evaluation_mode(model),  # so that the modes come back
+                run.using_unwrapped_model(),
+                without_synchronization(synchronized_layers(model)),
+                autocast(run.accelerator),
+            ):
+                update_bn(_batches(run, loader), _Step(run))
+        finally:
+            module.logs, run.state.now.stage = logs, stage
+            logs.of_training.drop_batch()
+            loader.end_workers()
+            run.train_loader.set_epoch_again()
+        if num_data_processes() > 1:
+            _average(self.buffers(layers), layers)
+        for name, buffer in self.buffers(others).items():
+            buffer.copy_(kept[name])
+
+
+def _has_statistics(layer: Any) -> bool:
+    return layer.running_mean is not None
+
+
+class _Step(nn.Module):
+    """A model whose forward is the training step."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.model = run.unwrapped_model
+        self._step = run.training_step
+
+    def forward(self, batch: Any) -> None:
+        self._step(batch)
+
+
+def _batches(run: Run, loader: Any) -> Iterator[tuple[Any]]:
+    epoch = run.state.epoch
+    for micro_batch in loader.micro_batches(epoch):
+        if micro_batch.batch is not None:
+            seed_generators(derive_seed(run.seed, "batch norm", epoch, micro_batch.index, data_index()), run.device)
+            yield (run.place(micro_batch.batch),)  # of a tuple `update_bn` takes the first
+
+
+def _average(buffers: dict[str, Tensor], layers: Sequence[str]) -> None:
+    """Let statistics be the mean over the batches of all processes."""
+    for name in layers:
+        number = int(buffers[f"{name}.num_batches_tracked"])
+        total = sum_over_data([float(number)])[0]
+        for of in ("running_mean", "running_var"):
+            buffer = buffers[f"{name}.{of}"]
+            sums = sum_over_data((buffer.double().flatten() * number).tolist())
+            buffer.copy_(torch.tensor(sums, dtype=torch.float64).div(total).reshape(buffer.shape))
+        buffers[f"{name}.num_batches_tracked"].fill_(int(total))
