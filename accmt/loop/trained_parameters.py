@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 
 from accmt.errors import ModuleContractError, ProcessFailedError, explain
+from accmt.libraries.private_names import children_of, is_compiled
 from accmt.messages import warn, warn_once
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
 from accmt.parallel.reduction import rebuild_reducer
@@ -90,8 +91,14 @@ class TrainedParameters:
     def noting_new_layers(self) -> Iterator[None]:
         """Note when a layer or a parameter is put into any module, so that the next window looks for it.
 
-        Looking at all layers before each window would cost more than a step of a small model.
+        Looking at all layers before each window would cost more than a step of a small model. Not where layers are
+        compiled: with such hooks inductor's graphs of a resumed run round otherwise (seen with torch 2.13). There the
+        look at the start of each epoch has to do.
         """
+        layers = self._unwrapped_model.modules()
+        if any(is_compiled(layer) or "_orig_mod" in children_of(layer) for layer in layers):
+            yield
+            return
 
         def note(_module: nn.Module, _name: str, _value: Any) -> None:
             self._may_have_new = True

@@ -205,6 +205,7 @@ def test_a_module_that_steps_by_itself_is_not_tried(tmp_path: Path, caplog: pyte
     assert "the module steps by itself" in caplog.text
 
 
+@pytest.mark.usefixtures("without_fingerprints")
 @pytest.mark.parametrize("asked", [None, False])
 def test_it_is_off_on_a_cpu_and_where_it_is_not_wanted(
     tmp_path: Path, asked: bool | None, caplog: pytest.LogCaptureFixture

@@ -170,6 +170,7 @@ def test_a_run_that_is_interrupted_within_an_epoch_resumes_with_the_same_bits(tm
     assert all(map(torch.equal, *weights))
 
 
+@pytest.mark.usefixtures("without_fingerprints")
 def test_no_token_is_padding_and_each_sample_is_read_once(tmp_path: Path) -> None:
     from accmt import Monitor
 

@@ -174,6 +174,7 @@ def test_counters_count_batches_as_planned_and_steps_know_their_last_micro_batch
     assert len(module.draws) == len(set(module.draws))  # each micro-batch has randomness of its own
 
 
+@pytest.mark.usefixtures("without_fingerprints")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_sample_is_read_once_an_epoch_with_the_randomness_that_it_has_without_a_budget(
     tmp_path: Path, workers: int
@@ -447,6 +448,7 @@ class Large(Texts):
         return 10_000_000
 
 
+@pytest.mark.usefixtures("without_fingerprints")
 def test_a_resume_among_ten_million_samples_reads_those_of_the_step_only(tmp_path: Path) -> None:
     settings = {"hps": {"epochs": -1, "max_steps": 4}, "checkpoint_every": "1 step", "grad_accumulation_steps": 2}
     whole, expected = run(tmp_path / "whole", data=Large(), **settings)
