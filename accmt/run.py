@@ -418,9 +418,9 @@ class Run(EvaluationRun):
 
     @property
     def ends_here(self) -> bool:
-        """Whether training ends after this optimizer step: `max_steps` are done, or it ends early."""
-        max_steps = self.cadence.max_steps
-        return (max_steps is not None and self.state.global_step >= max_steps) or self.ends_early
+        """Whether training ends after this optimizer step: `max_steps` and the like are done, or it ends early."""
+        cadence = self.cadence
+        return (cadence.is_limited and cadence.is_out_of_steps(self.state)) or self.ends_early
 
     @property
     def scheduler_length(self) -> int | None:

@@ -60,6 +60,8 @@ class KeyRule:
 RULES = (
     KeyRule("epochs", "apply", "The run ends elsewhere, and the scheduler is stretched to the new end."),
     KeyRule("max_steps", "apply", "As `epochs`."),
+    KeyRule("max_samples", "apply", "As `epochs`."),
+    KeyRule("max_target_tokens", "apply", "The run ends elsewhere."),
     KeyRule(
         "batch_size",
         "apply",

@@ -25,6 +25,8 @@ FIELDS = (
     "scheduler",
     "scheduler_kwargs",
     "max_steps",
+    "max_samples",
+    "max_target_tokens",
     "step_scheduler_per_epoch",
     "max_micro_batch_size",
     "max_tokens",
@@ -45,7 +47,8 @@ class HyperParameters:
     against their signatures included, and all faults are reported in one error.
 
     Args:
-        epochs: Passes over the train data; -1 for as many as `max_steps` needs. None: 1, or -1 with `max_steps`.
+        epochs: Passes over the train data; -1 for as many as `max_steps`, `max_samples` or `max_target_tokens` needs.
+            None: 1, or -1 with one of those.
         batch_size: Samples of a batch on one process: one number, or up to three for train, validation and test (one
             that is left out equals the one before it).
         optim: Name, import path or class of the optimizer. None: "SGD".
@@ -53,6 +56,10 @@ class HyperParameters:
         scheduler: Name, import path or class of the learning rate scheduler. None: the rate stays as it is.
         scheduler_kwargs: Its arguments, `warmup_ratio` or `num_warmup_steps` among them where it warms up.
         max_steps: Updates after which the run ends, if `epochs` do not end it before. None or -1: no limit.
+        max_samples: Training samples of all processes after which the run ends, at the end of the step that reaches
+            them. A scheduler spans as many steps as full batches hold so many samples. None: no limit.
+        max_target_tokens: Target tokens (`state.target_tokens_seen`) after which the run ends, likewise; how many steps
+            that takes is unknown beforehand, so a scheduler that has an end needs another limit. None: no limit.
         step_scheduler_per_epoch: Step the scheduler at the end of each epoch instead of at each step; all its counts
             are then in epochs.
         max_micro_batch_size: Largest number of train samples that go through the model at once; larger batches are
@@ -92,6 +99,8 @@ class HyperParameters:
         step_scheduler_per_epoch: bool = False,
         max_micro_batch_size: int | None = None,
         *,
+        max_samples: int | None = None,
+        max_target_tokens: int | None = None,
         max_tokens: int | None = None,
         packing: bool = False,
         model: str | Mapping[str, Any] | None = None,
@@ -101,8 +110,9 @@ class HyperParameters:
     ) -> None:
         optim = "SGD" if optim is None and optimizer is None else optim
         kwargs = optimizer_kwargs if optim_kwargs is None else optim_kwargs
+        has_limit = any(limit is not None for limit in (max_steps, max_samples, max_target_tokens))
         values = {
-            "epochs": 1 if epochs is None and max_steps is None else epochs,
+            "epochs": 1 if epochs is None and not has_limit else epochs,
             "batch_size": batch_size,
             "optim": None if optim is None else _component(optim, kwargs),
             "optimizer": None if optimizer is None else _component(optimizer, kwargs),
@@ -110,6 +120,8 @@ class HyperParameters:
             if scheduler is None and scheduler_kwargs is None
             else _component(scheduler, scheduler_kwargs),
             "max_steps": max_steps,
+            "max_samples": max_samples,
+            "max_target_tokens": max_target_tokens,
             "step_scheduler_per_epoch": step_scheduler_per_epoch,
             "max_micro_batch_size": max_micro_batch_size,
             "max_tokens": max_tokens,
@@ -170,6 +182,8 @@ class HyperParameters:
         self.scheduler_kwargs = scheduler.arguments
         self.scheduler_class: Callable[..., Any] | None = scheduler.factory
         self.max_steps: int | None = None if schema.max_steps == -1 else schema.max_steps
+        self.max_samples = schema.max_samples
+        self.max_target_tokens = schema.max_target_tokens
         self.step_scheduler_per_epoch = schema.step_scheduler_per_epoch
         self.max_micro_batch_size = schema.max_micro_batch_size
         self.max_tokens = schema.max_tokens
@@ -271,6 +285,8 @@ class HyperParameters:
                 "optim": optim,
                 "scheduler": scheduler,
                 "max_steps": self.max_steps,
+                "max_samples": self.max_samples,
+                "max_target_tokens": self.max_target_tokens,
                 "step_scheduler_per_epoch": self.step_scheduler_per_epoch,
                 "max_micro_batch_size": self.max_micro_batch_size,
                 "max_tokens": self.max_tokens,

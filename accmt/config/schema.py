@@ -58,6 +58,16 @@ class Schema(BaseModel):
         description="a whole number of steps from 1, or -1 for no limit",
         examples=["max_steps: 1000"],
     )
+    max_samples: PositiveInt | None = Field(
+        default=None,
+        description="a whole number of samples from 1",
+        examples=["max_samples: 1_000_000"],
+    )
+    max_target_tokens: PositiveInt | None = Field(
+        default=None,
+        description="a whole number of target tokens from 1",
+        examples=["max_target_tokens: 2e9"],
+    )
     step_scheduler_per_epoch: bool = Field(
         default=False,
         description="true or false",
@@ -81,7 +91,11 @@ class Schema(BaseModel):
     model: Any = Field(default=None, description="a path, or a mapping with it", examples=["model: out/base"])
     sft: Any = Field(default=None, description="a path, or a mapping with `data`", examples=["sft: train.jsonl"])
 
-    @field_validator("epochs", "batch_size", "max_steps", "max_micro_batch_size", "max_tokens", mode="before")
+    @field_validator(
+        *("epochs", "batch_size", "max_steps", "max_samples", "max_target_tokens"),
+        *("max_micro_batch_size", "max_tokens"),
+        mode="before",
+    )
     @classmethod
     def _read_whole_floats(cls, value: Any) -> Any:
         return [whole(item) for item in value] if isinstance(value, list | tuple) else whole(value)
@@ -202,7 +216,8 @@ def _without_examples_of(faults: Iterable[Fault]) -> list[Fault]:
 
 def _endless(document: Document) -> Iterable[Fault]:
     epochs, max_steps = (document.values.get(key, -1) for key in ("epochs", "max_steps"))
-    if epochs == max_steps == -1:
+    has_budget = any(document.values.get(key) is not None for key in ("max_samples", "max_target_tokens"))
+    if epochs == max_steps == -1 and not has_budget:
         got = "-1 and no max_steps" if "epochs" in document.values else _NOTHING
         expected = "a whole number from 1, or max_steps"
         yield Fault(("epochs",), got, expected, "write `epochs: 3`, or `max_steps: 1000`")

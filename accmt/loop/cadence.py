@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from accmt.settings import Settings
@@ -16,8 +17,10 @@ class Cadence:
     """The planned rhythm of a run.
 
     Attributes:
-        epochs: Epochs of the run; None where only `max_steps` ends it.
-        max_steps: Updates of the run; None where only `epochs` ends it.
+        epochs: Epochs of the run; None where only one of the following ends it.
+        max_steps: Updates of the run; None is no limit.
+        max_samples: Training samples of the run; None is no limit.
+        max_target_tokens: Target tokens of the run; None is no limit.
         log_every: Updates between rows of the log; -1 is at the end of each epoch.
         evaluate_every: Updates between evaluations: a number counted over epochs, a fraction of an epoch, or None.
         evaluate_every_n_epochs: Epochs between evaluations where `evaluate_every` is None.
@@ -32,6 +35,8 @@ class Cadence:
     evaluate_every_n_epochs: int = 1
     evaluate_at_end: bool = True
     checkpoint_every: Every | None = None
+    max_samples: int | None = None
+    max_target_tokens: int | None = None
 
     @classmethod
     def of(cls, settings: Settings) -> Cadence:
@@ -49,11 +54,22 @@ class Cadence:
             evaluate_every_n_epochs=int(between.number) if in_epochs else 1,
             evaluate_at_end=evaluation.eval_when_finish,
             checkpoint_every=settings.checkpoints.every,
+            max_samples=settings.hps.max_samples,
+            max_target_tokens=settings.hps.max_target_tokens,
         )
 
+    @cached_property
+    def is_limited(self) -> bool:
+        """Whether anything but epochs ends the run."""
+        return (self.max_steps, self.max_samples, self.max_target_tokens) != (None, None, None)
+
     def is_out_of_steps(self, state: TrainingState) -> bool:
-        """Return whether `max_steps` steps are done."""
-        return self.max_steps is not None and state.global_step >= self.max_steps
+        """Return whether so many steps are done, samples or target tokens trained on, as the run may have."""
+        return (
+            (self.max_steps is not None and state.global_step >= self.max_steps)
+            or (self.max_samples is not None and state.samples_seen >= self.max_samples)
+            or (self.max_target_tokens is not None and state.target_tokens_seen >= self.max_target_tokens)
+        )
 
     def is_finished(self, state: TrainingState) -> bool:
         """Return whether the run is at its end."""

@@ -179,7 +179,14 @@ def _save_if_due(run: Run, *, epoch_ended: bool, evaluated: bool) -> None:
 
 
 def _require_progress(run: Run) -> None:
-    """Raise if the run would never end: `max_steps` is its only end, and an epoch made no step towards it."""
+    """Raise if the run would never end: an epoch brought it no nearer to its only end."""
+    cadence = run.cadence
+    counts_tokens_only = cadence.max_target_tokens is not None and cadence.max_steps is cadence.max_samples is None
+    if cadence.epochs is None and counts_tokens_only and run.state.target_tokens_seen == 0:
+        got = "an epoch without target tokens: its batches weigh samples"
+        expected = "weights in tokens, as the loss of a transformers model has them, or as the step returns them"
+        do = 'return {"loss": mean, "weight": number_of_tokens} from training_step, or use max_samples'
+        raise DataError(explain("training until max_target_tokens", got, expected, do))
     if run.cadence.epochs is None and run.state.epoch_step == 0 and run.accelerator.scaler is None:
         got = "an epoch without an optimizer step: the weights of all its batches are 0"
         raise DataError(explain("training until max_steps", got, "a batch that weighs something", "look at the data"))

@@ -34,7 +34,7 @@ def without_traces(settings: Settings) -> Settings:
 def _for_fast_dev_run(settings: Settings) -> Settings:
     number = int(settings.running.fast_dev_run)
     hps = copy.copy(settings.hps)
-    hps.epochs, hps.max_steps = 1, number
+    hps.epochs, hps.max_steps, hps.max_samples, hps.max_target_tokens = 1, number, None, None
     quiet = without_traces(settings)
     return replace(
         quiet,

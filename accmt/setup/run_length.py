@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -26,21 +27,24 @@ def measure_run(
 
     done = counters.global_step + counters.skipped_updates
     samples = settings.hps.train_batch_size * settings.optimization.accumulation_at(0) * num_data_processes()
-    basis = [cadence.epochs, cadence.max_steps, samples]
+    max_steps = cadence.max_steps
+    if cadence.max_samples is not None:  # in full batches: the same number in a run that is resumed within an epoch
+        max_steps = min(-(-cadence.max_samples // samples), max_steps or sys.maxsize)
+    basis = [cadence.epochs, max_steps, samples]
     if micro_batches_per_epoch is None or loader.num_micro_batches is None:
-        return RunLength(cadence.max_steps, None, done, basis, cadence.epochs)
+        return RunLength(max_steps, None, done, basis, cadence.epochs)
     per_epoch = steps(0, micro_batches_per_epoch)
     num_epochs = cadence.epochs
-    if cadence.max_steps is not None:
-        after_this = cadence.max_steps - done - steps(counters.epoch, loader.num_micro_batches - counters.train_step)
+    if max_steps is not None:
+        after_this = max_steps - done - steps(counters.epoch, loader.num_micro_batches - counters.train_step)
         needed = counters.epoch + 1 - (-max(0, after_this) // per_epoch)
         num_epochs = needed if num_epochs is None else min(num_epochs, needed)
     if cadence.epochs is None:
-        return RunLength(cadence.max_steps, per_epoch, done, basis, num_epochs)
+        return RunLength(max_steps, per_epoch, done, basis, num_epochs)
     left = [micro_batches_per_epoch] * (cadence.epochs - counters.epoch)
     left[:1] = [loader.num_micro_batches - counters.train_step] if left else []
     total = done + sum(steps(epoch, micro_batches) for epoch, micro_batches in enumerate(left, counters.epoch))
-    total = total if cadence.max_steps is None else min(total, cadence.max_steps)
+    total = total if max_steps is None else min(total, max_steps)
     return RunLength(total, per_epoch, done, basis, num_epochs)
 
 
