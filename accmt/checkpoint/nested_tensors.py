@@ -156,12 +156,17 @@ def _memory_of(tensor: Tensor) -> Any:
 
 
 def _require_storable(tensor: Tensor, path: str) -> None:
-    is_dense = tensor.layout == torch.strided and tensor.dtype in STORABLE and not tensor.is_meta
+    is_dense = (
+        tensor.layout == torch.strided
+        and tensor.dtype in STORABLE
+        and not (tensor.is_meta or tensor.is_nested)  # a nested one may be strided, and has no shape
+    )
     if is_dense and not (isinstance(tensor, DTensor) and is_made_of_others(tensor.to_local())):
         return
+    kind = "nested tensor" if tensor.is_nested else "tensor"
     message = explain(
         path or "state",
-        f"a tensor ({tensor.dtype}, {tensor.layout}, on {tensor.device}), which cannot be stored",
+        f"a {kind} ({tensor.dtype}, {tensor.layout}, on {tensor.device}), which cannot be stored",
         f"a dense tensor with data, of {', '.join(sorted(str(dtype) for dtype in STORABLE))}",
         "convert it in `state_dict`, or keep it out of the state (a buffer: `persistent=False`)",
     )

@@ -118,7 +118,7 @@ def _add_sizes(batch: Any, sizes: set[int]) -> None:
         return
     for value in _values_of(batch) if type(batch) not in (list, tuple) else batch:
         if type(value) is torch.Tensor and value.ndim:  # as in most batches: without a further call
-            sizes.add(value.shape[0])
+            sizes.add(value.size(0))  # a nested tensor has no shape
         else:
             _add_sizes(value, sizes)
 

@@ -463,3 +463,10 @@ def test_communication_hooks_with_a_state_are_rejected_or_named(caplog):
     assert not caplog.text
     collect(Remembering(), lambda state, bucket: default_hooks.allreduce_hook(None, bucket))
     assert "the state of a communication hook (Remembering) is in no checkpoint" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_nested_tensors_are_named():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
+    with pytest.raises(CheckpointError, match=r"rows(.|\n)*a nested tensor \(torch.float32"):
+        split_tensors({"rows": nested})
