@@ -67,7 +67,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 def test_a_sharded_model_gives_what_one_process_gives(outcomes: dict[Any, Any], way: str, name: str) -> None:
     got, expected = flatten(outcomes[way][name]), flatten(outcomes[1][name])
     assert got.keys() == expected.keys()
-    different = {key: (got[key], value) for key, value in expected.items() if not is_close(got[key], value)}
+    different = {
+        key: (got[key], value)
+        for key, value in expected.items()
+        if not is_close(got[key], value, abs_tol=1e-4 if ".weights." in key else 2e-5)  # sums, some of them near 0
+    }
     assert not different
 
 
@@ -126,6 +130,8 @@ def flatten(value: Any, path: str = "") -> dict[str, Any]:
     return {key: leaf for name, item in items for key, leaf in flatten(item, f"{path}.{name}").items()}
 
 
-def is_close(got: Any, expected: Any) -> bool:
-    """Compare to rounding, which Adam's first steps magnify, and sums near 0 show."""
-    return math.isclose(got, expected, rel_tol=1e-4, abs_tol=1e-4) if isinstance(expected, float) else got == expected
+def is_close(got: Any, expected: Any, *, abs_tol: float = 2e-5) -> bool:
+    """Compare to rounding, which Adam's first steps magnify."""
+    if not isinstance(expected, float):
+        return bool(got == expected)
+    return math.isclose(got, expected, rel_tol=1e-4, abs_tol=abs_tol)
