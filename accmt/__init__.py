@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from accmt.curricula import StepsCurriculum as StepsCurriculum
     from accmt.data import TemperatureSampler as TemperatureSampler
     from accmt.data import set_seed as set_seed
+    from accmt.engine.step_collectives import gather_with_gradients as gather_with_gradients
     from accmt.errors import AccmtError as AccmtError
     from accmt.errors import ArgumentError as ArgumentError
     from accmt.errors import CallbackNotFoundError as CallbackNotFoundError
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
     from accmt.module import AcceleratorModule as AcceleratorModule
     from accmt.module import ExtendedAcceleratorModule as ExtendedAcceleratorModule
     from accmt.optimization import ChainedOptimizer as ChainedOptimizer
-    from accmt.parallel.step_collectives import gather_with_gradients as gather_with_gradients
     from accmt.precision import allow_tf32 as allow_tf32
     from accmt.processes import on_last_process as on_last_process
     from accmt.processes import on_local_main_process as on_local_main_process
@@ -177,7 +177,7 @@ _HOMES = {
     "allow_tf32": "accmt.precision",
     "create_optimizer": "accmt.setup.model",
     "gather_on_cpu": "accmt.metrics",
-    "gather_with_gradients": "accmt.parallel.step_collectives",
+    "gather_with_gradients": "accmt.engine.step_collectives",
     "merge_adapter": "accmt.huggingface",
     "on_last_process": "accmt.processes",
     "on_local_main_process": "accmt.processes",
@@ -193,7 +193,7 @@ __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - names of strings
 
 def __getattr__(name: str) -> Any:
     if name == "accelerator":
-        from accmt.setup.accelerator import current_accelerator
+        from accmt.engine.accelerator import current_accelerator
 
         return current_accelerator()
     if name == "seed_everything":

@@ -20,7 +20,7 @@ _PLACES = {
     "/loop/row_logger.py": "logging",
     "/recovery/checkpoints.py": "saving a checkpoint",
     "/recovery/model_saver.py": "saving the model",
-    "/parallel/replicas.py": "comparing replicas",
+    "/engine/replicas.py": "comparing replicas",
     "/metrics/running_averages.py": "",
     "/metrics/": "computing metrics",
     "/recovery/loss_guard.py": "checking losses",

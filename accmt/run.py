@@ -18,6 +18,9 @@ from accmt.callbacks.dispatch import find_hooks
 from accmt.data import Loader, MicroBatch, find_batch_size
 from accmt.data.bad_samples import BadSamples
 from accmt.data.largest import LargestBatch
+from accmt.engine.calls import counting_calls, explaining_parts
+from accmt.engine.replicas import Replicas
+from accmt.engine.shards import is_sharded
 from accmt.errors import DataError, ReplicasDifferError, explain
 from accmt.huggingface import OwnLoss, PackingGuard
 from accmt.loop.cadence import Cadence, RunLength
@@ -28,9 +31,6 @@ from accmt.metrics import Metric, RunningAverages
 from accmt.metrics.weighted_sum import Weight
 from accmt.module import AcceleratorModule
 from accmt.optimization.stepper import Stepper
-from accmt.parallel.calls import counting_calls, explaining_parts
-from accmt.parallel.replicas import Replicas
-from accmt.parallel.shards import is_sharded
 from accmt.processes import num_processes
 from accmt.saving import Patience, Selection, may_stop
 from accmt.settings import Settings

@@ -12,13 +12,13 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn, update_bn
 from accmt.callbacks.averaging import WeightAverage, copy_into
 from accmt.data import derive_seed, reader_of, seed_generators
 from accmt.data.sized import BatchLoader, SizedLoader
+from accmt.engine.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import is_batch_norm
 from accmt.loop.evaluation import in_evaluation_mode
 from accmt.loop.logging import SilentLogs
 from accmt.messages import warn
 from accmt.module import ExtendedAcceleratorModule
-from accmt.parallel.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.precision import autocast
 from accmt.processes import data_index, num_data_processes, sum_over_data
 from accmt.run import Run

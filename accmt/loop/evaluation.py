@@ -17,6 +17,9 @@ from accmt.callbacks import Callback
 from accmt.callbacks.dispatch import Hook
 from accmt.data import Loader, MicroBatch, derive_seed, seed_generators
 from accmt.data.bad_samples import BadSamples
+from accmt.engine.reduction import broadcast_buffers
+from accmt.engine.shards import reshard
+from accmt.engine.step_collectives import meet, running_borrowed_step, running_step
 from accmt.errors import AccmtError, ModuleContractError, explain
 from accmt.huggingface.batch_faults import add_note_of_batch
 from accmt.libraries.private_names import count_writes
@@ -27,9 +30,6 @@ from accmt.metrics import Metric, ValidationCollector
 from accmt.metrics.consolidation import consolidate, find_members, require_members
 from accmt.metrics.results import describe, find_scalar
 from accmt.optimization.schedulers import DEFAULT_MONITOR, monitored_by
-from accmt.parallel.reduction import broadcast_buffers
-from accmt.parallel.shards import reshard
-from accmt.parallel.step_collectives import meet, running_borrowed_step, running_step
 from accmt.precision import autocast
 from accmt.processes import broadcast_object, data_index, gather_objects, num_processes, sum_over_data
 from accmt.run import TEST_LOSS, EvaluationRun, Run

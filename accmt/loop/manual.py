@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accmt.data import MicroBatch, derive_seed, seed_generators
+from accmt.engine.calls import counting_calls, require_call
+from accmt.engine.reduction import average_gradients, broadcast_buffers
 from accmt.errors import ModuleContractError, explain
 from accmt.huggingface.batch_faults import add_note_of_batch
 from accmt.libraries.private_names import count_writes
@@ -25,8 +27,6 @@ from accmt.loop.step_outputs import read_further_values, read_weight
 from accmt.messages import say_once, warn, warn_once
 from accmt.module import ExtendedAcceleratorModule
 from accmt.optimization import SeveralSchedulers, needs_closure
-from accmt.parallel.calls import counting_calls, require_call
-from accmt.parallel.reduction import average_gradients, broadcast_buffers
 from accmt.precision import autocast
 from accmt.processes import data_index, num_data_processes, sum_over_data
 from accmt.run import Place, Run, require_planned

@@ -7,8 +7,8 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.data import derive_seed, seed_generators
+from accmt.engine.reduction import average_gradients
 from accmt.loop.weighting import AccumulationWindow
-from accmt.parallel.reduction import average_gradients
 from accmt.processes import sum_over_processes
 from accmt.recovery.restart import restart_with_smaller_batches
 from accmt.run import Run

@@ -10,6 +10,8 @@ import torch
 
 from accmt.data import Loader, MicroBatch, derive_seed, find_batch_size, seed_generators
 from accmt.data.bad_samples import BadSamples
+from accmt.engine.reduction import broadcast_buffers
+from accmt.engine.step_collectives import running_borrowed_step
 from accmt.errors import DataError, ModuleContractError, explain
 from accmt.loop.bad_sample_counts import report_bad_samples
 from accmt.loop.evaluation import (
@@ -22,8 +24,6 @@ from accmt.loop.evaluation import (
 )
 from accmt.metrics.gathering import Position, gather_on_main_process, order_parts, put_in_order, to_cpu
 from accmt.module import defines
-from accmt.parallel.reduction import broadcast_buffers
-from accmt.parallel.step_collectives import running_borrowed_step
 from accmt.precision import autocast
 from accmt.processes import is_main_process
 from accmt.run import EvaluationRun

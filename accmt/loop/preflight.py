@@ -11,6 +11,8 @@ import torch
 from accmt.checkpoint.size_estimate import estimate_size, estimate_state, find_shortage
 from accmt.checkpoint.trial import try_model
 from accmt.data.largest import LargestBatch
+from accmt.engine.shards import reshard
+from accmt.engine.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.errors import AccmtError, CheckpointError, is_out_of_memory
 from accmt.files import format_bytes, free_space
 from accmt.huggingface import is_peft_model
@@ -19,8 +21,6 @@ from accmt.loop.logging import SilentLogs
 from accmt.loop.step_outputs import read_training_output
 from accmt.messages import say_once, warn
 from accmt.module import ExtendedAcceleratorModule
-from accmt.parallel.shards import reshard
-from accmt.parallel.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.precision import autocast
 from accmt.processes import gather_objects, run_on_every_process
 from accmt.run import Run

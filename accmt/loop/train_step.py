@@ -9,6 +9,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from accmt.data import MicroBatch, derive_seed, seed_generators
+from accmt.engine.calls import require_call
+from accmt.engine.reduction import (
+    add_note_of_unused,
+    broadcast_buffers,
+    reduce_nothing,
+    reduces_only_whole,
+    require_all_gradients,
+)
+from accmt.engine.step_collectives import meet, running_borrowed_step, running_step
+from accmt.engine.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.errors import ArgumentError, ModuleContractError, explain, is_out_of_memory
 from accmt.huggingface.batch_faults import add_note_of_batch, warn_of_trained_padding
 from accmt.huggingface.own_loss import hint_at_weights
@@ -17,16 +27,6 @@ from accmt.loop.step_outputs import TrainingOutput, may_return_none, read_traini
 from accmt.loop.weighting import AccumulationWindow
 from accmt.messages import say_once
 from accmt.metrics.weighted_sum import Weight
-from accmt.parallel.calls import require_call
-from accmt.parallel.reduction import (
-    add_note_of_unused,
-    broadcast_buffers,
-    reduce_nothing,
-    reduces_only_whole,
-    require_all_gradients,
-)
-from accmt.parallel.step_collectives import meet, running_borrowed_step, running_step
-from accmt.parallel.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.precision import autocast
 from accmt.processes import data_index, num_data_processes
 from accmt.recovery.restart import current_micro_batch_size

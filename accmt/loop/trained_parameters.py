@@ -22,11 +22,11 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from accmt.engine.reduction import rebuild_reducer
 from accmt.errors import ModuleContractError, ProcessFailedError, explain
 from accmt.libraries.private_names import children_of, is_compiled
 from accmt.messages import warn, warn_once
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
-from accmt.parallel.reduction import rebuild_reducer
 from accmt.precision import HALVES
 from accmt.processes import num_processes
 

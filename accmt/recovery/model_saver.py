@@ -20,11 +20,11 @@ from accmt import huggingface
 from accmt.callbacks import Callback
 from accmt.callbacks.averaging import using_average
 from accmt.data.options import length_of
+from accmt.engine.reduction import broadcast_buffers
 from accmt.errors import AccmtError, SavingError, explain
 from accmt.messages import say, warn
 from accmt.metrics import Metric, ReportedValue
 from accmt.metrics.building import BUILTIN
-from accmt.parallel.reduction import broadcast_buffers
 from accmt.processes import num_data_processes, run_on_main_process
 from accmt.run import Run
 from accmt.saving import (

@@ -16,12 +16,12 @@ from accmt.checkpoint.engine import load_state, rejecting_other_forms
 from accmt.config.changes import Change, changed_arguments
 from accmt.data import UnshardedLoader, reader_of
 from accmt.data.sized import BatchLoader, SizedLoader
+from accmt.engine.reduction import broadcast_buffers
 from accmt.errors import CheckpointError, explain
 from accmt.huggingface import AdaLoraRanks
 from accmt.libraries.private_names import note_optimizer_step
 from accmt.messages import say, warn
 from accmt.optimization.resuming import group_arguments, restore_scheduler
-from accmt.parallel.reduction import broadcast_buffers
 from accmt.processes import num_processes, process_index
 from accmt.recovery.resume import Resumed
 from accmt.run import Run

@@ -13,6 +13,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from accmt.callbacks import Callback, Hooks, build_callbacks
 from accmt.data import Loader, derive_seed, draw_seed, seed_generators
 from accmt.data.own_generators import seed_with_global
+from accmt.engine.accelerator import build_accelerator
+from accmt.engine.replicas import Replicas
+from accmt.engine.shards import is_sharded
 from accmt.errors import ArgumentError, explain
 from accmt.failures import Board, Clock, Interruption, Watch, find_machines
 from accmt.huggingface import PackingGuard
@@ -23,8 +26,6 @@ from accmt.loop.weighting import Weighting
 from accmt.metrics import RunningAverages
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
 from accmt.optimization.schedulers import monitored_by
-from accmt.parallel.replicas import Replicas
-from accmt.parallel.shards import is_sharded
 from accmt.precision import autocast
 from accmt.processes import broadcast_object, is_main_process, num_processes
 from accmt.recovery.checkpoints import Checkpoints
@@ -39,7 +40,6 @@ from accmt.run import Actions, Run
 from accmt.saving import Selection
 from accmt.settings import Settings
 from accmt.settings.durations import read_max_time
-from accmt.setup.accelerator import build_accelerator
 from accmt.setup.callbacks import make_builtin_callbacks
 from accmt.setup.dataloaders import Loaders, at_epoch_of_building, check_reloading
 from accmt.setup.inputs import Inputs, check_inputs, find_monitored

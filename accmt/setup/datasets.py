@@ -24,12 +24,12 @@ from accmt.data import (
 )
 from accmt.data.largest import LargestBatch
 from accmt.data.own_generators import seed_with_global
+from accmt.engine.accelerator import must_keep_in_step
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.messages import warn
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
 from accmt.processes import data_index, num_data_processes
 from accmt.settings import DataSettings, Settings
-from accmt.setup.accelerator import must_keep_in_step
 from accmt.setup.cutting import find_cutting, reject_other_cuts
 from accmt.setup.largest import make_largest
 from accmt.setup.same_on_processes import find_same_data

@@ -14,6 +14,37 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accmt.checkpoint.frozen import find_read_only
 from accmt.config import HyperParameters
+from accmt.engine.accelerator import must_keep_in_step
+from accmt.engine.building import building_for, device_of_shards
+from accmt.engine.meta import fill, is_on_meta
+from accmt.engine.reduction import (
+    TransparentWrapper,
+    broadcast_buffers,
+    broadcast_weights,
+    is_container,
+    require_same_tensors,
+    sending_quantized_weights,
+    settle_buckets,
+)
+from accmt.engine.replicas import reject_renormalization, require_equal_weights
+from accmt.engine.shards import (
+    as_shard,
+    is_by_fsdp,
+    is_sharded,
+    require_known_shards,
+    shard_model,
+    try_steps_of_shards,
+)
+from accmt.engine.sync_batchnorm import restore_batch_norm, synchronize_if_asked
+from accmt.engine.tensor_parallel import (
+    beginning_anew,
+    partial_gradients,
+    ranks_of_batch,
+    require_whole_heads,
+    share_weights,
+    split_tensors,
+    tensor_parallel_size,
+)
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface import (
     enable_gradient_checkpointing,
@@ -39,41 +70,10 @@ from accmt.loop.logging import Logs
 from accmt.module import AcceleratorModule
 from accmt.optimization import build_optimizer
 from accmt.optimization.stepper import Stepper
-from accmt.parallel.building import building_for, device_of_shards
-from accmt.parallel.meta import fill, is_on_meta
-from accmt.parallel.reduction import (
-    TransparentWrapper,
-    broadcast_buffers,
-    broadcast_weights,
-    is_container,
-    require_same_tensors,
-    sending_quantized_weights,
-    settle_buckets,
-)
-from accmt.parallel.replicas import reject_renormalization, require_equal_weights
-from accmt.parallel.shards import (
-    as_shard,
-    is_by_fsdp,
-    is_sharded,
-    require_known_shards,
-    shard_model,
-    try_steps_of_shards,
-)
-from accmt.parallel.sync_batchnorm import restore_batch_norm, synchronize_if_asked
-from accmt.parallel.tensor_parallel import (
-    beginning_anew,
-    partial_gradients,
-    ranks_of_batch,
-    require_whole_heads,
-    share_weights,
-    split_tensors,
-    tensor_parallel_size,
-)
 from accmt.precision import autocast, hold_in_float32
 from accmt.processes import num_data_processes, num_processes, share_batches
 from accmt.run import Run
 from accmt.settings import RunningSettings, Settings
-from accmt.setup.accelerator import must_keep_in_step
 from accmt.setup.module_checks import require_optimizer
 from accmt.setup.run_length import make_scheduler
 from accmt.sharded_tensors import is_expanded

@@ -16,6 +16,8 @@ from torch import nn
 from accmt.callbacks.averaging import WeightAverage, using_average
 from accmt.callbacks.progress import draw_batches
 from accmt.data import Loader, MicroBatch, WrappedLoader, draw_seed
+from accmt.engine.accelerator import build_accelerator
+from accmt.engine.shards import is_sharded
 from accmt.errors import ArgumentError, explain
 from accmt.files import dumps, require_writable_folder, write_text
 from accmt.huggingface import PackingGuard, keeping_quantized_weights
@@ -23,10 +25,8 @@ from accmt.loop.evaluation import call_hooks, evaluate, in_evaluation_mode, repo
 from accmt.loop.prediction import predict
 from accmt.messages import say
 from accmt.module import AcceleratorModule, defines
-from accmt.parallel.shards import is_sharded
 from accmt.processes import broadcast_object, is_main_process, num_processes, run_on_main_process, serving
 from accmt.run import EvaluationRun, Run
-from accmt.setup.accelerator import build_accelerator
 from accmt.setup.build import connect_hooks, gather_callbacks
 from accmt.setup.datasets import Evaluation, build_evaluation_loader, end_workers, find_data
 from accmt.setup.inputs import metrics_of_sets

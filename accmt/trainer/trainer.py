@@ -692,7 +692,7 @@ class Trainer(TrainerProperties):
         Raises:
             RuntimeError: A run is not finished yet.
         """
-        from accmt.setup.accelerator import close_group
+        from accmt.engine.accelerator import close_group
 
         if self.state.status == "running":
             raise RuntimeError("a run is not finished yet: close the Trainer after it")

@@ -35,7 +35,7 @@ LAYERS = [
         "module_kinds",
         "sft",
         "huggingface",
-        "parallel",
+        "engine",
         "without_trace",
     },
     {"run", "recovery", "loop", "setup"},

@@ -13,7 +13,7 @@ import torch
 
 import accmt
 from accmt import AcceleratorModule, HyperParameters, Metric, MetricError, TrainingState
-from accmt.setup import accelerator
+from accmt.engine import accelerator
 from tests.toys import Linear, Numbers, Scripted, make_points, make_trainer
 
 

@@ -15,6 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from accmt import AcceleratorModule, HyperParameters, Trainer
 from accmt.cli.main import main
+from accmt.engine.building import accelerator_to_build_for, building_for
 from accmt.errors import (
     AccmtError,
     ArgumentError,
@@ -25,7 +26,6 @@ from accmt.errors import (
 )
 from accmt.huggingface import pretrained
 from accmt.huggingface.from_hps import load_tokenizer
-from accmt.parallel.building import accelerator_to_build_for, building_for
 
 pytestmark = pytest.mark.feature("N72")
 

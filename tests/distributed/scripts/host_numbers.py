@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from accmt.engine.step_collectives import meet
 from accmt.libraries.private_names import open_store
 from accmt.loop.weighting import AccumulationWindow, Weighting
-from accmt.parallel.step_collectives import meet
 from accmt.processes import (
     broadcast_object,
     gather_objects,

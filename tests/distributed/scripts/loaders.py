@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from accmt import AcceleratorModule, Trainer
-from accmt.parallel import sync_batchnorm
+from accmt.engine import sync_batchnorm
 from accmt.processes import gather_objects, is_main_process, process_index
 
 SAMPLES = 9  # with batches of 2 on 2 processes the last micro-batch has one sample, and one process none

@@ -27,7 +27,7 @@ from accmt import (
     on_main_process,
     read_history,
 )
-from accmt.parallel.replicas import require_equal_weights
+from accmt.engine.replicas import require_equal_weights
 from accmt.processes import gather_objects, is_main_process, process_index
 
 VALIDATION_SIZES = (1, 4, 7, 8, 9, 17)

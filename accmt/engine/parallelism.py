@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from accmt.engine.tensor_parallel import config_of
 from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import use_fsdp
 from accmt.libraries.versions import parallel_size
-from accmt.parallel.tensor_parallel import config_of
 from accmt.settings import RunningSettings
 from accmt.settings.running import ParallelismOptions
 

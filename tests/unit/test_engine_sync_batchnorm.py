@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from accmt import AcceleratorModule
-from accmt.errors import ArgumentError
-from accmt.parallel import sync_batchnorm
-from accmt.parallel.sync_batchnorm import (
+from accmt.engine import sync_batchnorm
+from accmt.engine.sync_batchnorm import (
     restore_batch_norm,
     synchronize,
     synchronize_if_asked,
     synchronized_layers,
     without_synchronization,
 )
+from accmt.errors import ArgumentError
 from tests.toys import make_points, make_trainer
 
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from accmt.engine.meta import is_on_meta, untie
+from accmt.engine.reduction import broadcast_tensors, require_same_tensors
+from accmt.engine.shards import is_by_fsdp
 from accmt.errors import ModuleContractError, explain
 from accmt.libraries.private_names import plan_of_tensors, sums_gradients_of_parts
 from accmt.libraries.versions import parallel_size
-from accmt.parallel.meta import is_on_meta, untie
-from accmt.parallel.reduction import broadcast_tensors, require_same_tensors
-from accmt.parallel.shards import is_by_fsdp
 from accmt.processes import num_data_processes, num_processes, process_index
 from accmt.sharded_tensors import is_dtensor, mesh_of
 

@@ -15,16 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accmt.errors import ArgumentError, explain
-from accmt.libraries.private_names import share_other_precision, shared_state
-from accmt.libraries.versions import make_accelerator, require
-from accmt.messages import warn_once
-from accmt.parallel.shards import is_sharded
-from accmt.parallel.tensor_parallel import tensor_parallel_size
-from accmt.processes import leave_process_group
-from accmt.settings import RunningSettings
-from accmt.setup.devices import explaining_device, touch
-from accmt.setup.parallelism import (
+from accmt.engine.devices import explaining_device, touch
+from accmt.engine.parallelism import (
     Parallelism,
     accelerator_arguments,
     find_parallelism,
@@ -34,6 +26,14 @@ from accmt.setup.parallelism import (
     require_effect,
     shard_on_cpu,
 )
+from accmt.engine.shards import is_sharded
+from accmt.engine.tensor_parallel import tensor_parallel_size
+from accmt.errors import ArgumentError, explain
+from accmt.libraries.private_names import share_other_precision, shared_state
+from accmt.libraries.versions import make_accelerator, require
+from accmt.messages import warn_once
+from accmt.processes import leave_process_group
+from accmt.settings import RunningSettings
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from accmt import create_optimizer
-from accmt.setup.accelerator import current_accelerator
+from accmt.engine.accelerator import current_accelerator
 from tests.toys import Linear, make_points, make_trainer
 
 
@@ -31,7 +31,7 @@ def test_a_gpu_that_torch_cannot_use_is_named_unless_the_cpu_was_asked_for(
         monkeypatch.delenv(name, raising=False)
     driver = tmp_path / "version"
     driver.touch()
-    monkeypatch.setattr("accmt.setup.accelerator._DRIVER", driver)
+    monkeypatch.setattr("accmt.engine.accelerator._DRIVER", driver)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     make_trainer(**settings, verbose=True).fit(Linear(), make_points())
     assert ("the machine has an NVIDIA GPU" in caplog.text) == bool(said)

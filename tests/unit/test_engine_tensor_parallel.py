@@ -16,13 +16,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from accmt.config import HyperParameters
 from accmt.data import MicroBatch
 from accmt.data.bad_samples import BadSample, _require_same_in_groups
+from accmt.engine import tensor_parallel
+from accmt.engine.meta import untie
+from accmt.engine.shards import as_shard
+from accmt.engine.tensor_parallel import beginning_anew, ranks_of_batch
 from accmt.errors import DataError, ModuleContractError
 from accmt.optimization import ChainedOptimizer, build_optimizer
 from accmt.optimization.chained import mesh_by_mesh
-from accmt.parallel import tensor_parallel
-from accmt.parallel.meta import untie
-from accmt.parallel.shards import as_shard
-from accmt.parallel.tensor_parallel import beginning_anew, ranks_of_batch
 from accmt.processes import data_index, each_once, is_counted, num_data_processes, share_batches, sum_over_data
 from accmt.sharded_tensors import by_mesh
 

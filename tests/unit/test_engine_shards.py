@@ -18,9 +18,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from accmt import ChainedOptimizer
+from accmt.engine.shards import _embeddings_for_themselves, _require_one_type, try_steps_of_shards
 from accmt.errors import ModuleContractError
 from accmt.optimization.stepper import Stepper
-from accmt.parallel.shards import _embeddings_for_themselves, _require_one_type, try_steps_of_shards
 from tests.schedule_free import FreeSGD
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 8}

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accmt.data import MicroBatch
+from accmt.engine.reduction import gather_ragged
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.libraries.private_names import GATHERING, SUMMING, watching_collectives
 from accmt.messages import warn_once
-from accmt.parallel.reduction import gather_ragged
 from accmt.processes import broadcast_object, gather_from_data, gather_objects, num_data_processes, num_processes
 
 _num_with_batch: int | None = None  # processes with a batch of their own, where not all have one

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from accmt.parallel.shards import shard_model
-from accmt.parallel.tensor_parallel import require_whole_heads, split_tensors, tensor_parallel_size
+from accmt.engine.shards import shard_model
+from accmt.engine.tensor_parallel import require_whole_heads, split_tensors, tensor_parallel_size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from accmt.engine.meta import is_on_meta
+from accmt.engine.reduction import broadcast_tensors, require_same_tensors
 from accmt.errors import ModuleContractError, explain
 from accmt.libraries.private_names import (
     checkpoint_activations_by_plugin,
@@ -19,8 +21,6 @@ from accmt.libraries.private_names import (
 )
 from accmt.optimization import needs_closure
 from accmt.optimization.stepper import has_modes
-from accmt.parallel.meta import is_on_meta
-from accmt.parallel.reduction import broadcast_tensors, require_same_tensors
 from accmt.processes import num_data_processes, num_processes
 from accmt.sharded_tensors import class_of, is_dtensor
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from accmt.engine.devices import explaining_device, touch
 from accmt.errors import DeviceError
-from accmt.setup.devices import explaining_device, touch
 from tests.toys import Linear, make_points, make_trainer
 
 BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nFor debugging consider CUDA_LAUNCH_BLOCKING=1"
@@ -25,7 +25,7 @@ def test_a_device_that_cannot_be_used_is_an_error_before_anything_is_built(monke
     def fail(device):
         raise error
 
-    monkeypatch.setattr("accmt.setup.accelerator.touch", fail)
+    monkeypatch.setattr("accmt.engine.accelerator.touch", fail)
     module = Linear()
     with pytest.raises(DeviceError, match="the device of the run\n  got: (CUDA|The NVIDIA driver)") as caught:
         make_trainer().fit(module, make_points())

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from accmt.engine.meta import as_wholes, fill, untie
 from accmt.errors import ModuleContractError
-from accmt.parallel.meta import as_wholes, fill, untie
 
 
 @pytest.fixture
