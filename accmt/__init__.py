@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from accmt.callbacks import LambdaCallback as LambdaCallback
     from accmt.callbacks import MainProcessCallback as MainProcessCallback
     from accmt.callbacks import PushToHub as PushToHub
-    from accmt.config import HyperParameters as HyperParameters
-    from accmt.config import Optimizer as Optimizer
-    from accmt.config import Scheduler as Scheduler
     from accmt.curricula import RangeCurriculum as RangeCurriculum
     from accmt.curricula import RatioCurriculum as RatioCurriculum
     from accmt.curricula import StepsCurriculum as StepsCurriculum
@@ -69,19 +66,22 @@ if TYPE_CHECKING:
     from accmt.module import AcceleratorModule as AcceleratorModule
     from accmt.module import ExtendedAcceleratorModule as ExtendedAcceleratorModule
     from accmt.optimization import ChainedOptimizer as ChainedOptimizer
+    from accmt.options import HyperParameters as HyperParameters
+    from accmt.options import Optimizer as Optimizer
+    from accmt.options import Scheduler as Scheduler
+    from accmt.options.data import Limits as Limits
+    from accmt.options.evaluation import MetricOptions as MetricOptions
+    from accmt.options.failures import Failures as Failures
+    from accmt.options.failures import Handler as Handler
+    from accmt.options.monitor import Monitor as Monitor
+    from accmt.options.optimization import Clipping as Clipping
+    from accmt.options.running import TorchFlags as TorchFlags
+    from accmt.options.saving import Checkpointer as Checkpointer
+    from accmt.options.tracking import Delivery as Delivery
     from accmt.precision import allow_tf32 as allow_tf32
     from accmt.processes import on_last_process as on_last_process
     from accmt.processes import on_local_main_process as on_local_main_process
     from accmt.processes import on_main_process as on_main_process
-    from accmt.settings.data import Limits as Limits
-    from accmt.settings.evaluation import MetricOptions as MetricOptions
-    from accmt.settings.handlers import Handler as Handler
-    from accmt.settings.monitor import Monitor as Monitor
-    from accmt.settings.optimization import Clipping as Clipping
-    from accmt.settings.running import Failures as Failures
-    from accmt.settings.running import TorchFlags as TorchFlags
-    from accmt.settings.saving import Checkpointer as Checkpointer
-    from accmt.settings.tracking import Delivery as Delivery
     from accmt.setup.model import create_optimizer as create_optimizer
     from accmt.sft import SFTModule as SFTModule
     from accmt.state import TrainingState as TrainingState
@@ -111,40 +111,40 @@ _HOMES = {
     "CheckpointCorruptError": "accmt.errors",
     "CheckpointError": "accmt.errors",
     "ChainedOptimizer": "accmt.optimization",
-    "Checkpointer": "accmt.settings.saving",
+    "Checkpointer": "accmt.options.saving",
     "ClearML": "accmt.tracking",
-    "Clipping": "accmt.settings.optimization",
+    "Clipping": "accmt.options.optimization",
     "CometML": "accmt.tracking",
     "DVCLive": "accmt.tracking",
     "DataError": "accmt.errors",
-    "Delivery": "accmt.settings.tracking",
+    "Delivery": "accmt.options.tracking",
     "DeviceError": "accmt.errors",
     "EMA": "accmt.callbacks",
     "SWA": "accmt.swa",
     "ExtendedAcceleratorModule": "accmt.module",
     "F1": "accmt.metrics",
-    "Failures": "accmt.settings.running",
-    "Handler": "accmt.settings.handlers",
+    "Failures": "accmt.options.failures",
+    "Handler": "accmt.options.failures",
     "HyperParameterError": "accmt.errors",
     "HyperParameterFileError": "accmt.errors",
     "HyperParameterTypeError": "accmt.errors",
-    "HyperParameters": "accmt.config",
+    "HyperParameters": "accmt.options",
     "LambdaCallback": "accmt.callbacks",
-    "Limits": "accmt.settings.data",
+    "Limits": "accmt.options.data",
     "MAE": "accmt.metrics",
     "MLFlow": "accmt.tracking",
     "MSE": "accmt.metrics",
     "MainProcessCallback": "accmt.callbacks",
     "Metric": "accmt.metrics",
     "MetricError": "accmt.errors",
-    "MetricOptions": "accmt.settings.evaluation",
+    "MetricOptions": "accmt.options.evaluation",
     "MissingArgumentError": "accmt.errors",
     "MissingPackageError": "accmt.errors",
     "ModuleContractError": "accmt.errors",
-    "Monitor": "accmt.settings.monitor",
+    "Monitor": "accmt.options.monitor",
     "NoCheckpointError": "accmt.errors",
     "NonFiniteError": "accmt.errors",
-    "Optimizer": "accmt.config",
+    "Optimizer": "accmt.options",
     "OutputCollector": "accmt.metrics",
     "PackageConflictError": "accmt.errors",
     "Perplexity": "accmt.metrics",
@@ -159,14 +159,14 @@ _HOMES = {
     "RatioCurriculum": "accmt.curricula",
     "Recall": "accmt.metrics",
     "SFTModule": "accmt.sft",
-    "Scheduler": "accmt.config",
+    "Scheduler": "accmt.options",
     "SavingError": "accmt.errors",
     "SeveralFaultsError": "accmt.errors",
     "StepsCurriculum": "accmt.curricula",
     "SwanLab": "accmt.tracking",
     "TemperatureSampler": "accmt.data",
     "TensorBoard": "accmt.tracking",
-    "TorchFlags": "accmt.settings.running",
+    "TorchFlags": "accmt.options.running",
     "TrackerError": "accmt.errors",
     "Trackio": "accmt.tracking",
     "Trainer": "accmt.trainer",

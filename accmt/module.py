@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
     from torch.optim.lr_scheduler import LRScheduler
 
-    from accmt.config import HyperParameters
+    from accmt.options import HyperParameters
     from accmt.protocols import CallbackProtocol, Data, TrainerProtocol
     from accmt.state import TrainingState
 
@@ -300,9 +300,9 @@ class AcceleratorModule(LogsValues):
             HyperParameterError: There is no such section, or something in it is wrong.
             MissingPackageError: A package that it asks for is not installed.
         """
-        from accmt.config import HyperParameters
         from accmt.huggingface import build_from_hps
         from accmt.module_kinds import HuggingFaceModule
+        from accmt.options import HyperParameters
 
         hps = HyperParameters.from_config(hps_config)
         module = HuggingFaceModule(partial(build_from_hps, hps), processor)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from accmt.config import HyperParameters
 from accmt.errors import DataError, ModuleContractError, explain
 from accmt.huggingface.own_loss import count_targets
 from accmt.module import AcceleratorModule
+from accmt.options import HyperParameters
 
 Step = Callable[[Any, Any], Any]
 """A function of a batch and the Trainer; `Any` lets a user annotate the second as `accmt.Trainer`."""

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import DataLoader, Dataset
 
-    from accmt.config import HyperParameters
-    from accmt.settings import Settings
-    from accmt.settings.saving import RegisteredSaving
+    from accmt.options import HyperParameters, Settings
+    from accmt.options.saving import RegisteredSaving
     from accmt.state import TrainingState
 
     Data: TypeAlias = Dataset[Any] | Iterable[Any] | Mapping[str, Any]

@@ -31,9 +31,9 @@ from accmt.metrics import Metric, RunningAverages
 from accmt.metrics.weighted_sum import Weight
 from accmt.module import AcceleratorModule
 from accmt.optimization.stepper import Stepper
+from accmt.options import Settings
 from accmt.processes import num_processes
 from accmt.saving import Patience, Selection, may_stop
-from accmt.settings import Settings
 from accmt.state import TrainingState
 from accmt.tracking import Tracking
 

@@ -19,7 +19,7 @@ from accmt.huggingface.sft_rows import Masking, PadRows, SFTRows, SFTStream, is_
 from accmt.module_kinds import HuggingFaceModule
 
 if TYPE_CHECKING:
-    from accmt.config import HyperParameters
+    from accmt.options import HyperParameters
 
 
 class SFTModule(HuggingFaceModule):
@@ -86,9 +86,9 @@ class SFTModule(HuggingFaceModule):
             FileNotFoundError: There is no tokenizer, or no such chat template.
             MissingPackageError: A package that it asks for is not installed.
         """
-        from accmt.config import HyperParameters
-        from accmt.config.sft_section import SFTSection
         from accmt.huggingface import build_from_hps, load_tokenizer
+        from accmt.options import HyperParameters
+        from accmt.options.sft_section import SFTSection
 
         hps = HyperParameters.from_config(hps_config)
         section = hps.sft_section or SFTSection()

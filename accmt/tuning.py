@@ -14,15 +14,14 @@ import numpy as np
 import torch
 
 from accmt.callbacks import Callback
-from accmt.config import HyperParameters
 from accmt.errors import ArgumentError, explain, is_out_of_memory
 from accmt.messages import say, warn
 from accmt.module import AcceleratorModule
+from accmt.options import HyperParameters, Settings
+from accmt.options.trial_runs import without_traces
 from accmt.processes import broadcast_object, num_data_processes
 from accmt.protocols import TrainerProtocol
 from accmt.recovery.restart import Restart, free_finished
-from accmt.settings import Settings
-from accmt.settings.trial_runs import without_traces
 from accmt.setup.datasets import find_train_data
 from accmt.setup.module_checks import require_module
 from accmt.setup.torch_flags import working

@@ -14,9 +14,9 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
 from accmt import Trainer
-from accmt.settings import Settings
-from accmt.settings.meanings import read_meanings
-from accmt.trainer.arguments import ALIASES
+from accmt.options import Settings
+from accmt.options.command_line import read_meanings
+from accmt.options.trainer_call import ALIASES
 
 PAGE = Path(__file__).with_name("arguments.md")
 SOURCE = Path(inspect.getfile(Trainer))
@@ -25,7 +25,7 @@ HPS_CONFIG = "The hyper-parameters: a YAML or JSON file, a dict, or a `HyperPara
 HEAD = """\
 # Arguments of `Trainer`
 
-<!-- written by docs/generate_arguments.py from the docstrings in accmt/settings; change those -->
+<!-- written by docs/generate_arguments.py from the docstrings in accmt/options; change those -->
 
 Only `hps_config` and `model_path` are required. The arguments from `{first}` to `{last}` may be given by position, all
 others by name only. An invalid value is an error when the Trainer is made; a name that does not exist too.

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import transformers.optimization  # noqa: F401
 
-import accmt.config.schema  # noqa: F401
+import accmt.options.schema  # noqa: F401
 import accmt.setup.build  # noqa: F401
 import accmt.trainer  # noqa: F401
 import tests.many_runs  # noqa: F401

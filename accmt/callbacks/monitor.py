@@ -13,8 +13,8 @@ from accmt.callbacks.base import Callback, MainProcessCallback
 from accmt.callbacks.operations import ModelOperations
 from accmt.callbacks.stopwatch import Stopwatch, StopwatchOfCallbacks
 from accmt.callbacks.utilization import CpuUse, GpuUse
+from accmt.options.monitor import Monitor
 from accmt.processes import num_data_processes
-from accmt.settings.monitor import Monitor
 from accmt.sharded_tensors import total_norm
 
 

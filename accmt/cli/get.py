@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_size(text: str) -> int:
-    from accmt.settings.sizes import read_size
+    from accmt.options.units import read_size
 
     try:
         return read_size("max_shard_size", int(text) if text.isdecimal() else text)

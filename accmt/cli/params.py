@@ -29,17 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    from accmt.trainer.arguments import read_hps_flags
+    from accmt.options.command_line import read_hps_flags
 
     read_hps_flags(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    from accmt.config import HyperParameters
     from accmt.errors import ArgumentError, explain
     from accmt.huggingface import build_empty, build_from_hps
     from accmt.optimization import build_optimizer
-    from accmt.trainer.arguments import HPS_FLAGS
+    from accmt.options import HyperParameters
+    from accmt.options.command_line import HPS_FLAGS
 
     hps = HyperParameters.from_config(options.hps, getattr(options, HPS_FLAGS, None))
     section = hps.model_section

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from accmt.cli.late_flags import add_when_parsed
 
 if TYPE_CHECKING:
-    from accmt.config import HyperParameters
+    from accmt.options import HyperParameters
 
 _OWN = ("hps_config", "model_path")
 _FLAGS = ("data", "validation", "max_length", "merge")
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    from accmt.trainer.arguments import add_flags
+    from accmt.options.command_line import add_flags
 
     add_flags(parser, without=_OWN)
 
@@ -40,9 +40,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from accmt.huggingface import merge_adapter, require_mergeable
     from accmt.huggingface.sft_files import read_rows
+    from accmt.options.command_line import HPS_FLAGS
     from accmt.sft import SFTModule
     from accmt.trainer import Trainer
-    from accmt.trainer.arguments import HPS_FLAGS
 
     typed = {f"sft.{name}": value for name in _FLAGS if (value := getattr(options, name)) is not None}
     setattr(options, HPS_FLAGS, {**getattr(options, HPS_FLAGS, {}), **typed})

@@ -11,7 +11,7 @@ from typing import Any
 from accmt.compat.fine_tuning_hints import OF_AXOLOTL, OF_TRL
 from accmt.compat.joint_hints import advise_joint
 from accmt.compat.value_hints import advise_value
-from accmt.settings.running import Failures
+from accmt.options.failures import Failures
 
 FOREIGN: Mapping[str, Mapping[str, str]] = {
     "Lightning's Trainer": {
@@ -239,7 +239,7 @@ def advise_key(key: str, values: Mapping[str, Any]) -> str | None:
         key: The key.
         values: What was written there, and beside it.
     """
-    from accmt.settings.settings import Settings
+    from accmt.options.settings import Settings
 
     value = values[key]
     foreign = find_foreign(key, value, values)

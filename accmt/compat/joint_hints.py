@@ -7,7 +7,7 @@ from typing import Any
 
 from accmt.compat.fine_tuning_hints import OF_MODEL, OF_SFT, advise_model, advise_sft
 from accmt.compat.value_hints import advise_value
-from accmt.config.numbers import is_number
+from accmt.options.numbers import is_number
 
 
 def advise_joint(name: str, values: Mapping[str, Any]) -> str | None:
@@ -31,7 +31,7 @@ def advise_joint(name: str, values: Mapping[str, Any]) -> str | None:
 
 def _name_optimizer(theirs: Any) -> str | None:
     """Return the name here for a value of transformers' `optim`, or for what stands in the hyper-parameters."""
-    from accmt.config.optimizer_names import optimizers_of_transformers
+    from accmt.options.optimizer_and_scheduler_names import optimizers_of_transformers
 
     theirs = theirs.get("type") if isinstance(theirs, Mapping) else getattr(theirs, "value", theirs)
     return optimizers_of_transformers().get(theirs, theirs) if isinstance(theirs, str) else None
@@ -67,7 +67,7 @@ def _advise_optimizer(known: Mapping[str, Any]) -> str | None:
 
 
 def _advise_scheduler(known: Mapping[str, Any]) -> str | None:
-    from accmt.config.optimizer_names import schedulers_of_transformers
+    from accmt.options.optimizer_and_scheduler_names import schedulers_of_transformers
 
     theirs = known.get("lr_scheduler_type", known.get("lr_scheduler", "linear"))
     own = schedulers_of_transformers().get(getattr(theirs, "value", theirs))

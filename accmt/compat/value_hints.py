@@ -7,7 +7,7 @@ from enum import Enum
 from math import inf
 from typing import Any, TypeAlias
 
-from accmt.config.numbers import is_number
+from accmt.options.numbers import is_number
 
 Advice: TypeAlias = Callable[[Any], str | None]
 """Makes the line for a value; None where the value says nothing that a line could."""
@@ -149,7 +149,7 @@ def _advise_fraction(value: Any) -> str | None:
 
 
 def _advise_scheduler(value: Any) -> str | None:
-    from accmt.config.optimizer_names import schedulers_of_transformers
+    from accmt.options.optimizer_and_scheduler_names import schedulers_of_transformers
 
     own = schedulers_of_transformers().get(value) if isinstance(value, str) else None
     return own and f"scheduler: {{type: {own}{', warmup_ratio: 0.1' if 'armup' in own else ''}}}"

@@ -32,8 +32,8 @@ from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import share_other_precision, shared_state
 from accmt.libraries.versions import make_accelerator, require
 from accmt.messages import warn_once
+from accmt.options import RunningSettings
 from accmt.processes import leave_process_group
-from accmt.settings import RunningSettings
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

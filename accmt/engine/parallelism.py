@@ -19,8 +19,8 @@ from accmt.engine.tensor_parallel import config_of
 from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import use_fsdp
 from accmt.libraries.versions import parallel_size
-from accmt.settings import RunningSettings
-from accmt.settings.running import ParallelismOptions
+from accmt.options import RunningSettings
+from accmt.options.running import ParallelismOptions
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin

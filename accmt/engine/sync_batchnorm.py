@@ -16,8 +16,8 @@ from torch import nn
 from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import is_batch_norm
 from accmt.messages import warn
+from accmt.options import Settings
 from accmt.processes import num_processes
-from accmt.settings import Settings
 
 _OWN_KIND = "_accmt_own_kind"
 _ARGUMENT = "Trainer(sync_batchnorm=True)"

@@ -30,8 +30,8 @@ from accmt.failures.interruption import Interruption, Reason
 from accmt.failures.machines import LEFT, Machine, SignsOfLife
 from accmt.failures.waits import Stand, Waits
 from accmt.libraries.private_names import count_collectives
+from accmt.options.failures import Handler
 from accmt.processes import describe_call, names_of_threads
-from accmt.settings.handlers import Handler
 
 _POLL_S = 0.1
 _BEAT_S = 0.5

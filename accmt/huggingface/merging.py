@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accmt.config import HyperParameters
 from accmt.errors import HyperParameterError, WeightsError, explain
 from accmt.huggingface.folder import save_model
 from accmt.huggingface.peft_adapters import can_be_merged, read_config
 from accmt.huggingface.pretrained import load_pretrained
 from accmt.libraries.versions import require
+from accmt.options import HyperParameters
 from accmt.saving.layout import ADAPTER_CONFIG
 
 if TYPE_CHECKING:

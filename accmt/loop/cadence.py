@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from accmt.settings import Settings
-from accmt.settings.how_often import Every
+from accmt.options import Settings
+from accmt.options.units import Every
 from accmt.state import TrainingState
 
 

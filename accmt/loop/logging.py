@@ -9,8 +9,8 @@ from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.messages import warn_once
 from accmt.metrics.logged import LoggedValues, combine
 from accmt.metrics.results import describe
+from accmt.options.checks import require_choice
 from accmt.processes import is_main_process
-from accmt.settings.checks import require_choice
 
 if TYPE_CHECKING:
     from accmt.protocols import TrainerProtocol

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from accmt.callbacks import Callback
 from accmt.callbacks.progress import ProgressBar
 from accmt.loop.bad_sample_counts import warn_of_bad_samples
+from accmt.options.monitor import Monitor
 from accmt.recovery.loss_guard import check_losses
 from accmt.run import Run
-from accmt.settings.monitor import Monitor
 from accmt.tracking import Tracking
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from accmt.config.numbers import as_float
 from accmt.metrics.metric import Metric
 from accmt.metrics.results import find_scalar, metric_error
+from accmt.options.numbers import as_float
 
 _LOWER_IS_BETTER = {"brier_score", "cer", "mae", "mape", "mase", "mse", "perplexity", "rmse", "smape", "ter", "wer"}
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accmt.config import HyperParameters
-from accmt.config.arguments import optimizer_arguments, parameters_of, read_grouping
-from accmt.config.grouping import Grouping
 from accmt.errors import HyperParameterError, ModuleContractError, explain
 from accmt.optimization.chained import ChainedOptimizer
 from accmt.optimization.parameter_groups import Assigned, assign
+from accmt.options import HyperParameters
+from accmt.options.grouping import Grouping
+from accmt.options.optimizer_and_scheduler_arguments import optimizer_arguments, parameters_of, read_grouping
 from accmt.sharded_tensors import make_whole, mesh_of
 
 _TRIED = 67  # numbers: some vectors of a CPU's kernels, and a rest

@@ -11,12 +11,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from accmt.config import HyperParameters
-from accmt.config.faults import Fault, KeyPath, names_like
-from accmt.config.grouping import Group, Grouping
 from accmt.errors import HyperParameterError, explain
 from accmt.messages import warn_once
 from accmt.optimization.parameter_kinds import kinds_of
+from accmt.options import HyperParameters
+from accmt.options.faults import Fault, KeyPath, names_like
+from accmt.options.grouping import Group, Grouping
 
 _GROUPS: KeyPath = ("optim", "groups")
 

@@ -13,9 +13,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from accmt.config import HyperParameters
-from accmt.config.arguments import parameters_of, watches_a_result
 from accmt.errors import HyperParameterError, explain
+from accmt.options import HyperParameters
+from accmt.options.optimizer_and_scheduler_arguments import parameters_of, watches_a_result
 
 _NEEDS_TOTAL = frozenset({"num_training_steps", "total_steps"})
 

@@ -21,13 +21,13 @@ from accmt.checkpoint.trial import try_optimizer
 from accmt.checkpoint.writer import CheckpointWriter
 from accmt.errors import CheckpointError, NoCheckpointError, explain
 from accmt.messages import say, warn, warn_once
+from accmt.options import Settings
+from accmt.options.saving import Checkpointer
 from accmt.processes import close_cpu_group, is_main_process, new_cpu_group, run_on_every_process
 from accmt.recovery.relaunch import describe_launch
 from accmt.recovery.run_state import collect_others
 from accmt.run import Run
 from accmt.secrets import hide
-from accmt.settings import Settings
-from accmt.settings.saving import Checkpointer
 
 _UNFINISHED = (
     "a checkpoint is due in the middle of a step: the module has called backward and not yet step_optimizer, or not "

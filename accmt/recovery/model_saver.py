@@ -25,6 +25,7 @@ from accmt.errors import AccmtError, SavingError, explain
 from accmt.messages import say, warn
 from accmt.metrics import Metric, ReportedValue
 from accmt.metrics.building import BUILTIN
+from accmt.options import Settings
 from accmt.processes import num_data_processes, run_on_main_process
 from accmt.run import Run
 from accmt.saving import (
@@ -44,7 +45,6 @@ from accmt.saving import (
 from accmt.saving.selection import LAST
 from accmt.saving.streaming import ShardedState
 from accmt.secrets import write_command
-from accmt.settings import Settings
 from accmt.sharded_tensors import class_of
 from accmt.tracking import resolve_trackers
 from accmt.tracking.trackers import TRACKERS

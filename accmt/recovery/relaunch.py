@@ -16,8 +16,8 @@ from typing import Any
 from accmt.checkpoint.folder_names import STEP
 from accmt.checkpoint.manifest import Manifest, read_manifest
 from accmt.checkpoint.store import CheckpointStore
+from accmt.options import Settings
 from accmt.processes import gather_objects, run_on_main_process
-from accmt.settings import Settings
 
 
 def find_relaunched(settings: Settings) -> Path | None:

@@ -18,8 +18,8 @@ from accmt.checkpoint.engine import read_others
 from accmt.errors import ArgumentError, NonFiniteError, explain
 from accmt.messages import warn
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
+from accmt.options import Settings
 from accmt.processes import run_on_main_process
-from accmt.settings import Settings
 
 if TYPE_CHECKING:
     from accmt.run import Run

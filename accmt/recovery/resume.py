@@ -12,12 +12,12 @@ import torch
 from accmt.checkpoint.engine import read_others, rejecting_other_forms
 from accmt.checkpoint.manifest import MANIFEST_NAME, Checkpoint, Manifest, read_manifest
 from accmt.checkpoint.store import CheckpointStore
-from accmt.config.changes import Change, compare, require_allowed
 from accmt.errors import NoCheckpointError, explain
 from accmt.messages import say, warn
+from accmt.options import Settings
+from accmt.options.changes import Change, compare, require_allowed
 from accmt.processes import num_processes
 from accmt.secrets import hide
-from accmt.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from torch import nn
 
 from accmt.callbacks import Callback, MainProcessCallback
 from accmt.checkpoint.engine import load_state, rejecting_other_forms
-from accmt.config.changes import Change, changed_arguments
 from accmt.data import UnshardedLoader, reader_of
 from accmt.data.sized import BatchLoader, SizedLoader
 from accmt.engine.reduction import broadcast_buffers
@@ -22,6 +21,7 @@ from accmt.huggingface import AdaLoraRanks
 from accmt.libraries.private_names import note_optimizer_step
 from accmt.messages import say, warn
 from accmt.optimization.resuming import group_arguments, restore_scheduler
+from accmt.options.changes import Change, changed_arguments
 from accmt.processes import num_processes, process_index
 from accmt.recovery.resume import Resumed
 from accmt.run import Run

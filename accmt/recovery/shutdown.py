@@ -11,10 +11,10 @@ from accmt.data import Loader, MicroBatch, UnshardedLoader, WrappedLoader, reade
 from accmt.errors import Preempted, ProcessFailedError, explain, is_out_of_memory
 from accmt.failures import Reason, Watch, is_consequence, kind_of, record_for_launcher
 from accmt.messages import say, warn
+from accmt.options.failures import Handler
 from accmt.processes import acting_alone, is_main_process
 from accmt.recovery.restart import Restart, free_memory
 from accmt.run import Run
-from accmt.settings.handlers import Handler
 
 if TYPE_CHECKING:
     from accmt.protocols import TrainerProtocol

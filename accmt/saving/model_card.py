@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from accmt.files import dumps, write_text
+from accmt.options.monitor import Monitor
 from accmt.secrets import hide, hide_text
-from accmt.settings.monitor import Monitor
 
 CARD_NAME = "README.md"
 HPS_NAME = "hps.yaml"

@@ -26,6 +26,8 @@ from accmt.loop.weighting import Weighting
 from accmt.metrics import RunningAverages
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
 from accmt.optimization.schedulers import monitored_by
+from accmt.options import Settings
+from accmt.options.units import read_max_time
 from accmt.precision import autocast
 from accmt.processes import broadcast_object, is_main_process, num_processes
 from accmt.recovery.checkpoints import Checkpoints
@@ -38,8 +40,6 @@ from accmt.recovery.run_state import restore
 from accmt.recovery.step_snapshot import StepSnapshot
 from accmt.run import Actions, Run
 from accmt.saving import Selection
-from accmt.settings import Settings
-from accmt.settings.durations import read_max_time
 from accmt.setup.callbacks import make_builtin_callbacks
 from accmt.setup.dataloaders import Loaders, at_epoch_of_building, check_reloading
 from accmt.setup.inputs import Inputs, check_inputs, find_monitored

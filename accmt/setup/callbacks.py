@@ -14,9 +14,9 @@ from accmt.callbacks.progress import ProgressBar, is_notebook
 from accmt.callbacks.summary import ModelSummary
 from accmt.loop.evaluation import EvaluationResults
 from accmt.loop.row_logger import RowLogger
+from accmt.options import Settings
 from accmt.processes import is_main_process
 from accmt.recovery.model_saver import ModelSaver
-from accmt.settings import Settings
 from accmt.tracking import Tracking
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import attention_of, is_batch_norm
 from accmt.messages import say_once, warn_once
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
+from accmt.options import Settings
 from accmt.processes import num_data_processes
-from accmt.settings import Settings
 
 _STEPS = 8
 _SAMPLES = 4096

@@ -13,9 +13,9 @@ from accmt.data.largest import LargestBatch
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.loop.cadence import Cadence
 from accmt.module import AcceleratorModule, defines
+from accmt.options import DataSettings
 from accmt.recovery.restart import Recovery, check_restarts
 from accmt.recovery.shutdown import InterruptibleLoader
-from accmt.settings import DataSettings
 from accmt.setup.datasets import build_evaluation_loader, build_train_loader, end_workers, find_sets, make_largest_batch
 from accmt.setup.user_data import UserData
 from accmt.state import TrainingState

@@ -28,8 +28,8 @@ from accmt.engine.accelerator import must_keep_in_step
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.messages import warn
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
+from accmt.options import DataSettings, Settings
 from accmt.processes import data_index, num_data_processes
-from accmt.settings import DataSettings, Settings
 from accmt.setup.cutting import find_cutting, reject_other_cuts
 from accmt.setup.largest import make_largest
 from accmt.setup.same_on_processes import find_same_data

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accmt.config.arguments import watches_a_result
 from accmt.errors import ArgumentError, explain
 from accmt.files import require_writable_folder
 from accmt.messages import say_once
@@ -15,12 +14,13 @@ from accmt.metrics import Metric, build_metrics
 from accmt.metrics.consolidation import directions_of
 from accmt.metrics.metric import IsBetter
 from accmt.module import AcceleratorModule
+from accmt.options import Settings
+from accmt.options.optimizer_and_scheduler_arguments import watches_a_result
+from accmt.options.saving import RegisteredSaving
 from accmt.processes import broadcast_object, is_main_process
 from accmt.protocols import TrainerProtocol
 from accmt.saving import TRAIN_LOSS, Patience, Selection, without_validation
 from accmt.saving.rules import Quantity
-from accmt.settings import Settings
-from accmt.settings.saving import RegisteredSaving
 from accmt.setup.datasets import find_sets
 from accmt.setup.module_checks import check_validation
 from accmt.setup.user_data import UserData

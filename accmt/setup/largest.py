@@ -14,8 +14,8 @@ from accmt.data.lengths import find_length
 from accmt.data.packing import DocumentPacker
 from accmt.errors import DataError
 from accmt.module import AcceleratorModule, defines
+from accmt.options import Settings
 from accmt.processes import num_data_processes
-from accmt.settings import Settings
 from accmt.setup.cutting import Cutting
 
 _READ = 8

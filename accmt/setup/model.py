@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accmt.checkpoint.frozen import find_read_only
-from accmt.config import HyperParameters
 from accmt.engine.accelerator import must_keep_in_step
 from accmt.engine.building import building_for, device_of_shards
 from accmt.engine.meta import fill, is_on_meta
@@ -70,10 +69,10 @@ from accmt.loop.logging import Logs
 from accmt.module import AcceleratorModule
 from accmt.optimization import build_optimizer
 from accmt.optimization.stepper import Stepper
+from accmt.options import HyperParameters, RunningSettings, Settings
 from accmt.precision import autocast, hold_in_float32
 from accmt.processes import num_data_processes, num_processes, share_batches
 from accmt.run import Run
-from accmt.settings import RunningSettings, Settings
 from accmt.setup.module_checks import require_optimizer
 from accmt.setup.run_length import make_scheduler
 from accmt.sharded_tensors import is_expanded

@@ -11,8 +11,8 @@ from accmt.data import Loader
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.module import AcceleratorModule, defines
 from accmt.optimization import build_scheduler
+from accmt.options import Settings
 from accmt.processes import num_data_processes
-from accmt.settings import Settings
 from accmt.setup.module_checks import call_get_scheduler, require_scheduler
 from accmt.state import Counters
 

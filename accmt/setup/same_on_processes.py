@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 
 from accmt.data.options import length_of
 from accmt.errors import ArgumentError, DataError, explain
+from accmt.options import DataSettings, Settings
 from accmt.processes import gather_objects, num_processes, run_on_every_process
-from accmt.settings import DataSettings, Settings
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from secrets import token_hex
 
 from accmt.errors import SavingError, explain
 from accmt.failures import find_machines
+from accmt.options import Settings
 from accmt.processes import gather_objects, is_main_process, num_processes, process_index, run_on_main_process
-from accmt.settings import Settings
 
 _WAIT_S = 10.0  # network disks show what another machine has written after a while
 _POLL_S = 0.2

@@ -13,7 +13,7 @@ from accmt.data import preserve_generators
 from accmt.data.own_generators import keeping_generators
 from accmt.errors import ModuleContractError, explain
 from accmt.messages import speaking
-from accmt.settings import RunningSettings
+from accmt.options import RunningSettings
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 

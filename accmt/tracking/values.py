@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 from zlib import crc32
 
-from accmt.config.numbers import as_float
 from accmt.errors import MetricError, explain
 from accmt.files import dumps
+from accmt.options.numbers import as_float
 
 HIGHER_IS_BETTER = "higher is better"
 LOWER_IS_BETTER = "lower is better"

@@ -18,10 +18,10 @@ from accmt.checkpoint.store import CheckpointStore
 from accmt.errors import NoCheckpointError, explain
 from accmt.messages import say
 from accmt.module import AcceleratorModule
+from accmt.options import Settings
 from accmt.processes import run_on_main_process
 from accmt.recovery.resume import find_checkpoint
 from accmt.saving.layout import find_entry
-from accmt.settings import Settings
 from accmt.setup.datasets import Evaluation
 from accmt.sharded_tensors import is_dtensor
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
-from accmt.config import HyperParameters
 from accmt.errors import ArgumentError, UnknownArgumentError, explain
 from accmt.module import AcceleratorModule
+from accmt.options import HyperParameters
 
 
 def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> AcceleratorModule:

@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from accmt.callbacks.phase_times import PhaseTimes
-    from accmt.config import HyperParameters
     from accmt.module import AcceleratorModule
+    from accmt.options import HyperParameters, Settings
     from accmt.run import Run
-    from accmt.settings import Settings
     from accmt.setup.user_data import UserData
     from accmt.state import TrainingState
 

@@ -19,9 +19,9 @@ from accmt.checkpoint.engine import StateCollector
 from accmt.checkpoint.folder_names import step_name
 from accmt.errors import CheckpointError, explain
 from accmt.messages import say, speaking
+from accmt.options import Settings
 from accmt.processes import broadcast_object, gather_objects
 from accmt.recovery.run_state import collect_others, stateful_parts
-from accmt.settings import Settings
 
 if TYPE_CHECKING:
     from accmt.module import AcceleratorModule

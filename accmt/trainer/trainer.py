@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 
 from accmt.callbacks import build_callbacks
-from accmt.config import HyperParameters
 from accmt.errors import CheckpointError, explain
 from accmt.module import AcceleratorModule
-from accmt.settings import Settings
-from accmt.settings.saving import RegisteredSaving
-from accmt.settings.trial_runs import apply_trials
+from accmt.options import HyperParameters, Settings
+from accmt.options.saving import RegisteredSaving
+from accmt.options.trainer_call import reports_at_call, resolve_aliases
+from accmt.options.trial_runs import apply_trials
 from accmt.state import TrainingState
-from accmt.trainer.arguments import reports_at_call, resolve_aliases
 from accmt.trainer.modules import as_module
 from accmt.trainer.properties import TrainerProperties
 from accmt.trainer.tracebacks import ShortTraceback
@@ -34,10 +33,10 @@ if TYPE_CHECKING:
 
     from accmt.callbacks import Callback
     from accmt.checkpoint.manifest import Checkpoint
+    from accmt.options import Checkpointer, Clipping, Delivery, Failures, Handler, Limits, MetricOptions, Monitor
+    from accmt.options.running import ParallelismOptions, TorchFlags
     from accmt.protocols import Data
     from accmt.recovery.restart import Recovery
-    from accmt.settings import Checkpointer, Clipping, Delivery, Failures, Handler, Limits, MetricOptions, Monitor
-    from accmt.settings.running import ParallelismOptions, TorchFlags
     from accmt.setup.user_data import UserData
     from accmt.trainer.argument_types import Bound, Collate, Metrics, Samplers, Trackers
     from accmt.tuning import Search, Tuning
@@ -47,7 +46,7 @@ class Trainer(TrainerProperties):
     """Trains an `AcceleratorModule`.
 
     The constructor only takes and checks settings: no process group, no file, no network before `fit`. Every argument
-    is documented where it is held, in `accmt.settings`: `python docs/generate_arguments.py` writes what stands here.
+    is documented where it is held, in `accmt.options`: `python docs/generate_arguments.py` writes what stands here.
 
     Args:
         hps_config: The hyper-parameters: a YAML or JSON file, a dict, or a `HyperParameters` object.
@@ -733,7 +732,7 @@ class Trainer(TrainerProperties):
             ArgumentError: The file holds no mapping.
             FileNotFoundError: There is no such file.
         """
-        from accmt.trainer.arguments import read_config
+        from accmt.options.command_line import read_config
 
         make: Callable[..., Self] = cls  # a subclass may have a constructor of its own
         return make(**{**read_config(config), **kwargs})
@@ -753,7 +752,7 @@ class Trainer(TrainerProperties):
         Raises:
             ArgumentError: It has a flag or an argument of the same name; nothing was added.
         """
-        from accmt.trainer.arguments import add_flags
+        from accmt.options.command_line import add_flags
 
         add_flags(parser)
         return parser
@@ -773,7 +772,7 @@ class Trainer(TrainerProperties):
             ArgumentError: `hps_config` or `model_path` is missing, or a value is invalid.
             FileNotFoundError: There is no such file.
         """
-        from accmt.trainer.arguments import take_typed
+        from accmt.options.command_line import take_typed
 
         return cls.from_config(take_typed(args, config, kwargs))
 

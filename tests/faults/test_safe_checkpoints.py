@@ -387,7 +387,7 @@ def test_the_time_before_an_interruption_counts_towards_the_longest_time(monkeyp
 def test_max_time_is_read_as_people_write_it():
     from datetime import timedelta
 
-    from accmt.settings.durations import read_max_time
+    from accmt.options.units import read_max_time
 
     assert read_max_time("01:02:03:04") == 93784
     assert read_max_time(timedelta(minutes=2)) == read_max_time({"minutes": 2}) == 120

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from accmt.config.changes import rules_table
+from accmt.options.changes import rules_table
 
 
 def test_the_table_of_changed_settings_is_the_table_of_rules():

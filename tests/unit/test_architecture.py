@@ -25,7 +25,7 @@ LAYERS = [
         "libraries",
         "secrets",
     },
-    {"config", "settings", "compat", "protocols"},
+    {"options", "compat", "protocols"},
     {"data", "optimization", "checkpoint", "saving", "metrics", "tracking", "failures", "callbacks"},
     {
         "curricula",
@@ -160,7 +160,7 @@ def early_imports(tree: ast.Module) -> list[ast.stmt]:
 
 def heavy_imports(path: Path) -> set[str]:
     modules = imported_modules(ast.Module(early_imports(parse(path)), []))
-    allowed = {"pydantic"} if name_of(path) == "config/schema.py" else set()  # which is itself imported late
+    allowed = {"pydantic"} if name_of(path) == "options/schema.py" else set()  # which is itself imported late
     return {module.split(".")[0] for module in modules} & HEAVY - allowed
 
 

@@ -16,10 +16,10 @@ from accmt import HyperParameters, Trainer
 from accmt.compat.argument_hints import FOREIGN, advise_key, find_foreign
 from accmt.compat.value_hints import _BY_NAME as BY_NAME
 from accmt.compat.value_hints import advise_value
-from accmt.config.hyperparameters import FIELDS
 from accmt.errors import HyperParameterError, MissingArgumentError, UnknownArgumentError
-from accmt.settings import Settings
-from accmt.trainer.arguments import ALIASES
+from accmt.options import Settings
+from accmt.options.hyperparameters import FIELDS
+from accmt.options.trainer_call import ALIASES
 from tests.toys import HPS
 
 ADVICE = sorted({here for names in FOREIGN.values() for here in names.values()})
@@ -326,7 +326,7 @@ def test_training_arguments_in_the_first_place_are_told_value_by_value():
 
 
 def test_names_of_transformers_for_optimizers_are_told():
-    from accmt.config.optimizer_names import optimizers_of_transformers
+    from accmt.options.optimizer_and_scheduler_names import optimizers_of_transformers
 
     for theirs, ours in optimizers_of_transformers().items():
         with pytest.raises(HyperParameterError, match=f"do: write `{ours}`"):

@@ -20,8 +20,8 @@ from accmt.cli.main import COMMANDS
 from accmt.compat.argument_hints import FOREIGN, JOINED, REPLACED
 from accmt.compat.method_hints import FOREIGN_METHODS
 from accmt.compat.other_names import HOOK_NAMES as HOOK_ALIASES
-from accmt.config.hyperparameters import FIELDS
-from accmt.trainer.arguments import ALIASES as ARGUMENTS
+from accmt.options.hyperparameters import FIELDS
+from accmt.options.trainer_call import ALIASES as ARGUMENTS
 from tests.e2e.markdown import ROOT, read_table
 
 PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from accelerate.parallelism_config import ParallelismConfig
 
 from accmt import ArgumentError
 from accmt.engine.parallelism import find_parallelism, require_effect
-from accmt.settings import RunningSettings
+from accmt.options import RunningSettings
 from tests.toys import Linear, make_points, make_trainer
 
 ZERO = "ZeRO 3 is the default"

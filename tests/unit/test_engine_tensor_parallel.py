@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from accmt.config import HyperParameters
 from accmt.data import MicroBatch
 from accmt.data.bad_samples import BadSample, _require_same_in_groups
 from accmt.engine import tensor_parallel
@@ -23,6 +22,7 @@ from accmt.engine.tensor_parallel import beginning_anew, ranks_of_batch
 from accmt.errors import DataError, ModuleContractError
 from accmt.optimization import ChainedOptimizer, build_optimizer
 from accmt.optimization.chained import mesh_by_mesh
+from accmt.options import HyperParameters
 from accmt.processes import data_index, each_once, is_counted, num_data_processes, share_batches, sum_over_data
 from accmt.sharded_tensors import by_mesh
 

@@ -6,7 +6,7 @@ import pytest
 
 from accmt import Trainer
 from accmt.loop.cadence import Cadence
-from accmt.settings.how_often import Every
+from accmt.options.units import Every
 from accmt.state import TrainingState
 
 

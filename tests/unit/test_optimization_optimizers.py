@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from accmt.config import HyperParameters
-from accmt.config.optimizer_names import optimizer_names
 from accmt.errors import HyperParameterError, ModuleContractError
 from accmt.optimization import build_optimizer
 from accmt.optimization.clipping import clip_gradients
+from accmt.options import HyperParameters
+from accmt.options.optimizer_and_scheduler_names import optimizer_names
 from accmt.sharded_tensors import total_norm
 
 

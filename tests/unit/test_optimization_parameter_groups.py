@@ -18,10 +18,10 @@ from transformers import (
 )
 
 from accmt import ChainedOptimizer, HyperParameters, create_optimizer
-from accmt.config.optimizer_names import scheduler_names
 from accmt.errors import ArgumentError, HyperParameterError
 from accmt.optimization import build_optimizer, build_scheduler
 from accmt.optimization.parameter_kinds import kinds_of
+from accmt.options.optimizer_and_scheduler_names import scheduler_names
 
 pytestmark = pytest.mark.feature("N70")
 

@@ -6,11 +6,11 @@ import torch
 from torch.optim import lr_scheduler
 from transformers.optimization import get_linear_schedule_with_warmup
 
-from accmt.config import HyperParameters
-from accmt.config.optimizer_names import scheduler_names
 from accmt.errors import CheckpointError
 from accmt.optimization import ChainedOptimizer, SeveralSchedulers, build_optimizer, build_scheduler
 from accmt.optimization.resuming import group_arguments, restore_scheduler
+from accmt.options import HyperParameters
+from accmt.options.optimizer_and_scheduler_names import scheduler_names
 
 NEEDED = {
     "StepLR": {"step_size": 4},

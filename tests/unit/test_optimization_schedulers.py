@@ -3,10 +3,10 @@ import torch
 import transformers.optimization
 from torch.optim import lr_scheduler
 
-from accmt.config import HyperParameters
-from accmt.config.optimizer_names import scheduler_names
 from accmt.errors import HyperParameterError
 from accmt.optimization import build_optimizer, build_scheduler
+from accmt.options import HyperParameters
+from accmt.options.optimizer_and_scheduler_names import scheduler_names
 
 NEEDED = {
     "StepLR": {"step_size": 3},

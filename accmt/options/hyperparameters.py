@@ -1,0 +1,356 @@
+"""The hyper-parameters of a run, checked when they are made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accmt.errors import HyperParameterError, explain
+from accmt.libraries.versions import require
+from accmt.options.faults import Document, Fault
+from accmt.options.numbers import read_numbers
+from accmt.secrets import hide, remember
+
+if TYPE_CHECKING:
+    import torch
+
+FIELDS = (
+    "epochs",
+    "batch_size",
+    "optim",
+    "optim_kwargs",
+    "scheduler",
+    "scheduler_kwargs",
+    "max_steps",
+    "max_samples",
+    "max_target_tokens",
+    "step_scheduler_per_epoch",
+    "max_micro_batch_size",
+    "max_tokens",
+    "packing",
+    "model",
+    "sft",
+)
+"""The names of all hyper-parameters."""
+
+KEYS = frozenset({*FIELDS, "optimizer"} - {"optim_kwargs", "scheduler_kwargs"})
+"""What may stand in a file; without a value it counts as not written."""
+
+
+class HyperParameters:
+    """Epochs, batch sizes, optimizer and scheduler of a run.
+
+    Numbers may be strings ("1e-3"). Everything is checked here, arguments of the optimizer and of the scheduler
+    against their signatures included, and all faults are reported in one error.
+
+    Args:
+        epochs: Passes over the train data; -1 for as many as `max_steps`, `max_samples` or `max_target_tokens` needs.
+            None: 1, or -1 with one of those.
+        batch_size: Samples of a batch on one process: one number, or up to three for train, validation and test (one
+            that is left out equals the one before it).
+        optim: Name, import path or class of the optimizer. None: "SGD".
+        optim_kwargs: Its arguments; those left out keep the defaults of its class.
+        scheduler: Name, import path or class of the learning rate scheduler. None: the rate stays as it is.
+        scheduler_kwargs: Its arguments, `warmup_ratio` or `num_warmup_steps` among them where it warms up.
+        max_steps: Updates after which the run ends, if `epochs` do not end it before. None or -1: no limit.
+        max_samples: Training samples of all processes after which the run ends, at the end of the step that reaches
+            them. A scheduler spans as many steps as full batches hold so many samples. None: no limit.
+        max_target_tokens: Target tokens (`state.target_tokens_seen`) after which the run ends, likewise; how many steps
+            that takes is unknown beforehand, so a scheduler that has an end needs another limit. None: no limit.
+        step_scheduler_per_epoch: Step the scheduler at the end of each epoch instead of at each step; all its counts
+            are then in epochs.
+        max_micro_batch_size: Largest number of train samples that go through the model at once; larger batches are
+            split evenly and accumulated. None: batches are not split.
+        max_tokens: Largest number of tokens, padding included, that go through the model at once: the
+            samples of each step are sorted by length and cut into micro-batches within it, and so are those of
+            evaluations. None: batches are as read.
+        packing: Pack the samples of each training step end to end into rows of `max_tokens` instead of padding them.
+        model: The model of transformers to train: its path, or a dict with `path`, `type`, `dtype`, `quantization`,
+            `lora`, `freeze` and whatever else `from_pretrained` takes. None: the module brings its model.
+        sft: The data of supervised fine-tuning: a path, or a dict with `data`, `validation`, `chat_template`,
+            `max_length`, `per_turn` and `merge`. `accmt sft` reads them, `SFTModule.from_hps` what is not a path.
+        optimizer: Another name of `optim`.
+        optimizer_kwargs: Another name of `optim_kwargs`.
+
+    Attributes:
+        scheduler_class: The class or function that `scheduler` names, or None.
+
+    Raises:
+        HyperParameterError: Anything is wrong; the message lists every fault.
+
+    Examples:
+        >>> hps = HyperParameters(epochs=3, batch_size=(16, 32), optim="AdamW", optim_kwargs={"lr": "1e-4"})
+        >>> hps.optim_kwargs, hps.val_batch_size
+        ({'lr': 0.0001}, 32)
+    """
+
+    def __init__(
+        self,
+        epochs: int | None = None,
+        batch_size: int | tuple[int, ...] | list[int] = 1,
+        optim: str | type[torch.optim.Optimizer] | None = None,
+        optim_kwargs: Mapping[str, Any] | None = None,
+        scheduler: str | Callable[..., Any] | None = None,
+        scheduler_kwargs: Mapping[str, Any] | None = None,
+        max_steps: int | None = None,
+        step_scheduler_per_epoch: bool = False,
+        max_micro_batch_size: int | None = None,
+        *,
+        max_samples: int | None = None,
+        max_target_tokens: int | None = None,
+        max_tokens: int | None = None,
+        packing: bool = False,
+        model: str | Mapping[str, Any] | None = None,
+        sft: str | Mapping[str, Any] | None = None,
+        optimizer: str | type[torch.optim.Optimizer] | None = None,
+        optimizer_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        optim = "SGD" if optim is None and optimizer is None else optim
+        kwargs = optimizer_kwargs if optim_kwargs is None else optim_kwargs
+        has_limit = any(limit is not None for limit in (max_steps, max_samples, max_target_tokens))
+        values = {
+            "epochs": 1 if epochs is None and not has_limit else epochs,
+            "batch_size": batch_size,
+            "optim": None if optim is None else _component(optim, kwargs),
+            "optimizer": None if optimizer is None else _component(optimizer, kwargs),
+            "scheduler": None
+            if scheduler is None and scheduler_kwargs is None
+            else _component(scheduler, scheduler_kwargs),
+            "max_steps": max_steps,
+            "max_samples": max_samples,
+            "max_target_tokens": max_target_tokens,
+            "step_scheduler_per_epoch": step_scheduler_per_epoch,
+            "max_micro_batch_size": max_micro_batch_size,
+            "max_tokens": max_tokens,
+            "packing": packing,
+            "model": model,
+            "sft": sft,
+        }
+        values = {key: read_numbers(value) for key, value in values.items() if value is not None}
+        faults = _kwargs_faults(
+            optim_kwargs=optim_kwargs, optimizer_kwargs=optimizer_kwargs, scheduler_kwargs=scheduler_kwargs
+        )
+        self._take(Document("HyperParameters", values, faults=tuple(faults)))
+
+    @classmethod
+    def from_config(
+        cls,
+        source: str | os.PathLike[str] | Mapping[str, Any] | HyperParameters,
+        flags: Mapping[str, Any] | None = None,
+    ) -> HyperParameters:
+        """Read hyper-parameters from a file or a dict; an object is returned as it is.
+
+        Args:
+            source: A path to a .yaml, .yml or .json file, or a dict (which is not changed), with or without the
+                outer `hps`.
+            flags: Values in the place of those of `source`, by dotted key (`optim.lr`), as typed as `--hps.optim.lr`.
+
+        Raises:
+            HyperParameterTypeError: `source` is something else.
+            HyperParameterFileError: There is no such file.
+            HyperParameterError: Anything is wrong in it; the message lists every fault with its line.
+        """
+        from accmt.options.flags import overlay
+        from accmt.options.yaml_reader import read_document
+
+        if isinstance(source, HyperParameters):
+            if not flags:
+                return source
+            source = source.to_dict()
+        hps = cls.__new__(cls)
+        document = read_document(source)
+        hps._take(overlay(document, flags) if flags else document)
+        return hps
+
+    def _take(self, document: Document) -> None:
+        for name in ("pydantic", "annotated_types"):
+            require(name)
+        from accmt.options.schema import check
+
+        remember(document.values)
+        checked = check(document)
+        schema, optim, scheduler = checked.schema, checked.optim, checked.scheduler
+        self.epochs: int = schema.epochs
+        self.batch_size: int | tuple[int, ...] = schema.batch_size
+        self.optim: str | type[torch.optim.Optimizer] | None = optim.user_value
+        self.optim_kwargs = optim.arguments
+        self._optimizer_class: type[torch.optim.Optimizer] | None = optim.factory
+        self.scheduler: str | Callable[..., Any] | None = scheduler.user_value
+        self.scheduler_kwargs = scheduler.arguments
+        self.scheduler_class: Callable[..., Any] | None = scheduler.factory
+        self.max_steps: int | None = None if schema.max_steps == -1 else schema.max_steps
+        self.max_samples = schema.max_samples
+        self.max_target_tokens = schema.max_target_tokens
+        self.step_scheduler_per_epoch = schema.step_scheduler_per_epoch
+        self.max_micro_batch_size = schema.max_micro_batch_size
+        self.max_tokens = schema.max_tokens
+        self.packing = schema.packing
+        self.model: str | dict[str, Any] | None = schema.model
+        self.model_section = checked.model
+        self.sft: str | dict[str, Any] | None = schema.sft
+        self.sft_section = checked.sft
+        self._document = checked.document
+
+    @property
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        """The class that `optim` names.
+
+        Raises:
+            HyperParameterError: A file or dict names none, and what needs it is no module with a `get_optimizer`.
+        """
+        if self._optimizer_class is None:
+            do = "write `optim: {type: AdamW, lr: 1e-4}`, or def get_optimizer(self) in the module"
+            raise HyperParameterError(explain(self.where("optim"), "nothing", "an optimizer", do))
+        return self._optimizer_class
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples of a train batch on one process."""
+        return self._batch_size_of(0)
+
+    @property
+    def val_batch_size(self) -> int:
+        """Samples of a validation batch on one process."""
+        return self._batch_size_of(1)
+
+    @property
+    def test_batch_size(self) -> int:
+        """Samples of a test batch on one process."""
+        return self._batch_size_of(2)
+
+    @property
+    def train_step_batch_size(self) -> int:
+        """Samples that go through the model at once: the largest even part of a batch within `max_micro_batch_size`."""
+        return self.micro_batch_size_within(self.max_micro_batch_size)
+
+    def set_train_batch_size(self, size: int) -> None:
+        """Let training have batches of another size; those of validation and test stay as they are."""
+        self.batch_size = (size, self.val_batch_size, self.test_batch_size)
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The learning rate of the optimizer, for parameters that are in no group with a rate of its own."""
+        from accmt.options.optimizer_and_scheduler_arguments import standard_rate
+
+        rate = self.optim_kwargs.get("lr")
+        return standard_rate(self.optimizer_class) if rate is None and self.optim is not None else rate
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Let the optimizer have another learning rate; those of groups keep their proportion to it."""
+        before, kwargs = self.learning_rate, dict(self.optim_kwargs)
+        if before and kwargs.get("groups"):
+            from accmt.options.optimizer_and_scheduler_arguments import standard_rate
+            from accmt.options.optimizer_and_scheduler_names import find_optimizer
+
+            kwargs["groups"] = [dict(group) for group in kwargs["groups"]]
+            for group in kwargs["groups"]:
+                own = group.get("lr", standard_rate(find_optimizer(group["type"])) if "type" in group else None)
+                group |= {} if own is None else {"lr": own * (rate / before)}
+        self.optim_kwargs = {**kwargs, "lr": rate}
+
+    def micro_batch_size_within(self, limit: int | None) -> int:
+        """Return the largest even part of a batch within a limit and `max_micro_batch_size`."""
+        size = self.train_batch_size
+        largest = min(size, self.max_micro_batch_size or size, limit or size)
+        return next(part for part in range(largest, 0, -1) if size % part == 0)
+
+    def where(self, *path: str | int) -> str:
+        """Return the place of a key for messages: `hps/digits.yaml:7 optim.lr`."""
+        return self._document.where(path)
+
+    def reject(self, faults: Iterable[Fault]) -> HyperParameterError:
+        """Return the one error that reports all `faults`, with their places."""
+        return self._document.reject(faults)
+
+    def is_from(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether these were read from this file, perhaps with flags over it."""
+        return Path(self._document.name).resolve() == Path(path).resolve()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a YAML file would hold, names instead of classes; `from_config` reads it back as an equal."""
+        from accmt.options.optimizer_and_scheduler_names import name_of
+
+        optim = scheduler = None
+        if self.optim is not None:
+            optim = {"type": name_of(self.optimizer_class), **_plain(self.optim_kwargs)}
+        if self.scheduler_class is not None:
+            scheduler = {"type": name_of(self.scheduler_class), **_plain(self.scheduler_kwargs)}
+        return {
+            "hps": {
+                "epochs": self.epochs,
+                "batch_size": _plain(self.batch_size),
+                "optim": optim,
+                "scheduler": scheduler,
+                "max_steps": self.max_steps,
+                "max_samples": self.max_samples,
+                "max_target_tokens": self.max_target_tokens,
+                "step_scheduler_per_epoch": self.step_scheduler_per_epoch,
+                "max_micro_batch_size": self.max_micro_batch_size,
+                "max_tokens": self.max_tokens,
+                "packing": self.packing or None,  # as all that is not written
+                "model": _plain(self.model),
+                "sft": _plain(self.sft),
+            }
+        }
+
+    def get_config(self) -> dict[str, int | float | bool | str]:
+        """Return one flat level for trackers: `optim.lr` for nested keys, strings for lists, nothing for None.
+
+        Secrets are hidden.
+        """
+        return dict(_flat(hide(self.to_dict()["hps"]), ""))
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in FIELDS:
+            raise KeyError(f"{key!r} is not one of {', '.join(FIELDS)}")
+        return getattr(self, key)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HyperParameters):
+            return NotImplemented
+        return self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]  # its fields can be set
+
+    def __repr__(self) -> str:
+        return f"HyperParameters({', '.join(f'{key}={hide({key: self[key]})[key]!r}' for key in FIELDS)})"
+
+    def _batch_size_of(self, stage: int) -> int:
+        sizes = self.batch_size if isinstance(self.batch_size, tuple) else (self.batch_size,)
+        return sizes[min(stage, len(sizes) - 1)]
+
+
+def _component(kind: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {**(kwargs or {}), "type": kind}
+
+
+def _kwargs_faults(**values: Mapping[str, Any] | None) -> Iterable[Fault]:
+    for argument, kwargs in values.items():
+        if "type" in (kwargs or {}):
+            kind = argument.removesuffix("_kwargs")
+            yield Fault((argument, "type"), "a type", "arguments alone", f"pass it as `{kind}=`")
+    if values["optim_kwargs"] is not None and values["optimizer_kwargs"] is not None:
+        got = "`optim_kwargs` and its other name `optimizer_kwargs`"
+        yield Fault(("optimizer_kwargs",), got, "one of the two", "leave out `optimizer_kwargs`")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, type):  # of an optimizer in a group
+        from accmt.options.optimizer_and_scheduler_names import name_of
+
+        return name_of(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            pairs += _flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            pairs.append((f"{prefix}{key}", str(value) if isinstance(value, list) else value))
+    return pairs

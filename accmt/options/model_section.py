@@ -1,0 +1,165 @@
+"""The section `model` of the hyper-parameters: which model is built, and what is done to it before it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from accmt.options.faults import Fault, describe, nearest, suggest
+from accmt.options.grouping import read_patterns
+
+QUANTIZATIONS = ("int8", "nf4", "fp4")
+"""What bitsandbytes does; others are `torchao:` and the name of one of its configurations."""
+
+_EXAMPLES = {
+    "path": "path: out/base",
+    "type": "type: AutoModelForCausalLM",
+    "dtype": "dtype: bfloat16",
+    "attn_implementation": "attn_implementation: sdpa",
+    "quantization": "quantization: nf4",
+    "adapter": "adapter: {type: IA3, target_modules: [k_proj], feedforward_modules: []}",
+    "lora": "lora: {r: 16, target_modules: [q_proj, v_proj]}",
+    "gradient_checkpointing": "gradient_checkpointing: true",
+    "freeze": "freeze: [embed]",
+    "kernels": "kernels: liger",
+}
+NAMES = tuple(_EXAMPLES)
+_TEXTS = ("path", "type", "dtype", "attn_implementation")
+SHORT = {"alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}
+"""What is written for arguments of PEFT's `LoraConfig`."""
+
+INSTEAD = {
+    "load_in_4bit": "quantization: nf4",
+    "load_in_8bit": "quantization: int8",
+    "quantization_config": "quantization: {type: nf4, bnb_4bit_use_double_quant: true}",
+    "peft_config": "lora: {r: 16, alpha: 32, targets: all-linear}",
+    "use_liger_kernel": "kernels: liger",
+    "rank": "r",
+    "lora_r": "r",
+}
+"""What others write for what is a key of the section."""
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """A model of transformers, as the hyper-parameters describe it.
+
+    Attributes:
+        path: A model folder, or a name on the hub.
+        type: A class of transformers; None is `AutoModel`.
+        quantization: `type` is one of `QUANTIZATIONS` or `torchao:...`; the rest are arguments of its configuration.
+        adapter: `type` is the name of a configuration of PEFT without its ending; the rest are its arguments.
+        gradient_checkpointing: Whether activations are computed again in the backward pass, or the arguments of
+            `torch.utils.checkpoint.checkpoint` with which they are.
+        freeze: Regular expressions; parameters in whose names one is found are not trained.
+        kernels: `type` is "liger"; the rest are arguments of the function that puts them into such a model.
+        arguments: What `from_pretrained` gets beside.
+    """
+
+    path: str
+    type: str | None = None
+    quantization: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Mapping[str, Any] = field(default_factory=dict)
+    gradient_checkpointing: bool | Mapping[str, Any] = False
+    freeze: tuple[str, ...] = ()
+    kernels: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_model_section(value: Any) -> tuple[ModelSection | None, list[Fault]]:
+    """Return the section, and all that is wrong with its form; its arguments are checked by those who take them."""
+    values = {"path": value} if isinstance(value, str) else value
+    if not isinstance(values, Mapping):
+        got, do = describe(value), f"write `model: {{{_EXAMPLES['path']}}}`"
+        return None, [Fault(("model",), got, "a path, or a mapping with `path`", do)]
+    values = {str(name): entry for name, entry in values.items() if entry is not None}
+    faults = list(_faults(values))
+    section = ModelSection(
+        path=str(values.get("path")),
+        type=values.get("type"),
+        quantization=_with_type(values.get("quantization"), "quantization", faults),
+        adapter=_lora(values["lora"], faults)
+        if "lora" in values
+        else _with_type(values.get("adapter"), "adapter", faults),
+        gradient_checkpointing=values.get("gradient_checkpointing", False),  # type: ignore[arg-type]  # a fault
+        freeze=read_patterns(("model", "freeze"), values["freeze"], faults) if "freeze" in values else (),
+        kernels=_with_type(values.get("kernels"), "kernels", faults),
+        arguments={name: entry for name, entry in values.items() if name not in NAMES}
+        | {name: values[name] for name in ("dtype", "attn_implementation") if name in values},
+    )
+    return (None if faults else section), faults
+
+
+def _faults(values: Mapping[str, Any]) -> list[Fault]:
+    found = []
+    if "path" not in values:
+        near = [name for name in values if name not in NAMES]
+        meant = nearest("path", near)
+        do = f"write `path` in the place of `{meant}`" if meant else f"write `{_EXAMPLES['path']}`"
+        found.append(Fault(("model",), "nothing for `path`", "a model folder, or a name on the hub", do))
+    for name in _TEXTS:
+        if name in values and not isinstance(values[name], str):
+            found.append(Fault(("model", name), describe(values[name]), "a name", f"write `{_EXAMPLES[name]}`"))
+    if isinstance(values.get("dtype"), str):
+        found += _dtype_faults(values["dtype"])
+    if not isinstance(values.get("gradient_checkpointing", False), bool | Mapping):
+        got = describe(values["gradient_checkpointing"])
+        found.append(
+            Fault(("model", "gradient_checkpointing"), got, "true, false, or a mapping of arguments", "write `true`")
+        )
+    if "lora" in values and "adapter" in values:
+        found.append(Fault(("model", "lora"), "`lora` and `adapter`", "one adapter", "remove one of the two"))
+    kernels = values.get("kernels")
+    kernels = kernels.get("type") if isinstance(kernels, Mapping) else kernels
+    if isinstance(kernels, str) and kernels != "liger":
+        found.append(Fault(("model", "kernels"), describe(kernels), "liger", "write `kernels: liger`"))
+    kind = values.get("quantization")
+    kind = kind.get("type") if isinstance(kind, Mapping) else kind
+    if isinstance(kind, str) and kind not in QUANTIZATIONS and not kind.startswith("torchao:"):
+        expected = f"one of {', '.join(QUANTIZATIONS)}, or `torchao:` and the name of its configuration"
+        do = suggest(kind, QUANTIZATIONS, "write `quantization: nf4`")
+        found.append(Fault(("model", "quantization"), describe(kind), expected, do))
+    return found
+
+
+def _dtype_faults(name: str) -> list[Fault]:
+    import torch
+
+    if name == "auto" or isinstance(getattr(torch, name, None), torch.dtype):
+        return []
+    short = name.removeprefix("torch.")
+    do = (
+        f"write `dtype: {_DTYPES[short]}`"
+        if short in _DTYPES
+        else suggest(short, _DTYPES.values(), f"write `{_EXAMPLES['dtype']}`")
+    )
+    expected = "auto, or what torch calls it: bfloat16, float16, float32"
+    return [Fault(("model", "dtype"), describe(name), expected, do)]
+
+
+def _lora(value: Any, faults: list[Fault]) -> dict[str, Any]:
+    """Return an adapter of LoRA; `alpha`, `targets` and `dropout` are short for PEFT's names."""
+    if not isinstance(value, Mapping):
+        do = f"write `{_EXAMPLES['lora']}`"
+        faults.append(Fault(("model", "lora"), describe(value), "a mapping of arguments", do))
+        return {}
+    for short, name in SHORT.items():
+        if short in value and name in value:
+            do = f"remove `{short}`, or `{name}`"
+            faults.append(Fault(("model", "lora", name), f"`{name}` and `{short}`, which is short for it", "one", do))
+    return {"type": "Lora", **{SHORT.get(str(name), str(name)): entry for name, entry in value.items()}}
+
+
+def _with_type(value: Any, key: str, faults: list[Fault]) -> dict[str, Any]:
+    """Return a mapping with a `type`, which a name alone stands for."""
+    if isinstance(value, str):
+        return {"type": value}
+    if isinstance(value, Mapping) and isinstance(value.get("type"), str):
+        return {str(name): entry for name, entry in value.items()}
+    if value is not None:
+        do = f"write `{_EXAMPLES[key]}`"
+        faults.append(Fault(("model", key), describe(value), "a name, or a mapping with `type`", do))
+    return {}

@@ -1,0 +1,237 @@
+"""From the name of an optimizer or scheduler to what builds it, and back."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from accmt.libraries.versions import FLOORS, require
+from accmt.options.faults import Fault, KeyPath, describe, suggest
+
+SchedulerFactory = Callable[..., lr_scheduler.LRScheduler]
+
+_TRANSFORMERS = "transformers.optimization"
+_NEEDS_OBJECTS = "takes functions or other schedulers, which a file cannot hold"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Where short names of one kind of thing are looked up; `others_names` are those of `TrainingArguments`."""
+
+    path: KeyPath
+    base: type
+    torch_module: ModuleType
+    from_transformers: Mapping[str, str]
+    rejected: Mapping[str, str]
+    instead: str
+    others_names: Mapping[str, str]
+
+    def names(self) -> list[str]:
+        of_torch = {
+            name
+            for name, item in vars(self.torch_module).items()
+            if isinstance(item, type) and issubclass(item, self.base) and item is not self.base
+            if not name.startswith("_")
+        }
+        return sorted((of_torch | set(self.from_transformers)) - set(self.rejected))
+
+    def by_name(self, name: str) -> Any:
+        if name in self.from_transformers:
+            require("transformers", f"`type: {name}`")
+            return getattr(importlib.import_module(_TRANSFORMERS), self.from_transformers[name])
+        return getattr(self.torch_module, name)
+
+
+_OPTIMIZERS = _Kind(
+    path=("optim", "type"),
+    base=torch.optim.Optimizer,
+    torch_module=torch.optim,
+    from_transformers={"Adafactor": "Adafactor"},
+    rejected={"LBFGS": "evaluates the loss several times in one step (it needs a closure)"},
+    instead="use AdamW or SGD",
+    others_names={
+        "adafactor": "Adafactor",
+        "adagrad": "Adagrad",
+        "adamw_8bit": "bitsandbytes.optim.AdamW8bit",
+        "adamw_bnb_8bit": "bitsandbytes.optim.AdamW8bit",
+        "adamw_hf": "AdamW",
+        "adamw_torch": "AdamW",
+        "adamw_torch_4bit": "torchao.optim.AdamW4bit",
+        "adamw_torch_8bit": "torchao.optim.AdamW8bit",
+        "adamw_torch_fused": "AdamW",
+        "adamw4bit": "torchao.optim.AdamW4bit",
+        "adamw8bit": "bitsandbytes.optim.AdamW8bit",
+        "adamwfp8": "torchao.optim.AdamWFp8",
+        "ademamix": "bitsandbytes.optim.AdEMAMix",
+        "ademamix_8bit": "bitsandbytes.optim.AdEMAMix8bit",
+        "lion": "bitsandbytes.optim.Lion",
+        "lion_32bit": "bitsandbytes.optim.Lion32bit",
+        "lion_8bit": "bitsandbytes.optim.Lion8bit",
+        "paged_adamw_32bit": "bitsandbytes.optim.PagedAdamW32bit",
+        "paged_adamw_8bit": "bitsandbytes.optim.PagedAdamW8bit",
+        "paged_lion_32bit": "bitsandbytes.optim.PagedLion32bit",
+        "paged_lion_8bit": "bitsandbytes.optim.PagedLion8bit",
+        "rmsprop": "RMSprop",
+        "rmsprop_bnb": "bitsandbytes.optim.RMSprop",
+        "rmsprop_bnb_32bit": "bitsandbytes.optim.RMSprop32bit",
+        "rmsprop_bnb_8bit": "bitsandbytes.optim.RMSprop8bit",
+        "sgd": "SGD",
+    },
+)
+_SCHEDULERS = _Kind(
+    path=("scheduler", "type"),
+    base=lr_scheduler.LRScheduler,
+    torch_module=lr_scheduler,
+    from_transformers={
+        "Constant": "get_constant_schedule",
+        "ConstantWithWarmup": "get_constant_schedule_with_warmup",
+        "CosineWithWarmup": "get_cosine_schedule_with_warmup",
+        "CosineWithHardRestartsWithWarmup": "get_cosine_with_hard_restarts_schedule_with_warmup",
+        "InverseSQRT": "get_inverse_sqrt_schedule",
+        "LinearWithWarmup": "get_linear_schedule_with_warmup",
+        "PolynomialDecayWithWarmup": "get_polynomial_decay_schedule_with_warmup",
+    },
+    rejected=dict.fromkeys(["LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"], _NEEDS_OBJECTS),
+    instead="return it from get_scheduler in your module",
+    others_names={
+        "constant": "Constant",
+        "constant_with_warmup": "ConstantWithWarmup",
+        "cosine": "CosineWithWarmup",
+        "cosine_with_min_lr": "transformers.get_cosine_with_min_lr_schedule_with_warmup",
+        "cosine_with_restarts": "CosineWithHardRestartsWithWarmup",
+        "inverse_sqrt": "InverseSQRT",
+        "linear": "LinearWithWarmup",
+        "polynomial": "PolynomialDecayWithWarmup",
+        "reduce_lr_on_plateau": "ReduceLROnPlateau",
+        "warmup_stable_decay": "transformers.get_wsd_schedule",
+    },
+)
+
+
+class Names:
+    """Short names as attributes: `Optimizer.AdamW` is "AdamW", for `HyperParameters(optim=Optimizer.AdamW)`."""
+
+    def __init__(self, kind: _Kind) -> None:
+        self._kind = kind
+
+    def __getattr__(self, name: str) -> str:
+        if name.startswith("_") or name not in self._kind.names():
+            do = suggest(name, self._kind.names(), f"choose one of {', '.join(self._kind.names())}")
+            message = f"there is no {self._kind.path[0]} of the name {name!r}: {do}"
+            raise AttributeError(message, name=name, obj=self)
+        return name
+
+    def __dir__(self) -> list[str]:
+        return self._kind.names()
+
+
+Optimizer = Names(_OPTIMIZERS)
+"""The short names of all optimizers, each as an attribute."""
+
+Scheduler = Names(_SCHEDULERS)
+"""The short names of all schedulers, each as an attribute."""
+
+
+def optimizer_names() -> list[str]:
+    """Return the short names of all optimizers."""
+    return _OPTIMIZERS.names()
+
+
+def scheduler_names() -> list[str]:
+    """Return the short names of all schedulers."""
+    return _SCHEDULERS.names()
+
+
+def all_optimizers() -> list[Callable[..., Any]]:
+    """Return what builds an optimizer, for all short names."""
+    return [_OPTIMIZERS.by_name(name) for name in _OPTIMIZERS.names()]
+
+
+def all_schedulers() -> list[Callable[..., Any]]:
+    """Return what builds a scheduler, for all short names."""
+    return [_SCHEDULERS.by_name(name) for name in _SCHEDULERS.names()]
+
+
+def schedulers_of_transformers() -> Mapping[str, str]:
+    """Return the values of transformers' `lr_scheduler_type`, each with the name of the scheduler here."""
+    return _SCHEDULERS.others_names
+
+
+def optimizers_of_transformers() -> Mapping[str, str]:
+    """Return values of transformers' `optim`, each with the name or import path of the optimizer here."""
+    return _OPTIMIZERS.others_names
+
+
+def find_optimizer(value: Any) -> type[torch.optim.Optimizer] | Fault:
+    """Return the optimizer class for a short name, a dotted import path or a class, or what is wrong with it."""
+    found = _find(value, _OPTIMIZERS)
+    if isinstance(found, Fault) or (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        return found
+    return Fault(_OPTIMIZERS.path, describe(value), "a subclass of torch.optim.Optimizer", "name such a class")
+
+
+def find_scheduler(value: Any) -> SchedulerFactory | Fault:
+    """Return the class or function that builds a scheduler, for a name, a path or itself, or what is wrong with it."""
+    found = _find(value, _SCHEDULERS)
+    is_class = isinstance(found, type) and issubclass(found, lr_scheduler.LRScheduler)
+    if isinstance(found, Fault) or is_class or inspect.isfunction(found):
+        factory: SchedulerFactory | Fault = found
+        return factory
+    expected = "a torch.optim.lr_scheduler.LRScheduler, or a function of an optimizer that returns one"
+    return Fault(_SCHEDULERS.path, describe(value), expected, _SCHEDULERS.instead)
+
+
+def name_of(factory: Callable[..., Any]) -> str:
+    """Return the short name of an optimizer class or scheduler, or its import path where it has none."""
+    module, name = factory.__module__, factory.__name__
+    for kind in (_OPTIMIZERS, _SCHEDULERS):
+        for short, attribute in kind.from_transformers.items():
+            if (module, name) == (_TRANSFORMERS, attribute):
+                return short
+        if name in kind.names() and name not in kind.from_transformers and kind.by_name(name) is factory:
+            return name
+    return f"{module}.{factory.__qualname__}"
+
+
+def _find(value: Any, kind: _Kind) -> Any:
+    """Return the object behind `value`; anything callable passes as it is."""
+    found = _import(value, kind) if isinstance(value, str) else value
+    if not callable(found) and not isinstance(found, Fault):
+        return Fault(
+            kind.path, describe(value), "a name, an import path or a class", f"write `type: {kind.names()[0]}`"
+        )
+    for name, reason in kind.rejected.items():
+        if found is kind.by_name(name):
+            return Fault(kind.path, f"{name}, which {reason}", f"one of {', '.join(kind.names())}", kind.instead)
+    return found
+
+
+def _import(value: str, kind: _Kind) -> Any:
+    names = kind.names()
+    if value in names or value in kind.rejected:
+        return kind.by_name(value)
+    module_name, _, attribute = value.rpartition(".")
+    if not module_name:
+        expected = f"one of {', '.join(names)}, or an import path"
+        others_names = kind.others_names.get(value.lower())
+        do = f"write `{others_names}`" if others_names else suggest(value, names, "choose one of these names")
+        return Fault(kind.path, describe(value), expected, do)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        package = module_name.partition(".")[0]
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == package and package in FLOORS
+        do = f'pip install "{package}>={FLOORS[package]}"' if is_missing else "correct the path, or install it"
+        return Fault(kind.path, f"{value!r}: {error}", "the import path of a class", do)
+    if not hasattr(module, attribute):
+        own = kind.others_names.get(attribute.lower())
+        do = f"write `{own}`" if own and own != value else suggest(attribute, vars(module), "correct the path")
+        return Fault(kind.path, f"{value!r}: {module_name} has no {attribute}", "the import path of a class", do)
+    return getattr(module, attribute)

@@ -1,0 +1,177 @@
+"""The Trainer's arguments about the model folder and about checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
+
+from accmt.options.checks import raise_wrong_value, require_flags, require_int
+from accmt.options.units import Every, read_every, read_size
+
+_RESUME_WORDS = {"true": True, "yes": True, "false": False, "no": False, "none": None, "auto": "auto"}
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")  # one slash: `Path` makes one of two
+
+
+@dataclass(frozen=True)
+class RegisteredSaving:
+    """A rule that `Trainer.register_model_saving` adds, with thresholds of its own."""
+
+    name: str
+    below: float | Mapping[str, float] | None = None
+    above: float | Mapping[str, float] | None = None
+
+
+class Checkpointer(Protocol):
+    """What stores checkpoints instead of accmt: `Trainer(checkpointer=...)` takes any object with these two methods.
+
+    Both are called on every process, together.
+    """
+
+    def save(self, write: Callable[[Path], object], step: int, *, force: bool) -> None:
+        """Store a checkpoint."""
+
+    def load(self) -> Path | None:
+        """Return a folder with the files of the checkpoint to continue from; None where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavingSettings:
+    """When and where the model is saved.
+
+    Args:
+        model_path: Folder of the saved model; made when something is saved.
+        model_saving: When to save: "best_valid_loss", "best_train_loss", "best_<metric>", "always" (at each
+            evaluation), None for never, or a list of them, each saved in a folder of its own in `model_path`. Without
+            validation data "best_valid_loss" means "best_train_loss": the mean since the last evaluation. Of several
+            validation sets "best_<metric>" is the mean, "best_<metric>@<set>" one of them; "best_accuracy/f1" wants
+            both to be better. Of equal values the first stays.
+        model_saving_below: Saves only while the value that decides is below this; a dict is by name.
+        model_saving_above: Saves only while the value that decides is above this; a dict is by name.
+        max_shard_size: Largest weight file: bytes, or text such as "5GB".
+        safe_serialization: True writes safetensors, tied weights included; False writes `pytorch_model*.bin`.
+        save_last: Whether the last weights are saved to `<model_path>/last` too; with `EMA` or `SWA` their average.
+        patience: Evaluations in a row without a better value before training ends: a number, or text such as
+            "3 evals"; a dict, such as `{"accuracy": 3}`, counts each value for itself, and may hold a dict for each:
+            `{"accuracy": {"patience": 3, "min_delta": 0.001, "stopping_threshold": 0.99, "check_finite": True}}`. A
+            value that is better by less than "min_delta" does not count as better; training ends at once where it is as
+            good as "stopping_threshold", or with "check_finite" where it is NaN or infinite. `min_length` holds it
+            back.
+    """
+
+    model_path: str | PathLike[str]
+    model_saving: str | Sequence[str | None] | None = "best_valid_loss"
+    model_saving_below: float | Mapping[str, float] | None = None
+    model_saving_above: float | Mapping[str, float] | None = None
+    max_shard_size: int | str = "10GB"
+    safe_serialization: bool = True
+    save_last: bool = False
+    patience: int | str | Mapping[str, int | str | Mapping[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        require_flags(self)
+        path = self.model_path
+        if not isinstance(path, str | PathLike) or not str(path).strip():
+            raise_wrong_value("model_path", path, "the path of a folder", 'model_path="out/my_model"')
+        if _URL.match(str(path)):
+            do = "mount the remote storage, or copy the folder after training"
+            raise_wrong_value("model_path", path, "a folder of this machine", do)
+        read_size("max_shard_size", self.max_shard_size)
+        saving: Any = self.model_saving
+        rules = saving if isinstance(saving, list | tuple) else [saving]
+        if not all(rule is None or isinstance(rule, str) for rule in rules):
+            do = "model_saving=None" if saving is False else 'model_saving="best_valid_loss"'
+            expected = '"best_valid_loss", "best_train_loss", "best_<metric>", "always", a list of them, or None'
+            raise_wrong_value("model_saving", saving, expected, do)
+
+    @property
+    def patience_evaluations(self) -> Any:
+        """`patience` with numbers for text such as "3 evals"."""
+
+        def read(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {key: read(item) if key == "patience" else item for key, item in value.items()}
+            return int(read_every("patience", value, ["eval"]).number) if isinstance(value, str) else value
+
+        patience = self.patience
+        return {n: read(v) for n, v in patience.items()} if isinstance(patience, Mapping) else read(patience)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """When and where checkpoints are written.
+
+    Args:
+        checkpoint: Folder of the checkpoints; None is `<parent of model_path>/checkpoint-<its name>`.
+        resume: False starts from the beginning (checkpoints of an earlier run are moved to `<folder>.previous`, and
+            back if the run ends before its first own one); True continues from the newest checkpoint; "auto" or None
+            continues if there is one; a path continues from that checkpoint, or from the newest one in that folder.
+        checkpoint_every: How often: a number and a unit of "epoch", "step" or "eval", such as "2 epochs", "0.25
+            epochs" or "500 steps"; None is never. The end of the run is saved too.
+        max_checkpoints: How many are kept; None keeps the newest.
+        max_previous_runs: How many earlier runs' models and checkpoints are kept (`<folder>.previous`, `.previous-2`
+            ...) when a new run starts in their folders; 0 overwrites them, None keeps all.
+        checkpointer: An object of yours that stores checkpoints instead: `accmt.Checkpointer`.
+        async_checkpointing: Whether files are written while training continues.
+        reset_optimizer_on_resume: Whether optimizer and scheduler start from the beginning when training resumes.
+    """
+
+    checkpoint: str | PathLike[str] | None = None
+    resume: bool | str | PathLike[str] | None = False
+    checkpoint_every: str | None = "epoch"
+    max_checkpoints: int | None = None
+    max_previous_runs: int | None = 3
+    checkpointer: Checkpointer | None = None
+    async_checkpointing: bool = True
+    reset_optimizer_on_resume: bool = False
+
+    def __post_init__(self) -> None:
+        require_flags(self)
+        self.every  # noqa: B018 - raises what is wrong with it
+        if self.max_checkpoints is not None:
+            require_int("max_checkpoints", self.max_checkpoints, at_least=1)
+        if self.max_previous_runs is not None:
+            require_int("max_previous_runs", self.max_previous_runs, at_least=0)
+        if isinstance(self.resume, str) and self.resume != "auto":
+            _reject_word(self.resume)
+        for name in ("checkpoint", "resume"):
+            self._check_path(name, getattr(self, name))
+        if self.checkpointer is not None and not _can_store(self.checkpointer):
+            expected = "an object with the methods of accmt.Checkpointer: save(write, step, force) and load()"
+            raise_wrong_value("checkpointer", self.checkpointer, expected, "checkpointer=None")
+
+    @staticmethod
+    def _check_path(name: str, value: Any) -> None:
+        if value is None or isinstance(value, bool) and name == "resume":
+            return
+        if not isinstance(value, str | PathLike) or not str(value).strip():
+            expected = "a folder" if name == "checkpoint" else 'False, True, "auto", None, or the path of a checkpoint'
+            raise_wrong_value(name, value, expected, "resume=True" if name == "resume" else 'checkpoint="out/ck"')
+        if _URL.match(str(value)):
+            do = "mount the remote storage, or copy the folder"
+            raise_wrong_value(name, value, "a folder of this machine", do)
+
+    @property
+    def every(self) -> Every | None:
+        """How often a checkpoint is written; None is never."""
+        if self.checkpoint_every is None:
+            return None
+        return read_every("checkpoint_every", self.checkpoint_every, ("epoch", "step", "eval"), fractions=True)
+
+
+def _reject_word(resume: str) -> None:
+    """Refuse text that means no path: a word of Python, or nearly one where nothing of that name exists."""
+    nearest = get_close_matches(resume.lower(), _RESUME_WORDS, n=1, cutoff=0.7)
+    if nearest and (resume.lower() in _RESUME_WORDS or not Path(resume).exists()):
+        meant = _RESUME_WORDS[nearest[0]]
+        do = f"resume={meant!r}" + ("" if meant == "auto" else ", without quotes")
+        raise_wrong_value("resume", resume, 'True, False, "auto", None, or the path of a checkpoint', do)
+
+
+def _can_store(checkpointer: Any) -> bool:
+    is_object = not isinstance(checkpointer, type)
+    return is_object and all(callable(getattr(checkpointer, name, None)) for name in ("save", "load"))

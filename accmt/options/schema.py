@@ -1,0 +1,271 @@
+"""What may stand in a source of hyper-parameters, and the report of everything in it that may not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+from annotated_types import Len
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, ValidationError, field_validator
+
+from accmt.options.faults import Document, Fault, KeyPath, describe, nearest, suggest
+from accmt.options.model_section import ModelSection, read_model_section
+from accmt.options.numbers import whole
+from accmt.options.optimizer_and_scheduler_arguments import check_names, check_optimizer, check_rates, check_scheduler
+from accmt.options.optimizer_and_scheduler_names import all_optimizers, all_schedulers, find_optimizer, find_scheduler
+from accmt.options.sft_section import SFTSection, read_sft_section
+
+_OTHER_NAMES = {"optimizer": "optim"}
+_NOTHING = "nothing"
+"""What was got of a key that is missing."""
+
+
+class ComponentSchema(BaseModel):
+    """An optimizer or a scheduler: its `type`, and arguments, which `check` holds against its signature."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str | Callable[..., Any]
+
+
+class Schema(BaseModel):
+    """The keys below `hps`. A field's description says what is expected, its example what to write."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    epochs: PositiveInt | Literal[-1] = Field(
+        default=-1,
+        description="a whole number from 1, or -1 with max_steps",
+        examples=["epochs: 3"],
+    )
+    batch_size: PositiveInt | Annotated[tuple[PositiveInt, ...], Strict(strict=False), Len(1, 3)] = Field(
+        description="a whole number from 1, or a list of up to three: train, validation, test",
+        examples=["batch_size: 16"],
+    )
+    optim: ComponentSchema | None = Field(
+        default=None, description="an optimizer", examples=["optim: {type: AdamW, lr: 1e-4}"]
+    )
+    scheduler: ComponentSchema | None = Field(
+        default=None,
+        description="a scheduler",
+        examples=["scheduler: {type: LinearWithWarmup, warmup_ratio: 0.1}"],
+    )
+    max_steps: PositiveInt | Literal[-1] = Field(
+        default=-1,
+        description="a whole number of steps from 1, or -1 for no limit",
+        examples=["max_steps: 1000"],
+    )
+    max_samples: PositiveInt | None = Field(
+        default=None,
+        description="a whole number of samples from 1",
+        examples=["max_samples: 1_000_000"],
+    )
+    max_target_tokens: PositiveInt | None = Field(
+        default=None,
+        description="a whole number of target tokens from 1",
+        examples=["max_target_tokens: 2e9"],
+    )
+    step_scheduler_per_epoch: bool = Field(
+        default=False,
+        description="true or false",
+        examples=["step_scheduler_per_epoch: true"],
+    )
+    max_micro_batch_size: PositiveInt | None = Field(
+        default=None,
+        description="a whole number from 1",
+        examples=["max_micro_batch_size: 8"],
+    )
+    max_tokens: PositiveInt | None = Field(
+        default=None,
+        description="a whole number from 1",
+        examples=["max_tokens: 4096"],
+    )
+    packing: bool = Field(
+        default=False,
+        description="true or false",
+        examples=["packing: true"],
+    )
+    model: Any = Field(default=None, description="a path, or a mapping with it", examples=["model: out/base"])
+    sft: Any = Field(default=None, description="a path, or a mapping with `data`", examples=["sft: train.jsonl"])
+
+    @field_validator(
+        *("epochs", "batch_size", "max_steps", "max_samples", "max_target_tokens"),
+        *("max_micro_batch_size", "max_tokens"),
+        mode="before",
+    )
+    @classmethod
+    def _read_whole_floats(cls, value: Any) -> Any:
+        return [whole(item) for item in value] if isinstance(value, list | tuple) else whole(value)
+
+    @field_validator("optim", "scheduler", mode="before")
+    @classmethod
+    def _read_plain_name(cls, value: Any) -> Any:
+        return _as_mapping(value)
+
+
+@dataclass(frozen=True)
+class Component:
+    """An optimizer or scheduler as it was named, what builds it, and its arguments in the types of its signature."""
+
+    user_value: Any = None
+    factory: Any = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Hyper-parameters that passed every check; `document` has `optim` for `optimizer`."""
+
+    document: Document
+    schema: Schema
+    optim: Component
+    scheduler: Component
+    model: ModelSection | None
+    sft: SFTSection | None
+
+
+def check(document: Document) -> Checked:
+    """Check everything in `document`.
+
+    Raises:
+        HyperParameterError: Anything is wrong; the one error names every fault.
+    """
+    document, faults = _with_primary_spelling(document)
+    schema, schema_faults = _parse(document)
+    optim, optim_faults = _check_component(document, _OPTIM)
+    scheduler, scheduler_faults = _check_component(document, _SCHEDULER)
+    faults += [*document.faults, *schema_faults, *_endless(document), *_unbounded(document)]
+    faults += [*optim_faults, *scheduler_faults]
+    if optim.factory is not None and not optim_faults:
+        faults += check_rates(optim.factory, optim.arguments, scheduler.factory, scheduler.arguments)
+    model, model_faults = read_model_section(document.values["model"]) if "model" in document.values else (None, [])
+    sft, sft_faults = read_sft_section(document.values["sft"]) if "sft" in document.values else (None, [])
+    faults += [*model_faults, *sft_faults]
+    if faults or schema is None:
+        raise document.reject(_without_examples_of(faults))
+    return Checked(document, schema, optim, scheduler, model, sft)
+
+
+def _with_primary_spelling(document: Document) -> tuple[Document, list[Fault]]:
+    """Return the document with `optim` where it has `optimizer`."""
+    if "optimizer" not in document.values:
+        return document, []
+    if "optim" in document.values:
+        got = "`optim` and its other name `optimizer`"
+        rest = {key: value for key, value in document.values.items() if key != "optimizer"}
+        return replace(document, values=rest), [Fault(("optimizer",), got, "one of the two", "remove `optimizer`")]
+    values = {_primary(key): value for key, value in document.values.items()}
+    lines = {(_primary(path[0]), *path[1:]) if path else path: line for path, line in document.lines.items()}
+    return replace(document, values=values, lines=lines), []
+
+
+def _primary(key: Any) -> Any:
+    return _OTHER_NAMES.get(key, key)
+
+
+def _parse(document: Document) -> tuple[Schema | None, list[Fault]]:
+    try:
+        return Schema.model_validate(dict(document.values)), []
+    except ValidationError as error:
+        kinds = {_path(item["loc"]): item["type"] for item in error.errors()}
+        return None, [_fault(path, kind, document) for path, kind in kinds.items()]
+
+
+def _path(loc: KeyPath) -> KeyPath:
+    """Return the key of a pydantic location, without the branches of unions and the positions in lists."""
+    return loc[:2] if loc[1:2] == ("type",) else loc[:1]
+
+
+def _fault(path: KeyPath, kind: str, document: Document) -> Fault:
+    key = str(path[0])
+    if kind == "extra_forbidden":
+        names = list(Schema.model_fields)
+        from accmt.compat.argument_hints import advise_key
+
+        do = advise_key(key, document.values) or suggest(key, [*names, *_OTHER_NAMES], f"remove `{key}`")
+        return Fault(path, f"{key} = {describe(document.values[key])}", f"one of {', '.join(names)}", do)
+    info = Schema.model_fields[key]
+    value = document.values.get(key)
+    got = _NOTHING if kind == "missing" else describe(value["type"] if path[1:] and isinstance(value, dict) else value)
+    expected = f"{info.description}, with its `type`" if path[1:] == ("type",) else str(info.description)
+    return Fault(path, got, expected, f"write `{(info.examples or [''])[0]}`")
+
+
+def _unbounded(document: Document) -> Iterable[Fault]:
+    """Yield what is wrong with rows of packed documents that nothing bounds."""
+    if document.values.get("packing") is True and document.values.get("max_tokens") is None:
+        expected = "packing beside max_tokens, the tokens that a row holds at most"
+        yield Fault(("packing",), "true, and no max_tokens", expected, "add `max_tokens: 4096`, say")
+
+
+def _without_examples_of(faults: Iterable[Fault]) -> list[Fault]:
+    """Leave out that a key is missing where another fault has its line: the example would contradict that line."""
+    faults = list(faults)
+    advice = " ".join(fault.do for fault in faults if fault.got != _NOTHING)
+
+    def has_line(fault: Fault) -> bool:
+        return (
+            fault.got == _NOTHING and len(fault.path) == 1 and re.search(rf"`{fault.path[0]}[:`]", advice) is not None
+        )
+
+    return [fault for fault in faults if not has_line(fault)]
+
+
+def _endless(document: Document) -> Iterable[Fault]:
+    epochs, max_steps = (document.values.get(key, -1) for key in ("epochs", "max_steps"))
+    has_budget = any(document.values.get(key) is not None for key in ("max_samples", "max_target_tokens"))
+    if epochs == max_steps == -1 and not has_budget:
+        got = "-1 and no max_steps" if "epochs" in document.values else _NOTHING
+        expected = "a whole number from 1, or max_steps"
+        yield Fault(("epochs",), got, expected, "write `epochs: 3`, or `max_steps: 1000`")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What is called `optim` or `scheduler`: how a name of one is found, and how its arguments are checked."""
+
+    key: str
+    find: Callable[[Any], Any]
+    check: Callable[[Any, dict[str, Any]], tuple[dict[str, Any], list[Fault]]]
+    list_all: Callable[[], list[Callable[..., Any]]]
+
+
+_OPTIM = _Part("optim", find_optimizer, check_optimizer, all_optimizers)
+_SCHEDULER = _Part("scheduler", find_scheduler, check_scheduler, all_schedulers)
+
+
+def _check_component(document: Document, part: _Part) -> tuple[Component, list[Fault]]:
+    """Return what was named, and its faults; what is not even a name is the schema's to report."""
+    key = _find_key(document, part.key)
+    value = _as_dict(_as_mapping(document.values.get(key)))
+    kind = value.get("type")
+    if not (isinstance(kind, str) or callable(kind)):
+        return Component(), []
+    factory, given = part.find(kind), {str(name): value[name] for name in value if name != "type"}
+    if isinstance(factory, Fault):
+        is_name = isinstance(kind, str) and "." not in kind  # which nobody knows, but a typo beside it may be known
+        arguments: dict[str, Any] = {}
+        faults = [factory, *(check_names(part.key, part.list_all(), given) if is_name else ())]
+    else:
+        arguments, faults = part.check(factory, given)
+    return Component(kind, factory, arguments), [replace(fault, path=(key, *fault.path[1:])) for fault in faults]
+
+
+def _find_key(document: Document, name: str) -> str:
+    """Return the key for a name: itself, or the misspelt one, so that what is wrong below it is reported, too."""
+    if name in document.values:
+        return name
+    names = [*Schema.model_fields, *_OTHER_NAMES]
+    misspelt = [key for key, value in document.values.items() if key not in names and "type" in _as_dict(value)]
+    near = (key for key in misspelt if (found := nearest(key, names)) and _OTHER_NAMES.get(found, found) == name)
+    return next(near, name)
+
+
+def _as_dict(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _as_mapping(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) or callable(value) else value

@@ -1,0 +1,172 @@
+"""All settings of a Trainer in one frozen object."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, dataclass, field, fields
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, ClassVar
+
+from accmt.errors import ArgumentError, HyperParameterError, SeveralFaultsError
+from accmt.files import current_folder, is_current
+from accmt.options.data import DataSettings
+from accmt.options.evaluation import EvaluationSettings
+from accmt.options.failures import FailureSettings
+from accmt.options.hyperparameters import HyperParameters
+from accmt.options.keywords import check_keywords
+from accmt.options.optimization import OptimizationSettings
+from accmt.options.running import RunningSettings
+from accmt.options.saving import CheckpointSettings, SavingSettings
+from accmt.options.tracking import TrackingSettings
+from accmt.secrets import remember
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of a Trainer, checked and grouped.
+
+    Attributes:
+        hps: The hyper-parameters.
+        saving: About the model folder.
+        checkpoints: About checkpoints.
+        evaluation: About validation.
+        tracking: About logs and trackers.
+        optimization: About optimizer steps.
+        data: About batches.
+        running: About the run as a whole.
+        failures: About errors.
+        home: The working folder when the Trainer was made: paths hold from there, wherever the program goes afterwards.
+    """
+
+    hps: HyperParameters
+    saving: SavingSettings
+    checkpoints: CheckpointSettings
+    evaluation: EvaluationSettings
+    tracking: TrackingSettings
+    optimization: OptimizationSettings
+    data: DataSettings
+    running: RunningSettings
+    failures: FailureSettings
+    home: Path = field(default_factory=current_folder, compare=False)
+
+    GROUPS: ClassVar[dict[str, type]] = {
+        "saving": SavingSettings,
+        "checkpoints": CheckpointSettings,
+        "evaluation": EvaluationSettings,
+        "tracking": TrackingSettings,
+        "optimization": OptimizationSettings,
+        "data": DataSettings,
+        "running": RunningSettings,
+        "failures": FailureSettings,
+    }
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> Settings:
+        """Sort the Trainer's arguments into their groups and check them.
+
+        Args:
+            arguments: Every argument of the Trainer by name, `hps_config` included.
+
+        Raises:
+            ArgumentError: An invalid value.
+            UnknownArgumentError: An argument that does not exist.
+            HyperParameterError: A fault in the hyper-parameters.
+            SeveralFaultsError: Faults in the hyper-parameters, and others.
+        """
+        values = {name: fspath(value) if isinstance(value, PathLike) else value for name, value in arguments.items()}
+        remember(values)
+        if not current_folder().is_dir():
+            _import_without_folder()
+        faults, parts = _Faults(), dict[str, Any]()
+        with faults.collecting():
+            names = values.keys() - {"tracker_kwargs"}
+            check_keywords(values["tracker_kwargs"], names, has_tracker=bool(values["log_with"]))
+        for name, group in cls.GROUPS.items():
+            with faults.collecting():
+                parts[name] = group(**{each.name: values[each.name] for each in fields(group) if each.name in values})
+        with faults.collecting():
+            parts["hps"] = HyperParameters.from_config(arguments["hps_config"])
+        faults.raise_any()
+        return cls(**parts)
+
+    def from_home(self, path: str | PathLike[str]) -> Path:
+        """Return a path as written while the program is in that working folder, and an absolute one elsewhere."""
+        return Path(path) if is_current(self.home) else self.home / path
+
+    @property
+    def model_folder(self) -> Path:
+        """The model folder."""
+        return self.from_home(self.saving.model_path)
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """The folder of the checkpoints: as written, or `checkpoint-<name>` beside the model folder."""
+        if self.checkpoints.checkpoint is not None:
+            return self.from_home(self.checkpoints.checkpoint)
+        model = self.model_folder
+        if model.name in ("", ".."):
+            model = model.resolve()
+        return model.with_name(f"checkpoint-{model.name}")
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Return each argument's default by name; an argument without one is left out."""
+        every: list[Field[Any]] = [field for group in cls.GROUPS.values() for field in fields(group)]
+        return {each.name: each.default for each in every if each.default is not MISSING}
+
+    def to_arguments(self) -> dict[str, Any]:
+        """Return the arguments that give equal settings again, those at their default left out."""
+        arguments: dict[str, Any] = {"hps_config": self.hps.to_dict()}
+        for name in self.GROUPS:
+            group = getattr(self, name)
+            for each in fields(group):
+                value = getattr(group, each.name)
+                if type(value) is not type(each.default) or value != each.default:  # a limit of 1 is not one of 1.0
+                    arguments[each.name] = value
+        arguments.update(arguments.pop("tracker_kwargs"))
+        return arguments
+
+
+class _Faults:
+    """The errors of checks that continue after one, so that all are reported at once."""
+
+    def __init__(self) -> None:
+        self._errors: list[ArgumentError | HyperParameterError] = []
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Keep an error about arguments or hyper-parameters for later."""
+        try:
+            yield
+        except (ArgumentError, HyperParameterError) as error:
+            self._errors.append(error)
+
+    def raise_any(self) -> None:
+        """Raise what was collected, if anything.
+
+        Raises:
+            ArgumentError: There are faults in arguments alone.
+            HyperParameterError: There are faults in the hyper-parameters alone.
+            SeveralFaultsError: There are both.
+        """
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            is_mixed = any(isinstance(error, HyperParameterError) for error in self._errors)
+            kind = SeveralFaultsError if is_mixed else ArgumentError
+            raise kind("\n\n".join(["faults in several places", *map(str, self._errors)]))
+
+
+def _import_without_folder() -> None:
+    """Import the part of torch that asks for the current folder, which optimizers need, where that was deleted."""
+    here = os.open(".", os.O_RDONLY)
+    try:
+        os.chdir(os.sep)
+        importlib.import_module("torch._dynamo")
+    finally:
+        os.fchdir(here)
+        os.close(here)

@@ -1,0 +1,81 @@
+"""How the Trainer is called: faults are reported at the call, and other spellings are understood."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from torch import nn
+
+from accmt.errors import AccmtError, MissingArgumentError, UnknownArgumentError, explain
+from accmt.options.settings import Settings
+
+ALIASES = {
+    "model_saving_aboce": "model_saving_above",
+    "callback": "callbacks",
+}
+"""Other spellings that the original accmt had."""
+
+MISSPELT = ("model_saving_aboce",)
+
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+_STAND_INS: Mapping[str, Any] = {"hps_config": {"epochs": 1, "batch_size": 1, "optim": "SGD"}, "model_path": "model"}
+_REQUIRED = tuple(_STAND_INS)
+_OF_TRANSFORMERS = ("model", "args", "data_collator", "train_dataset", "eval_dataset")
+_EXPECTED = "hyper-parameters, and a folder for the model"
+
+
+def reports_at_call(init: Init) -> Init:
+    """Let the Trainer's constructor report its faults where it is called, and also what it was called without.
+
+    An error says where the fault is; the frames of the checks, on each process, would bury that. Without the two
+    arguments that it needs, Python would report these alone, and hide what is said of another trainer's arguments.
+    """
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        if args and isinstance(args[0], nn.Module):  # by position as transformers has them
+            args, kwargs = (), {**dict(zip(_OF_TRANSFORMERS, args, strict=False)), **kwargs}
+        if args and is_dataclass(args[0]) and hasattr(args[0], "output_dir"):  # TrainingArguments, or theirs who derive
+            args, kwargs = (), {**dict(zip(("args", "model_path"), args, strict=False)), **kwargs}
+        missing = [name for name in _REQUIRED[len(args) :] if name not in kwargs]
+        try:
+            if missing:
+                raise _report_missing(missing, lambda stand_ins: init(self, *args, **kwargs, **stand_ins))
+            init(self, *args, **kwargs)
+        except AccmtError as error:
+            raise error.with_traceback(None) from error.__cause__
+
+    return cast(Init, checked)
+
+
+def _report_missing(missing: list[str], call: Callable[[Mapping[str, Any]], None]) -> MissingArgumentError:
+    """Return the error about missing arguments, with all that is wrong beside them."""
+    do = 'Trainer({"epochs": 3, "batch_size": 16, "optim": {"type": "AdamW", "lr": 1e-4}}, "out/model"), or the path of'
+    do += " a YAML file instead of the dict"
+    faults = [explain("Trainer", f"no {' and no '.join(missing)}", _EXPECTED, do)]
+    try:
+        call({name: _STAND_INS[name] for name in missing})
+    except AccmtError as error:
+        faults.append(str(error))
+    return MissingArgumentError("\n\n".join(faults))
+
+
+def resolve_aliases(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Move arguments under other spellings from `extra` to their own names."""
+    resolved = dict(arguments)
+    for alias in [name for name in extra if name in ALIASES]:
+        name = ALIASES[alias]
+        if resolved[name] != Settings.defaults()[name]:
+            raise UnknownArgumentError(
+                explain(f"Trainer({alias}=..., {name}=...)", "both", "one of them", f"drop {alias}")
+            )
+        resolved[name] = extra.pop(alias)
+        if alias in MISSPELT:
+            warnings.warn(f"{alias} is a misspelling; write {name}", DeprecationWarning, stacklevel=3)
+    return resolved

@@ -1,0 +1,63 @@
+"""Settings of runs that only try something: they save nothing, or train on what they validate."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accmt.options.settings import Settings
+
+
+def apply_trials(settings: Settings) -> Settings:
+    """Return the settings under which `fast_dev_run` and `overfit_batches` do what they say."""
+    if settings.data.overfit_batches:
+        settings = _for_overfitting(settings)
+    return _for_fast_dev_run(settings) if settings.running.fast_dev_run else settings
+
+
+def without_traces(settings: Settings) -> Settings:
+    """Return settings of a run that saves no model and no checkpoint, and reports to no tracker."""
+    return replace(
+        settings,
+        saving=replace(settings.saving, model_saving=None, patience=None, save_last=False),
+        checkpoints=replace(
+            settings.checkpoints, checkpoint=None, resume=False, checkpoint_every=None, checkpointer=None
+        ),
+        evaluation=replace(settings.evaluation, eval_when_start=False),
+        tracking=replace(settings.tracking, log_with=None),
+        failures=replace(settings.failures, handlers=None),
+    )
+
+
+def _for_fast_dev_run(settings: Settings) -> Settings:
+    number = int(settings.running.fast_dev_run)
+    hps = copy.copy(settings.hps)
+    hps.epochs, hps.max_steps, hps.max_samples, hps.max_target_tokens = 1, number, None, None
+    quiet = without_traces(settings)
+    return replace(
+        quiet,
+        hps=hps,
+        data=replace(quiet.data, limit_batches=number),
+        evaluation=replace(quiet.evaluation, num_sanity_val_steps=0, evaluate_every_n_steps=None),
+        running=replace(quiet.running, min_length=None, max_time=None),
+    )
+
+
+def _for_overfitting(settings: Settings) -> Settings:
+    number = settings.data.overfit_batches
+    data = replace(
+        settings.data,
+        limit_batches={
+            "train": number,
+            "val": number,
+            "test": settings.data.limit_test_batches,
+            "predict": settings.data.limit_predict_batches,
+        },
+        shuffle_train=False,
+        shuffle_validation=False,
+        sampler=None,
+        sampler_val=None,
+    )
+    return replace(settings, data=data)

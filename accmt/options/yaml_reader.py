@@ -1,0 +1,223 @@
+"""Reading hyper-parameters from a YAML or JSON file or a dict, keeping the line of every key."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from accmt.errors import (
+    HyperParameterError,
+    HyperParameterFileError,
+    HyperParameterTypeError,
+    describe_value,
+    explain,
+)
+from accmt.options.faults import Document, Fault, KeyPath, describe, nearest
+from accmt.options.hyperparameters import KEYS
+from accmt.options.numbers import number_in, read_numbers
+
+_SUFFIXES = (".yaml", ".yml", ".json")
+_MAX_REPEATED = 10_000  # values that aliases repeat: far beyond what anybody writes
+_EXAMPLE = "`hps: {epochs: 3, batch_size: 16, optim: {type: AdamW, lr: 1e-4}}`"
+_LAYOUT = "a mapping, `hps:` with epochs, batch_size and optim below it"
+
+
+def read_document(source: object) -> Document:
+    """Read a source of hyper-parameters; what stands in it is not judged yet.
+
+    Args:
+        source: A path to a .yaml, .yml or .json file, or a dict, with or without the outer `hps`. It is not changed.
+
+    Raises:
+        HyperParameterTypeError: `source` is something else.
+        HyperParameterFileError: There is no such file.
+        HyperParameterError: The path is a folder or has another ending, or the content is empty, no YAML or JSON, or
+            no mapping.
+    """
+    if isinstance(source, Mapping):
+        return _unwrap("hps_config", read_numbers(dict(source)), {}, [])
+    if isinstance(source, str | os.PathLike):
+        return _read_file(Path(source))
+    message = explain(
+        "hps_config",
+        describe_value(source),
+        "a path to a .yaml, .yml or .json file, a dict, or HyperParameters",
+        'pass hps_config="hps.yaml", the path of your file',
+    )
+    raise HyperParameterTypeError(message)
+
+
+def _read_file(path: Path) -> Document:
+    name = str(path)
+    text = _read_text(path)
+    if path.suffix == ".json":
+        text = _check_json(name, text)
+    reader = _NodeReader(text)
+    try:
+        values = reader.read_root()
+    except (yaml.YAMLError, RecursionError) as error:
+        raise _unreadable(name, error) from None  # the parser's frames say no more
+    if values is None:
+        raise HyperParameterError(explain(name, "an empty file", _LAYOUT, f"write {_EXAMPLE}"))
+    return _unwrap(name, values, reader.lines, reader.faults)
+
+
+def _read_text(path: Path) -> str:
+    if path.is_dir():
+        message = explain(f"hps_config={str(path)!r}", "a folder", "a .yaml, .yml or .json file", "name a file in it")
+        raise HyperParameterError(message)
+    if not path.exists():
+        message = explain(
+            f"hps_config={str(path)!r}",
+            f"no such file, seen from {Path.cwd()}",
+            "a .yaml, .yml or .json file that exists",
+            _find_file(path),
+        )
+        raise HyperParameterFileError(message)
+    if path.suffix not in _SUFFIXES:
+        got = f"a file ending in {path.suffix!r}"
+        message = explain(str(path), got, f"one of {', '.join(_SUFFIXES)}", "rename it to end in .yaml")
+        raise HyperParameterError(message)
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        message = explain(str(path), f"bytes that are no text: {error}", "UTF-8 text", "save it as UTF-8")
+        raise HyperParameterError(message) from None
+
+
+def _find_file(path: Path) -> str:
+    """Return what to do about a file that is not there: its path may be misspelt, or nobody has written it yet."""
+    beside = [str(found) for found in path.parent.glob("*") if found.suffix in _SUFFIXES]
+    near = nearest(str(path), beside)
+    return f"did you mean {near}?" if near else f"correct the path, or make the file and write {_EXAMPLE} into it"
+
+
+def _check_json(name: str, text: str) -> str:
+    """Return JSON as text that a YAML parser reads too: tabs are legal between its tokens, never in its strings."""
+    try:
+        json.loads(text or "null", parse_int=str)
+    except json.JSONDecodeError as error:
+        where = f"{name}:{error.lineno}"
+        message = explain(where, error.msg, "JSON", f"correct line {error.lineno}, column {error.colno}")
+        raise HyperParameterError(message) from None
+    except RecursionError as error:
+        raise _unreadable(name, error) from None
+    return text.replace("\t", " ")
+
+
+def _unreadable(name: str, error: Exception) -> HyperParameterError:
+    mark = getattr(error, "problem_mark", None)
+    line = "" if mark is None else f":{mark.line + 1}"
+    got = getattr(error, "problem", None) or str(error)
+    do = getattr(error, "note", None) or "indent with spaces, and leave one after each `key:`"
+    return HyperParameterError(explain(f"{name}{line}", got, "YAML that can be read", do))
+
+
+def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[Fault]) -> Document:
+    inner = root.get("hps", root) if isinstance(root, dict) else root
+    if not isinstance(inner, dict):
+        raise HyperParameterError(explain(name, describe(inner), _LAYOUT, f"write {_EXAMPLE}"))
+    if inner is not root:
+        faults = [*faults, *(_beside_hps(key, root, lines) for key in root if key != "hps")]
+        faults = [_below_hps(fault) for fault in faults]
+        lines = {path[1:]: line for path, line in lines.items() if path[:1] == ("hps",)}
+    values = {str(key): value for key, value in inner.items() if value is not None or str(key) not in KEYS}
+    return Document(name, values, lines, tuple(faults))
+
+
+def _beside_hps(key: str, root: dict[str, Any], lines: dict[KeyPath, int]) -> Fault:
+    from accmt.compat.argument_hints import advise_key
+
+    do = advise_key(key, root) or f"indent `{key}` below `hps:`, or remove it"
+    return Fault((key,), "a key beside `hps`", "`hps` alone at the outermost level", do, lines.get((key,)))
+
+
+def _below_hps(fault: Fault) -> Fault:
+    path = fault.path[1:] if fault.path[:1] == ("hps",) else fault.path
+    return Fault(path, fault.got, fault.expected, fault.do, fault.line)
+
+
+class _Loader(yaml.SafeLoader):
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge what `<<` names; each key stays once, or merges of merges would grow without bound."""
+        super().flatten_mapping(node)
+        pairs = {key.value if isinstance(key, yaml.ScalarNode) else id(key): (key, value) for key, value in node.value}
+        node.value = list(pairs.values())
+
+
+class _NodeReader:
+    """Turns YAML nodes into values, noting the line of each key and the keys that were written twice."""
+
+    def __init__(self, text: str) -> None:
+        self.lines: dict[KeyPath, int] = {}
+        self.faults: list[Fault] = []
+        self._text = text
+        self._flattened: set[int] = set()
+        self._seen: set[int] = set()
+        self._num_repeated = 0
+
+    def read_root(self) -> Any:
+        self._loader = _Loader(self._text)
+        try:
+            node = self._loader.get_single_node()
+            return None if node is None else self._read(node, ())
+        finally:
+            self._loader.dispose()
+
+    def _read(self, node: yaml.Node, path: KeyPath) -> Any:
+        self.lines.setdefault(path, _line(node))
+        self._count(node)
+        if isinstance(node, yaml.MappingNode):
+            return self._read_mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self._read(item, (*path, index)) for index, item in enumerate(node.value)]
+        number = number_in(node.value)
+        try:
+            return self._loader.construct_object(node) if number is None else number
+        except ValueError as error:  # a date that does not exist, a number of thousands of digits
+            raise _fault(node, str(error), "correct this value, or put it in quotes to keep it as a string") from None
+
+    def _count(self, node: yaml.Node) -> None:
+        """Reject aliases of aliases that would grow without bound: some hundred bytes could fill the memory."""
+        if id(node) in self._seen:
+            self._num_repeated += 1
+        self._seen.add(id(node))
+        if self._num_repeated > _MAX_REPEATED:
+            raise _fault(node, f"aliases that repeat more than {_MAX_REPEATED:,} values", "use fewer aliases (*name)")
+
+    def _read_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _fault(key_node, "a key that is a list or a mapping", "write each key as a single word")
+        if id(node) not in self._flattened:  # an anchor is read once for each of its aliases
+            self._flattened.add(id(node))
+            self._note_repeated_keys(node, path)
+            self._loader.flatten_mapping(node)
+        values = {}
+        for key_node, value_node in node.value:
+            key = str(self._loader.construct_object(key_node, deep=True))
+            self.lines[(*path, key)] = _line(key_node)
+            values[key] = self._read(value_node, (*path, key))
+        return values
+
+    def _note_repeated_keys(self, node: yaml.MappingNode, path: KeyPath) -> None:
+        first: dict[str, int] = {}
+        for key_node, _ in node.value:
+            key, line = str(key_node.value), _line(key_node)
+            if key in first:
+                got = f"`{key}` on line {first[key]} and again on line {line}"
+                self.faults.append(Fault((*path, key), got, "each key once", "remove one of the two", line))
+            first.setdefault(key, line)
+
+
+def _fault(node: yaml.Node, got: str, do: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=got, problem_mark=node.start_mark, note=do)
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1

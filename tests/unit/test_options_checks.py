@@ -1,0 +1,282 @@
+"""Every check of a single Trainer argument: what is accepted, and what is said about the rest."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from accmt import Trainer
+from accmt.errors import ArgumentError, UnknownArgumentError
+from accmt.options.units import Every
+
+HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
+
+WRONG = [
+    ("log_every", 0, "steps from 1, or -1"),
+    ("log_every", -2, "steps from 1, or -1"),
+    ("log_every", 1.5, "steps from 1, or -1"),
+    ("log_every", True, "steps from 1, or -1"),
+    ("log_every", "1", "steps from 1, or -1"),
+    ("train_loss_metric_name", "", "a name"),
+    ("val_loss_metric_name", None, "a name"),
+    ("track_name", " ", "a name"),
+    ("run_name", 3, "a name"),
+    ("additional_tracker_config", ["a"], "a dict"),
+    ("clip_grad", -1, "a number above 0"),
+    ("clip_grad", -0.5, "a number above 0"),
+    ("clip_grad", math.nan, "a number above 0"),
+    ("clip_grad", "1.0", "a number above 0"),
+    ("clip_grad", "", "a number above 0"),
+    ("clip_grad", True, "a number above 0"),
+    ("clip_grad", {"norms": 1.0}, r"did you mean norm\?"),
+    ("clip_grad", {"norm": 1.0, "value": 1.0}, "either norm or value"),
+    ("clip_grad", {"value": -1.0}, "a number above 0"),
+    ("grad_accumulation_steps", 0, "a whole number from 1"),
+    ("grad_accumulation_steps", 2.0, "a whole number from 1"),
+    ("grad_accumulation_steps", True, "a whole number from 1"),
+    ("grad_accumulation_steps", {-1: 2}, "a whole number from 0"),
+    ("grad_accumulation_steps", {0: 0}, r"grad_accumulation_steps\[0\]"),
+    ("grad_accumulation_steps", {"0": 2}, "a whole number from 0"),
+    ("seed", -1, "a whole number from 0"),
+    ("seed", 1.0, "a whole number from 0"),
+    ("seed", True, "a whole number from 0"),
+    ("mixed_precision", "bf-16", r"mixed_precision='bf16'\?"),
+    ("mixed_precision", "None", r"mixed_precision=None\?"),
+    ("mixed_precision", 16, "one of None, 'no', 'fp16', 'bf16'"),
+    ("compile", {"backends": "eager"}, "did you mean backend"),
+    ("compile", "eager", "arguments of torch.compile"),
+    ("ddp_kwargs", [1], "a dict"),
+    ("ddp_kwargs", {"find_unused_parameter": True}, r"did you mean find_unused_parameters\?"),
+    ("ddp_kwargs", {"devices": 2}, "leave 'devices' out"),
+    ("accelerator", {"mixed_precison": "bf16"}, r"did you mean mixed_precision\?"),
+    ("accelerator", {"devices": 2}, "an argument of accelerate.Accelerator: device_placement, "),
+    ("log_with", "wandbb", r"log_with='wandb'\?"),
+    ("log_with", ["mlflow", "tensorbord"], r"log_with='tensorboard'\?"),
+    ("log_with", ["mlflow", "MLflow"], "leave one 'mlflow'"),
+    ("log_with", "report_to", "log_with='tensorboard', for example"),
+    ("evaluate_every_n_steps", 0, "a whole number of steps from 1"),
+    ("evaluate_every_n_steps", -3, "a whole number of steps from 1"),
+    ("evaluate_every_n_steps", 0.0, "float fraction of an epoch"),
+    ("evaluate_every_n_steps", 1.5, "float fraction of an epoch"),
+    ("evaluate_every_n_steps", math.nan, "float fraction of an epoch"),
+    ("evaluate_every_n_steps", True, "a whole number of steps from 1"),
+    ("evaluate_every_n_steps", "0 epochs", "a number from 1 and a unit"),
+    ("evaluate_every_n_steps", "2 evals", "a number from 1 and a unit"),
+    ("reload_dataloaders_every_n_epochs", "2 steps", "a number from 1 and a unit"),
+    ("log_every", "2 epochs", '"epoch" for one row'),
+    ("min_length", 3, "a number from 1 and a unit"),
+    ("min_length", "3 evals", "a number from 1 and a unit"),
+    ("patience", "3 epochs", "a number from 1 and a unit"),
+    ("num_sanity_val_steps", -2, "a whole number from -1"),
+    ("limit_batches", {"train": 0}, "a whole number of batches from 1"),
+    ("limit_batches", {"train": 0.0}, "a whole number of batches from 1"),
+    ("limit_batches", 1.1, "as a float up to 1.0"),
+    ("limit_batches", {"train": True}, "a whole number of batches from 1"),
+    ("limit_batches", math.nan, "a whole number of batches from 1"),
+    ("limit_batches", {"val": -1}, "a whole number of batches from 0"),
+    ("limit_batches", {"val": "all"}, "1.0} for all"),
+    ("limit_batches", {"valid": 3}, r"did you mean val\?"),
+    ("dataloader_num_workers", -1, "a whole number from 0"),
+    ("dataloader_num_workers", None, "a whole number from 0"),
+    ("max_shard_size", "10 foos", "bytes, or a number with KB, MB, GB or TB"),
+    ("max_shard_size", "10", "bytes, or a number with KB, MB, GB or TB"),
+    ("max_shard_size", 0, "a whole number from 1"),
+    ("max_shard_size", 1.5, "a whole number from 1"),
+    ("compile", "max-autotune", "True, False, or arguments of torch.compile"),
+    ("shuffle_train", "no", "True or False"),
+    ("shuffle_validation", 1, "True or False"),
+    ("safe_serialization", "false", "True or False"),
+    ("set_to_none", None, "set_to_none=True"),
+    ("eval_when_start", "yes", "eval_when_start=False"),
+]
+
+
+@pytest.mark.feature("A24", "A25", "A26", "A36", "A60", "L09", "L69")
+@pytest.mark.parametrize(("name", "value", "expected"), WRONG, ids=lambda value: str(value)[:24])
+def test_a_value_that_cannot_be_is_refused_with_its_name(name, value, expected):
+    with pytest.raises(ArgumentError, match=expected) as error:
+        Trainer(HPS, "out", **{name: value})
+    assert f"Trainer({name}" in str(error.value)
+    assert all(part in str(error.value) for part in ("got: ", "expected: ", "do: "))
+
+
+SPELT = [
+    ("seed", "3", "seed=3"),
+    ("seed", 3.0, "seed=3"),
+    ("seed", "-3", "seed=0"),
+    ("clip_grad", "0.5", "clip_grad=0.5"),
+    ("clip_grad", "much", "a positive number, or leave clip_grad out"),
+    ("grad_accumulation_steps", "4", "grad_accumulation_steps=4"),
+    ("evaluate_every_n_steps", "4", "evaluate_every_n_steps=4, or None for every epoch"),
+    ("evaluate_every_n_steps", 2.0, "evaluate_every_n_steps=2, or None for every epoch"),
+    ("evaluate_every_n_steps", "0.25", "evaluate_every_n_steps=0.25, or None for every epoch"),
+    ("evaluate_every_n_steps", 0, "evaluate_every_n_steps=500, or None for every epoch"),
+    ("checkpoint_every", 4, 'checkpoint_every="4 steps"'),
+    ("model_saving", True, 'model_saving="best_valid_loss"'),
+    ("model_saving", False, "model_saving=None"),
+    ("model_saving", [4], 'model_saving="best_valid_loss"'),
+    ("resume", "tru", "resume=True, without quotes"),
+    ("resume", "Ture", "resume=True, without quotes"),
+    ("resume", "yes", "resume=True, without quotes"),
+    ("resume", "None", "resume=None, without quotes"),
+    ("resume", "atuo", "resume='auto'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "do"), SPELT)
+def test_the_line_to_write_has_the_value_that_was_meant(name, value, do):
+    with pytest.raises(ArgumentError, match=f"do: {re.escape(do)}$"):
+        Trainer(HPS, "out", **{name: value})
+
+
+@pytest.mark.parametrize("path", ["tru", "out/checkpoint-model", "run1"])
+def test_a_folder_to_resume_from_is_no_misspelt_word(tmp_path, path):
+    (tmp_path / "tru").mkdir()
+    assert Trainer(HPS, "out", resume=path).settings.checkpoints.resume == path
+
+
+ACCEPTED = [
+    ("log_every", -1),
+    ("clip_grad", None),
+    ("clip_grad", 0),
+    ("clip_grad", 1),
+    ("clip_grad", math.inf),
+    ("grad_accumulation_steps", {0: 1, 4: 3}),
+    ("evaluate_every_n_steps", 1.0),
+    ("evaluate_every_n_steps", 10**6),
+    ("num_sanity_val_steps", -1),
+    ("limit_batches", 1),
+    ("limit_batches", 1e-9),
+    ("limit_batches", {"val": 0}),
+    ("limit_batches", {"val": 0.0}),
+    ("max_shard_size", "1.5 gb"),
+    ("max_shard_size", 1),
+    ("seed", 0),
+    ("seed", 2**70),
+    ("mixed_precision", "no"),
+    ("enable_progress_bar", None),
+]
+
+
+@pytest.mark.feature("A24", "A25", "A26", "A36", "L30", "L44", "L69")
+@pytest.mark.parametrize(("name", "value"), ACCEPTED, ids=lambda value: str(value)[:24])
+def test_values_at_the_edge_are_kept_as_given(name, value):
+    trainer = Trainer(HPS, "out", **{name: value})
+    kept = {k: v for group in groups_of(trainer) for k, v in vars(group).items()}
+    assert kept[name] == value
+    assert type(kept[name]) is type(value)
+
+
+def groups_of(trainer):
+    return [getattr(trainer.settings, name) for name in trainer.settings.GROUPS]
+
+
+@pytest.mark.feature("A11", "A24", "L24", "N04")
+def test_how_often_is_written_in_one_grammar_or_as_the_number_it_always_was():
+    def settings(**arguments):
+        return Trainer(HPS, "out", **arguments).settings
+
+    for written, every in [
+        (500, Every(500, "step")),
+        ("500 steps", Every(500, "step")),
+        (0.25, Every(0.25, "epoch")),
+        ("0.25 epochs", Every(0.25, "epoch")),
+        ("2 epochs", Every(2, "epoch")),
+        (None, Every(1, "epoch")),
+    ]:
+        assert settings(evaluate_every_n_steps=written).evaluation.every == every
+    assert [settings(log_every=e).tracking.log_steps for e in (10, "10 steps", -1, "epoch")] == [10, 10, -1, -1]
+    assert settings(checkpoint_every="0.5 epochs").checkpoints.every == Every(0.5, "epoch")
+    assert [settings(reload_dataloaders_every_n_epochs=e).data.reload_epochs for e in (2, "2 epochs")] == [2, 2]
+    assert settings(patience="3 evals").saving.patience_evaluations == 3
+    assert settings(patience={"best_valid_loss": "3 evals"}).saving.patience_evaluations == {"best_valid_loss": 3}
+    running = settings(min_length=["2 epochs", "100 steps"]).running
+    assert (running.min_epochs, running.min_steps) == (2, 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("limit_val_batches", 0, 'limit_batches={"val": 0}'),
+        ("on_nonfinite", "skip", """failures={"on_nonfinite": 'skip'}"""),
+        ("deterministic", True, 'torch_flags={"deterministic": True}'),
+        ("clip_grad_type", "value", "clip_grad={'value': 0.5}"),
+        ("enable_checkpointing", False, "checkpoint_every=None"),
+        ("evaluate_every_n_epochs", 2, 'evaluate_every_n_steps="2 epochs"'),
+        ("min_steps", 9, 'min_length="9 steps"'),
+    ],
+)
+def test_what_is_part_of_another_argument_here_is_refused_with_the_line_to_write(name, value, line):
+    with pytest.raises(UnknownArgumentError, match=re.escape(line)):
+        Trainer(HPS, "out", **{name: value})
+
+
+@pytest.mark.feature("N13")
+def test_a_sampler_beside_a_batch_sampler_is_one_too_many():
+    with pytest.raises(ArgumentError, match="a batch sampler decides the order"):
+        Trainer(HPS, "out", sampler=[0, 1], batch_sampler=[[0], [1]])
+
+
+@pytest.mark.feature("L25")
+@pytest.mark.parametrize("path", ["s3://bucket/model", Path("s3://bucket/model"), "hdfs://x", "file:///tmp/x"])
+def test_a_model_path_on_another_machine_is_refused(path):
+    with pytest.raises(ValueError, match="mount the remote storage"):
+        Trainer(HPS, path)
+
+
+@pytest.mark.feature("A03")
+@pytest.mark.parametrize("path", ["", "  ", None, 3])
+def test_a_model_path_that_is_no_path_is_refused(path):
+    with pytest.raises(ArgumentError, match="the path of a folder"):
+        Trainer(HPS, path)
+
+
+@pytest.mark.feature("A03")
+@pytest.mark.parametrize("path", ["out/m", Path("out/m"), "a:b", "C:/models"])
+def test_a_model_path_may_be_text_or_a_path(path):
+    assert Trainer(HPS, path).settings.model_folder == Path(path)
+
+
+@pytest.mark.feature("L15")
+def test_accumulation_begins_at_the_epochs_of_the_table():
+    told = Trainer(HPS, "out", grad_accumulation_steps={4: 3, 2: 2}).settings.optimization
+    assert [told.accumulation_at(epoch) for epoch in range(6)] == [1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.feature("A25")
+@pytest.mark.parametrize(("steps", "expected"), [(None, 1), (1, 1), (7, 7), ({}, 1)])
+def test_accumulation_is_the_same_in_every_epoch_without_a_table(steps, expected):
+    told = Trainer(HPS, "out", grad_accumulation_steps=steps).settings.optimization
+    assert [told.accumulation_at(epoch) for epoch in (0, 100)] == [expected, expected]
+
+
+def test_checkpoints_are_on_unless_the_argument_says_no():
+    assert Trainer(HPS, "out").settings.checkpoints.every == Every(1, "epoch")
+    assert Trainer(HPS, "out", checkpoint_every=None).settings.checkpoints.every is None
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"checkpoint": ""},
+        {"checkpoint": "s3://bucket/ck"},
+        {"resume": 3},
+        {"resume": "s3://bucket/ck"},
+        {"checkpointer": "a name"},
+        {"checkpointer": type("Own", (), {"save": print, "load": print})},
+        {"max_checkpoints": 0},
+    ],
+    ids=str,
+)
+def test_what_no_checkpoint_can_be_is_refused(arguments):
+    with pytest.raises(ArgumentError, match=next(iter(arguments))):
+        Trainer(HPS, "out", **arguments)
+
+
+def test_settings_cannot_be_changed_afterwards():
+    settings = Trainer(HPS, "out").settings
+    with pytest.raises(AttributeError, match="cannot assign"):
+        settings.data.shuffle_train = False

@@ -1,0 +1,154 @@
+"""Groups of parameters in the hyper-parameters: what is read, and what is wrong."""
+
+import pytest
+import torch
+
+from accmt.errors import HyperParameterError
+from accmt.options import HyperParameters
+from accmt.options.grouping import Group, Grouping
+from accmt.options.optimizer_and_scheduler_arguments import read_grouping
+
+YAML = """\
+hps:
+  epochs: 1
+  batch_size: 4
+  optim:
+    type: AdamW
+    lr: 1e-3
+    {}
+"""
+
+
+def message_of(tmp_path, line, rate="1e-3"):
+    path = tmp_path / "x.yaml"
+    path.write_text(YAML.format(line).replace("1e-3", rate))
+    with pytest.raises(HyperParameterError) as raised:
+        HyperParameters.from_config(path)
+    return str(raised.value).removeprefix(f"{path}:")
+
+
+def test_groups_are_read_in_the_types_of_the_signature(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        YAML.format(
+            "groups: [{match: head, lr: '3e-3', betas: [0.8, 0.9]}, {kind: [norm, bias], weight_decay: 0},"
+            " {kind: matrix, match: [layers, blocks], type: Muon, lr: 2e-2}]\n    no_decay: bias\n    layer_decay: 0.9"
+        )
+    )
+    hps = HyperParameters.from_config(path)
+    grouping, faults = read_grouping(hps.optimizer_class, hps.optim_kwargs)
+    assert not faults
+    assert grouping == Grouping(
+        (
+            Group(("head",), (), None, {"lr": 0.003, "betas": (0.8, 0.9)}),
+            Group((), ("norm", "bias"), None, {"weight_decay": 0}),
+            Group(("layers", "blocks"), ("matrix",), torch.optim.Muon, {"lr": 0.02}),
+        ),
+        ("bias",),
+        0.9,
+    )
+    assert HyperParameters.from_config(hps.to_dict()) == hps
+
+
+def test_an_optimizer_may_be_a_class_in_python_and_has_its_name_in_the_dict():
+    groups = [{"kind": "matrix", "type": torch.optim.Muon, "lr": 0.02}]
+    hps = HyperParameters(optim="AdamW", optim_kwargs={"lr": 1e-3, "groups": groups})
+    assert hps.to_dict()["hps"]["optim"]["groups"] == [{"kind": "matrix", "type": "Muon", "lr": 0.02}]
+    assert HyperParameters.from_config(hps.to_dict()) == hps
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("groups: norm", "7 optim.groups\n  got: 'norm' (str)\n  expected: a list of groups"),
+        ("groups: []", "7 optim.groups\n  got: [] (list)\n  expected: a list of groups"),
+        ("groups: [{lr: 1}]", "7 optim.groups.0\n  got: {'lr': 1} (dict)\n  expected: a mapping with `match` or"),
+        ("groups: [{match: a}]", "7 optim.groups.0\n  got: {'match': 'a'} (dict)\n  expected: an argument that is"),
+        ("groups: [{match: 'a(', lr: 1}]", "7 optim.groups.0.match\n  got: 'a(': missing ), unterminated subpattern"),
+        ("groups: [{match: 3, lr: 1}]", "7 optim.groups.0.match\n  got: 3 (int)\n  expected: a regular expression"),
+        ("groups: [{kind: norms, lr: 1}]", "7 optim.groups.0.kind\n  got: 'norms' (str)"),
+        ("groups: [{kind: norms, lr: 1}]", "do: write `norm`"),
+        ("groups: [{kind: [norm, bais], lr: 1}]", "do: write `bias`"),
+        ("groups: [{kind: norm, weigth_decay: 0}]", "7 optim.groups.0.weigth_decay\n  got: weigth_decay = 0 (int)"),
+        ("groups: [{kind: norm, weigth_decay: 0}]", "do: write `weight_decay`"),
+        ("groups: [{kind: norm, lr: [1]}]", "7 optim.groups.0.lr\n  got: [1] (list)"),
+        ("groups: [{kind: norm, lr: -1}]", "7 optim.groups.0.lr\n  got: -1 (int)\n  expected: what AdamW accepts"),
+        ("groups: [{kind: matrix, type: Moun, lr: 1}]", "7 optim.groups.0.type\n  got: 'Moun' (str)"),
+        ("groups: [{kind: matrix, type: Muon, betas: [0, 1]}]", "7 optim.groups.0.betas"),
+        ("no_decay: weights", "7 optim.no_decay\n  got: 'weights' (str)"),
+        ("layer_decay: 1.5", "7 optim.layer_decay\n  got: 1.5 (float)\n  expected: a number above 0, up to 1"),
+        ("layer_decay: true", "7 optim.layer_decay\n  got: True (bool)"),
+        ("layer_decays: 0.9", "do: write `layer_decay`"),
+    ],
+)
+def test_what_is_wrong_has_its_line_and_what_to_write(tmp_path, line, message):
+    assert message in message_of(tmp_path, line)
+
+
+def test_no_decay_needs_an_optimizer_that_decays():
+    with pytest.raises(HyperParameterError, match=r"no_decay for Rprop, which takes no weight_decay"):
+        HyperParameters(optim="Rprop", optim_kwargs={"no_decay": ["bias"]})
+
+
+@pytest.mark.parametrize(
+    ("beside", "place"),
+    [
+        ({"layer_decay": 0.9}, r"optim\.layer_decay\n  got: layer_decay, and Adafactor without `lr`"),
+        ({"groups": [{"match": "head", "lr": 1e-3}]}, r"optim\.groups\.0\.lr\n  got: lr, and Adafactor without `lr`"),
+    ],
+    ids=["layer decay", "group"],
+)
+def test_an_optimizer_that_finds_its_own_rate_takes_none_for_a_part(beside, place):
+    with pytest.raises(HyperParameterError, match=place):
+        HyperParameters(optim="Adafactor", optim_kwargs=beside)
+    HyperParameters(optim="Adafactor", optim_kwargs={"lr": 1e-3, **beside})
+    HyperParameters(optim="Adafactor", optim_kwargs={"groups": [{"match": "head", "type": "AdamW", "lr": 1e-3}]})
+
+
+def test_a_rate_of_0_in_every_group_is_an_error():
+    groups = [{"kind": "norm", "weight_decay": 0}, {"match": "head", "lr": 0}]
+    with pytest.raises(
+        HyperParameterError, match=r"optim\.lr\n  got: 0, and so in every group: nothing would be trained"
+    ):
+        HyperParameters(optim="AdamW", optim_kwargs={"lr": 0, "groups": groups})
+    HyperParameters(optim="AdamW", optim_kwargs={"lr": 1e-3, "groups": groups})
+    muon = {"kind": "matrix", "type": "Muon"}  # with the rate that it has by itself
+    HyperParameters(optim="AdamW", optim_kwargs={"lr": 0, "groups": [muon]})
+
+
+@pytest.mark.parametrize("rate", ["0", "0.0", "0e-3"])
+def test_a_rate_of_0_is_an_error_with_its_line(tmp_path, rate):
+    message = message_of(tmp_path, "weight_decay: 0", rate)
+    assert message.startswith("6 optim.lr\n  got: 0: nothing would be trained\n")
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        {"scheduler": "OneCycleLR", "scheduler_kwargs": {"max_lr": 1e-2}},
+        {"scheduler": "CosineAnnealingLR", "scheduler_kwargs": {"eta_min": 1e-3}},
+    ],
+)
+def test_a_rate_of_0_that_the_scheduler_raises_is_none_of_nothing(scheduler):
+    HyperParameters(optim="AdamW", optim_kwargs={"lr": 0}, **scheduler)
+    with pytest.raises(HyperParameterError, match="nothing would be trained"):
+        HyperParameters(optim="AdamW", optim_kwargs={"lr": 0}, scheduler="CosineAnnealingLR")
+
+
+class OwnPeak(torch.optim.lr_scheduler.LRScheduler):
+    def __init__(self, optimizer, peak):
+        self.peak = peak
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [self.peak for _ in self.base_lrs]
+
+
+def test_a_scheduler_of_ones_own_may_set_the_rate():
+    hps = HyperParameters(optim="AdamW", optim_kwargs={"lr": 0}, scheduler=OwnPeak, scheduler_kwargs={"peak": 1e-3})
+    assert hps.learning_rate == 0
+
+
+def test_all_faults_of_groups_are_in_one_error(tmp_path):
+    message = message_of(tmp_path, "groups: [{kind: norms, lr: 1}, {match: a, eps: x}]\n    no_decay: wights")
+    assert message.startswith("3 faults in") or "3 faults in" in message

@@ -1,0 +1,86 @@
+"""Keywords of the Trainer that are none of its arguments: each mistake is named, and all at once."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from accmt import Trainer
+from accmt.compat.argument_hints import FOREIGN
+from accmt.errors import ArgumentError, HyperParameterError, SeveralFaultsError, UnknownArgumentError
+from accmt.options.keywords import check_keywords
+from tests.toys import HPS
+
+FOREIGN_NAMES = [name for names in FOREIGN.values() for name in names]
+
+
+@pytest.mark.feature("A56")
+@pytest.mark.parametrize("tracker", [None, "tensorboard"])
+def test_arguments_of_other_trainers_are_told_what_to_write_here(tracker):
+    with pytest.raises(UnknownArgumentError) as caught:
+        Trainer(HPS, "out", log_with=tracker, **dict.fromkeys(FOREIGN_NAMES, 1))
+    assert str(caught.value).startswith(f"{len(FOREIGN_NAMES)} arguments that Trainer does not have\n\n")
+    for name in FOREIGN_NAMES:
+        part = rf"Trainer\({name}=\.\.\.\)\n  got: an argument of .*\n  expected: an argument of Trainer\n  do: \w+[ .]"
+        assert re.search(part, str(caught.value)), name
+
+
+def test_one_mistake_has_four_lines_and_no_heading():
+    with pytest.raises(UnknownArgumentError) as caught:
+        Trainer(HPS, "out", max_epochs=3)
+    assert str(caught.value) == (
+        "Trainer(max_epochs=...)\n"
+        "  got: an argument of Lightning's Trainer\n"
+        "  expected: an argument of Trainer\n"
+        "  do: write `epochs: 3` in the hyper-parameters"
+    )
+
+
+def test_where_there_is_a_tracker_its_own_dict_is_named():
+    with pytest.raises(UnknownArgumentError, match=r"alone, as in mlflow=\{'devices': \.\.\.\}$"):
+        Trainer(HPS, "out", log_with="mlflow", devices=3)
+    Trainer(HPS, "out", log_with="mlflow", mlflow={"devices": 3})
+
+
+@pytest.mark.parametrize("name", ["quantization", "eval_delay"])
+def test_a_name_that_is_unlike_any_is_not_taken_for_one(name):
+    with pytest.raises(UnknownArgumentError, match="do: drop it, or give a tracker"):
+        Trainer(HPS, "out", **{name: 1})
+
+
+def test_a_misspelt_hyper_parameter_is_known_for_one():
+    with pytest.raises(UnknownArgumentError, match="did you mean epochs, one of the hyper-parameters"):
+        Trainer(HPS, "out", epoch=3)
+
+
+def test_nothing_is_wrong_with_no_keyword_or_with_those_of_a_tracker():
+    check_keywords({}, [], has_tracker=False)
+    check_keywords({"tags": 1}, ["log_every"], has_tracker=True)
+
+
+@pytest.mark.feature("A56")
+def test_faults_in_arguments_and_hyper_parameters_are_told_together():
+    with pytest.raises(SeveralFaultsError) as caught:
+        Trainer({**HPS, "epochs": -2, "batch_size": 0}, "out", max_epochs=3, log_every=0, seed="x")
+    assert isinstance(caught.value, HyperParameterError)
+    assert isinstance(caught.value, ArgumentError)
+    wheres = re.findall(r"(?m)^(.*)\n  got: ", str(caught.value))
+    arguments = ["Trainer(max_epochs=...)", "Trainer(log_every=...)", "Trainer(seed=...)"]
+    assert wheres == [*arguments, "hps_config epochs", "hps_config batch_size"]
+
+
+def test_faults_in_arguments_alone_are_an_argument_error():
+    with pytest.raises(ArgumentError, match=r"(?s)log_every=.*seed=") as caught:
+        Trainer(HPS, "out", log_every=0, seed="x")
+    assert type(caught.value) is ArgumentError
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("num_workers", "dataloader_num_workers"), ("pin_memory", "dataloader_pin_memory")],
+)
+def test_the_end_of_a_name_is_known_where_no_tracker_could_be_meant(name, meant):
+    with pytest.raises(UnknownArgumentError, match=f"did you mean {meant}"):
+        Trainer(HPS, "out", **{name: 1})
+    Trainer(HPS, "out", log_with="mlflow", workers=1)

@@ -1,0 +1,160 @@
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from accmt.options.optimizer_and_scheduler_arguments import (
+    check_optimizer,
+    check_scheduler,
+    optimizer_arguments,
+    parameters_of,
+)
+from accmt.options.optimizer_and_scheduler_names import find_optimizer, find_scheduler
+
+
+class Open(torch.optim.SGD):
+    """Hands on whatever it gets."""
+
+    def __init__(self, params, scale: "NotImportable" = 1, **kwargs):  # noqa: F821
+        super().__init__(params, **kwargs)
+
+
+def optimizer_faults(name, **given):
+    return [
+        (fault.path[1:], fault.got, fault.expected, fault.do)
+        for fault in check_optimizer(find_optimizer(name), given)[1]
+    ]
+
+
+def scheduler_faults(name, **given):
+    return [
+        (fault.path[1:], fault.got, fault.expected, fault.do)
+        for fault in check_scheduler(find_scheduler(name), given)[1]
+    ]
+
+
+@pytest.mark.feature("D16", "D20")
+def test_values_come_in_the_types_of_the_signature():
+    arguments, faults = check_optimizer(torch.optim.AdamW, {"lr": 1, "betas": [0.9, 0.98], "amsgrad": True})
+    assert faults == []
+    assert arguments == {"lr": 1, "betas": (0.9, 0.98), "amsgrad": True}
+    arguments, faults = check_scheduler(lr_scheduler.StepLR, {"step_size": 1e3, "gamma": 1.0})
+    assert faults == []
+    assert arguments == {"step_size": 1000, "gamma": 1.0}
+    assert type(arguments["step_size"]) is int
+    assert type(arguments["gamma"]) is float
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "key", "got", "expected", "do"),
+    [
+        (
+            "AdamW",
+            {"weigth_decay": 0.1},
+            "weigth_decay",
+            "0.1 (float)",
+            "an argument of AdamW: amsgrad",
+            "write `weight_decay`",
+        ),
+        ("Adam", {"learning_rate": 0.5}, "learning_rate", "0.5 (float)", "an argument of Adam:", "write `lr`"),
+        ("SGD", {"zzzzzz": 1}, "zzzzzz", "1 (int)", "an argument of SGD:", "remove `zzzzzz`"),
+        ("SGD", {"params": []}, "params", "[] (list)", "an argument of SGD:", "remove `params`"),
+        ("SGD", {"lr": True}, "lr", "True (bool)", "float (SGD's signature)", "correct `lr`"),
+        ("SGD", {"lr": "fast"}, "lr", "'fast' (str)", "float (SGD's signature)", "correct `lr`"),
+        ("SGD", {"nesterov": 1}, "nesterov", "1 (int)", "bool (SGD's signature)", "correct `nesterov`"),
+        ("AdamW", {"betas": [0.9]}, "betas", "(0.9,) (tuple)", "tuple[float, float]", "correct `betas`"),
+        ("Adafactor", {"lr": "fast"}, "lr", "'fast' (str)", "float | None", "correct `lr`"),
+        ("Adafactor", {"decay_rate": "x"}, "decay_rate", "'x' (str)", "float", "correct `decay_rate`"),
+    ],
+)
+def test_each_wrong_argument_of_an_optimizer_is_a_fault(name, given, key, got, expected, do):
+    ((path, *parts),) = optimizer_faults(name, **given)
+    assert path == (key,)
+    assert all(part in text for part, text in zip((got, expected, do), parts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "key", "message"),
+    [
+        ("AdamW", {"lr": -1, "eps": 1e-6}, ("lr",), "Invalid learning rate: -1"),
+        ("AdamW", {"lr": 1e-3, "betas": [0.9, 1.5]}, ("betas",), "Invalid beta parameter at index 1: 1.5"),
+        ("SGD", {"lr": 0.1, "nesterov": True}, ("nesterov",), "Nesterov momentum requires a momentum"),
+        ("SGD", {"lr": -1, "momentum": -1}, (), "Invalid learning rate"),
+        ("Adafactor", {"lr": 1e-3, "relative_step": True}, ("lr",), "Cannot combine manual `lr`"),
+    ],
+)
+def test_a_value_that_the_optimizer_refuses_is_traced_to_its_key(name, given, key, message):
+    ((path, _, expected, _),) = optimizer_faults(name, **given)
+    assert path == key
+    assert message in expected
+
+
+@pytest.mark.feature("D18")
+@pytest.mark.parametrize(
+    ("name", "given", "key", "got", "expected"),
+    [
+        ("StepLR", {}, "step_size", "nothing", "StepLR needs step_size"),
+        ("StepLR", {"step_size": 1.5}, "step_size", "1.5 (float)", "int"),
+        ("ReduceLROnPlateau", {"mode": "mim"}, "mode", "'mim' (str)", "Literal['min', 'max']"),
+        (
+            "LinearWithWarmup",
+            {"num_training_steps": 10},
+            "num_training_steps",
+            "10 (int)",
+            "nothing: accmt computes it",
+        ),
+        ("OneCycleLR", {"max_lr": 0.1, "total_steps": 10}, "total_steps", "10 (int)", "nothing: accmt computes it"),
+        ("StepLR", {"step_size": 1, "last_epoch": 3}, "last_epoch", "3 (int)", "nothing: accmt computes it"),
+        (
+            "StepLR",
+            {"step_size": 1, "warmup_ratio": 0.1},
+            "warmup_ratio",
+            "0.1 (float)",
+            "an argument of StepLR: gamma, step_size",
+        ),
+        ("Constant", {"num_warmup_steps": 1}, "num_warmup_steps", "1 (int)", "an argument of Constant: nothing"),
+        ("LinearWithWarmup", {"warmup_ratio": 1.1}, "warmup_ratio", "1.1 (float)", "a number from 0 to 1"),
+        ("LinearWithWarmup", {"warmup_ratio": -0.1}, "warmup_ratio", "-0.1 (float)", "a number from 0 to 1"),
+        ("LinearWithWarmup", {"warmup_ratio": True}, "warmup_ratio", "True (bool)", "a number from 0 to 1"),
+        ("LinearWithWarmup", {"num_warmup_steps": -1}, "num_warmup_steps", "-1 (int)", "a whole number of steps"),
+        ("LinearWithWarmup", {"num_warmup_steps": 2.5}, "num_warmup_steps", "2.5 (float)", "a whole number of steps"),
+        ("LinearWithWarmup", {"num_warmup_steps": "x"}, "num_warmup_steps", "'x' (str)", "a whole number of steps"),
+        (
+            "LinearWithWarmup",
+            {"warmup_ratio": 0.1, "num_warmup_steps": 5},
+            "num_warmup_steps",
+            "warmup_ratio = 0.1",
+            "one of the two",
+        ),
+    ],
+)
+def test_each_wrong_argument_of_a_schedule_is_a_fault(name, given, key, got, expected):
+    ((path, *parts, _),) = scheduler_faults(name, **given)
+    assert path == (key,)
+    assert all(part in text for part, text in zip((got, expected), parts, strict=True))
+
+
+def test_all_faults_of_one_component_are_found_together():
+    assert [path for path, *_ in optimizer_faults("AdamW", weigth_decay=0.1, lr="x", beta=1)] == [
+        ("weigth_decay",),
+        ("lr",),
+        ("beta",),
+    ]
+
+
+@pytest.mark.parametrize(
+    "given", [{"warmup_ratio": 0}, {"warmup_ratio": 1.0}, {"num_warmup_steps": 1e2}, {"num_warmup_steps": 0.1}, {}]
+)
+def test_every_spelling_of_a_warm_up_is_accepted(given):
+    assert scheduler_faults("LinearWithWarmup", **given) == []
+
+
+def test_a_class_that_takes_anything_gets_anything_and_its_unknown_types_are_not_judged():
+    assert check_optimizer(Open, {"scale": "x", "lr": 0.1}) == ({"scale": "x", "lr": 0.1}, [])
+    assert list(parameters_of(Open)) == ["scale", "kwargs"]
+
+
+def test_adafactor_with_lr_uses_that_lr():
+    adafactor = find_optimizer("Adafactor")
+    assert optimizer_arguments(adafactor, {"lr": 0.1}) == {"lr": 0.1, "relative_step": False}
+    assert optimizer_arguments(adafactor, {"lr": None}) == {"lr": None}
+    assert optimizer_arguments(torch.optim.SGD, {"lr": 0.1}) == {"lr": 0.1}

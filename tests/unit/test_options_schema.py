@@ -1,0 +1,90 @@
+import pytest
+import yaml
+
+from accmt.errors import HyperParameterError
+from accmt.options.faults import Document
+from accmt.options.numbers import read_numbers
+from accmt.options.schema import Schema, check
+
+RIGHT = {"epochs": 2, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
+
+
+def test_every_field_says_what_is_expected_and_shows_what_to_write():
+    for name, info in Schema.model_fields.items():
+        assert info.description, name
+        assert info.examples[0].startswith(f"{name}: "), name
+
+
+@pytest.mark.parametrize("name", list(Schema.model_fields))
+def test_what_an_error_tells_to_write_is_accepted(name):
+    advice = read_numbers(yaml.safe_load(Schema.model_fields[name].examples[0]))
+    assert getattr(check(Document("x", {**RIGHT, "max_tokens": 8, **advice})).schema, name) not in (None, -1, False)
+
+
+def test_checked_parts_keep_what_was_written_beside_what_it_stands_for():
+    checked = check(Document("x", {**RIGHT, "scheduler": "Constant"}))
+    assert (checked.optim.user_value, checked.optim.factory.__name__, checked.optim.arguments) == (
+        "SGD",
+        "SGD",
+        {"lr": 0.1},
+    )
+    assert (checked.scheduler.user_value, checked.scheduler.factory.__name__) == ("Constant", "get_constant_schedule")
+
+
+def test_faults_of_the_schema_hide_none_of_the_arguments_and_none_is_said_twice():
+    document = Document("x", {"batch_size": 0, "optim": {"type": "SGD", "lrr": 1}, "scheduler": {"step_size": 3}})
+    with pytest.raises(HyperParameterError) as caught:
+        check(document)
+    places = [line for line in str(caught.value).splitlines() if line.startswith("x ")]
+    assert sorted(places) == ["x batch_size", "x epochs", "x optim.lrr", "x scheduler.type"]
+
+
+TYPOS = {
+    "optm": {"type": "AdamV", "lrr": 1e-3, "betas": [0.9, 0.99], "group": []},
+    "schedular": {"type": "cos", "warmup": 1},
+}
+
+
+def test_what_stands_below_a_misspelt_key_or_type_is_checked_too():
+    with pytest.raises(HyperParameterError) as caught:
+        check(Document("x", {"epochs": 1, "batch_size": 2, **TYPOS}))
+    faults = [tuple(fault.splitlines()) for fault in str(caught.value).split("\n\n")[1:]]
+    assert [(fault[0], fault[-1]) for fault in faults] == [
+        ("x optm", "  do: write `optim`"),
+        ("x schedular", "  do: write `scheduler`"),
+        ("x optm.type", "  do: write `Adam`"),
+        ("x optm.lrr", "  do: write `lr`"),
+        ("x optm.group", "  do: write `groups`"),
+        ("x schedular.type", "  do: choose one of these names"),
+        ("x schedular.warmup", "  do: write `warmup_ratio`"),
+    ]
+
+
+def test_the_arguments_of_an_import_path_that_is_wrong_are_nobodys():
+    with pytest.raises(HyperParameterError) as caught:
+        check(Document("x", {**RIGHT, "optim": {"type": "torch.optim.SGDD", "lrr": 1}}))
+    assert str(caught.value).count("got:") == 1
+
+
+def test_a_missing_argument_is_not_hidden_by_a_line_about_its_optimizer():
+    document = Document(
+        "x", {**RIGHT, "learning_rate": 0.1, "scheduler": {"type": "StepLR"}, "lr_scheduler_type": "linear"}
+    )
+    with pytest.raises(HyperParameterError, match=r"StepLR needs step_size"):
+        check(document)
+
+
+@pytest.mark.parametrize("name", ["Cosine", "LINEAR", "adamw_torch"])
+def test_names_of_transformers_are_known_in_any_case(name):
+    part = "optim" if "adam" in name else "scheduler"
+    with pytest.raises(HyperParameterError, match="do: write `(CosineWithWarmup|LinearWithWarmup|AdamW)`"):
+        check(Document("x", {**RIGHT, part: {"type": name}}))
+
+
+def test_the_document_is_left_as_it_was_written():
+    values = {"epochs": 1, "batch_size": 1, "optimizer": {"type": "AdamW", "betas": [0.9, 0.99]}}
+    document = Document("x", values, {("optimizer", "betas"): 5})
+    checked = check(document)
+    assert values["optimizer"] == {"type": "AdamW", "betas": [0.9, 0.99]}
+    assert checked.optim.arguments["betas"] == (0.9, 0.99)
+    assert checked.document.where(("optim", "betas")) == "x:5 optim.betas"

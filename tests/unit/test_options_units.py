@@ -1,0 +1,64 @@
+import pytest
+
+from accmt.errors import ArgumentError
+from accmt.options.units import Every, read_every
+
+UNITS = ("epoch", "step", "eval")
+
+
+@pytest.mark.feature("A12")
+@pytest.mark.parametrize(
+    ("text", "number", "unit"),
+    [
+        ("2 epochs", 2, "epoch"),
+        ("eval", 1, "eval"),
+        ("1eval", 1, "eval"),
+        ("3 evaluations", 3, "eval"),
+        ("50 steps", 50, "step"),
+        ("30ep", 30, "epoch"),
+        ("  7   STEPS ", 7, "step"),
+        ("Epoch", 1, "epoch"),
+        ("2Eps", 2, "epoch"),
+        ("st", 1, "step"),
+        ("4sts", 4, "step"),
+        ("evals", 1, "eval"),
+        ("evaluation", 1, "eval"),
+        ("007 step", 7, "step"),
+        ("0.25 epochs", 0.25, "epoch"),
+        (".5ep", 0.5, "epoch"),
+        ("2.0 epochs", 2, "epoch"),
+    ],
+)
+def test_a_number_and_a_unit_in_any_case_and_spacing_are_read(text, number, unit):
+    assert read_every("checkpoint_every", text, UNITS, fractions=True) == Every(number, unit)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "do"),
+    [
+        ("2 foos", "2 steps"),
+        ("0.5 steps", "1 step"),
+        ("0 epochs", "1 epoch"),
+        ("000steps", "1 step"),
+        ("3 epoch s", "3 epochs"),
+        ("5 stesp", "5 steps"),
+        ("10", "10 steps"),
+        ("", "1 epoch"),
+        ("-2 epochs", "2 epochs"),
+        ("2.5 epochs", "1 epoch"),
+        ("²steps", "1 step"),
+        ("every 500 batches", "500 steps"),
+        ("1e3 steps", "1000 steps"),
+        ("1,000 steps", "1000 steps"),
+        (0.25, "0.25 epochs"),
+        (5, "5 steps"),
+        (500.0, "500 steps"),
+        (0, "1 step"),
+        (True, "1 epoch"),
+        (None, "1 epoch"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_all_units_and_a_line_to_write(wrong, do):
+    with pytest.raises(ArgumentError, match=rf'(?s)checkpoint_every.*checkpoint_every="({do})"') as raised:
+        read_every("checkpoint_every", wrong, UNITS, fractions=True)
+    assert 'a number from 1 and a unit, such as "2 epochs" or "500 steps" or "3 evals"' in str(raised.value)
