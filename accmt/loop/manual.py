@@ -39,6 +39,11 @@ _NOT_DROPPED = (
     "gradients are added to those that an optimizer has stepped on: call zero_grad after step_optimizer, or before the "
     "next backward. Checkpoints hold no gradients, so none is written from now on; an earlier one resumes without them"
 )
+_NOT_WEIGHTED = (
+    "an optimizer steps on gradients that self.backward did not add. loss.backward() and accelerator.backward(loss) "
+    "give the batch of each process the same weight, however many samples it has, and average nothing over processes "
+    "where self.model is a container such as an nn.ModuleDict: call self.backward(loss)"
+)
 
 
 class ManualSteps:
@@ -155,6 +160,7 @@ class ManualSteps:
         if self._own_steps.adds_to_stepped(optimizer) and not self._adds_to_stepped:
             self._adds_to_stepped = True
             warn(_NOT_DROPPED)
+        self._warn_if_not_weighted(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None and run.stepper.clips:
             run.stepper.clip(_parameters_of(optimizer))
@@ -253,7 +259,7 @@ class ManualSteps:
         """
         run = self._run
         factor = self._last_factor = self._find_factor(loss, weight)
-        self.has_gradients = True
+        self.has_gradients = self._own_steps.has_called_backward = True
         self._own_steps.note_stale()
         if self._has_stepped_on and not self._adds_to_stepped and self._holds_gradients():
             self._adds_to_stepped = True
@@ -267,6 +273,13 @@ class ManualSteps:
             average_gradients(list(run.unwrapped_model.parameters()))
         for hook in run.hooks.on_after_backward:
             hook(loss=loss)
+
+    def _warn_if_not_weighted(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn, on several processes, of an optimizer step of a run that has never called `self.backward`."""
+        if num_data_processes() == 1 or self._own_steps.has_called_backward:
+            return
+        if any(parameter.grad is not None for parameter in _parameters_of(optimizer)):
+            warn_once(_NOT_WEIGHTED, about="gradients that are not weighted")
 
     def _find_factor(self, loss: torch.Tensor, weight: Any) -> float:
         """Return what a loss is multiplied by on this process.
@@ -302,6 +315,7 @@ class ManualSteps:
             )
             raise ModuleContractError(explain("self.step_optimizer", got, "one that takes one gradient a step", do))
         self._run.stepper.unscale()
+        self._warn_if_not_weighted(self._run.stepper.optimizer)
         self._depth += 1
         try:
             is_done = step_optimizer(self._run)
@@ -350,6 +364,7 @@ class _OwnSteps:
         position: Where the scheduler was after the last batch.
         has_advanced: Whether it was advanced for the module.
         is_advanced_by_module: Whether the module advances it.
+        has_called_backward: Whether the module has called `self.backward`.
     """
 
     def __init__(self, position: int | None) -> None:
@@ -357,6 +372,7 @@ class _OwnSteps:
         self.position = position
         self.has_advanced = False
         self.is_advanced_by_module = False
+        self.has_called_backward = False
         self._left: dict[torch.optim.Optimizer, list[tuple[torch.Tensor | None, int]]] = {}
         self._stale: set[torch.optim.Optimizer] = set()
 

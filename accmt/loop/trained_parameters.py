@@ -121,13 +121,16 @@ class TrainedParameters:
         parameters = list(self._unwrapped_model.parameters())
         if len(parameters) == len(before) and all(parameter in before for parameter in parameters):
             return
-        held = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
+        optimizers = list(getattr(self._optimizer, "optimizers", (self._optimizer,)))  # those that are chained
+        if self._steps_by_itself:  # it may have optimizers of its own
+            optimizers += [one for one in vars(self._module).values() if isinstance(one, torch.optim.Optimizer)]
+        held = {item for optimizer in optimizers for group in optimizer.param_groups for item in group["params"]}
         new = [
             name
             for name, item in self._unwrapped_model.named_parameters()
             if item.requires_grad and item not in before and item not in held
         ]
-        if new and not self._steps_by_itself:  # it may have optimizers of its own
+        if new:
             shown = ", ".join(new[:_SHOWN]) + (", ..." if len(new) > _SHOWN else "")
             got = f"{shown}: new since the run began, and in no optimizer, so nothing would train them"
             do = "keep the layer, and change its values (layer.reset_parameters(), layer.load_state_dict(...)); or "

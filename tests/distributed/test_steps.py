@@ -40,6 +40,11 @@ def test_batches_of_a_manual_step_weigh_what_it_says(every) -> None:
     assert every[0]["weighted"][1] == pytest.approx([(2 * 6.0 + (len(every) - 1) * 9.0) / len(counted)])
 
 
+def test_a_manual_step_that_calls_backward_of_the_loss_itself_is_warned_of_once(every) -> None:
+    once = int(len(every) > 1)
+    assert every[0]["warnings"] == {"step": once, "own step": once, "both": 0, "as documented": 0}
+
+
 def test_batches_for_which_the_step_returns_none_are_left_out_exactly(every) -> None:
     model = Leaving().model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

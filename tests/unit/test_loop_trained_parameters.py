@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accmt import Callback
+from accmt import Callback, ExtendedAcceleratorModule
 from accmt.errors import AccmtError, ModuleContractError
 from tests.resume.unbroken import Fragile, InterruptAt, InterruptionError, make
 from tests.toys import Linear, make_points, make_trainer
@@ -101,6 +101,55 @@ def test_a_new_layer_that_the_optimizer_gets_is_trained() -> None:
     module = Head()
     make_trainer({"epochs": 2, "batch_size": 2}, callbacks=At(2, replace)).fit(module, make_points())
     assert not torch.equal(module.begun, module.model[2].weight)
+
+
+class ByHand(ExtendedAcceleratorModule):
+    """Trains by hand, with one optimizer for each layer."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+
+    def get_optimizer(self):
+        return [torch.optim.SGD(layer.parameters(), lr=0.01) for layer in self.model]
+
+    def training_step(self, batch):
+        loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        if "late" in vars(self):
+            self.late.step()
+            self.late.zero_grad()
+        self.zero_grad()
+        return loss
+
+
+@pytest.mark.parametrize("every", ["step", "epoch", None])
+def test_a_new_layer_in_manual_optimization_is_an_error_that_names_it(every) -> None:
+    swap = At(2, lambda module: module.model.__setitem__(1, nn.Linear(4, 1)))
+    trainer = make_trainer({"epochs": 2, "batch_size": 2}, callbacks=swap, checkpoint_every=every)
+    with pytest.raises(AccmtError) as caught:
+        trainer.fit(ByHand(), make_points())
+    if every != "step":  # the checkpoint is written before the next step
+        assert "got: 1.weight, 1.bias: new since the run began, and in no optimizer" in str(caught.value)
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize("where", ["a group", "an optimizer of the module"])
+def test_a_new_layer_in_manual_optimization_that_an_optimizer_gets_is_trained(where) -> None:
+    def replace(module):
+        module.model[1] = layer = nn.Linear(4, 1)
+        if where == "a group":
+            module.optimizers()[1].param_groups.clear()
+            module.optimizers()[1].add_param_group({"params": list(layer.parameters())})
+        else:
+            module.late = torch.optim.SGD(layer.parameters(), lr=0.01)
+        module.begun = layer.weight.detach().clone()
+
+    module = ByHand()
+    make_trainer({"epochs": 2, "batch_size": 2}, callbacks=At(2, replace)).fit(module, make_points())
+    assert not torch.equal(module.begun, module.model[1].weight)
 
 
 def test_another_optimizer_during_a_run_is_an_error() -> None:

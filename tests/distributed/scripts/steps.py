@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 steps.py RESULT.json FOLDER
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -80,6 +81,44 @@ def learn_weighted() -> list[Any]:
         error = str(caught)
     row = [value for _, value in logged(trainer, "train_loss")] if is_main_process() else []
     return [float(module.model.weight), row, error]
+
+
+class Direct(Uneven):
+    """Calls backward of the loss itself."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch: torch.Tensor) -> None:
+        self.model(batch[:, None]).mean().backward()
+        if self.how == "own step":
+            self.optimizer.step()
+        else:
+            self.step()
+
+
+class Second(Uneven):
+    """Makes a second step, without gradients of its own."""
+
+    def training_step(self, batch: torch.Tensor) -> None:
+        self.optimizer.step()  # before there are any
+        self.backward(self.model(batch[:, None]).mean())
+        self.step()
+        self.step()
+
+
+def find_warnings() -> dict[str, int]:
+    """Return, for each kind of manual step, how many warnings say that its batches are not weighted."""
+    kinds = {how: Direct(how) for how in ("step", "own step")} | {"both": Second(), "as documented": Uneven()}
+    said: dict[str, list[str]] = {how: [] for how in kinds}
+    for how, module in kinds.items():
+        handler = logging.Handler()
+        handler.emit = lambda record, lines=said[how]: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("accmt").addHandler(handler)
+        make_trainer({"epochs": 2}).fit(module, Numbers([1.0] * 4 * num_processes()))
+        logging.getLogger("accmt").removeHandler(handler)
+    return {how: sum("call self.backward(loss)" in line for line in lines) for how, lines in said.items()}
 
 
 class Leaving(AcceleratorModule):
@@ -176,6 +215,7 @@ def main(result: str, folder: str) -> None:
     own["left_out"] = leave_out()
     own["complex"] = learn_complex()
     own["weighted"] = learn_weighted()
+    own["warnings"] = find_warnings()
     every = gather_objects(own)
     if is_main_process():
         Path(result).write_text(json.dumps(every))
