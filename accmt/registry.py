@@ -1,0 +1,75 @@
+"""Finds by name what the core does not import: add-ons of accmt, and what other packages add.
+
+A package adds something by an entry point in its `pyproject.toml`, and users name it as they name what is built in:
+
+    [project.entry-points."accmt.trackers"]
+    notebook_server = "my_package.tracker:NotebookServer"
+
+    Trainer(log_with="notebook_server", ...)
+
+A group is one extension point. Entry points are read only where a name is not built in, and loaded only when asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_ADDONS = "accmt.addons"
+
+_BUILT_IN: dict[str, dict[str, str]] = {
+    _ADDONS: {
+        "build_from_hps": "accmt.addons.model_from_hps:build_from_hps",
+        "notebook_curve": "accmt.addons.notebook:NotebookView",
+        "profiler": "accmt.addons.profilers:build_profiler",
+        "tune": "accmt.addons.tuning:tune",
+    },
+    "accmt.trackers": {
+        "tensorboard": "accmt.tracking.trackers.tensorboard:TensorBoard",
+        "mlflow": "accmt.tracking.trackers.mlflow:MLFlow",
+        "wandb": "accmt.tracking.trackers.wandb:WandB",
+        "comet_ml": "accmt.addons.trackers.comet_ml:CometML",
+        "aim": "accmt.addons.trackers.aim:Aim",
+        "clearml": "accmt.addons.trackers.clearml:ClearML",
+        "dvclive": "accmt.addons.trackers.dvclive:DVCLive",
+        "trackio": "accmt.addons.trackers.trackio:Trackio",
+        "swanlab": "accmt.addons.trackers.swanlab:SwanLab",
+    },
+}
+
+
+def addon(name: str) -> Any:
+    """Return an add-on of accmt that the core uses where a user asks for it."""
+    return find(_ADDONS, name)
+
+
+def find(group: str, name: str) -> Any:
+    """Return what a name stands for in a group.
+
+    Args:
+        group: An extension point, such as "accmt.trackers".
+        name: The name of something built in, or of an entry point that an installed package has in this group.
+
+    Raises:
+        KeyError: Nothing has this name there; `names(group)` are those that exist.
+    """
+    if name in (built_in := _BUILT_IN.get(group, {})):
+        module, _, attribute = built_in[name].partition(":")
+        return getattr(import_module(module), attribute)
+    from importlib.metadata import entry_points  # only here: it reads the metadata of all installed packages
+
+    for entry_point in entry_points(group=group, name=name):
+        return entry_point.load()
+    raise KeyError(name)
+
+
+def names(group: str) -> list[str]:
+    """Return the names of a group: first what is built in, then what installed packages add."""
+    from importlib.metadata import entry_points
+
+    return list(dict.fromkeys([*_BUILT_IN.get(group, ()), *(found.name for found in entry_points(group=group))]))
+
+
+def is_built_in(group: str, name: str) -> bool:
+    """Return whether a name is accmt's own, or an add-on's of accmt."""
+    return name in _BUILT_IN.get(group, {})
