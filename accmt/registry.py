@@ -20,7 +20,15 @@ _ADDONS = "accmt.addons"
 _BUILT_IN: dict[str, dict[str, str]] = {
     _ADDONS: {
         "build_from_hps": "accmt.addons.model_from_hps:build_from_hps",
+        "hint_for_argument": "accmt.addons.hints.arguments:find_foreign",
+        "hint_for_attribute": "accmt.addons.hints.methods:describe_missing",
+        "hint_for_key": "accmt.addons.hints.arguments:advise_key",
+        "hint_for_method": "accmt.addons.hints.methods:find_foreign_method",
+        "hint_for_precision": "accmt.addons.hints.values:find_precision",
+        "hint_for_replaced": "accmt.addons.hints.arguments:find_replaced",
+        "hints_for_unused_methods": "accmt.addons.hints.methods:find_unused_foreign_methods",
         "notebook_curve": "accmt.addons.notebook:NotebookView",
+        "other_hook_names": "accmt.compat:HOOK_NAMES",
         "profiler": "accmt.addons.profilers:build_profiler",
         "tune": "accmt.addons.tuning:tune",
     },

@@ -16,7 +16,7 @@ from accmt.errors import ArgumentError, explain
 from accmt.huggingface.chat import IGNORED
 from accmt.huggingface.model_kinds import begins_with_prompt
 from accmt.huggingface.sft_rows import Masking, PadRows, SFTRows, SFTStream, is_table, look_at, make_stream
-from accmt.module_kinds import HuggingFaceModule
+from accmt.module import HuggingFaceModule
 
 if TYPE_CHECKING:
     from accmt.options import HyperParameters

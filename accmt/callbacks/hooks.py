@@ -64,19 +64,19 @@ def reject_unknown_hook(callback: object, attribute: str) -> NoReturn:
     Raises:
         ModuleContractError: Always; the message names the nearest hook, or what to write for another trainer's.
     """
-    from accmt.compat.method_hints import find_foreign_method
-    from accmt.compat.other_names import HOOK_NAMES
+    from accmt.registry import addon
 
-    nearest = get_close_matches(attribute, [*HOOKS, *ALIASES, *HOOK_NAMES], n=1, cutoff=0.0)[0]
-    nearest = HOOK_NAMES.get(nearest, nearest)
+    theirs: Mapping[str, str] = addon("other_hook_names")
+    nearest = get_close_matches(attribute, [*HOOKS, *ALIASES, *theirs], n=1, cutoff=0.0)[0]
+    nearest = theirs.get(nearest, nearest)
     got = "a method that begins like a hook but is none"
     do = f"did you mean {nearest}? Any other name that does not begin with {', '.join(HOOK_PREFIXES)} is free"
-    foreign = find_foreign_method(attribute)
+    foreign = addon("hint_for_method")(attribute)
     if foreign is not None:
         got, do = f"a hook of {foreign[0]}, which does not exist here", foreign[1]
-    if attribute in HOOK_NAMES:
-        keywords = ", ".join(("self", *HOOKS[HOOK_NAMES[attribute]]))
+    if attribute in theirs:
+        keywords = ", ".join(("self", *HOOKS[theirs[attribute]]))
         got = "a name that other trainers have for a hook"
-        do = f"def {HOOK_NAMES[attribute]}({keywords}); or derive from accmt.compat.OtherHookNames too: it takes theirs"
+        do = f"def {theirs[attribute]}({keywords}); or derive from accmt.compat.OtherHookNames too: it takes theirs"
     where, expected = f"{type(callback).__name__}.{attribute}", "one of: " + ", ".join(HOOKS)
     raise ModuleContractError(explain(where, got, expected, do))

@@ -21,7 +21,7 @@ from accmt.huggingface.model_kinds import advise_wrapping, reject_injected_adapt
 from accmt.huggingface.peft_adapters import build_with_adapter, read_base_name
 from accmt.libraries.private_names import distributing_as_read, has_first_value
 from accmt.libraries.versions import require
-from accmt.options.faults import nearest
+from accmt.options.document import nearest
 from accmt.processes import broadcast_object, gather_objects
 from accmt.saving.layout import ADAPTER_CONFIG
 from accmt.saving.load_weights import describe_shapes, misfit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -14,9 +14,6 @@ import torch.distributed as dist
 from accmt.messages import say_once
 from accmt.metrics.results import metric_error, read_result, require_pair
 from accmt.processes import each_once, gather_objects, is_counted, is_main_process, num_processes, run_on_main_process
-
-if TYPE_CHECKING:
-    from accmt.metrics.metric import Metric
 
 T = TypeVar("T")
 
@@ -30,10 +27,24 @@ Pair = tuple[Position, Any, Any]
 """The position of a batch, its predictions and its references."""
 
 
+class OfPairs(Protocol):
+    """What is needed of a `Metric` to compute it of predictions and references."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def main_metric(self) -> str: ...
+    @property
+    def padding(self) -> float | None: ...
+
+    def compute(self, predictions: Any, references: Any) -> Any:
+        """Return what the metric is for them."""
+
+
 class GatheredPairs:
     """Keeps predictions and references on the CPU until the metric is computed, over all of them at once."""
 
-    def __init__(self, metric: Metric) -> None:
+    def __init__(self, metric: OfPairs) -> None:
         self._metric = metric
         self._pairs: list[Pair] = []
 
@@ -118,7 +129,7 @@ def to_cpu(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def join_pairs(metric: Metric, every: list[list[Pair]]) -> tuple[Any, Any]:
+def join_pairs(metric: OfPairs, every: list[list[Pair]]) -> tuple[Any, Any]:
     """Return the predictions and the references of all processes, each joined, for a metric.
 
     They have the order of the data; where samples were regrouped and not all have one entry each, that of the
@@ -172,7 +183,7 @@ def _has_samples(joined: Any, number: int) -> bool:
     return len(joined) == number
 
 
-def _join(metric: Metric, parts: list[Any]) -> Any:
+def _join(metric: OfPairs, parts: list[Any]) -> Any:
     if all(isinstance(part, Mapping) for part in parts):
         return _join_mappings(metric, parts)
     if not all(isinstance(part, torch.Tensor) for part in parts):
@@ -201,7 +212,7 @@ def _pad(part: torch.Tensor, widths: list[int], value: float) -> torch.Tensor:
     return torch.nn.functional.pad(part, [number for one in reversed(missing) for number in (0, one)], value=value)
 
 
-def _join_mappings(metric: Metric, parts: list[Mapping[Any, Any]]) -> dict[Any, Any]:
+def _join_mappings(metric: OfPairs, parts: list[Mapping[Any, Any]]) -> dict[Any, Any]:
     keys = sorted({tuple(part) for part in parts}, key=str)
     if len({frozenset(of_part) for of_part in keys}) > 1:
         got = f"dicts with the keys {keys[0]} and {keys[-1]} in different batches"

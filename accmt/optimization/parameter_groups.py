@@ -15,7 +15,7 @@ from accmt.errors import HyperParameterError, explain
 from accmt.messages import warn_once
 from accmt.optimization.parameter_kinds import kinds_of
 from accmt.options import HyperParameters
-from accmt.options.faults import Fault, KeyPath, names_like
+from accmt.options.document import Fault, KeyPath, names_like
 from accmt.options.grouping import Group, Grouping
 
 _GROUPS: KeyPath = ("optim", "groups")

@@ -7,6 +7,7 @@ from typing import Any
 
 from accmt.errors import ArgumentError, explain
 from accmt.options.checks import require_choice, require_int, require_keywords, require_mapping
+from accmt.registry import addon
 
 
 def require_precision(value: Any) -> None:
@@ -18,9 +19,7 @@ def require_precision(value: Any) -> None:
     choices = (None, "no", "fp16", "bf16")
     if value in choices:
         return
-    from accmt.compat.value_hints import PRECISIONS
-
-    do = PRECISIONS.get(str(value).removeprefix("torch."))
+    do = addon("hint_for_precision")(value)
     if do is None:
         require_choice("mixed_precision", value, choices)
         return

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from accmt.errors import HyperParameterError, explain
-from accmt.options.faults import Fault
+from accmt.options.document import Fault
 from accmt.options.grouping import GROUPING
 from accmt.options.hyperparameters import HyperParameters
 from accmt.options.optimizer_and_scheduler_arguments import optimizer_arguments, parameters_of

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from accmt.options.faults import Document, Fault, KeyPath, describe
-from accmt.options.hyperparameters import KEYS
+from accmt.options.document import KEYS, Document, Fault, KeyPath, describe
 
 PREFIX = "--hps."
 _SHORT = {"optim": "type", "optimizer": "type", "scheduler": "type", "model": "path", "sft": "data"}

@@ -9,34 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from accmt.errors import HyperParameterError, explain
 from accmt.libraries.versions import require
-from accmt.options.faults import Document, Fault
+from accmt.options.document import FIELDS, Document, Fault
 from accmt.options.numbers import read_numbers
 from accmt.secrets import hide, remember
 
 if TYPE_CHECKING:
     import torch
-
-FIELDS = (
-    "epochs",
-    "batch_size",
-    "optim",
-    "optim_kwargs",
-    "scheduler",
-    "scheduler_kwargs",
-    "max_steps",
-    "max_samples",
-    "max_target_tokens",
-    "step_scheduler_per_epoch",
-    "max_micro_batch_size",
-    "max_tokens",
-    "packing",
-    "model",
-    "sft",
-)
-"""The names of all hyper-parameters."""
-
-KEYS = frozenset({*FIELDS, "optimizer"} - {"optim_kwargs", "scheduler_kwargs"})
-"""What may stand in a file; without a value it counts as not written."""
 
 
 class HyperParameters:

@@ -7,7 +7,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from accmt.errors import UnknownArgumentError, explain
-from accmt.options.hyperparameters import FIELDS
+from accmt.options.document import FIELDS
+from accmt.registry import addon
 
 _HPS = [name for name in FIELDS if name != "model"]  # an object, where others' Trainers have an argument of that name
 
@@ -37,13 +38,9 @@ def _find_mistake(name: str, extra: Mapping[str, Any], names: Iterable[str], *, 
     where, expected = f"Trainer({name}=...)", "an argument of Trainer"
     if name in _HPS:
         return explain(where, "a hyper-parameter", expected, f"put {name} into the hyper-parameters: it is one of them")
-    from accmt.compat.argument_hints import find_foreign, find_replaced
-
-    do = find_replaced(name, extra[name])
-    if do is not None:
+    if (do := addon("hint_for_replaced")(name, extra[name])) is not None:
         return explain(where, "no argument of its own here", expected, do)
-    foreign = find_foreign(name, extra[name], extra)
-    if foreign is not None:
+    if (foreign := addon("hint_for_argument")(name, extra[name], extra)) is not None:
         owner, do = foreign
         do += f"; one meant for a tracker goes to it alone, as in mlflow={{{name!r}: ...}}" if has_tracker else ""
         return explain(where, f"an argument of {owner}", expected, do)

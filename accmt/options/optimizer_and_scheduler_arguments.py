@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.libraries.versions import without_tensors
-from accmt.options.faults import Fault, KeyPath, describe, nearest
+from accmt.options.document import Fault, KeyPath, describe, nearest
 from accmt.options.grouping import (
     GROUPING,
     SELECTORS,

@@ -13,7 +13,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from accmt.libraries.versions import FLOORS, require
-from accmt.options.faults import Fault, KeyPath, describe, suggest
+from accmt.options.document import Fault, KeyPath, describe, suggest
 
 SchedulerFactory = Callable[..., lr_scheduler.LRScheduler]
 

@@ -10,12 +10,13 @@ from typing import Annotated, Any, Literal
 from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, ValidationError, field_validator
 
-from accmt.options.faults import Document, Fault, KeyPath, describe, nearest, suggest
+from accmt.options.document import Document, Fault, KeyPath, describe, nearest, suggest
 from accmt.options.model_section import ModelSection, read_model_section
 from accmt.options.numbers import whole
 from accmt.options.optimizer_and_scheduler_arguments import check_names, check_optimizer, check_rates, check_scheduler
 from accmt.options.optimizer_and_scheduler_names import all_optimizers, all_schedulers, find_optimizer, find_scheduler
 from accmt.options.sft_section import SFTSection, read_sft_section
+from accmt.registry import addon
 
 _OTHER_NAMES = {"optimizer": "optim"}
 _NOTHING = "nothing"
@@ -182,9 +183,7 @@ def _fault(path: KeyPath, kind: str, document: Document) -> Fault:
     key = str(path[0])
     if kind == "extra_forbidden":
         names = list(Schema.model_fields)
-        from accmt.compat.argument_hints import advise_key
-
-        do = advise_key(key, document.values) or suggest(key, [*names, *_OTHER_NAMES], f"remove `{key}`")
+        do = addon("hint_for_key")(key, document.values) or suggest(key, [*names, *_OTHER_NAMES], f"remove `{key}`")
         return Fault(path, f"{key} = {describe(document.values[key])}", f"one of {', '.join(names)}", do)
     info = Schema.model_fields[key]
     value = document.values.get(key)

@@ -17,9 +17,9 @@ from accmt.errors import (
     describe_value,
     explain,
 )
-from accmt.options.faults import Document, Fault, KeyPath, describe, nearest
-from accmt.options.hyperparameters import KEYS
+from accmt.options.document import KEYS, Document, Fault, KeyPath, describe, nearest
 from accmt.options.numbers import number_in, read_numbers
+from accmt.registry import addon
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 _MAX_REPEATED = 10_000  # values that aliases repeat: far beyond what anybody writes
@@ -131,9 +131,7 @@ def _unwrap(name: str, root: Any, lines: dict[KeyPath, int], faults: list[Fault]
 
 
 def _beside_hps(key: str, root: dict[str, Any], lines: dict[KeyPath, int]) -> Fault:
-    from accmt.compat.argument_hints import advise_key
-
-    do = advise_key(key, root) or f"indent `{key}` below `hps:`, or remove it"
+    do = addon("hint_for_key")(key, root) or f"indent `{key}` below `hps:`, or remove it"
     return Fault((key,), "a key beside `hps`", "`hps` alone at the outermost level", do, lines.get((key,)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -33,12 +33,7 @@ from accmt.processes import data_index, num_data_processes
 from accmt.setup.cutting import find_cutting, reject_other_cuts
 from accmt.setup.largest import make_largest
 from accmt.setup.same_on_processes import find_same_data
-
-if TYPE_CHECKING:
-    from accmt.setup.user_data import UserData
-
-Evaluation = Literal["validate", "test", "predict"]
-
+from accmt.setup.user_data import Evaluation, UserData
 
 _TRAINING, _VALIDATION = "the training data", "the validation data "
 

@@ -20,9 +20,9 @@ from accmt.callbacks import find_hooks
 from accmt.errors import ModuleContractError, explain
 from accmt.huggingface import advise_wrapping
 from accmt.metrics import Metric, ReportedValue
-from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
-from accmt.module_kinds import HuggingFaceModule
+from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, HuggingFaceModule, defines
 from accmt.optimization import ChainedOptimizer, SeveralSchedulers, needs_closure
+from accmt.registry import addon
 from accmt.state import Function, TrainingState
 
 _CONTRACT = tuple(
@@ -196,8 +196,6 @@ def _check_spelling(module: AcceleratorModule) -> None:
 
 def _reject_foreign_methods(module: AcceleratorModule) -> None:
     """Reject what only another trainer would call: nothing here calls it, and it would be ignored silently."""
-    from accmt.compat.method_hints import find_unused_foreign_methods
-
     kinds = {kind: vars(kind) for kind in type(module).__mro__ if kind.__module__.split(".")[0] not in _LIBRARIES}
     expected = "methods of an AcceleratorModule, or others that its own methods call"
     faults = [
@@ -207,7 +205,7 @@ def _reject_foreign_methods(module: AcceleratorModule) -> None:
             expected,
             f"{do}; or rename it, if it is called elsewhere",
         )
-        for name, owner, do in find_unused_foreign_methods(kinds)
+        for name, owner, do in addon("hints_for_unused_methods")(kinds)
     ]
     if faults:
         raise ModuleContractError("\n\n".join(faults))

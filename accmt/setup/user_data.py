@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.messages import warn
 from accmt.processes import run_on_every_process
-from accmt.setup.datasets import Evaluation
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accmt.protocols import TrainerProtocol
 
+Evaluation: TypeAlias = Literal["validate", "test", "predict"]
 Purpose: TypeAlias = Literal["train"] | Evaluation
 Stage: TypeAlias = Literal["fit"] | Evaluation
 

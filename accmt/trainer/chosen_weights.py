@@ -22,7 +22,7 @@ from accmt.options import Settings
 from accmt.processes import run_on_main_process
 from accmt.recovery.resume import find_checkpoint
 from accmt.saving.layout import find_entry
-from accmt.setup.datasets import Evaluation
+from accmt.setup.user_data import Evaluation
 from accmt.sharded_tensors import is_dtensor
 
 CheckpointPath = str | PathLike[str]

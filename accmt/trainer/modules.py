@@ -37,7 +37,7 @@ def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> Acce
             "keywords only where `module` is the path of a transformers model",
         )
         raise UnknownArgumentError(explain("fit", got, expected, "give them to the Trainer, or to your module"))
-    from accmt.module_kinds import HuggingFaceModule  # imports much that `import accmt` need not
+    from accmt.module import HuggingFaceModule  # imports much that `import accmt` need not
 
     if isinstance(module, HuggingFaceModule) and module.hps is not None:
         _require_same(module.hps, hps, "AcceleratorModule.from_hps(trainer.hps), or SFTModule.from_hps(trainer.hps)")

@@ -28,7 +28,7 @@ from accmt.module import AcceleratorModule, defines
 from accmt.processes import broadcast_object, is_main_process, num_processes, run_on_main_process, serving
 from accmt.run import EvaluationRun, Run
 from accmt.setup.build import connect_hooks, gather_callbacks
-from accmt.setup.datasets import Evaluation, build_evaluation_loader, end_workers, find_data
+from accmt.setup.datasets import build_evaluation_loader, end_workers, find_data
 from accmt.setup.inputs import metrics_of_sets
 from accmt.setup.model import (
     attach_evaluation,
@@ -41,7 +41,7 @@ from accmt.setup.model import (
 from accmt.setup.module_checks import adapt_validation_step, check_untrained_module, check_validation
 from accmt.setup.same_on_processes import find_same_data
 from accmt.setup.torch_flags import working
-from accmt.setup.user_data import UserData
+from accmt.setup.user_data import Evaluation, UserData
 from accmt.state import TrainingState
 from accmt.trainer.chosen_weights import CheckpointPath, using_weights
 from accmt.trainer.properties import TrainerProperties

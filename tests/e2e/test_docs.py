@@ -20,7 +20,7 @@ import yaml
 
 from accmt import HyperParameters, errors
 from accmt.callbacks import ALIASES, HOOKS
-from accmt.compat.other_names import HOOK_NAMES
+from accmt.compat import HOOK_NAMES
 from accmt.data import Shard
 from accmt.data.sharding import Plan
 from accmt.saving.weights import SHARED_KEY

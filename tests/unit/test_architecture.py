@@ -24,15 +24,15 @@ LAYERS = [
         "sharded_tensors",
         "libraries",
         "secrets",
+        "registry",
     },
-    {"options", "compat", "protocols"},
+    {"options", "protocols"},
     {"data", "optimization", "checkpoint", "saving", "metrics", "tracking", "failures", "callbacks"},
     {
         "curricula",
         "notebook",
         "module",
         "module_log",
-        "module_kinds",
         "sft",
         "huggingface",
         "engine",
@@ -41,6 +41,7 @@ LAYERS = [
     {"run", "recovery", "loop", "setup"},
     {"swa", "tuning"},
     {"trainer"},
+    {"addons", "compat"},
     {"report"},
     {"cli"},
 ]
@@ -129,7 +130,7 @@ def load():
     assert may_import("loop", "data")
 
 
-OUTSIDE_THE_CORE = {"compat", "tuning", "notebook", "curricula", "report"}
+OUTSIDE_THE_CORE = {"addons", "compat", "tuning", "notebook", "curricula", "report"}
 
 
 def early_extras(path: Path) -> set[str]:
@@ -139,6 +140,46 @@ def early_extras(path: Path) -> set[str]:
 
 def test_what_is_not_core_is_imported_only_where_it_is_asked_for() -> None:
     assert offenders(early_extras) == {}
+
+
+MODULES = {path: ".".join(("accmt", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in FILES}
+BY_NAME = {name.removesuffix(".__init__"): path for path, name in MODULES.items()}
+
+
+def every_import(path: Path) -> set[str]:
+    """Return the modules of accmt that one imports anywhere, in functions and for type checkers too."""
+    own = MODULES[path].removesuffix(".__init__")
+    found = set()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {
+                full if (full := f"{node.module}.{alias.name}") in BY_NAME else node.module for alias in node.names
+            }
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name in BY_NAME and name != own}
+
+
+def find_circles(imports: dict[str, set[str]]) -> set[str]:
+    """Return what is in a circle, or only leads from one to another."""
+    remaining = {name: set(others) for name, others in imports.items()}
+    while True:
+        done = {name for name, others in remaining.items() if not others & remaining.keys()}
+        done |= remaining.keys() - {other for others in remaining.values() for other in others}
+        if not done:
+            return set(remaining)
+        remaining = {name: others for name, others in remaining.items() if name not in done}
+
+
+def test_imports_make_no_circle() -> None:
+    names = {name: every_import(path) for name, path in BY_NAME.items() if name != "accmt"}
+    assert find_circles(names) == set()
+
+
+def test_the_check_of_circles_sees_one() -> None:
+    imports = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set[str](), "e": {"a"}}
+    assert find_circles(imports) == {"b", "c"}
+    assert "accmt.run" in every_import(BY_NAME["accmt.protocols"]) | every_import(BY_NAME["accmt.loop.fit"])
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -2,8 +2,7 @@ import pytest
 
 from accmt.callbacks import ALIASES, HOOKS, Callback, Hooks
 from accmt.callbacks.hooks import HOOK_PREFIXES, reject_unknown_hook
-from accmt.compat import OtherHookNames
-from accmt.compat.other_names import HOOK_NAMES
+from accmt.compat import HOOK_NAMES, OtherHookNames
 from accmt.errors import ModuleContractError
 
 OF_OTHERS = {

@@ -15,12 +15,12 @@ from accelerate.commands.launch import launch_command_parser
 
 import accmt
 from accmt import AcceleratorModule, Trainer, TrainingState
+from accmt.addons.hints.arguments import FOREIGN, JOINED, REPLACED
+from accmt.addons.hints.methods import FOREIGN_METHODS
 from accmt.callbacks import HOOKS
 from accmt.cli.main import COMMANDS
-from accmt.compat.argument_hints import FOREIGN, JOINED, REPLACED
-from accmt.compat.method_hints import FOREIGN_METHODS
-from accmt.compat.other_names import HOOK_NAMES as HOOK_ALIASES
-from accmt.options.hyperparameters import FIELDS
+from accmt.compat import HOOK_NAMES as HOOK_ALIASES
+from accmt.options.document import FIELDS
 from accmt.options.trainer_call import ALIASES as ARGUMENTS
 from tests.e2e.markdown import ROOT, read_table
 

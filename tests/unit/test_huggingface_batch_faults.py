@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from accmt.huggingface.batch_faults import add_note_of_batch
-from accmt.module_kinds import HuggingFaceModule
+from accmt.module import HuggingFaceModule
 from tests.toys import make_trainer
 
 SIZES = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

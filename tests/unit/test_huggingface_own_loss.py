@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from accmt import AcceleratorModule, Callback, SFTModule
 from accmt.errors import ModuleContractError
 from accmt.huggingface.own_loss import _kind_of_targets, count_targets
-from accmt.module_kinds import HuggingFaceModule
+from accmt.module import HuggingFaceModule
 from tests.conversations import make_tokenizer
 from tests.toys import make_trainer
 

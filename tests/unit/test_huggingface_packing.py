@@ -25,7 +25,7 @@ from transformers import (
 from accmt import AcceleratorModule, ExtendedAcceleratorModule
 from accmt.errors import DataError
 from accmt.huggingface import PackingGuard, packing
-from accmt.module_kinds import HuggingFaceModule
+from accmt.module import HuggingFaceModule
 from tests.toys import make_trainer
 
 SMALL = {

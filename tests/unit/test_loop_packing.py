@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accmt import AcceleratorModule, Callback, HyperParameters, Trainer, read_history
 from accmt.errors import ArgumentError, DataError, HyperParameterError
-from accmt.module_kinds import HuggingFaceModule
+from accmt.module import HuggingFaceModule
 from tests.unit.test_huggingface_isolation import ISOLATED, build
 
 NUMBER, BATCH, TOKENS = 30, 8, 32

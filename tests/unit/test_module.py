@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from accmt import AcceleratorModule, TrainingState
-from accmt.compat.method_hints import FOREIGN_ATTRIBUTES
-from accmt.module_kinds import HuggingFaceModule
+from accmt.addons.hints.methods import FOREIGN_ATTRIBUTES
+from accmt.module import HuggingFaceModule
 from tests.toys import Linear, make_points, make_trainer
 
 

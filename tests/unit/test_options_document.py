@@ -1,7 +1,7 @@
 import pytest
 
 from accmt.errors import HyperParameterError
-from accmt.options.faults import Document, Fault
+from accmt.options.document import Document, Fault
 
 LINES = {(): 1, ("epochs",): 2, ("optim",): 4, ("optim", "lr"): 6, ("optim", "betas", 1): 7}
 DOCUMENT = Document("hps/x.yaml", {}, LINES)

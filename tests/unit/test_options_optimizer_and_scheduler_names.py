@@ -3,7 +3,7 @@ import torch
 from torch.optim import lr_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
-from accmt.options.faults import Fault
+from accmt.options.document import Fault
 from accmt.options.optimizer_and_scheduler_names import (
     find_optimizer,
     find_scheduler,

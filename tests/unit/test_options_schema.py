@@ -2,7 +2,7 @@ import pytest
 import yaml
 
 from accmt.errors import HyperParameterError
-from accmt.options.faults import Document
+from accmt.options.document import Document
 from accmt.options.numbers import read_numbers
 from accmt.options.schema import Schema, check
 

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from accmt import AcceleratorModule
 from accmt.errors import DataError, ModuleContractError
-from accmt.module_kinds import HuggingFaceModule
+from accmt.module import HuggingFaceModule
 from tests.toys import Linear, make_points, make_trainer
 
 

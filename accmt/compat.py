@@ -1,9 +1,11 @@
-"""Names of other trainers that work where a class asks for them by deriving from one of these."""
+"""Names of other trainers that work where a class asks for them, by deriving from one of these bases."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+__all__ = ["OtherHookNames", "OtherTrainerNames"]
 
 HOOK_NAMES: Mapping[str, str] = {
     "before_fit": "on_fit_start",

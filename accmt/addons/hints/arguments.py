@@ -8,9 +8,9 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any
 
-from accmt.compat.fine_tuning_hints import OF_AXOLOTL, OF_TRL
-from accmt.compat.joint_hints import advise_joint
-from accmt.compat.value_hints import advise_value
+from accmt.addons.hints.fine_tuning import OF_AXOLOTL, OF_TRL
+from accmt.addons.hints.joint import advise_joint
+from accmt.addons.hints.values import advise_value
 from accmt.options.failures import Failures
 
 FOREIGN: Mapping[str, Mapping[str, str]] = {

@@ -13,12 +13,12 @@ from transformers import IntervalStrategy, SchedulerType, TrainingArguments
 
 import accmt
 from accmt import HyperParameters, Trainer
-from accmt.compat.argument_hints import FOREIGN, advise_key, find_foreign
-from accmt.compat.value_hints import _BY_NAME as BY_NAME
-from accmt.compat.value_hints import advise_value
+from accmt.addons.hints.arguments import FOREIGN, advise_key, find_foreign
+from accmt.addons.hints.values import _BY_NAME as BY_NAME
+from accmt.addons.hints.values import advise_value
 from accmt.errors import HyperParameterError, MissingArgumentError, UnknownArgumentError
 from accmt.options import Settings
-from accmt.options.hyperparameters import FIELDS
+from accmt.options.document import FIELDS
 from accmt.options.trainer_call import ALIASES
 from tests.toys import HPS
 

@@ -1,4 +1,4 @@
-"""Hyper-parameters as they were written, with the place of each key; what is wrong in them, and how it is said."""
+"""Hyper-parameters as they were written: their names, the place of each key, what is wrong there and how it is said."""
 
 from __future__ import annotations
 
@@ -8,6 +8,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accmt.errors import HyperParameterError, explain
+
+FIELDS = (
+    "epochs",
+    "batch_size",
+    "optim",
+    "optim_kwargs",
+    "scheduler",
+    "scheduler_kwargs",
+    "max_steps",
+    "max_samples",
+    "max_target_tokens",
+    "step_scheduler_per_epoch",
+    "max_micro_batch_size",
+    "max_tokens",
+    "packing",
+    "model",
+    "sft",
+)
+"""The names of all hyper-parameters."""
+
+KEYS = frozenset({*FIELDS, "optimizer"} - {"optim_kwargs", "scheduler_kwargs"})
+"""What may stand in a file; without a value it counts as not written."""
 
 KeyPath = tuple[str | int, ...]
 

@@ -197,6 +197,11 @@ PRECISIONS: Mapping[str, str] = {
 """Precisions as others write them, torch's types among them, and what to do here."""
 
 
+def find_precision(value: Any) -> str | None:
+    """Return what to do here for a precision as others write it, or None."""
+    return PRECISIONS.get(str(value).removeprefix("torch."))
+
+
 def _advise_precision(value: Any) -> str | None:
     name = str(value).removeprefix("torch.")
     if name in ("no", "fp16", "bf16"):

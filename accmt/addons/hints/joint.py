@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from accmt.compat.fine_tuning_hints import OF_MODEL, OF_SFT, advise_model, advise_sft
-from accmt.compat.value_hints import advise_value
+from accmt.addons.hints.fine_tuning import OF_MODEL, OF_SFT, advise_model, advise_sft
+from accmt.addons.hints.values import advise_value
 from accmt.options.numbers import is_number
 
 

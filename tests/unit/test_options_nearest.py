@@ -1,6 +1,6 @@
 import pytest
 
-from accmt.options.faults import describe, nearest, suggest
+from accmt.options.document import describe, nearest, suggest
 
 NAMES = ["weight_decay", "betas", "lr", "AdamW", "LinearWithWarmup"]
 

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, LambdaCallback, Trainer
+from accmt.addons.hints.methods import FOREIGN_METHODS, ONLY_WITH, find_foreign_method
 from accmt.callbacks import HOOKS, find_hooks
-from accmt.compat import OtherHookNames
-from accmt.compat.method_hints import FOREIGN_METHODS, ONLY_WITH, find_foreign_method
-from accmt.compat.other_names import HOOK_NAMES
+from accmt.compat import HOOK_NAMES, OtherHookNames
 from accmt.errors import ModuleContractError
 from accmt.setup.module_checks import check_module
 from tests.toys import HPS, Linear, make_points, make_trainer
