@@ -15,7 +15,7 @@ from torch import nn
 
 from accmt.callbacks import Callback, Hooks
 from accmt.callbacks.dispatch import find_hooks
-from accmt.data import Loader, MicroBatch, find_batch_size
+from accmt.data import Loader, MicroBatch, WindowLoader, find_batch_size
 from accmt.data.bad_samples import BadSamples
 from accmt.data.largest import LargestBatch
 from accmt.engine.calls import counting_calls, explaining_parts
@@ -228,10 +228,10 @@ class Place(NamedTuple):
 class LoadersProtocol(Protocol):
     """The parts of `accmt.setup.dataloaders.Loaders` that a run uses."""
 
-    train: Loader
+    train: WindowLoader
 
     def reload_if_due(self) -> None: ...
-    def build_train_again(self) -> Loader: ...
+    def build_train_again(self) -> WindowLoader: ...
     def make_largest_batch(self) -> LargestBatch | str: ...
 
 
@@ -386,7 +386,7 @@ class Run(EvaluationRun):
     bad_samples: BadSamples = field(default_factory=BadSamples)
 
     @property
-    def train_loader(self) -> Loader:
+    def train_loader(self) -> WindowLoader:
         """The training batches."""
         return self.loaders.train
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_swa_multi_avg_fn, update_bn
 
 from accmt.callbacks.averaging import WeightAverage, copy_into
-from accmt.data import derive_seed, reader_of, seed_generators
+from accmt.data import derive_seed, seed_generators
 from accmt.data.sized import BatchLoader, SizedLoader
 from accmt.engine.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.errors import ArgumentError, explain
@@ -166,7 +166,7 @@ class BatchNormStatistics:
         faults = {
             "a sharded model": run.is_sharded,
             "a module that steps by itself": isinstance(run.module, ExtendedAcceleratorModule),
-            "training data that are a stream": not isinstance(reader_of(run.train_loader), SizedLoader | BatchLoader),
+            "training data that are a stream": not isinstance(run.train_loader.own, SizedLoader | BatchLoader),
         }
         for got, is_there in faults.items():
             if is_there:

@@ -27,10 +27,12 @@ from accmt.data.temperature import TemperatureSampler as TemperatureSampler
 from accmt.data.token_budget import EvaluationBudgetLoader as EvaluationBudgetLoader
 from accmt.data.token_budget import TokenBudgetLoader as TokenBudgetLoader
 from accmt.data.token_budget import keep_samples as keep_samples
-from accmt.data.token_budget import reader_of as reader_of
 from accmt.data.token_budget import take_apart as take_apart
 from accmt.data.token_cut import TokenBudget as TokenBudget
 from accmt.data.token_cut import cut_by_tokens as cut_by_tokens
 from accmt.data.token_cut import padded_tokens as padded_tokens
 from accmt.data.unsharded import UnshardedLoader as UnshardedLoader
+from accmt.data.windows import CountedWindows as CountedWindows
+from accmt.data.windows import Window as Window
+from accmt.data.windows import WindowLoader as WindowLoader
 from accmt.data.workers import note_dead_worker as note_dead_worker

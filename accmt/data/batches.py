@@ -25,13 +25,11 @@ class WindowPart(NamedTuple):
         number: From 0 in the window.
         num_parts: Micro-batches of the window, on each process at most.
         num_batches: The batches as planned, of whose samples the window is made.
-        num_samples: Samples of the window over all processes; None where only the batches show it.
     """
 
     number: int
     num_parts: int
     num_batches: int
-    num_samples: int | None
 
 
 @dataclass(slots=True)

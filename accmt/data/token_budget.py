@@ -28,6 +28,7 @@ from accmt.data.own_generators import call_first
 from accmt.data.packing import DocumentPacker, count_targets, pack_by_tokens, packed_tokens
 from accmt.data.seeding import derive_seed, seed_generators
 from accmt.data.token_cut import Groups, TokenBudget, cut_by_tokens, padded_tokens
+from accmt.data.windows import Window
 from accmt.errors import DataError, explain
 from accmt.libraries.private_names import pin_memory
 from accmt.messages import warn_once
@@ -176,20 +177,23 @@ class TokenBudgetLoader(_BudgetLoader):
         self._packs = isinstance(collate, DocumentPacker)
         self._batches_per_step = batches_per_step
 
-    def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of an epoch from that of batch `first` on.
+    def windows(self, epoch: int, first: int = 0) -> Iterator[Window]:
+        """Yield the windows of an epoch from that of batch `first` on.
 
-        Processes: collective for each optimizer step.
+        Processes: collective for each.
         """
         batches_per_step = self._batches_per_step(epoch)
         step: list[MicroBatch] = []
         for batch in self.own.micro_batches(epoch, first):
             step.append(batch)
             if batch.is_last or len(step) == batches_per_step:
-                yield from self._cut(epoch, step)
+                yield self._cut(epoch, step)
                 step = []
 
-    def _cut(self, epoch: int, step: list[MicroBatch]) -> Iterator[MicroBatch]:
+    def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
+        return chain.from_iterable(window.micro_batches for window in self.windows(epoch, first))
+
+    def _cut(self, epoch: int, step: list[MicroBatch]) -> Window:
         samples = [sample for batch in step for sample in _unpack(batch.batch)]
         every = gather_from_data([find_length(sample, self._length_of) for sample in samples])
         lengths = list(chain(*every))
@@ -202,7 +206,21 @@ class TokenBudgetLoader(_BudgetLoader):
         first_own = sum(map(len, every[: data_index()]))
         groups = _exchange(samples, first_own, cut)
         num_parts = max(1, *map(len, cut))
-        known_samples = len(lengths) if self._knows_samples else None
+        return Window(
+            self._make_micro_batches(epoch, step, lengths, cut, groups, num_parts),
+            num_parts,
+            len(lengths) if self._knows_samples else None,
+        )
+
+    def _make_micro_batches(
+        self,
+        epoch: int,
+        step: list[MicroBatch],
+        lengths: list[int],
+        cut: list[Groups],
+        groups: list[list[Any]],
+        num_parts: int,
+    ) -> Iterator[MicroBatch]:
         for number in range(num_parts):
             sizes = [len(own[number]) if number < len(own) else 0 for own in cut]
             positions = cut[data_index()][number] if sizes[data_index()] else []
@@ -214,7 +232,7 @@ class TokenBudgetLoader(_BudgetLoader):
                 is_last=step[-1].is_last and number == num_parts - 1,
                 is_partial=0 in sizes,
                 position=step[-1].position,
-                part=WindowPart(number, num_parts, len(step), known_samples),
+                part=WindowPart(number, num_parts, len(step)),
             )
             if number == 0:
                 _add_bad(micro_batch, step)
@@ -274,7 +292,7 @@ class EvaluationBudgetLoader(_BudgetLoader):
                 own_samples=len(positions),
                 is_last=window[-1].is_last and number == num_parts - 1,
                 is_partial=number >= min(every),
-                part=WindowPart(number, num_parts, len(window), None),
+                part=WindowPart(number, num_parts, len(window)),
                 places=[places[position] for position in positions],
             )
             if number == 0:
@@ -287,11 +305,6 @@ def _add_bad(micro_batch: MicroBatch, window: list[MicroBatch]) -> None:
     """Let the first micro-batch of a window say which of its samples were skipped."""
     micro_batch.bad = tuple(chain(*(batch.bad for batch in window)))
     micro_batch.num_bad = sum(batch.num_bad for batch in window)
-
-
-def reader_of(loader: Loader) -> Loader:
-    """Return the loader that reads the data."""
-    return loader.own if isinstance(loader, TokenBudgetLoader) else loader
 
 
 def _unpack(batch: Any) -> list[Any]:

@@ -11,7 +11,6 @@ from accmt.data import derive_seed, note_dead_worker, seed_generators
 from accmt.errors import DataError, Preempted, explain, is_out_of_memory
 from accmt.failures import listening
 from accmt.huggingface import keeping_quantized_weights
-from accmt.loop.bad_sample_counts import count_bad_samples
 from accmt.loop.evaluation import evaluate_and_count
 from accmt.loop.manual import ManualSteps, counting_own_steps
 from accmt.loop.preflight import check_room, try_evaluation, try_largest, try_saving
@@ -97,17 +96,11 @@ def _train_epoch(run: Run) -> bool:
     state, is_used_up = run.state, True  # also where a checkpoint was written after the last step of an epoch
     _start_epoch(run)
     steps = ManualSteps(run, run.module) if isinstance(run.module, ExtendedAcceleratorModule) else AutomaticSteps(run)
-    for micro_batch in run.train_loader.micro_batches(state.epoch, first=state.train_step):
-        state.now.is_last_training_batch = is_used_up = micro_batch.is_last
-        part = micro_batch.part
-        state.now.ends_step = None if part is None else part.number == part.num_parts - 1
-        if micro_batch.num_bad:
-            count_bad_samples(run, micro_batch)
-        window_is_full = steps.forward_backward(micro_batch)
-        if window_is_full:
-            steps.optimizer_step()
-            if finish_step(run):
-                break
+    for window in run.loaders.train.windows(state.epoch, first=state.train_step):
+        has_ended = steps.train(window)
+        is_used_up = state.now.is_last_training_batch
+        if has_ended and finish_step(run):
+            break
     if state.train_step == 0:
         expected, do = "at least one batch", "look at the data, at the sampler, or at dataloader_drop_last"
         raise DataError(explain("the training data", "an epoch without a batch", expected, do))

@@ -11,12 +11,13 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from accmt.data import MicroBatch, derive_seed, seed_generators
+from accmt.data import MicroBatch, Window, derive_seed, seed_generators
 from accmt.engine.calls import counting_calls, require_call
 from accmt.engine.reduction import average_gradients, broadcast_buffers
 from accmt.errors import ModuleContractError, explain
 from accmt.huggingface.batch_faults import add_note_of_batch
 from accmt.libraries.private_names import count_writes
+from accmt.loop.bad_sample_counts import count_bad_samples
 from accmt.loop.optimizer_step import (
     advance_scheduler,
     step_optimizer,
@@ -81,20 +82,35 @@ class ManualSteps:
         )
         module.manual_steps = self
 
-    def forward_backward(self, micro_batch: MicroBatch) -> bool:
+    def train(self, window: Window) -> bool:
+        """Train on a window of one micro-batch, and count the optimizer step if the module made one.
+
+        Returns:
+            Whether it did.
+        """
+        [micro_batch] = window.micro_batches
+        run = self._run
+        run.state.now.is_last_training_batch = micro_batch.is_last
+        if micro_batch.num_bad:
+            count_bad_samples(run, micro_batch)
+        self._has_stepped = False
+        self._train_batch(micro_batch)
+        if self._has_stepped:
+            run.state.count_step()
+            run.snapshot.made_step = True
+        return self._has_stepped
+
+    def _train_batch(self, micro_batch: MicroBatch) -> None:
         """Run the training step on every process; it calls backward and the optimizer itself.
 
         A micro-batch in which some process has no batch is skipped: it could not take part in the others' steps.
-
-        Returns:
-            Whether the module made an optimizer step.
         """
         run = self._run
         if micro_batch.is_partial:
             say_once("manual optimization leaves out the last batches of an epoch, which are fewer than the processes")
             if not micro_batch.is_last:  # where data continue, they are counted
                 run.state.count_batch()
-            return False
+            return
         run.trained.update()
         if run.reduces_by_hand:
             broadcast_buffers(run.unwrapped_model)
@@ -102,7 +118,7 @@ class ManualSteps:
         batch = run.place(micro_batch.batch)
         own = run.count_samples(micro_batch, batch)
         samples = self._count_over_processes(micro_batch, own)
-        self._factor, self._has_stepped, self._depth = own * num_data_processes() / samples, False, 0
+        self._factor, self._depth = own * num_data_processes() / samples, 0
         self._last_factor, self._weighs_samples = self._factor, False
         run.own_loss.calls.clear()
         self._place_in_epoch, self._num_acts = (run.state.epoch, micro_batch.index, data_index()), 0
@@ -138,7 +154,6 @@ class ManualSteps:
             self._finish_own_steps()
         run.state.count_batch()
         run.state.count_samples(samples)
-        return self._has_stepped
 
     def begin_own_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Do what `step_optimizer` does before a step, where the module has called the optimizer's own `step`.
@@ -235,11 +250,6 @@ class ManualSteps:
         elif not {self._module.optimizer, *self._module.optimizers()}.isdisjoint(stepped):
             step_scheduler(run, at_epoch_end=False)
         own.position, own.has_advanced = getattr(run.scheduler, "last_epoch", None), True
-
-    def optimizer_step(self) -> None:
-        """Count the optimizer step that the module has made."""
-        self._run.state.count_step()
-        self._run.snapshot.made_step = True
 
     def _count_over_processes(self, micro_batch: MicroBatch, own: int) -> int:
         """Return the samples of a micro-batch: those that were planned, or else the sum of what the batches hold.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accmt.data import MicroBatch, derive_seed, seed_generators
+from accmt.data import MicroBatch, Window, derive_seed, seed_generators
 from accmt.engine.calls import require_call
 from accmt.engine.reduction import (
     add_note_of_unused,
@@ -22,6 +22,7 @@ from accmt.engine.sync_batchnorm import synchronized_layers, without_synchroniza
 from accmt.errors import ArgumentError, ModuleContractError, explain, is_out_of_memory
 from accmt.huggingface.batch_faults import add_note_of_batch, warn_of_trained_padding
 from accmt.huggingface.own_loss import hint_at_weights
+from accmt.loop.bad_sample_counts import count_bad_samples
 from accmt.loop.optimizer_step import finish_window, skip_window
 from accmt.loop.step_outputs import TrainingOutput, may_return_none, read_training_output, read_weight
 from accmt.loop.weighting import AccumulationWindow
@@ -41,7 +42,6 @@ class AutomaticSteps:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._window: AccumulationWindow | None = None
         self._is_alone = num_data_processes() == 1
         self._data_index = data_index()
         self._may_halve = run.settings.optimization.auto_micro_batch and current_micro_batch_size(run) > 1
@@ -55,8 +55,8 @@ class AutomaticSteps:
         self._calls: list[None] | None = None
         _require_dynamic_graph(run)
 
-    def forward_backward(self, micro_batch: MicroBatch) -> bool:
-        """Run forward and backward of one batch on every process.
+    def train(self, planned: Window) -> bool:
+        """Run forward and backward of a window's micro-batches on every process, and make its optimizer step.
 
         Gradients are reduced over processes in the last micro-batch of a window only. One in which some process has no
         batch, or may run out of memory, reduces nothing; its window's gradients are reduced by hand afterwards, and so
@@ -66,63 +66,41 @@ class AutomaticSteps:
         Processes: collective.
 
         Returns:
-            Whether the window is full: its optimizer step is next.
+            True: the window is finished.
         """
-        run = self._run
-        window = self._window
-        if window is None:
-            window = self._window = self._open_window(micro_batch)
-        window.micro_batches_done += 1
-        is_full = micro_batch.is_last or window.micro_batches_done == window.num_micro_batches
-        if window.is_skipped:
-            _count_only(run, window, micro_batch)
-        elif self._may_halve:
-            self._try_batch(window, micro_batch)
-        elif micro_batch.is_partial:
-            (self._train_together if self._is_sharded else self._train_apart)(window, micro_batch)
-        elif is_full or self._is_alone or self._reduces_by_hand or self._is_sharded:
-            self._train_batch(window, micro_batch)
-        else:
-            with run.accelerator.no_sync(run.model):  # the last micro-batch of the window reduces for all
-                self._train_batch(window, micro_batch)
-        run.state.count_batch(1 if micro_batch.part is None else micro_batch.num_finished)
-        return is_full
-
-    def optimizer_step(self) -> None:
-        """End the window with its optimizer step.
-
-        Processes: collective.
-        """
-        window, self._window = self._window, None
-        if window is not None:
-            (skip_window if window.is_skipped else finish_window)(self._run, window)
-
-    def _open_window(self, first: MicroBatch) -> AccumulationWindow:
-        run = self._run
+        run, state, num_micro_batches = self._run, self._run.state, planned.num_micro_batches
         run.trained.update()
         if self._reduces_by_hand:
             broadcast_buffers(run.unwrapped_model)  # as the wrapper does before a window's first batch
-        loader, accumulation = run.train_loader, run.state.grad_accum_steps
-        end = first.index + accumulation
-        if loader.num_micro_batches is not None:
-            end = min(end, loader.num_micro_batches)
-        if accumulation == 1 and first.num_samples is not None:
-            samples: int | None = first.num_samples
-        else:
-            samples = loader.samples_in(first.index, end)
-        num_micro_batches = end - first.index
-        if first.part is not None:
-            num_micro_batches, samples = first.part.num_parts, first.part.num_samples
-        samples_before = run.state.samples_seen
-        return AccumulationWindow(
-            num_micro_batches=num_micro_batches,
-            known_samples=None if run.counts_own_samples or self._may_leave_out else samples,
+        samples_before = state.samples_seen
+        window = AccumulationWindow(
+            known_samples=None if run.counts_own_samples or self._may_leave_out else planned.num_samples,
             is_one_batch=self._is_alone and num_micro_batches == 1,
             samples_before=samples_before,
             is_skipped=samples_before in run.recovery.skipped_windows,
             is_judged=run.guard.judges_before_step(samples_before),
             is_unreduced=self._reduces_by_hand,
         )
+        for number, micro_batch in enumerate(planned.micro_batches, 1):
+            is_full = micro_batch.is_last or number == num_micro_batches
+            state.now.is_last_training_batch = micro_batch.is_last
+            state.now.ends_step = None if micro_batch.part is None else is_full
+            if micro_batch.num_bad:
+                count_bad_samples(run, micro_batch)
+            if window.is_skipped:
+                _count_only(run, window, micro_batch)
+            elif self._may_halve:
+                self._try_batch(window, micro_batch)
+            elif micro_batch.is_partial:
+                (self._train_together if self._is_sharded else self._train_apart)(window, micro_batch)
+            elif is_full or self._is_alone or self._reduces_by_hand or self._is_sharded:
+                self._train_batch(window, micro_batch)
+            else:
+                with run.accelerator.no_sync(run.model):  # the last micro-batch of the window reduces for all
+                    self._train_batch(window, micro_batch)
+            state.count_batch(1 if micro_batch.part is None else micro_batch.num_finished)
+        (skip_window if window.is_skipped else finish_window)(run, window)
+        return True
 
     def _try_batch(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
         """Train on a batch that memory may not suffice for; then the window is only gone through to its end."""

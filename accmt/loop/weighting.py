@@ -49,14 +49,12 @@ class AccumulationWindow:
     """The micro-batches of one optimizer step, on all processes.
 
     Attributes:
-        num_micro_batches: Batches of each process that it has at most.
         known_samples: Samples of all its batches on all processes; None if they are counted as they come.
         is_one_batch: Whether it is a single batch of a single process: its mean loss is the window's.
         samples_before: Samples of all processes seen before it.
         is_skipped: Whether it is not trained on.
         is_judged: Whether its losses and gradients are looked at before the optimizer steps.
         ran_out_of_memory: Whether this process could not finish one of its batches.
-        micro_batches_done: Micro-batches finished.
         own_weight: Weights of this process's batches so far, those aside that are still on their way.
         readings: Weights that are on their way from the device.
         own_batches: Batches that this process had a part in.
@@ -66,14 +64,12 @@ class AccumulationWindow:
         is_unreduced: Whether gradients were not reduced over processes, because one had no batch in a micro-batch.
     """
 
-    num_micro_batches: int
     known_samples: int | None
     is_one_batch: bool = False
     samples_before: int = 0
     is_skipped: bool = False
     is_judged: bool = False
     ran_out_of_memory: bool = False
-    micro_batches_done: int = 0
     own_weight: float = 0.0
     readings: list[Reading] = field(default_factory=list)
     own_batches: int = 0

@@ -337,9 +337,10 @@ def _name_metrics(metrics: Any) -> Any:
 
 
 def _count_samples(run: Run) -> dict[str, Any]:
-    loaders = {"training": run.train_loader}
-    loaders |= {f"validation {name}".strip(): loader for name, loader in run.val_loaders.items()}
-    counted = {name: length_of(loader.dataloader.dataset) for name, loader in loaders.items()}
+    loaders = {f"validation {name}".strip(): loader for name, loader in run.val_loaders.items()}
+    counted = {
+        name: length_of(loader.dataloader.dataset) for name, loader in {"training": run.train_loader, **loaders}.items()
+    }
     return {name: number for name, number in counted.items() if number is not None}
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from accmt.callbacks import Callback, MainProcessCallback
 from accmt.checkpoint.engine import load_state, rejecting_other_forms
-from accmt.data import UnshardedLoader, reader_of
+from accmt.data import UnshardedLoader
 from accmt.data.sized import BatchLoader, SizedLoader
 from accmt.engine.reduction import broadcast_buffers
 from accmt.errors import CheckpointError, explain
@@ -154,7 +154,7 @@ class LocalState:
         Unsharded data would wait for other processes. Planned data are a function of epoch and micro-batch, except
         between two epochs, where the position tells of the epoch before.
         """
-        loader, state = reader_of(self._run.train_loader), self._run.state
+        loader, state = self._run.train_loader.own, self._run.state
         if isinstance(loader, UnshardedLoader) or (state.train_step and isinstance(loader, SizedLoader | BatchLoader)):
             return None
         return loader.position(state.epoch, state.train_step)

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from accmt.callbacks.averaging import WeightAverage
-from accmt.data import Loader, MicroBatch, UnshardedLoader, WrappedLoader, reader_of
+from accmt.data import Loader, MicroBatch, UnshardedLoader, WrappedLoader
 from accmt.errors import Preempted, ProcessFailedError, explain, is_out_of_memory
 from accmt.failures import Reason, Watch, is_consequence, kind_of, record_for_launcher
 from accmt.messages import say, warn
@@ -120,7 +120,7 @@ def _save_snapshot(run: Run) -> None:
         run.checkpoints.save_snapshot(run)
     elif run.is_sharded:
         warn("no emergency checkpoint: the shards of the other processes are gone with them; the newest one stays")
-    elif is_main_process() and not isinstance(reader_of(run.train_loader), UnshardedLoader):
+    elif is_main_process() and not isinstance(run.train_loader.own, UnshardedLoader):
         with suppress(RuntimeError):  # its thread still acts with the others, which are gone
             run.checkpoints.wait()
         with acting_alone():

@@ -54,7 +54,7 @@ class Cutting:
     data: Any
     options: dict[str, Any]
 
-    def of_training(self, loader: Loader) -> Loader:
+    def of_training(self, loader: Loader) -> TokenBudgetLoader:
         """Return a loader that cuts the samples of optimizer steps."""
         self._say_what_is_expected(self.training_budget)
         _warn_of_batch_norm(self.module.model)

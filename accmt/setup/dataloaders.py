@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accmt.data import Loader
+from accmt.data import Loader, WindowLoader
 from accmt.data.largest import LargestBatch
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.loop.cadence import Cadence
@@ -40,7 +40,7 @@ class Loaders:
         validation: Those of the validation sets, by name.
     """
 
-    train: Loader
+    train: WindowLoader
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Loaders:
             own = build_evaluation_loader(self._module, data, settings, "validate", seed=seed, device=device)
             self.validation[name] = InterruptibleLoader(own, self._trainer)
 
-    def build_train_again(self) -> Loader:
+    def build_train_again(self) -> WindowLoader:
         """Build one more loader of the training data, for a pass that leaves the run's own where it is.
 
         Processes: collective.

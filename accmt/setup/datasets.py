@@ -10,11 +10,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from accmt.data import (
+    CountedWindows,
     Loader,
     LoaderOptions,
     Shard,
     StreamGroups,
     UnshardedLoader,
+    WindowLoader,
     build_collate,
     build_loader,
     group_dataset,
@@ -128,7 +130,7 @@ def build_train_loader(
     device: torch.device,
     max_micro_batch_size: int | None = None,
     also_read: Sequence[Any] = (),
-) -> Loader:
+) -> WindowLoader:
     """Build the loader of training batches.
 
     Processes: collective.
@@ -163,7 +165,10 @@ def build_train_loader(
         agrees_each_batch=data_settings.shard_dataloaders and num_data_processes() > 1,
     )
     loader = _end_together(build_loader(cutting.data if cutting else data, options))
-    return cutting.of_training(loader) if cutting else loader
+    if cutting:
+        return cutting.of_training(loader)
+    steps_itself = isinstance(module, ExtendedAcceleratorModule)
+    return CountedWindows(loader, None if steps_itself else settings.optimization.accumulation_at)
 
 
 def make_largest_batch(module: AcceleratorModule, data: Any, settings: Settings, loader: Loader) -> LargestBatch | str:

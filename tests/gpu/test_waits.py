@@ -88,7 +88,7 @@ def test_a_step_that_reads_its_loss_is_found(settings: dict[str, Any], without_w
 def test_a_weight_on_the_device_is_read_while_the_backward_pass_still_runs(device: torch.device) -> None:
     from accmt.loop.weighting import AccumulationWindow
 
-    window = AccumulationWindow(num_micro_batches=2, known_samples=None)
+    window = AccumulationWindow(known_samples=None)
     window.add(torch.tensor(3.0, device=device), 3)
     torch.cuda._sleep(2 * 10**9)  # a second of work, as a backward pass that is queued next
     is_done = torch.cuda.Event()

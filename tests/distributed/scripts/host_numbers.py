@@ -49,7 +49,7 @@ def close_windows() -> list[tuple[float, int]]:
     weighting.decide(1.0, is_explicit=True)
     closed = []
     for step in (1, 2):
-        window = AccumulationWindow(num_micro_batches=2, known_samples=None)
+        window = AccumulationWindow(known_samples=None)
         window.add(float(step + process_index()), 3)
         window.add(2.0, 3)
         closed.append(weighting.close(window))
