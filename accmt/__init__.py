@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from accmt.options.failures import Handler as Handler
     from accmt.options.monitor import Monitor as Monitor
     from accmt.options.optimization import Clipping as Clipping
+    from accmt.options.running import ParallelismOptions as ParallelismOptions
     from accmt.options.running import TorchFlags as TorchFlags
     from accmt.options.saving import Checkpointer as Checkpointer
     from accmt.options.tracking import Delivery as Delivery
@@ -147,6 +148,7 @@ _HOMES = {
     "Optimizer": "accmt.options",
     "OutputCollector": "accmt.metrics",
     "PackageConflictError": "accmt.errors",
+    "ParallelismOptions": "accmt.options.running",
     "Perplexity": "accmt.metrics",
     "Precision": "accmt.metrics",
     "Preempted": "accmt.errors",

@@ -9,6 +9,8 @@ Every message has four parts, which `explain` joins: where, what was got, what w
 from __future__ import annotations
 
 import dis
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 from accmt.secrets import hide_text
 
@@ -141,6 +143,19 @@ def explain(where: str, got: str, expected: str, do: str) -> str:
     if "\n  got: " in got:  # a message of four parts itself
         got = got.replace("\n", "\n    ")
     return hide_text(f"{where}\n  got: {got}\n  expected: {expected}\n  do: {do}")
+
+
+def nearest(name: object, names: Iterable[object], cutoff: float = 0.6) -> str | None:
+    """Return the name that was probably meant by another, upper and lower case aside.
+
+    Args:
+        name: What was written.
+        names: What there is.
+        cutoff: How like the two have to be, from 0 to 1: at 0 the nearest is always returned.
+    """
+    spelling = {str(candidate).lower(): str(candidate) for candidate in names}
+    matches = get_close_matches(str(name).lower(), spelling, n=1, cutoff=cutoff)
+    return spelling[matches[0]] if matches else None
 
 
 def describe_value(value: object) -> str:

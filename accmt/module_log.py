@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from accmt.errors import ArgumentError, ModuleContractError, explain
+from accmt.errors import ArgumentError, ModuleContractError, explain, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +36,7 @@ def _reject_keywords(name: Any, others: Mapping[str, Any]) -> None:
         where, expected = f"log({name!r}, {keyword}=...)", f"a keyword of log: {', '.join(_KEYWORDS)}"
         is_known = keyword in _OF_LIGHTNING
         got = "a keyword of Lightning's log" if is_known else "a keyword that log does not have"
-        do = _OF_LIGHTNING.get(keyword) or f"did you mean {get_close_matches(keyword, _KEYWORDS, 1, 0.0)[0]}?"
+        do = _OF_LIGHTNING.get(keyword) or f"did you mean {nearest(keyword, _KEYWORDS, cutoff=0)}?"
         raise ArgumentError(explain(where, got, expected, do))
 
 

@@ -265,11 +265,9 @@ def _quiet(settings: Settings, folder: Path, callbacks: Any, groups: dict[str, A
         quiet,
         tracking=replace(quiet.tracking, logging_dir=str(folder / "logs"), run_name="tuning"),
         saving=replace(quiet.saving, model_path=str(folder / "model")),
-        data=replace(quiet.data, limit_batches={"train": quiet.data.limit_train_batches, "val": 0}),
+        data=replace(quiet.data, limit_batches={"train": quiet.data.limits.train, "val": 0}),
         running=replace(quiet.running, **_QUIET, callbacks=callbacks),
-        failures=replace(
-            quiet.failures, failures={**(quiet.failures.failures or {}), "on_nonfinite": None, "spike_guard": None}
-        ),
+        handling=replace(quiet.handling, failures=replace(quiet.failures, on_nonfinite=None, spike_guard=None)),
     )
 
 

@@ -12,9 +12,11 @@ import re
 import textwrap
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 from accmt import Trainer
 from accmt.options import Settings
+from accmt.options.checks import Options
 from accmt.options.command_line import read_meanings
 from accmt.options.trainer_call import ALIASES
 
@@ -30,10 +32,14 @@ HEAD = """\
 Only `hps_config` and `model_path` are required. The arguments from `{first}` to `{last}` may be given by position, all
 others by name only. An invalid value is an error when the Trainer is made; a name that does not exist too.
 
-How often something happens is written in one way everywhere: a number and a unit, such as "500 steps", "2 epochs" or "3
-evals", in any spacing; where evaluations and checkpoints are concerned also a fraction, "0.25 epochs". A step is an
-optimizer step. The plain numbers of `evaluate_every_n_steps`, `log_every`, `patience` and
-`reload_dataloaders_every_n_epochs` mean what their names say.
+How often something happens is written in one way everywhere: a number and a unit, such as "500 steps", "2 epochs" or
+"3 evals", in any spacing; where evaluations and checkpoints are concerned also a fraction, "0.25 epochs" or 0.25. A
+step is an optimizer step. A whole number alone counts optimizer steps; that of `patience` evaluations, and that of
+`reload_dataloaders_every_n_epochs` epochs.
+
+An argument with parts, such as `failures`, is an object, `Failures(on_nonfinite="skip")`, of which editors complete the
+names, or a dict with the same names, as in a file: `{{"on_nonfinite": "skip"}}`. `failures.on_nonfinite` below is such
+a part.
 
 Other spellings that are understood:
 
@@ -53,16 +59,29 @@ def write_group(group: type) -> str:
     """Return the section of one settings class."""
     title = (group.__doc__ or "").partition("\n")[0].rstrip(".")
     meanings = read_meanings(group)
-    rows = [write_row(field, meanings[field.name]) for field in fields(group) if field.name != "tracker_kwargs"]
+    rows, hints = [], get_type_hints(group)
+    for field in fields(group):
+        if field.name == "tracker_kwargs":
+            continue
+        rows.append(write_row(field, meanings[field.name]))
+        parts = [kind for kind in get_args(hints[field.name]) or [hints[field.name]] if is_options(kind)]
+        for kind in parts:
+            of_parts = read_meanings(kind)
+            rows += [write_row(part, of_parts[part.name], f"{field.name}.") for part in fields(kind)]
     if "tracker_kwargs" in meanings:
         rows.append(f"| any other | | {meanings['tracker_kwargs']} |")
     return "\n".join([f"## {title}", "", "| argument | default | meaning |", "|---|---|---|", *rows, ""])
 
 
-def write_row(field: Field[object], meaning: str) -> str:
-    """Return the table row of one argument."""
+def is_options(kind: object) -> bool:
+    """Return whether an argument may be an object with parts."""
+    return isinstance(kind, type) and issubclass(kind, Options)
+
+
+def write_row(field: Field[object], meaning: str, of: str = "") -> str:
+    """Return the table row of one argument, or of a part of one."""
     default = "required" if field.default is MISSING else f"`{field.default!r}`".replace("'", '"')
-    return f"| `{field.name}` | {default} | {escape(meaning)} |"
+    return f"| `{of}{field.name}` | {default} | {escape(meaning)} |"
 
 
 def escape(text: str) -> str:

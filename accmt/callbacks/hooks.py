@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import NoReturn
 
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, explain, nearest
 
 HOOKS: dict[str, tuple[str, ...]] = {
     "on_fit_start": (),
@@ -67,10 +66,10 @@ def reject_unknown_hook(callback: object, attribute: str) -> NoReturn:
     from accmt.registry import addon
 
     theirs: Mapping[str, str] = addon("other_hook_names")
-    nearest = get_close_matches(attribute, [*HOOKS, *ALIASES, *theirs], n=1, cutoff=0.0)[0]
-    nearest = theirs.get(nearest, nearest)
+    meant = nearest(attribute, [*HOOKS, *ALIASES, *theirs], cutoff=0) or attribute
     got = "a method that begins like a hook but is none"
-    do = f"did you mean {nearest}? Any other name that does not begin with {', '.join(HOOK_PREFIXES)} is free"
+    meant = theirs.get(meant, meant)
+    do = f"did you mean {meant}? Any other name that does not begin with {', '.join(HOOK_PREFIXES)} is free"
     foreign = addon("hint_for_method")(attribute)
     if foreign is not None:
         got, do = f"a hook of {foreign[0]}, which does not exist here", foreign[1]

@@ -173,9 +173,9 @@ def _reduce_in_float32(accelerator: Accelerator) -> None:
 def _of_argument(asked: ParallelismOptions) -> Parallelism:
     from accelerate.parallelism_config import ParallelismConfig
 
-    source = f"Trainer(parallelism={asked!r})"
-    own = asked.get("fsdp", True)
-    sizes: dict[str, Any] = {_SIZES[name]: size for name, size in asked.items() if name in _SIZES}
+    source = f"Trainer(parallelism={asked.to_dict() or {'fsdp': True}!r})"
+    own, asked_sizes = asked.fsdp, {name: getattr(asked, name) for name in _SIZES}
+    sizes: dict[str, Any] = {_SIZES[name]: size for name, size in asked_sizes.items() if size is not None}
     if not sizes:
         return Parallelism(_make_plugin(own), None, source)
     sizes = {"dp_replicate_size": 1, "tp_size": 1} | sizes

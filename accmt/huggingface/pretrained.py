@@ -16,12 +16,11 @@ from torch import nn
 
 from accmt.engine.building import accelerator_to_build_for, device_of_shards, distribute_empty
 from accmt.engine.meta import as_wholes
-from accmt.errors import ArgumentError, ModuleContractError, explain
+from accmt.errors import ArgumentError, ModuleContractError, explain, nearest
 from accmt.huggingface.model_kinds import advise_wrapping, reject_injected_adapters
 from accmt.huggingface.peft_adapters import build_with_adapter, read_base_name
 from accmt.libraries.private_names import distributing_as_read, has_first_value
 from accmt.libraries.versions import require
-from accmt.options.document import nearest
 from accmt.processes import broadcast_object, gather_objects
 from accmt.saving.layout import ADAPTER_CONFIG
 from accmt.saving.load_weights import describe_shapes, misfit

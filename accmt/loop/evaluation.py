@@ -197,13 +197,13 @@ def evaluate(run: EvaluationRun, stage: Stage, *, max_batches: int | None = None
 
 
 def _consolidate(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
-    settings = run.settings.evaluation
-    choices, others = settings.consolidate_metrics, _without_losses(run, results)
+    settings = run.settings.evaluation.metric_options
+    choices, others = settings.means, _without_losses(run, results)
     if choices is None or not results:
         return {}
     if run.state.fn == "fit":  # an evaluation by hand may be of other sets
         require_members(choices, list(others))
-    return consolidate(choices, settings.additional_metric_consolidation, others)
+    return consolidate(choices, settings.further, others)
 
 
 def _without_losses(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
@@ -214,10 +214,10 @@ def _without_losses(run: EvaluationRun, results: dict[str, float]) -> dict[str, 
 
 def reported(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
     """Return those of an evaluation's results that are logged: what was consolidated only if it is asked for."""
-    settings = run.settings.evaluation
-    if settings.consolidate_metrics is None or settings.report_all_metrics:
+    settings = run.settings.evaluation.metric_options
+    if settings.means is None or settings.report_all:
         return dict(results)
-    members = find_members(settings.consolidate_metrics, list(_without_losses(run, results)))
+    members = find_members(settings.means, list(_without_losses(run, results)))
     hidden = set(chain(*members.values())) - members.keys()
     return {name: value for name, value in results.items() if name not in hidden}
 
@@ -343,7 +343,9 @@ class _SetEvaluation:
         self._hooks_before = () if is_silent else run.hooks.on_before_validation_step
         self._hooks_after = () if is_silent else run.hooks.on_after_validation_step
         self._collector = ValidationCollector(
-            run.metrics[key], run.module.logs.of_evaluation, chunk_bytes=run.settings.evaluation.chunk_bytes
+            run.metrics[key],
+            run.module.logs.of_evaluation,
+            chunk_bytes=run.settings.evaluation.metric_options.chunk_bytes,
         )
         self._gave_weight: set[bool] = set()
         self._counts_targets: bool | None = None

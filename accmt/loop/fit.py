@@ -223,7 +223,9 @@ def _close(run: Run) -> None:
         run.checkpoints.close(has_result=run.state.finished or run.saver.selection.has_saved)
     finally:
         run.saver.release()
-        run.tracking.finish(_TRACKER_STATUS[run.state.now.status], flush_s=run.settings.tracking.tracker_flush_s)
+        run.tracking.finish(
+            _TRACKER_STATUS[run.state.now.status], flush_s=run.settings.tracking.tracker_delivery.flush_s
+        )
 
 
 def _print_early_end(run: Run) -> None:

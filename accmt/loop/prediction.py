@@ -135,7 +135,7 @@ def _reject(got: str, do: str = "return the logits, without the loss, say") -> N
 
 
 def _bring_together(run: EvaluationRun, own: list[_Placed]) -> Any:
-    every = gather_on_main_process(own, run.settings.evaluation.chunk_bytes)
+    every = gather_on_main_process(own, run.settings.evaluation.metric_options.chunk_bytes)
     if not is_main_process():
         return None
     # Without sharding each process had data of its own, which stay together.

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 
-from accmt.errors import MetricError, ModuleContractError, explain
+from accmt.errors import MetricError, ModuleContractError, explain, nearest
 from accmt.metrics.gathering import CHUNK_BYTES, Position
 from accmt.metrics.logged import LoggedValues, combine
 from accmt.metrics.metric import Metric, ReportedValue
@@ -77,8 +76,8 @@ class ValidationCollector:
 
     def _unknown_name(self, name: str) -> MetricError:
         names = list(self._accumulations)
-        nearest = get_close_matches(name, names, n=1)
-        do = f"rename it to {nearest[0]!r}" if nearest else f"metrics=[...] with a Metric named {name!r}"
+        meant = nearest(name, names)
+        do = f"rename it to {meant!r}" if meant else f"metrics=[...] with a Metric named {name!r}"
         got = f"an entry {name!r} with predictions and references"
         return MetricError(explain("validation_step", got, f"a name of metrics=: {names}", do))
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
-from accmt.errors import MetricError, explain
+from accmt.errors import MetricError, explain, nearest
 from accmt.metrics.metric import IsBetter
 from accmt.metrics.results import describe, find_scalar
 from accmt.processes import run_on_main_process
@@ -37,9 +36,9 @@ def require_members(choices: Mapping[str, Choice], names: Sequence[str]) -> None
             continue
         choice = choices[new]
         missing = "" if callable(choice) else next((name for name in choice if name not in names), "")
-        nearest = get_close_matches(missing, names, n=1, cutoff=0.0)
+        meant = nearest(missing, names, cutoff=0)
         got = f"{new!r} of {missing!r}, which is no result" if missing else f"{new!r}, which selects no result"
-        do = f"did you mean {nearest[0]!r}?" if missing and nearest else f"{{{new!r}: lambda name: True}} selects all"
+        do = f"did you mean {meant!r}?" if missing and meant else f"{{{new!r}: lambda name: True}} selects all"
         raise MetricError(explain(_WHERE, got, f"results among {list(names)}", do))
 
 

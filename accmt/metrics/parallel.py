@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 import torch
 
-from accmt.errors import MetricError, explain
+from accmt.errors import MetricError, explain, nearest
 from accmt.messages import say_once
 from accmt.metrics.gathering import GatheredPairs, Position, join_pairs
 from accmt.metrics.metric import Accumulation, Metric
@@ -67,10 +66,10 @@ class MetricParallel(Metric):
     ) -> None:
         super().__init__(name, greater_is_better, comparator, main_metric)
         if reduction not in _REDUCTIONS:
-            nearest = get_close_matches(str(reduction), _REDUCTIONS, n=1, cutoff=0.0)
+            found = nearest(reduction, _REDUCTIONS, cutoff=0)
             where = f"{type(self).__name__}({name!r}, reduction=...)"
             raise MetricError(
-                explain(where, repr(reduction), f"one of {', '.join(_REDUCTIONS)}", f"reduction={nearest[0]!r}")
+                explain(where, repr(reduction), f"one of {', '.join(_REDUCTIONS)}", f"reduction={found!r}")
             )
         self.reduction = reduction
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accmt.errors import ArgumentError, explain
-from accmt.options.checks import require_choice, require_int, require_keywords, require_mapping
+from accmt.options.checks import require_choice, require_keywords, require_mapping, write_place
 from accmt.registry import addon
 
 
@@ -41,25 +41,19 @@ def require_ddp_kwargs(value: Any) -> None:
         require_keywords("ddp_kwargs", value, DistributedDataParallelKwargs, "accelerate.DistributedDataParallelKwargs")
 
 
-def require_parallelism(value: Mapping[str, Any] | None) -> None:
-    """Check the entries of `parallelism`; Accelerate is imported for a dict of FSDP's arguments only.
+def require_fsdp(name: str, value: Any) -> None:
+    """Check arguments of FSDP; Accelerate is imported for a dict of them only.
 
     Raises:
-        ArgumentError: A size is no number from 1, or FSDP has no such argument.
+        ArgumentError: It is neither True nor a dict of arguments that exist.
     """
-    for name in ("shard", "replicate", "tp"):
-        if value is not None and name in value:
-            require_int(f"parallelism.{name}", value[name], at_least=1)
-    own = (value or {}).get("fsdp", True)
-    if isinstance(own, Mapping):
+    if isinstance(value, Mapping):
         from accelerate import FullyShardedDataParallelPlugin
 
-        require_keywords(
-            "parallelism.fsdp", own, FullyShardedDataParallelPlugin, "accelerate.FullyShardedDataParallelPlugin"
-        )
-    elif own is not True:
+        require_keywords(name, value, FullyShardedDataParallelPlugin, "accelerate.FullyShardedDataParallelPlugin")
+    elif value is not True:
         expected, do = "True, or arguments of FSDP2 by name", 'parallelism={"fsdp": True}, or leave `parallelism` out'
-        raise ArgumentError(explain('Trainer(parallelism={"fsdp": ...})', repr(own), expected, do))
+        raise ArgumentError(explain(write_place(name), repr(value), expected, do))
 
 
 def require_accelerator(value: Any) -> None:

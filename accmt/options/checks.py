@@ -1,46 +1,155 @@
-"""Checks of single arguments, with one wording for all."""
+"""Checks of arguments, with one wording for all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from difflib import get_close_matches
+from dataclasses import dataclass, fields
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any, NoReturn
+from math import inf
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Self, Union, get_args, get_origin, get_type_hints
 
-from accmt.errors import ArgumentError, describe_value, explain
+from accmt.errors import (
+    AccmtError,
+    ArgumentError,
+    HyperParameterError,
+    SeveralFaultsError,
+    describe_value,
+    explain,
+    nearest,
+)
 from accmt.options.numbers import read_numbers, whole
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-def write_argument(name: str, value: str) -> str:
-    """Return an argument with a value as one writes it; `name` is "clip_grad", or "failures.spike_guard" for a key."""
+def write_argument(name: str, value: Any) -> str:
+    """Return an argument with a value as one writes it.
+
+    Args:
+        name: "clip_grad" for an argument of the Trainer, "failures.spike_guard" for a key of a dict there, or
+            "Failures.spike_guard" for an argument of such a class.
+        value: What it is set to.
+    """
     argument, _, key = name.partition(".")
+    if name[0].isupper():
+        return f"{argument}({key}={value})" if key else f"{argument}({value})"
     return f'{argument}={{"{key}": {value}}}' if key else f"{name}={value}"
 
 
-def require_options(name: str, value: Any, kind: type, *, also: str = "") -> None:
-    """Check a dict of options: that it is one, and that each key exists.
+def write_place(name: str) -> str:
+    """Return where an argument stands, for messages; `name` as in `write_argument`."""
+    return write_argument(name, "...") if name[0].isupper() else f"Trainer({write_argument(name, '...')})"
 
-    Args:
-        name: The argument.
-        value: Its value; None has nothing to check.
-        kind: The `TypedDict` that names the keys.
-        also: What else would have been right, for the message.
+
+@dataclass(frozen=True)
+class Options:
+    """Base of an argument of the Trainer that has parts: frozen, and checked when it is made.
+
+    Fields of `bool`, `Literal` and None are checked by their annotation; `Annotated[kind, check]` is by `check(name,
+    value)`, None aside. What else can be wrong, `check` says.
+    """
+
+    def __post_init__(self) -> None:
+        self._require(type(self).__name__)
+
+    def check(self, name: str) -> None:
+        """Check what the annotations do not say; `name` is how messages call the argument."""
+
+    def _require(self, name: str, faults: Sequence[ArgumentError] = ()) -> None:
+        hints = get_type_hints(type(self), include_extras=True)
+        found = list(faults)
+        for field in fields(self):
+            try:
+                _require_kind(f"{name}.{field.name}", getattr(self, field.name), hints[field.name])
+            except ArgumentError as error:
+                found.append(error)
+        if not found:
+            self.check(name)
+        raise_faults(found)
+
+    @classmethod
+    def read(cls, argument: str, value: Any, also: str = "") -> Self:
+        """Return options that are given as such, or as a dict of some of them; None is all defaults.
+
+        Args:
+            argument: The argument of the Trainer.
+            value: What is given.
+            also: What else would have been right, for the message.
+
+        Raises:
+            ArgumentError: Anything is wrong, all in one error: keys that do not exist with the nearest that does.
+        """
+        if isinstance(value, cls):
+            return value
+        known = [field.name for field in fields(cls)]
+        if value is not None and not isinstance(value, Mapping):
+            expected = f"{cls.__name__}(...), or a dict with any of {', '.join(known)}{also}"
+            raise_wrong_value(argument, value, expected, f"{argument}={cls.__name__}({known[0]}=...)")
+        made, faults = object.__new__(cls), []
+        for field in fields(cls):
+            object.__setattr__(made, field.name, field.default)
+        for key, part in (value or {}).items():
+            if key in known:
+                object.__setattr__(made, key, part)
+                continue
+            do = f"did you mean {nearest(key, known, cutoff=0)}?"
+            expected = f"any of {', '.join(known)}"
+            faults.append(ArgumentError(explain(write_place(f"{argument}.{key}"), f"the key {key!r}", expected, do)))
+        made._require(argument, faults)
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is not as by default, in the form of a dict; 1 is not 1.0."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return {name: now for name, (now, default) in values.items() if (type(now), now) != (type(default), default)}
+
+
+def set_field(frozen: DataclassInstance, name: str, value: Any) -> None:
+    """Let a frozen object, while it is made, hold an argument in the form in which it is read."""
+    object.__setattr__(frozen, name, value)
+
+
+def _require_kind(name: str, value: Any, hint: Any) -> None:
+    """Check a value by its annotation, as far as that says what is right."""
+    members = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+    choices: list[Any] = []
+    checks: list[Callable[[str, Any], None]] = []
+    for member in members:
+        if member is NoneType:
+            choices.append(None)
+        elif member is bool:
+            choices += [True, False]
+        elif get_origin(member) is Literal:
+            choices += get_args(member)
+        elif get_origin(member) is Annotated:
+            checks.append(member.__metadata__[0])
+        else:
+            return
+    if checks:
+        if not any(value is choice for choice in choices):
+            checks[0](name, value)
+    elif choices == [True, False]:
+        require_flag(name, value, default=None)
+    else:
+        require_choice(name, value, choices)
+
+
+def raise_faults(errors: Sequence[AccmtError]) -> None:
+    """Raise errors that were collected as one, if there are any.
 
     Raises:
-        ArgumentError: It is something else, or has a key that does not exist; the message names the nearest.
+        ArgumentError: They are all about arguments.
+        HyperParameterError: There is one alone, about hyper-parameters.
+        SeveralFaultsError: They are about arguments and hyper-parameters.
     """
-    known = list(kind.__annotations__)
-    if value is not None and not isinstance(value, Mapping):
-        raise_wrong_value(name, value, f"a dict with any of {', '.join(known)}{also}", f'{name}={{"{known[0]}": ...}}')
-    for key in value or {}:
-        if key not in known:
-            nearest = get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            where, expected = f"Trainer({write_argument(name + '.' + str(key), '...')})", f"any of {', '.join(known)}"
-            raise ArgumentError(explain(where, f"the key {key!r}", expected, f"did you mean {nearest}?"))
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        is_mixed = any(isinstance(error, HyperParameterError) for error in errors)
+        kind = SeveralFaultsError if is_mixed else ArgumentError
+        raise kind("\n\n".join(["faults in several places", *map(str, errors)]))
 
 
 def require_flags(settings: DataclassInstance) -> None:
@@ -51,29 +160,41 @@ def require_flags(settings: DataclassInstance) -> None:
     """
     for field in fields(settings):
         value = getattr(settings, field.name)
-        if field.type == "bool" and not isinstance(value, bool):
-            raise_wrong_value(field.name, value, "True or False", f"{field.name}={bool(field.default)}")
+        if field.type == "bool":
+            require_flag(field.name, value, default=bool(field.default))
 
 
-def require_int(name: str, value: Any, *, at_least: int, also: str = "") -> None:
+def require_flag(name: str, value: Any, *, default: bool | None) -> None:
+    """Check True or False.
+
+    Raises:
+        ArgumentError: It is neither.
+    """
+    if not isinstance(value, bool):
+        raise_wrong_value(name, value, "True or False", write_argument(name, default is None or default))
+
+
+def require_int(name: str, value: Any, *, at_least: int, at_most: float = inf, also: str = "") -> None:
     """Check a whole number.
 
     Args:
         name: The argument.
         value: Its value.
         at_least: The smallest number that is right.
+        at_most: The largest.
         also: What else would have been right, for the message.
 
     Raises:
-        ArgumentError: `value` is not an int, or is below `at_least`.
+        ArgumentError: `value` is not an int, or out of these bounds.
     """
 
     def is_right(number: Any) -> bool:
-        return isinstance(number, int) and not isinstance(number, bool) and number >= at_least
+        return isinstance(number, int) and not isinstance(number, bool) and at_least <= number <= at_most
 
     if not is_right(value):
         right = meant(value, is_right, at_least)
-        raise_wrong_value(name, value, f"a whole number from {at_least}{also}", write_argument(name, right))
+        bounds = f"from {at_least}" if at_most == inf else f"from {at_least} to {at_most}"
+        raise_wrong_value(name, value, f"a whole number {bounds}{also}", write_argument(name, right))
 
 
 def require_positive(name: str, value: Any) -> None:
@@ -117,8 +238,8 @@ def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     if value not in choices:
         written = [repr(choice) for choice in choices]
         named = [one for one, choice in zip(written, choices, strict=True) if isinstance(choice, str)]
-        nearest = get_close_matches(repr(value), written, n=1, cutoff=0.6) or named or written
-        raise_wrong_value(name, value, "one of " + ", ".join(written), write_argument(name, nearest[0]) + "?")
+        meant = nearest(repr(value), written) or [*named, *written][0]
+        raise_wrong_value(name, value, "one of " + ", ".join(written), write_argument(name, meant) + "?")
 
 
 def require_text(name: str, value: Any) -> None:
@@ -156,8 +277,7 @@ def require_keywords(name: str, value: Mapping[str, Any] | None, function: Calla
     known = [name for name, parameter in signature(function).parameters.items() if parameter.kind in _BY_NAME]
     for keyword in value or {}:
         if keyword not in known:
-            nearest = get_close_matches(str(keyword), known, n=1, cutoff=0.6)
-            do = f"did you mean {nearest[0]}?" if nearest else f"leave {keyword!r} out"
+            do = f"did you mean {meant}?" if (meant := nearest(keyword, known)) else f"leave {keyword!r} out"
             expected = f"an argument of {owner}: {', '.join(known)}"
             raise ArgumentError(explain(f"Trainer({name}={{...}})", f"{keyword!r}", expected, do))
 
@@ -171,4 +291,4 @@ def raise_wrong_value(name: str, value: Any, expected: str, do: str) -> NoReturn
     Raises:
         ArgumentError: Always.
     """
-    raise ArgumentError(explain(f"Trainer({write_argument(name, '...')})", describe_value(value), expected, do))
+    raise ArgumentError(explain(write_place(name), describe_value(value), expected, do))

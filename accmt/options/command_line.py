@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from os import PathLike
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeAlias, get_args, get_origin, get_type_hints, is_typeddict
+from types import NoneType, UnionType
+from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from accmt.errors import ArgumentError, MissingArgumentError, explain
+from accmt.options.checks import Options
 from accmt.options.flags import split_flags
 from accmt.options.hyperparameters import HyperParameters
 from accmt.options.numbers import number_in, read_numbers
@@ -103,8 +104,12 @@ def _default(field: Field[Any]) -> str:
 
 def _kinds_of(hint: Any) -> tuple[Any, ...]:
     members = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) not in (None, Mapping) else (hint,)
-    kinds = (get_origin(member) or (Mapping if is_typeddict(member) else member) for member in members)
-    return tuple(Mapping if kind is dict else kind for kind in kinds)
+    kinds = (
+        get_origin(member) or (Mapping if isinstance(member, type) and issubclass(member, Options) else member)
+        for member in members
+    )
+    named = tuple(Mapping if kind is dict else kind for kind in kinds)
+    return (*named, NoneType) if isinstance(hint, type) and issubclass(hint, Options) else named
 
 
 def _is_one_of(value: Any, kinds: tuple[Any, ...]) -> bool:

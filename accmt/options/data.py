@@ -4,26 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from functools import partial
+from typing import Annotated, Any
 
 from accmt.errors import ArgumentError, explain
 from accmt.options.checks import (
+    Options,
     raise_wrong_value,
     require_flags,
     require_int,
-    require_options,
+    set_field,
     write_argument,
 )
 from accmt.options.units import read_every
 
 
-class Limits(TypedDict, total=False):
-    """What `limit_batches` may limit, each to a number of batches or a fraction of them."""
+def require_limit(name: str, value: Any, at_least: int = 0) -> None:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+    is_fraction = isinstance(value, float) and 0.0 <= value <= 1.0 and (value > 0.0 or at_least == 0)
+    if not (is_count or is_fraction):
+        expected = f"a whole number of batches from {at_least}, or a fraction of them as a float up to 1.0"
+        raise_wrong_value(name, value, expected, f"{write_argument(name, '1.0')} for all")
 
-    train: int | float
-    val: int | float
-    test: int | float
-    predict: int | float
+
+@dataclass(frozen=True, kw_only=True)
+class Limits(Options):
+    """What `limit_batches` may limit, each to a number of batches or a fraction of them; 1.0 is all.
+
+    Args:
+        train: Batches of an epoch.
+        val: Batches of each validation set; 0 turns validation off.
+        test: Batches of each test set.
+        predict: Batches of each set that is predicted.
+    """
+
+    train: Annotated[int | float, partial(require_limit, at_least=1)] = 1.0
+    val: Annotated[int | float, require_limit] = 1.0
+    test: Annotated[int | float, require_limit] = 1.0
+    predict: Annotated[int | float, require_limit] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +71,8 @@ class DataSettings:
             datamodule for data again at the beginning of every so many epochs: a number, or text such as "2 epochs"; 0
             asks once.
         limit_batches: Batches of an epoch, of each validation set, of testing and of predicting: a whole number, or a
-            fraction of them as a float (1.0 is all, 1 is one); a dict with "train", "val", "test" and "predict" limits
-            those alone. 0 for "val" turns validation off.
+            fraction of them as a float (1.0 is all, 1 is one); `Limits(val=0.1)` limits those alone that it names,
+            of train, val, test and predict. 0 for val turns validation off.
         overfit_batches: Trains and validates on so many (or this fraction of the) training batches, unshuffled; 0 is
             off.
         batch_device_placement: Whether batches are moved to the device before a step sees them.
@@ -77,7 +95,7 @@ class DataSettings:
     dataloader_drop_last: bool = False
     shard_dataloaders: bool = True
     reload_dataloaders_every_n_epochs: int | str = 0
-    limit_batches: int | float | Limits = 1.0
+    limit_batches: int | float | Limits | Mapping[str, int | float] = 1.0
     overfit_batches: int | float = 0.0
     batch_device_placement: bool = True
     group_by_length: bool = False
@@ -85,17 +103,12 @@ class DataSettings:
     def __post_init__(self) -> None:
         require_flags(self)
         require_int("dataloader_num_workers", self.dataloader_num_workers, at_least=0)
-        if isinstance(self.reload_dataloaders_every_n_epochs, str):
-            self.reload_epochs  # noqa: B018 - raises what is wrong with it
+        self.reload_epochs  # noqa: B018 - raises what is wrong with it
+        require_limit("overfit_batches", self.overfit_batches)
+        if isinstance(self.limit_batches, Mapping | Limits):
+            set_field(self, "limit_batches", Limits.read("limit_batches", self.limit_batches))
         else:
-            require_int("reload_dataloaders_every_n_epochs", self.reload_dataloaders_every_n_epochs, at_least=0)
-        _require_limit("overfit_batches", self.overfit_batches, at_least=0)
-        is_dict = isinstance(self.limit_batches, Mapping)
-        if is_dict:
-            require_options("limit_batches", self.limit_batches, Limits)
-        for stage in Limits.__annotations__:
-            name = f"limit_batches.{stage}" if is_dict else "limit_batches"
-            _require_limit(name, self._limit(stage), at_least=1 if stage == "train" else 0)
+            require_limit("limit_batches", self.limit_batches, at_least=1)
         for name in ("sampler", "sampler_val", "batch_sampler", "collate_fn", "collate_fn_train", "collate_fn_val"):
             if isinstance(getattr(self, name), str | bool | int | float):
                 do = f"{name}={'my_function' if 'collate' in name else 'my_sampler'}"
@@ -113,44 +126,17 @@ class DataSettings:
                 )
             )
 
-    def _limit(self, stage: str) -> int | float:
-        limits: Any = self.limit_batches
-        limit: int | float = limits.get(stage, 1.0) if isinstance(limits, Mapping) else limits
-        return limit
-
     @property
     def reload_epochs(self) -> int:
         """Epochs after which data are asked for again; 0 is never."""
         every = self.reload_dataloaders_every_n_epochs
-        if isinstance(every, int):
-            return every
-        read = read_every("reload_dataloaders_every_n_epochs", every, ["epoch"], also="; a whole number from 0")
-        return int(read.number)
+        if every == 0 and not isinstance(every, bool):
+            return 0
+        name, also = "reload_dataloaders_every_n_epochs", "; 0 is never"
+        return int(read_every(name, every, ["epoch"], plain="epoch", also=also).number)
 
     @property
-    def limit_train_batches(self) -> int | float:
-        """Batches of an epoch."""
-        return self._limit("train")
-
-    @property
-    def limit_val_batches(self) -> int | float:
-        """Batches of each validation set."""
-        return self._limit("val")
-
-    @property
-    def limit_test_batches(self) -> int | float:
-        """Batches of each test set."""
-        return self._limit("test")
-
-    @property
-    def limit_predict_batches(self) -> int | float:
-        """Batches of each set that is predicted."""
-        return self._limit("predict")
-
-
-def _require_limit(name: str, value: Any, *, at_least: int) -> None:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= at_least
-    is_fraction = isinstance(value, float) and 0.0 <= value <= 1.0 and (value > 0.0 or at_least == 0)
-    if not (is_count or is_fraction):
-        expected = f"a whole number of batches from {at_least}, or a fraction of them as a float up to 1.0"
-        raise_wrong_value(name, value, expected, f"{write_argument(name, '1.0')} for all")
+    def limits(self) -> Limits:
+        """The limit of each kind of batches."""
+        limit: Any = self.limit_batches
+        return limit if isinstance(limit, Limits) else Limits(train=limit, val=limit, test=limit, predict=limit)

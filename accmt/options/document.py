@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from accmt.errors import HyperParameterError, explain
+from accmt.errors import HyperParameterError, explain, nearest
 
 FIELDS = (
     "epochs",
@@ -58,13 +58,6 @@ class Fault:
 def describe(value: Any) -> str:
     """Return a value and its type as messages show them."""
     return f"{value!r} ({type(value).__name__})"
-
-
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the name that was probably meant by `name`, upper and lower case aside, or None."""
-    spelling = {candidate.lower(): candidate for candidate in names}
-    matches = difflib.get_close_matches(name.lower(), spelling, n=1, cutoff=0.6)
-    return spelling[matches[0]] if matches else None
 
 
 def suggest(name: str, names: Iterable[str], otherwise: str) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
-from accmt.errors import UnknownArgumentError, explain
+from accmt.errors import UnknownArgumentError, explain, nearest
 from accmt.options.document import FIELDS
 from accmt.registry import addon
 
@@ -44,13 +43,13 @@ def _find_mistake(name: str, extra: Mapping[str, Any], names: Iterable[str], *, 
         owner, do = foreign
         do += f"; one meant for a tracker goes to it alone, as in mlflow={{{name!r}: ...}}" if has_tracker else ""
         return explain(where, f"an argument of {owner}", expected, do)
-    nearest = get_close_matches(name, names, n=1, cutoff=0.8 if has_tracker else 0.7)
-    if not has_tracker and not nearest:
-        nearest = [known for known in names if known.endswith(f"_{name}")][:1]
-    if has_tracker and not nearest:
+    meant = nearest(name, names, cutoff=0.8 if has_tracker else 0.7)
+    if not has_tracker and not meant:
+        meant = next((known for known in names if known.endswith(f"_{name}")), None)
+    if has_tracker and not meant:
         return None
     do = "drop it, or give a tracker: log_with=MLFlow"
-    if nearest:
-        do = f"did you mean {nearest[0]}{', one of the hyper-parameters' if nearest[0] in _HPS else ''}?"
+    if meant:
+        do = f"did you mean {meant}{', one of the hyper-parameters' if meant in _HPS else ''}?"
     expected += "" if has_tracker else "; there is no tracker to take others"
     return explain(where, "an argument that does not exist", expected, do)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from accmt.options.document import Fault, describe, nearest, suggest
+from accmt.errors import nearest
+from accmt.options.document import Fault, describe, suggest
 from accmt.options.grouping import read_patterns
 
 QUANTIZATIONS = ("int8", "nf4", "fp4")

@@ -6,11 +6,10 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from accmt.errors import ArgumentError, UnknownArgumentError, explain
+from accmt.errors import ArgumentError, UnknownArgumentError, explain, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +123,12 @@ def _reject(name: str, value: Any, expected: str) -> NoReturn:
 
 
 def _reject_name(name: Any, names: list[str]) -> NoReturn:
-    nearest = get_close_matches(str(name), names, n=1, cutoff=0.0)[0]
     raise UnknownArgumentError(
         explain(
-            "Trainer(monitor=...)", f"{name!r}, which is not measured", f"any of {names}", f"did you mean {nearest}?"
+            "Trainer(monitor=...)",
+            f"{name!r}, which is not measured",
+            f"any of {names}",
+            f"did you mean {nearest(name, names, cutoff=0)}?",
         )
     )
 

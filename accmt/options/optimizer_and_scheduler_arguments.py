@@ -10,8 +10,9 @@ from typing import Any, get_origin
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from accmt.errors import nearest
 from accmt.libraries.versions import without_tensors
-from accmt.options.document import Fault, KeyPath, describe, nearest
+from accmt.options.document import Fault, KeyPath, describe
 from accmt.options.grouping import (
     GROUPING,
     SELECTORS,

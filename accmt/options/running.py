@@ -5,45 +5,67 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from difflib import get_close_matches
-from typing import Any, Literal, TypedDict
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import torch
 
+from accmt.errors import nearest
 from accmt.options.accelerate_arguments import (
     require_accelerator,
     require_ddp_kwargs,
-    require_parallelism,
+    require_fsdp,
     require_precision,
 )
 from accmt.options.checks import (
+    Options,
     raise_wrong_value,
     require_choice,
     require_flags,
     require_int,
     require_keywords,
-    require_options,
+    set_field,
 )
 from accmt.options.units import Unit, read_every, read_max_time
 
 PROFILERS = ("simple", "advanced", "pytorch")
 
 
-class TorchFlags(TypedDict, total=False):
-    """What is set in torch during a run; described at `torch_flags`."""
+@dataclass(frozen=True, kw_only=True)
+class TorchFlags(Options):
+    """What is set in torch during a run.
 
-    deterministic: bool | Literal["warn"]
-    benchmark: bool | None
-    detect_anomaly: bool
+    Args:
+        deterministic: Whether torch uses deterministic algorithms only; "warn" warns where there is none.
+        benchmark: What `torch.backends.cudnn.benchmark` is set to; None leaves it.
+        detect_anomaly: Whether autograd looks for the operation that made a NaN; slow.
+    """
+
+    deterministic: bool | Literal["warn"] = False
+    benchmark: bool | None = None
+    detect_anomaly: bool = False
 
 
-class ParallelismOptions(TypedDict, total=False):
-    """How the model is spread over processes; described at `parallelism`."""
+@dataclass(frozen=True, kw_only=True)
+class ParallelismOptions(Options):
+    """How the model is spread over the processes of a launch. The product of the sizes is the number of processes.
 
-    fsdp: bool | Mapping[str, Any]
-    shard: int
-    replicate: int
-    tp: int
+    Args:
+        fsdp: True shards it by FSDP2; a dict gives arguments of `accelerate.FullyShardedDataParallelPlugin`.
+        shard: How many processes shard a model together; None is all.
+        replicate: How many such groups there are, each with a model of its own; None is one.
+        tp: Over how many processes the model is split by its plan for tensor parallelism; such processes share each
+            batch. None does not split.
+    """
+
+    fsdp: bool | Mapping[str, Any] = True
+    shard: Annotated[int, partial(require_int, at_least=1)] | None = None
+    replicate: Annotated[int, partial(require_int, at_least=1)] | None = None
+    tp: Annotated[int, partial(require_int, at_least=1)] | None = None
+
+    def check(self, name: str) -> None:
+        """Check FSDP's arguments; Accelerate is imported for a dict of them only."""
+        require_fsdp(f"{name}.fsdp", self.fsdp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +76,13 @@ class RunningSettings:
         accelerator: An `accelerate.Accelerator`, or a dict of its arguments; None builds one from the launch.
         mixed_precision: "no", "fp16" or "bf16"; None takes the launch's.
         ddp_kwargs: Arguments of `accelerate.DistributedDataParallelKwargs`.
-        parallelism: Shards the model over the processes of a launch by FSDP2: a dict. "fsdp": True, or arguments of
-            `accelerate.FullyShardedDataParallelPlugin`. "shard" and "replicate": the sizes of hybrid sharding; by
-            default all processes shard. "tp": over how many processes the model is split by its plan for tensor
-            parallelism; such processes share each batch. The product of the sizes is the number of processes.
+        parallelism: Spreads the model over the processes of a launch: `ParallelismOptions(fsdp=True)`, or a dict of its
+            arguments.
         compile: Whether the model is compiled by `torch.compile`; a dict gives its arguments. "buckets": 64 among them
             pads batches to multiples of 64, so that there are few graphs, and says when one is made. "regional": True
             compiles the repeated layers one by one, which takes a fraction of the time, and leaves the rest as it is.
         seed: Seed of everything random; None draws one.
-        torch_flags: A dict of what is set in torch during the run. "deterministic": True makes it use deterministic
-            algorithms only, "warn" warns where there is none. "benchmark": sets `torch.backends.cudnn.benchmark`.
-            "detect_anomaly": whether autograd looks for the operation that made a NaN; slow.
+        torch_flags: What is set in torch during the run: `TorchFlags(deterministic=True)`, or a dict of its arguments.
         gradient_checkpointing: Whether a transformers model recomputes activations to save memory; a dict gives
             arguments.
         sync_batchnorm: Whether batch norm uses the statistics of all processes, while the model is trained; on GPUs
@@ -91,7 +109,7 @@ class RunningSettings:
     parallelism: ParallelismOptions | None = None
     compile: bool | Mapping[str, Any] = False
     seed: int | None = None
-    torch_flags: TorchFlags | None = None
+    torch_flags: TorchFlags = None  # type: ignore[assignment]  # which is read when this is made
     gradient_checkpointing: bool | Mapping[str, Any] = False
     sync_batchnorm: bool = False
     fast_dev_run: bool | int = False
@@ -114,10 +132,7 @@ class RunningSettings:
         if not isinstance(self.enable_model_summary, int) or self.enable_model_summary < -1:
             expected = "True or False, or a depth from 1; -1 shows all"
             raise_wrong_value("enable_model_summary", self.enable_model_summary, expected, "enable_model_summary=True")
-        require_options("torch_flags", self.torch_flags, TorchFlags)
-        require_choice("torch_flags.deterministic", self.deterministic, (False, True, "warn"))
-        require_choice("torch_flags.benchmark", self.benchmark, (None, True, False))
-        require_choice("torch_flags.detect_anomaly", self.detect_anomaly, (False, True))
+        set_field(self, "torch_flags", TorchFlags.read("torch_flags", self.torch_flags))
         self._least  # noqa: B018 - raises what is wrong with it
         require_profiler(self.profiler)
         read_max_time(self.max_time)
@@ -130,8 +145,10 @@ class RunningSettings:
         if isinstance(self.compile, Mapping):
             require_choice("compile.regional", self.compile.get("regional", False), (False, True))
         require_ddp_kwargs(self.ddp_kwargs)
-        require_options("parallelism", self.parallelism, ParallelismOptions)
-        require_parallelism(self.parallelism)
+        asked: Any = self.parallelism
+        set_field(
+            self, "parallelism", None if asked is None or asked == {} else ParallelismOptions.read("parallelism", asked)
+        )
         value: Any = self.gradient_checkpointing
         if not isinstance(value, bool | Mapping):
             expected = "True, False, or arguments of torch.utils.checkpoint.checkpoint by name"
@@ -157,21 +174,6 @@ class RunningSettings:
     def compiles(self) -> bool:
         """Whether the model is compiled."""
         return self.compile is not False
-
-    @property
-    def deterministic(self) -> bool | Literal["warn"]:
-        """Whether torch uses deterministic algorithms only."""
-        return (self.torch_flags or {}).get("deterministic", False)
-
-    @property
-    def benchmark(self) -> bool | None:
-        """What `torch.backends.cudnn.benchmark` is set to; None leaves it."""
-        return (self.torch_flags or {}).get("benchmark")
-
-    @property
-    def detect_anomaly(self) -> bool:
-        """Whether autograd looks for the operation that made a NaN."""
-        return (self.torch_flags or {}).get("detect_anomaly", False)
 
     @property
     def min_epochs(self) -> int | None:
@@ -203,10 +205,9 @@ def require_profiler(value: Any) -> None:
     """
     if value is None or (isinstance(value, str) and value in PROFILERS) or _is_instance(value):
         return
-    nearest = get_close_matches(str(value), PROFILERS, n=1, cutoff=0.0)[0]
     names = ", ".join(f'"{name}"' for name in PROFILERS)
     expected = f"{names}, an accelerate.utils.ProfileKwargs or a torch.profiler.profile object, or None"
-    raise_wrong_value("profiler", value, expected, f'profiler="{nearest}"?')
+    raise_wrong_value("profiler", value, expected, f'profiler="{nearest(value, PROFILERS, cutoff=0)}"?')
 
 
 def _is_instance(value: Any) -> bool:

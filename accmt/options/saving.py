@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
 
+from accmt.errors import nearest
 from accmt.options.checks import raise_wrong_value, require_flags, require_int
 from accmt.options.units import Every, read_every, read_size
 
@@ -95,7 +95,9 @@ class SavingSettings:
         def read(value: Any) -> Any:
             if isinstance(value, Mapping):
                 return {key: read(item) if key == "patience" else item for key, item in value.items()}
-            return int(read_every("patience", value, ["eval"]).number) if isinstance(value, str) else value
+            return (
+                int(read_every("patience", value, ["eval"], plain="eval").number) if isinstance(value, str) else value
+            )
 
         patience = self.patience
         return {n: read(v) for n, v in patience.items()} if isinstance(patience, Mapping) else read(patience)
@@ -110,8 +112,9 @@ class CheckpointSettings:
         resume: False starts from the beginning (checkpoints of an earlier run are moved to `<folder>.previous`, and
             back if the run ends before its first own one); True continues from the newest checkpoint; "auto" or None
             continues if there is one; a path continues from that checkpoint, or from the newest one in that folder.
-        checkpoint_every: How often: a number and a unit of "epoch", "step" or "eval", such as "2 epochs", "0.25
-            epochs" or "500 steps"; None is never. The end of the run is saved too.
+        checkpoint_every: How often: a number of optimizer steps; as a float up to 1.0 a fraction of an epoch; or a
+            number and a unit, such as "500 steps", "2 epochs", "0.25 epochs" or "3 evals"; None is never. The end of
+            the run is saved too.
         max_checkpoints: How many are kept; None keeps the newest.
         max_previous_runs: How many earlier runs' models and checkpoints are kept (`<folder>.previous`, `.previous-2`
             ...) when a new run starts in their folders; 0 overwrites them, None keeps all.
@@ -122,7 +125,7 @@ class CheckpointSettings:
 
     checkpoint: str | PathLike[str] | None = None
     resume: bool | str | PathLike[str] | None = False
-    checkpoint_every: str | None = "epoch"
+    checkpoint_every: int | float | str | None = "epoch"
     max_checkpoints: int | None = None
     max_previous_runs: int | None = 3
     checkpointer: Checkpointer | None = None
@@ -160,14 +163,16 @@ class CheckpointSettings:
         """How often a checkpoint is written; None is never."""
         if self.checkpoint_every is None:
             return None
-        return read_every("checkpoint_every", self.checkpoint_every, ("epoch", "step", "eval"), fractions=True)
+        return read_every(
+            "checkpoint_every", self.checkpoint_every, ("epoch", "step", "eval"), plain="step", fractions=True
+        )
 
 
 def _reject_word(resume: str) -> None:
     """Refuse text that means no path: a word of Python, or nearly one where nothing of that name exists."""
-    nearest = get_close_matches(resume.lower(), _RESUME_WORDS, n=1, cutoff=0.7)
-    if nearest and (resume.lower() in _RESUME_WORDS or not Path(resume).exists()):
-        meant = _RESUME_WORDS[nearest[0]]
+    word = nearest(resume, _RESUME_WORDS, cutoff=0.7)
+    if word and (resume.lower() in _RESUME_WORDS or not Path(resume).exists()):
+        meant = _RESUME_WORDS[word]
         do = f"resume={meant!r}" + ("" if meant == "auto" else ", without quotes")
         raise_wrong_value("resume", resume, 'True, False, "auto", None, or the path of a checkpoint', do)
 

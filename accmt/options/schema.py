@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, ValidationError, field_validator
 
-from accmt.options.document import Document, Fault, KeyPath, describe, nearest, suggest
+from accmt.errors import nearest
+from accmt.options.document import Document, Fault, KeyPath, describe, suggest
 from accmt.options.model_section import ModelSection, read_model_section
 from accmt.options.numbers import whole
 from accmt.options.optimizer_and_scheduler_arguments import check_names, check_optimizer, check_rates, check_scheduler

@@ -11,11 +11,12 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, ClassVar
 
-from accmt.errors import ArgumentError, HyperParameterError, SeveralFaultsError
+from accmt.errors import ArgumentError, HyperParameterError
 from accmt.files import current_folder, is_current
+from accmt.options.checks import Options, raise_faults
 from accmt.options.data import DataSettings
 from accmt.options.evaluation import EvaluationSettings
-from accmt.options.failures import FailureSettings
+from accmt.options.failures import Failures, FailureSettings
 from accmt.options.hyperparameters import HyperParameters
 from accmt.options.keywords import check_keywords
 from accmt.options.optimization import OptimizationSettings
@@ -38,7 +39,7 @@ class Settings:
         optimization: About optimizer steps.
         data: About batches.
         running: About the run as a whole.
-        failures: About errors.
+        handling: About errors.
         home: The working folder when the Trainer was made: paths hold from there, wherever the program goes afterwards.
     """
 
@@ -50,7 +51,7 @@ class Settings:
     optimization: OptimizationSettings
     data: DataSettings
     running: RunningSettings
-    failures: FailureSettings
+    handling: FailureSettings
     home: Path = field(default_factory=current_folder, compare=False)
 
     GROUPS: ClassVar[dict[str, type]] = {
@@ -61,7 +62,7 @@ class Settings:
         "optimization": OptimizationSettings,
         "data": DataSettings,
         "running": RunningSettings,
-        "failures": FailureSettings,
+        "handling": FailureSettings,
     }
 
     @classmethod
@@ -90,8 +91,13 @@ class Settings:
                 parts[name] = group(**{each.name: values[each.name] for each in fields(group) if each.name in values})
         with faults.collecting():
             parts["hps"] = HyperParameters.from_config(arguments["hps_config"])
-        faults.raise_any()
+        raise_faults(faults.errors)
         return cls(**parts)
+
+    @property
+    def failures(self) -> Failures:
+        """What happens when something goes wrong."""
+        return self.handling.failures
 
     def from_home(self, path: str | PathLike[str]) -> Path:
         """Return a path as written while the program is in that working folder, and an absolute one elsewhere."""
@@ -125,6 +131,8 @@ class Settings:
             group = getattr(self, name)
             for each in fields(group):
                 value = getattr(group, each.name)
+                if isinstance(value, Options) and not (value := value.to_dict()):
+                    continue
                 if type(value) is not type(each.default) or value != each.default:  # a limit of 1 is not one of 1.0
                     arguments[each.name] = value
         arguments.update(arguments.pop("tracker_kwargs"))
@@ -135,7 +143,7 @@ class _Faults:
     """The errors of checks that continue after one, so that all are reported at once."""
 
     def __init__(self) -> None:
-        self._errors: list[ArgumentError | HyperParameterError] = []
+        self.errors: list[ArgumentError | HyperParameterError] = []
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -143,22 +151,7 @@ class _Faults:
         try:
             yield
         except (ArgumentError, HyperParameterError) as error:
-            self._errors.append(error)
-
-    def raise_any(self) -> None:
-        """Raise what was collected, if anything.
-
-        Raises:
-            ArgumentError: There are faults in arguments alone.
-            HyperParameterError: There are faults in the hyper-parameters alone.
-            SeveralFaultsError: There are both.
-        """
-        if len(self._errors) == 1:
-            raise self._errors[0]
-        if self._errors:
-            is_mixed = any(isinstance(error, HyperParameterError) for error in self._errors)
-            kind = SeveralFaultsError if is_mixed else ArgumentError
-            raise kind("\n\n".join(["faults in several places", *map(str, self._errors)]))
+            self.errors.append(error)
 
 
 def _import_without_folder() -> None:

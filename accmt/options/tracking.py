@@ -7,18 +7,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
-from typing import Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
-from accmt.options.checks import raise_wrong_value, require_choice, require_mapping, require_options, require_text
+from accmt.options.checks import Options, raise_wrong_value, require_mapping, require_text, set_field, write_argument
 from accmt.options.monitor import Monitor
 from accmt.options.units import read_every
 
 
-class Delivery(TypedDict, total=False):
-    """How rows reach trackers; described at `tracker_delivery`."""
+def _require_seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise_wrong_value(name, value, "seconds from 0", write_argument(name, 30))
 
-    offline: bool | Literal["auto"]
-    flush_s: float
+
+@dataclass(frozen=True, kw_only=True)
+class Delivery(Options):
+    """How rows reach trackers.
+
+    Args:
+        offline: What a tracker whose server cannot be reached means: "auto" trains on and delivers later, False is an
+            error at the start, True does not try before `accmt sync`.
+        flush_s: Seconds that the end of a run waits for trackers; what is left then, `accmt sync` delivers.
+    """
+
+    offline: bool | Literal["auto"] = "auto"
+    flush_s: Annotated[float, _require_seconds] = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +50,8 @@ class TrackingSettings:
         monitor: What else is measured and logged: a `Monitor`, a dict of its fields, a list of those to switch on, or
             the path of a file of either; None logs losses and metrics.
         additional_tracker_config: Entries added to the run's configuration.
-        tracker_delivery: A dict. "offline": what a tracker whose server cannot be reached means: "auto" (the default)
-            trains on and delivers later, False is an error at the start, True does not try before `accmt sync`.
-            "flush_s": seconds that the end of a run waits for trackers, 30 unless it says otherwise; what is left then,
-            `accmt sync` delivers.
+        tracker_delivery: What a tracker whose server cannot be reached means, and how long the end of a run waits:
+            `Delivery(offline=False, flush_s=30)`, or a dict of its arguments.
         tracker_kwargs: Further keywords of the Trainer, handed to the trackers' start; `mlflow={...}` goes to that one
             only.
     """
@@ -55,7 +65,7 @@ class TrackingSettings:
     val_loss_metric_name: str = "val_loss"
     monitor: Any = None
     additional_tracker_config: Mapping[str, Any] | None = None
-    tracker_delivery: Delivery | None = None
+    tracker_delivery: Delivery = None  # type: ignore[assignment]  # which is read when this is made
     tracker_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -70,11 +80,7 @@ class TrackingSettings:
         for name in ("track_name", "run_name"):
             if getattr(self, name) is not None:
                 require_text(name, getattr(self, name))
-        require_options("tracker_delivery", self.tracker_delivery, Delivery)
-        require_choice("tracker_delivery.offline", self.tracker_offline, ("auto", True, False))
-        seconds = self.tracker_flush_s
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
-            raise_wrong_value("tracker_delivery.flush_s", seconds, "seconds from 0", 'tracker_delivery={"flush_s": 30}')
+        set_field(self, "tracker_delivery", Delivery.read("tracker_delivery", self.tracker_delivery))
         require_mapping("additional_tracker_config", self.additional_tracker_config)
         self.log_steps  # noqa: B018 - raises what is wrong with it
 
@@ -82,22 +88,11 @@ class TrackingSettings:
     def log_steps(self) -> int:
         """Optimizer steps from one row to the next; -1 is one row at the end of each epoch."""
         every = self.log_every
-        if isinstance(every, int) and not isinstance(every, bool) and (every >= 1 or every == -1):
-            return every
-        also = "; a whole number of steps from 1, or -1 for each epoch"
-        read = read_every("log_every", every, ("epoch", "step"), also=also)
+        if every == -1 and isinstance(every, int):
+            return -1
+        read = read_every("log_every", every, ("epoch", "step"), plain="step", also="; -1 is each epoch")
         if read.unit == "epoch" and read.number != 1:
             raise_wrong_value(
                 "log_every", every, 'steps, or "epoch" for one row at the end of each', 'log_every="epoch"'
             )
         return -1 if read.unit == "epoch" else int(read.number)
-
-    @property
-    def tracker_offline(self) -> bool | Literal["auto"]:
-        """What a tracker whose server cannot be reached means."""
-        return (self.tracker_delivery or {}).get("offline", "auto")
-
-    @property
-    def tracker_flush_s(self) -> float:
-        """Seconds that the end of a run waits for trackers."""
-        return (self.tracker_delivery or {}).get("flush_s", 30)

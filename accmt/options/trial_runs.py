@@ -27,7 +27,7 @@ def without_traces(settings: Settings) -> Settings:
         ),
         evaluation=replace(settings.evaluation, eval_when_start=False),
         tracking=replace(settings.tracking, log_with=None),
-        failures=replace(settings.failures, handlers=None),
+        handling=replace(settings.handling, handlers=None),
     )
 
 
@@ -52,8 +52,8 @@ def _for_overfitting(settings: Settings) -> Settings:
         limit_batches={
             "train": number,
             "val": number,
-            "test": settings.data.limit_test_batches,
-            "predict": settings.data.limit_predict_batches,
+            "test": settings.data.limits.test,
+            "predict": settings.data.limits.predict,
         },
         shuffle_train=False,
         shuffle_validation=False,

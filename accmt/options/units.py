@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from difflib import get_close_matches
 from typing import Any, Literal, NoReturn
 
+from accmt.errors import nearest
 from accmt.options.checks import raise_wrong_value, require_int
 
 Unit = Literal["epoch", "step", "eval"]
@@ -36,27 +36,55 @@ class Every:
     unit: Unit
 
 
-def read_every(name: str, text: Any, units: Sequence[Unit], *, fractions: bool = False, also: str = "") -> Every:
-    """Read a number and a unit in any case and spacing; without a number it is 1.
+def read_every(
+    name: str,
+    value: Any,
+    units: Sequence[Unit],
+    *,
+    plain: Unit | None = None,
+    fractions: bool = False,
+    also: str = "",
+) -> Every:
+    """Read how often something happens: a number and a unit in any case and spacing; without a number it is 1.
 
     Args:
         name: The Trainer's argument.
-        text: Such as "epoch", "2 epochs", "1eval", "50 STEPS" or "30ep".
+        value: Such as "epoch", "2 epochs", "1eval", "50 STEPS" or "30ep"; or a number, where that has a meaning.
         units: Those that the argument knows.
-        fractions: Whether a fraction of an epoch may stand there.
+        plain: The unit of a whole number without one; None is an error.
+        fractions: Whether a fraction of an epoch may stand there; a float is one.
         also: What else the argument may be, for the message.
 
     Raises:
-        ArgumentError: `text` is no text of that form, the number is 0, or the unit is unknown; the message lists them.
+        ArgumentError: It is neither, the number is 0, or the unit is unknown; the message lists them.
     """
-    match = _NUMBER_AND_UNIT.fullmatch(text) if isinstance(text, str) else None
+    if plain is not None and isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return Every(value, plain)
+    if fractions and isinstance(value, float) and 0 < value <= 1:
+        return Every(value, "epoch")
+    match = _NUMBER_AND_UNIT.fullmatch(value) if isinstance(value, str) else None
     digits, word = match.groups() if match else ("", "")
     unit = _SPELLINGS.get(word.lower())
     number = _read_number(digits)
     is_fraction = isinstance(number, float)
-    if unit not in units or unit is None or number is None or (is_fraction and not (fractions and unit == "epoch")):
-        _reject(name, text, units, fractions=fractions, also=also)
+    if unit not in units or not unit or not number or (is_fraction and not (fractions and unit == "epoch")):
+        _reject(name, value, units, plain, fractions, also)
     return Every(number, unit)
+
+
+def _reject(
+    name: str,
+    value: object,
+    units: Sequence[Unit],
+    plain: Unit | None,
+    fractions: bool,  # noqa: FBT001
+    also: str,
+) -> NoReturn:
+    forms = [f"a whole number of {plain}s from 1"] if plain else []
+    forms += ["a float fraction of an epoch up to 1.0"] if fractions else []
+    examples = " or ".join(f'"{_EXAMPLES[unit]}"' for unit in units)
+    forms.append(f"a number from 1 and a unit, such as {examples}")
+    raise_wrong_value(name, value, ", or ".join(forms) + also, f"{name}={_suggest(value, units, plain, fractions)}")
 
 
 def _read_number(digits: str) -> int | float | None:
@@ -70,32 +98,29 @@ def _read_number(digits: str) -> int | float | None:
     return number if number > 0 else None
 
 
-def _reject(name: str, text: object, units: Sequence[Unit], *, fractions: bool, also: str) -> NoReturn:
-    suggestion = _suggest(text, units, fractions=fractions)
-    fraction = ", or a fraction of an epoch (0.25 epochs)" if fractions else ""
-    examples = " or ".join(f'"{_EXAMPLES[unit]}"' for unit in units)
-    expected = f"a string of a number from 1 and a unit, such as {examples}{fraction}{also}"
-    raise_wrong_value(name, text, expected, f'{name}="{suggestion}"')
-
-
-def _suggest(value: object, units: Sequence[Unit], *, fractions: bool) -> str:
+def _suggest(value: object, units: Sequence[Unit], plain: Unit | None, fractions: bool) -> str:  # noqa: FBT001
     """Return what was probably meant: the number that stands there, with the unit whose name is nearest."""
     text = str(value).lower().replace(",", "").replace("_", "")
     found = re.search(r"\d+(\.\d+)?(e\d+)?", text)
     number = _read_number(str(float(found[0]))) if found else None
-    words = [_MEANT.get(word, word) for word in re.findall(r"[a-z]+", text)]
-    named = [_SPELLINGS[near] for word in words for near in get_close_matches(word, _SPELLINGS, n=1, cutoff=0.7)]
     is_fraction = isinstance(number, float) and fractions
+    words = [_MEANT.get(word, word) for word in re.findall(r"[a-z]+", text)]
+    if plain and not words:
+        return str(number) if isinstance(number, int) or is_fraction else f'"{_EXAMPLES[plain]}"'
+    named = [near for word in words if (near := nearest(word, _SPELLINGS, cutoff=0.7))]
     default: Unit = "epoch" if is_fraction or "step" not in units or not found else "step"
-    unit = next((unit for unit in named if unit in units), default if default in units else units[0])
+    default = default if default in units else units[0]
+    unit = next((_SPELLINGS[one] for one in named if _SPELLINGS[one] in units), default)
     if number is None or (isinstance(number, float) and not (is_fraction and unit == "epoch")):
         number = 1
-    return f"{number} {unit}" + ("s" if number != 1 else "")
+    return f'"{number} {unit}' + ('s"' if number != 1 else '"')
 
 
 _WRITTEN = (
     re.compile(r"(\d+):(\d\d?):(\d\d?):(\d\d?)"),
-    re.compile(r"(?:(\d+)d)? ?(?:(\d+)h)? ?(?:(\d+)m)? ?(?:(\d+)s)?"),
+    re.compile(
+        r"(?:(\d+) ?(?:d|days?))? ?(?:(\d+) ?(?:h|hours?))? ?(?:(\d+) ?(?:m|min|minutes?))? ?(?:(\d+) ?(?:s|seconds?))?"
+    ),
 )
 
 
@@ -103,7 +128,7 @@ def read_max_time(value: Any) -> float | None:
     """Return the seconds of `Trainer(max_time=...)`; None is no limit.
 
     Args:
-        value: "DD:HH:MM:SS" or "1h30m", a timedelta, a dict of its arguments, or None.
+        value: "DD:HH:MM:SS", "1h30m" or "10 minutes", a timedelta, a dict of its arguments, or None.
 
     Raises:
         ArgumentError: Something else, or no time at all.
@@ -112,7 +137,7 @@ def read_max_time(value: Any) -> float | None:
         return None
     seconds = _read(value)
     if seconds is None or seconds <= 0:
-        expected = '"DD:HH:MM:SS" or "1h30m", a timedelta, or a dict of its arguments, above 0'
+        expected = '"DD:HH:MM:SS", "1h30m" or "10 minutes", a timedelta, or a dict of its arguments, above 0'
         raise_wrong_value("max_time", value, expected, 'max_time="1h"')
     return seconds
 

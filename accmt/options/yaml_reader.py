@@ -16,8 +16,9 @@ from accmt.errors import (
     HyperParameterTypeError,
     describe_value,
     explain,
+    nearest,
 )
-from accmt.options.document import KEYS, Document, Fault, KeyPath, describe, nearest
+from accmt.options.document import KEYS, Document, Fault, KeyPath, describe
 from accmt.options.numbers import number_in, read_numbers
 from accmt.registry import addon
 

@@ -90,7 +90,7 @@ class Checkpoints:
     @property
     def are_written(self) -> bool:
         """Whether the run writes checkpoints: regularly, or when it fails."""
-        return self._settings.checkpoints.every is not None or bool(self._settings.failures.kinds)
+        return self._settings.checkpoints.every is not None or bool(self._settings.handling.kinds)
 
     @property
     def has_saved(self) -> bool:

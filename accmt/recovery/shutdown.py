@@ -130,7 +130,7 @@ def _save_snapshot(run: Run) -> None:
 def _is_handled(run: Run, error: BaseException) -> bool:
     if run.interruption.left_at_once:
         return False
-    handlers = run.settings.failures.kinds
+    handlers = run.settings.handling.kinds
     if isinstance(error, KeyboardInterrupt | Preempted):
         return run.settings.checkpoints.every is not None or Handler.KEYBOARD in handlers
     return bool(handlers & _kinds_of(run.watch, error))

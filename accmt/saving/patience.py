@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, TypedDict, cast
 
+from accmt.errors import nearest
 from accmt.saving.rules import TRAIN_LOSS, Argument, IsBetter, Quantities, Rule
 from accmt.state import Counters
 
@@ -136,7 +136,7 @@ def _read_options(patience: Any, value: Any) -> PatienceOptions:
     known = list(PatienceOptions.__annotations__)
     for key in options:
         if key not in known:
-            do = f"did you mean {get_close_matches(str(key), known, n=1, cutoff=0.0)[0]!r}?"
+            do = f"did you mean {nearest(key, known, cutoff=0)!r}?"
             _PATIENCE.reject(f"the key {key!r}", f"any of {', '.join(known)}", do)
     number = options.get("patience", 1)
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:

@@ -144,7 +144,7 @@ def _make_parts(
     """Return what of a run follows from Trainer, module, model and earlier failures alone."""
     settings = trainer.settings
     failures = settings.failures
-    saves = settings.checkpoints.every is not None or bool(settings.failures.kinds)
+    saves = settings.checkpoints.every is not None or bool(settings.handling.kinds)
     keeps_snapshot = saves or settings.optimization.auto_micro_batch
     watch = _make_watch(settings, trainer.state, is_listening=saves)
     parts = prepared.model, prepared.unwrapped_model, prepared.stepper.optimizer

@@ -47,9 +47,9 @@ class _Source(NamedTuple):
 
 
 _DATA: dict[Evaluation, _Source] = {
-    "validate": _Source("get_validation_dataloader", "val_dataset", "limit_val_batches"),
-    "test": _Source("get_test_dataloader", "test_dataset", "limit_test_batches"),
-    "predict": _Source("get_predict_dataloader", "dataset", "limit_predict_batches"),
+    "validate": _Source("get_validation_dataloader", "val_dataset", "val"),
+    "test": _Source("get_test_dataloader", "test_dataset", "test"),
+    "predict": _Source("get_predict_dataloader", "dataset", "predict"),
 }
 
 
@@ -86,13 +86,13 @@ def find_data(module: AcceleratorModule, user_data: Any, purpose: Evaluation, se
     if data is None:
         do = f"trainer.{purpose}(module, {argument}), or def {method}(self) in the module"
         raise DataError(explain(purpose, "no data", "a dataset or a DataLoader, or several in a list or dict", do))
-    return {} if getattr(settings, limit) == 0 else name_sets(data)
+    return {} if getattr(settings.limits, limit) == 0 else name_sets(data)
 
 
 def find_validation_data(module: AcceleratorModule, user_data: Any, settings: DataSettings) -> dict[str, Any]:
     """Return the validation sets by name; empty where there are none or where they are limited to 0 batches."""
     data = _ask(module.get_validation_dataloader, user_data)
-    return {} if data is None or settings.limit_val_batches == 0 else name_sets(data)
+    return {} if data is None or settings.limits.val == 0 else name_sets(data)
 
 
 def name_sets(data: Any) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def build_train_loader(
         micro_batches_per_batch=micro_batches_per_batch,
         shard=shard,
         seed=seed,
-        limit=data_settings.limit_train_batches,
+        limit=data_settings.limits.train,
         shuffle=data_settings.shuffle_train,
         sampler=find_sampler(module, data, settings, num_shards=shard.count),
         groups=_find_groups(module, settings) if is_stream(data) else None,
@@ -207,7 +207,7 @@ def build_evaluation_loader(
         batch_size=_evaluation_batch_size(settings, purpose),
         shard=_shard(data_settings),
         seed=seed,
-        limit=getattr(data_settings, _DATA[purpose].limit),
+        limit=getattr(data_settings.limits, _DATA[purpose].limit),
         shuffle=is_validation and data_settings.shuffle_validation,
         sampler=data_settings.sampler_val if is_validation else None,
         collate=keep_samples if cutting else collate,
@@ -338,9 +338,7 @@ def _check_settings(module: AcceleratorModule, settings: Settings) -> None:
         _reject("group_by_length=True", "leave it out: a curriculum decides the order")
     if data_settings.sampler is not None or data_settings.batch_sampler is not None:
         _reject("sampler= or batch_sampler=", "leave it out: a curriculum decides the order")
-    is_limited = (
-        isinstance(data_settings.limit_train_batches, int) or data_settings.limit_train_batches < 1.0
-    )  # 1 is one batch
+    is_limited = isinstance(data_settings.limits.train, int) or data_settings.limits.train < 1.0  # 1 is one batch
     if is_limited and not settings.running.fast_dev_run:
         _reject("limit_batches= or overfit_batches=", "leave it out: max_steps says how long the run is")
 

@@ -131,7 +131,7 @@ def _directions(settings: Settings, metrics: _Metrics, sets: Sequence[str] | Non
         for entry, is_better in metric.directions.items()
     }
     directions = {entry: is_better for (_, entry), is_better in every.items()}
-    choices = settings.evaluation.consolidate_metrics or {}
+    choices = settings.evaluation.metric_options.means or {}
     if sets is None:  # so what is taken is not known yet, but what is made of it
         return dict.fromkeys(choices, operator.gt) | directions
     of_sets = {f"{entry}__{name}" if name else entry: is_better for (name, entry), is_better in every.items()}
@@ -197,5 +197,5 @@ def _build_tracking(settings: Settings, resumed: Resumed | None) -> Tracking:
         tracker_kwargs=logging.tracker_kwargs,
         is_main_process=is_main_process() and not settings.running.fast_dev_run,  # elsewhere nothing is written
         verbose=settings.running.verbose,
-        offline=logging.tracker_offline,
+        offline=logging.tracker_delivery.offline,
     )

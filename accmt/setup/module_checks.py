@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
-from difflib import get_close_matches
 from itertools import islice
 from os import PathLike
 from types import MappingProxyType
@@ -17,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from accmt.callbacks import find_hooks
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, explain, nearest
 from accmt.huggingface import advise_wrapping
 from accmt.metrics import Metric, ReportedValue
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, HuggingFaceModule, defines
@@ -185,12 +184,12 @@ def _advise_making(path: Any) -> str:
 def _check_spelling(module: AcceleratorModule) -> None:
     own = {name for kind in type(module).__mro__ if kind not in AcceleratorModule.__mro__ for name in vars(kind)}
     for name in sorted(own - set(dir(AcceleratorModule))):
-        nearest = get_close_matches(name, _CONTRACT, n=1, cutoff=0.9)
-        if nearest and not name.startswith("_") and not defines(module, nearest[0]):
+        meant = nearest(name, _CONTRACT, cutoff=0.9)
+        if meant and not name.startswith("_") and not defines(module, meant):
             _reject(
                 module,
-                f"a method {name}, and no {nearest[0]}",
-                f"rename it to {nearest[0]} (or to a less similar name)",
+                f"a method {name}, and no {meant}",
+                f"rename it to {meant} (or to a less similar name)",
             )
 
 

@@ -57,17 +57,18 @@ def torch_flags(settings: RunningSettings) -> Iterator[None]:
 
     Source: https://docs.pytorch.org/docs/stable/notes/randomness.html, also for the variable that cuBLAS needs.
     """
+    flags = settings.torch_flags
     cudnn, autograd = torch.backends.cudnn, torch.autograd
     algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     choices, anomaly = (cudnn.deterministic, cudnn.benchmark), torch.is_anomaly_enabled()
     has_variable = _CUBLAS in os.environ
-    if settings.deterministic:
-        torch.use_deterministic_algorithms(mode=True, warn_only=settings.deterministic == "warn")
+    if flags.deterministic:
+        torch.use_deterministic_algorithms(mode=True, warn_only=flags.deterministic == "warn")
         cudnn.deterministic, cudnn.benchmark = True, False
         os.environ.setdefault(_CUBLAS, ":4096:8")
-    if settings.benchmark is not None:
-        cudnn.benchmark = settings.benchmark
-    if settings.detect_anomaly:
+    if flags.benchmark is not None:
+        cudnn.benchmark = flags.benchmark
+    if flags.detect_anomaly:
         autograd.set_detect_anomaly(mode=True)
     try:
         yield

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from accmt.errors import ArgumentError, DataError, explain
+from accmt.errors import ArgumentError, DataError, explain, nearest
 from accmt.messages import warn
 from accmt.processes import run_on_every_process
 
@@ -101,11 +100,11 @@ class DataModule:
             raise ArgumentError(explain(where, got, "a method", f"def {name}(self): ..."))
 
     def _check_spelling(self, name: str) -> None:
-        nearest = next(iter(get_close_matches(name, _METHODS, n=1, cutoff=0.9)), None)
-        if nearest is None or self._find(nearest) is not None or not callable(getattr(type(self._own), name, None)):
+        meant = nearest(name, _METHODS, cutoff=0.9)
+        if meant is None or self._find(meant) is not None or not callable(getattr(type(self._own), name, None)):
             return
-        got, expected = f"a method {name}, and no {nearest}", f"methods among {', '.join(_METHODS)}"
-        do = f"rename it to {nearest} (or to a less similar name)"
+        got, expected = f"a method {name}, and no {meant}", f"methods among {', '.join(_METHODS)}"
+        do = f"rename it to {meant} (or to a less similar name)"
         raise ArgumentError(explain(f"the datamodule {type(self._own).__name__}", got, expected, do))
 
     def _find(self, name: str) -> Callable[[], Any] | None:

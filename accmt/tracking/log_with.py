@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-from accmt.errors import ArgumentError, MissingPackageError, TrackerError, UnknownArgumentError, explain
+from accmt.errors import ArgumentError, MissingPackageError, TrackerError, UnknownArgumentError, explain, nearest
 from accmt.messages import say
 from accmt.tracking.run_folder import RunPlace
 from accmt.tracking.spec import TrackerSpec, UserTracker
@@ -109,9 +108,9 @@ def _require_package(spec: TrackerSpec) -> None:
 
 
 def _reject_unknown(entry: Any) -> NoReturn:
-    nearest = get_close_matches(str(entry).lower(), list(TRACKERS), n=1, cutoff=0.5)
+    meant = nearest(entry, TRACKERS, cutoff=0.5)
     got = f"{entry!r} ({type(entry).__name__})"
-    do = f"log_with={nearest[0]!r}?" if nearest else "log_with='tensorboard', for example"
+    do = f"log_with={meant!r}?" if meant else "log_with='tensorboard', for example"
     raise ArgumentError(explain("Trainer(log_with=...)", got, _SUPPORTED, do))
 
 
@@ -120,7 +119,7 @@ def _require_accepted(names: Iterable[str], accepted: frozenset[str] | None, whe
         return
     for name in names:
         if name not in accepted:
-            nearest = get_close_matches(name, accepted, n=1)
-            do = f"{nearest[0]}=...?" if nearest else f"leave {name} out"
+            meant = nearest(name, accepted)
+            do = f"{meant}=...?" if meant else f"leave {name} out"
             expected = "a keyword of a tracker in log_with" + (f": {', '.join(sorted(accepted))}" if accepted else "")
             raise UnknownArgumentError(explain(where, f"{name}=..., which no tracker takes", expected, do))

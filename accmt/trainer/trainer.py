@@ -64,8 +64,9 @@ class Trainer(TrainerProperties):
         evaluate_every_n_steps: Optimizer steps from one evaluation to the next, counted over epochs; as a float up to
             1.0 the fraction of an epoch's steps; or text such as "500 steps", "2 epochs", "0.25 epochs". None: at the
             end of each epoch.
-        checkpoint_every: How often: a number and a unit of "epoch", "step" or "eval", such as "2 epochs", "0.25 epochs"
-            or "500 steps"; None is never. The end of the run is saved too.
+        checkpoint_every: How often: a number of optimizer steps; as a float up to 1.0 a fraction of an epoch; or a
+            number and a unit, such as "500 steps", "2 epochs", "0.25 epochs" or "3 evals"; None is never. The end of
+            the run is saved too.
         logging_dir: Folder of logs, or the URL of the tracker's server.
         log_with: A tracker or a list of them: `TensorBoard`, `MLFlow`, `WandB` ..., their names, or any Accelerate
             `GeneralTracker`. `history.jsonl` is written in any case.
@@ -73,8 +74,9 @@ class Trainer(TrainerProperties):
             or "epoch" is one row at the end of each epoch.
         grad_accumulation_steps: Batches of each process that make one optimizer step: a number, or `{epoch: number}`
             with the epoch (from 0) at which each begins. None is 1.
-        clip_grad: Largest norm of the gradient of an optimizer step: the whole gradient is scaled. `{"value": 0.5}`
-            cuts each of its entries instead. None or 0 is off. Of a sparse gradient the values count.
+        clip_grad: Largest norm of the gradient of an optimizer step: the whole gradient is scaled.
+            `Clipping(value=0.5)` cuts each of its entries instead. None or 0 is off. Of a sparse gradient the values
+            count.
         set_to_none: Whether gradients are dropped after a step instead of filled with zeros.
         shuffle_train: Whether each epoch has an order of its own, drawn from (seed, epoch). Ignored with a sampler.
         shuffle_validation: Whether validation data are shuffled; results do not depend on it.
@@ -117,8 +119,8 @@ class Trainer(TrainerProperties):
             datamodule for data again at the beginning of every so many epochs: a number, or text such as "2 epochs"; 0
             asks once.
         limit_batches: Batches of an epoch, of each validation set, of testing and of predicting: a whole number, or a
-            fraction of them as a float (1.0 is all, 1 is one); a dict with "train", "val", "test" and "predict" limits
-            those alone. 0 for "val" turns validation off.
+            fraction of them as a float (1.0 is all, 1 is one); `Limits(val=0.1)` limits those alone that it names, of
+            train, val, test and predict. 0 for val turns validation off.
         overfit_batches: Trains and validates on so many (or this fraction of the) training batches, unshuffled; 0 is
             off.
         fast_dev_run: Runs so many batches (True: 1) of each kind, with one evaluation at the end, and writes nothing,
@@ -138,9 +140,7 @@ class Trainer(TrainerProperties):
             better by less than "min_delta" does not count as better; training ends at once where it is as good as
             "stopping_threshold", or with "check_finite" where it is NaN or infinite. `min_length` holds it back.
         seed: Seed of everything random; None draws one.
-        torch_flags: A dict of what is set in torch during the run. "deterministic": True makes it use deterministic
-            algorithms only, "warn" warns where there is none. "benchmark": sets `torch.backends.cudnn.benchmark`.
-            "detect_anomaly": whether autograd looks for the operation that made a NaN; slow.
+        torch_flags: What is set in torch during the run: `TorchFlags(deterministic=True)`, or a dict of its arguments.
         inference_mode: Whether validation runs under `torch.inference_mode`; False: `torch.no_grad`.
         gradient_checkpointing: Whether a transformers model recomputes activations to save memory; a dict gives
             arguments.
@@ -160,21 +160,13 @@ class Trainer(TrainerProperties):
             "f1", metrics of `evaluate`, a list of them, a dict of them by name, or a dict of lists by validation set.
             In a dict of names "min" or "max" is the better direction of a value that a step or a hook reports itself,
             as in `{"perplexity": "min"}`.
-        metric_options: A dict. "means": results of which the mean is taken, by the name of that mean: a function of a
-            result's name, such as `{"mean_accuracy": lambda name: name.startswith("accuracy")}`, or the names, such as
-            `["accuracy__en", "accuracy__de"]`; losses are not among them; `best_mean_accuracy` and `patience` can go by
-            it. "further": a function that gets the values of each such mean in a list by its name, and returns further
-            results by name. "report_all": whether results that have gone into a mean are logged too; they are not
-            unless it is True. "gather_chunk_size": how much of each process's predictions travels to the main process
-            at a time, where a metric or `predict` needs them there: bytes, or text such as "32MB" (the default); None
-            is all at once.
+        metric_options: Means over results, and how predictions travel: `MetricOptions(means=...)`, or a dict of its
+            arguments.
         callbacks: A `Callback` or a list of them.
         run_name: Name of this run; None is made of the time and a few letters.
         additional_tracker_config: Entries added to the run's configuration.
-        tracker_delivery: A dict. "offline": what a tracker whose server cannot be reached means: "auto" (the default)
-            trains on and delivers later, False is an error at the start, True does not try before `accmt sync`.
-            "flush_s": seconds that the end of a run waits for trackers, 30 unless it says otherwise; what is left then,
-            `accmt sync` delivers.
+        tracker_delivery: What a tracker whose server cannot be reached means, and how long the end of a run waits:
+            `Delivery(offline=False, flush_s=30)`, or a dict of its arguments.
         profiler: Finds what takes the time of `fit`: "simple" by phase, "advanced" by function, "pytorch" by operation,
             in a few steps; or an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile` that says more. What is
             found is kept in the run folder.
@@ -185,28 +177,10 @@ class Trainer(TrainerProperties):
         accelerator: An `accelerate.Accelerator`, or a dict of its arguments; None builds one from the launch.
         mixed_precision: "no", "fp16" or "bf16"; None takes the launch's.
         ddp_kwargs: Arguments of `accelerate.DistributedDataParallelKwargs`.
-        parallelism: Shards the model over the processes of a launch by FSDP2: a dict. "fsdp": True, or arguments of
-            `accelerate.FullyShardedDataParallelPlugin`. "shard" and "replicate": the sizes of hybrid sharding; by
-            default all processes shard. "tp": over how many processes the model is split by its plan for tensor
-            parallelism; such processes share each batch. The product of the sizes is the number of processes.
-        failures: A dict. "on_nonfinite": what happens after a training loss that is not finite: "stop" (the default)
-            ends the run with an error that names the batch, "skip" leaves the optimizer step out before it is made (and
-            waits for the device once per step), "rollback" goes back to the newest checkpoint and skips that step; None
-            only warns. "spike_guard": treats a loss this many standard deviations above the mean of the process's last
-            100 as not finite, from the 21st on. "on_bad_sample": "raise" (the default) ends the run where a sample
-            cannot be read, with an error that names it; "skip" leaves it out of its batch, counts it (`bad_samples`)
-            and warns; no effect on streams. "on_long_sample": with `max_tokens` in the hyper-parameters, "warn" (the
-            default) makes a sample that is longer a micro-batch of its own, and warns once; "raise" ends the run.
-            "hang_timeout_s": seconds without a finished batch after which the run counts as hung and ends, saying
-            where. "machine_timeout_s": on several machines, seconds without a sign of life of one after which the
-            others end; 120; None waits as long as torch does. "preempt_exit_code": exit code after SIGTERM or SIGUSR1,
-            from 0 to 255; 143. "preflight": whether a run tries at its start to save and load its state in memory, and
-            compares the room on the disk with what checkpoints and model will need; True. "try_longest": whether the
-            largest micro-batch that the data can bring goes through forward and backward before training, without
-            effect, so that memory runs out now if it does: the one of the longest samples, where lengths are known;
-            None (the default) does so where the device has memory of its own. "compare_replicas": whether processes
-            compare the weights and optimizer state that they hold alike, at each evaluation and checkpoint, and end the
-            run where they differ; True. False is for training that lets replicas differ on purpose, such as local SGD.
+        parallelism: Spreads the model over the processes of a launch: `ParallelismOptions(fsdp=True)`, or a dict of its
+            arguments.
+        failures: What happens at a loss that is not finite, a sample that cannot be read, a process that hangs, and the
+            like: `Failures(on_nonfinite="skip")`, or a dict of its arguments.
         **kwargs: Further keywords of the Trainer, handed to the trackers' start; `mlflow={...}` goes to that one only.
 
     Raises:
@@ -230,12 +204,12 @@ class Trainer(TrainerProperties):
         resume: bool | str | PathLike[str] | None = False,
         model_saving: str | Sequence[str | None] | None = "best_valid_loss",
         evaluate_every_n_steps: float | str | None = None,
-        checkpoint_every: str | None = "epoch",
+        checkpoint_every: float | str | None = "epoch",
         logging_dir: str | PathLike[str] = "logs",
         log_with: Trackers | None = None,
         log_every: int | str = 1,
         grad_accumulation_steps: int | Mapping[int, int] | None = None,
-        clip_grad: float | Clipping | None = None,
+        clip_grad: float | Clipping | Mapping[str, float] | None = None,
         set_to_none: bool = True,
         shuffle_train: bool = True,
         shuffle_validation: bool = False,
@@ -265,7 +239,7 @@ class Trainer(TrainerProperties):
         dataloader_drop_last: bool = False,
         shard_dataloaders: bool = True,
         reload_dataloaders_every_n_epochs: int | str = 0,
-        limit_batches: float | Limits = 1.0,
+        limit_batches: float | Limits | Mapping[str, float] = 1.0,
         overfit_batches: float = 0.0,
         fast_dev_run: bool | int = False,
         batch_device_placement: bool = True,
@@ -275,7 +249,7 @@ class Trainer(TrainerProperties):
         num_sanity_val_steps: int = 2,
         patience: int | str | Mapping[str, int | str | Mapping[str, Any]] | None = None,
         seed: int | None = None,
-        torch_flags: TorchFlags | None = None,
+        torch_flags: TorchFlags | Mapping[str, Any] | None = None,
         inference_mode: bool = True,
         gradient_checkpointing: bool | Mapping[str, Any] = False,
         sync_batchnorm: bool = False,
@@ -287,19 +261,19 @@ class Trainer(TrainerProperties):
         reset_optimizer_on_resume: bool = False,
         save_last: bool = False,
         metrics: Metrics | None = None,
-        metric_options: MetricOptions | None = None,
+        metric_options: MetricOptions | Mapping[str, Any] | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
         run_name: str | None = None,
         additional_tracker_config: Mapping[str, Any] | None = None,
-        tracker_delivery: Delivery | None = None,
+        tracker_delivery: Delivery | Mapping[str, Any] | None = None,
         profiler: Literal["simple", "advanced", "pytorch"] | ProfileKwargs | profile | None = None,
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool | int = False,
         accelerator: Accelerator | Mapping[str, Any] | None = None,
         mixed_precision: Literal["no", "fp16", "bf16"] | None = None,
         ddp_kwargs: Mapping[str, Any] | None = None,
-        parallelism: ParallelismOptions | None = None,
-        failures: Failures | None = None,
+        parallelism: ParallelismOptions | Mapping[str, Any] | None = None,
+        failures: Failures | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         # What only checks and runs need is imported by the functions that use it: `import accmt` is to be quick.

@@ -102,7 +102,7 @@ def test_the_arguments_in_the_folder_make_the_same_trainer_again():
     assert again.config() == config
     told, kept = trainer.config(), ("handlers", "monitor", "max_time", "log_with")
     assert {name: config[name] for name in told if name not in kept} == {n: told[n] for n in told if n not in kept}
-    assert again.settings.failures.kinds == trainer.settings.failures.kinds
+    assert again.settings.handling.kinds == trainer.settings.handling.kinds
     assert again.settings.tracking.monitored == trainer.settings.tracking.monitored
     assert (config["log_with"], config["tensorboard"]) == (["tensorboard"], {"flush_secs": 5})
 

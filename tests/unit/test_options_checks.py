@@ -8,18 +8,34 @@ from pathlib import Path
 
 import pytest
 
-from accmt import Trainer
+from accmt import (
+    Clipping,
+    Delivery,
+    Failures,
+    Limits,
+    MetricOptions,
+    ParallelismOptions,
+    TorchFlags,
+    Trainer,
+)
 from accmt.errors import ArgumentError, UnknownArgumentError
 from accmt.options.units import Every
 
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
 
 WRONG = [
-    ("log_every", 0, "steps from 1, or -1"),
-    ("log_every", -2, "steps from 1, or -1"),
-    ("log_every", 1.5, "steps from 1, or -1"),
-    ("log_every", True, "steps from 1, or -1"),
-    ("log_every", "1", "steps from 1, or -1"),
+    ("log_every", 0, "steps from 1, or .*-1 is each epoch"),
+    ("log_every", -2, "steps from 1, or "),
+    ("log_every", 1.5, "steps from 1, or "),
+    ("log_every", 0.5, "steps from 1, or "),
+    ("log_every", True, "steps from 1, or "),
+    ("log_every", "1", "steps from 1, or "),
+    ("checkpoint_every", 0, "a whole number of steps from 1"),
+    ("checkpoint_every", 1.5, "float fraction of an epoch"),
+    ("checkpoint_every", "10 minutes", "a number from 1 and a unit"),
+    ("max_time", "10 parsecs", '"1h30m" or "10 minutes"'),
+    ("reload_dataloaders_every_n_epochs", -1, "a whole number of epochs from 1.*0 is never"),
+    ("reload_dataloaders_every_n_epochs", False, "a whole number of epochs from 1"),
     ("train_loss_metric_name", "", "a name"),
     ("val_loss_metric_name", None, "a name"),
     ("track_name", " ", "a name"),
@@ -110,11 +126,12 @@ SPELT = [
     ("clip_grad", "0.5", "clip_grad=0.5"),
     ("clip_grad", "much", "a positive number, or leave clip_grad out"),
     ("grad_accumulation_steps", "4", "grad_accumulation_steps=4"),
-    ("evaluate_every_n_steps", "4", "evaluate_every_n_steps=4, or None for every epoch"),
-    ("evaluate_every_n_steps", 2.0, "evaluate_every_n_steps=2, or None for every epoch"),
-    ("evaluate_every_n_steps", "0.25", "evaluate_every_n_steps=0.25, or None for every epoch"),
-    ("evaluate_every_n_steps", 0, "evaluate_every_n_steps=500, or None for every epoch"),
-    ("checkpoint_every", 4, 'checkpoint_every="4 steps"'),
+    ("evaluate_every_n_steps", "4", "evaluate_every_n_steps=4"),
+    ("evaluate_every_n_steps", 2.0, "evaluate_every_n_steps=2"),
+    ("evaluate_every_n_steps", "0.25", "evaluate_every_n_steps=0.25"),
+    ("evaluate_every_n_steps", 0, 'evaluate_every_n_steps="500 steps"'),
+    ("checkpoint_every", "4", "checkpoint_every=4"),
+    ("log_every", "10", "log_every=10"),
     ("model_saving", True, 'model_saving="best_valid_loss"'),
     ("model_saving", False, "model_saving=None"),
     ("model_saving", [4], 'model_saving="best_valid_loss"'),
@@ -150,8 +167,8 @@ ACCEPTED = [
     ("num_sanity_val_steps", -1),
     ("limit_batches", 1),
     ("limit_batches", 1e-9),
-    ("limit_batches", {"val": 0}),
-    ("limit_batches", {"val": 0.0}),
+    ("limit_batches", Limits(val=0)),
+    ("limit_batches", Limits(val=0.0)),
     ("max_shard_size", "1.5 gb"),
     ("max_shard_size", 1),
     ("seed", 0),
@@ -189,7 +206,8 @@ def test_how_often_is_written_in_one_grammar_or_as_the_number_it_always_was():
     ]:
         assert settings(evaluate_every_n_steps=written).evaluation.every == every
     assert [settings(log_every=e).tracking.log_steps for e in (10, "10 steps", -1, "epoch")] == [10, 10, -1, -1]
-    assert settings(checkpoint_every="0.5 epochs").checkpoints.every == Every(0.5, "epoch")
+    for written, every in [("0.5 epochs", Every(0.5, "epoch")), (0.5, Every(0.5, "epoch")), (500, Every(500, "step"))]:
+        assert settings(checkpoint_every=written).checkpoints.every == every
     assert [settings(reload_dataloaders_every_n_epochs=e).data.reload_epochs for e in (2, "2 epochs")] == [2, 2]
     assert settings(patience="3 evals").saving.patience_evaluations == 3
     assert settings(patience={"best_valid_loss": "3 evals"}).saving.patience_evaluations == {"best_valid_loss": 3}
@@ -280,3 +298,62 @@ def test_settings_cannot_be_changed_afterwards():
     settings = Trainer(HPS, "out").settings
     with pytest.raises(AttributeError, match="cannot assign"):
         settings.data.shuffle_train = False
+
+
+AS_OBJECTS = [
+    ("failures", Failures(on_nonfinite="skip", hang_timeout_s=60), {"on_nonfinite": "skip", "hang_timeout_s": 60}),
+    ("metric_options", MetricOptions(means={"all": ["a"]}, gather_chunk_size=None), None),
+    ("torch_flags", TorchFlags(deterministic="warn"), {"deterministic": "warn"}),
+    ("tracker_delivery", Delivery(offline=False), {"offline": False}),
+    ("parallelism", ParallelismOptions(shard=2, replicate=1), {"shard": 2, "replicate": 1}),
+    ("limit_batches", Limits(train=1, val=0), {"train": 1, "val": 0}),
+    ("clip_grad", Clipping(value=0.5), {"value": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "written"), AS_OBJECTS, ids=[name for name, *_ in AS_OBJECTS])
+def test_an_argument_with_parts_is_an_object_or_a_dict_of_them(name, value, written):
+    trainer = Trainer(HPS, "out", **{name: value})
+    written = {"means": {"all": ["a"]}, "gather_chunk_size": None} if written is None else written
+    assert trainer.config()[name] == written
+    assert Trainer(HPS, "out", **{name: written}).settings == trainer.settings
+    assert Trainer.from_config(trainer.config()).settings == trainer.settings
+    with pytest.raises(AttributeError, match="cannot assign"):
+        setattr(value, next(iter(written)), None)
+
+
+def test_what_is_wrong_in_an_object_is_told_where_it_is_made():
+    for make, place, expected in [
+        (lambda: Failures(on_nonfinite="skipp"), "Failures(on_nonfinite=...)", "on_nonfinite='skip')?"),
+        (lambda: Failures(preempt_exit_code=256), "Failures(preempt_exit_code=...)", "a whole number from 0 to 255"),
+        (lambda: Failures(preflight="no"), "Failures(preflight=...)", "True or False"),
+        (
+            lambda: Failures(spike_guard=3, on_nonfinite=None),
+            "Failures(spike_guard=...)",
+            "on_nonfinite other than None",
+        ),
+        (lambda: Limits(train=0), "Limits(train=...)", "a whole number of batches from 1"),
+        (lambda: Clipping(norm=1.0, value=1.0), "Clipping(...)", "either norm or value"),
+        (lambda: ParallelismOptions(tp=0), "ParallelismOptions(tp=...)", "a whole number from 1"),
+        (lambda: ParallelismOptions(fsdp=False), "ParallelismOptions(fsdp=...)", "arguments of FSDP2 by name"),
+        (lambda: Delivery(flush_s=-1), "Delivery(flush_s=...)", "seconds from 0"),
+        (lambda: TorchFlags(deterministic="no"), "TorchFlags(deterministic=...)", "one of True, False, 'warn'"),
+        (lambda: MetricOptions(further=print), "MetricOptions(further=...)", 'values of "means"'),
+    ]:
+        with pytest.raises(ArgumentError) as caught:
+            make()
+        assert str(caught.value).startswith(f"{place}\n"), caught.value
+        assert expected in str(caught.value)
+
+
+def test_all_that_is_wrong_in_a_dict_of_parts_is_told_at_once():
+    with pytest.raises(ArgumentError) as caught:
+        Trainer(HPS, "out", failures={"on_nonfinit": "skip", "spike_guard": -1, "preflight": "yes"}, seed=-1)
+    for said in (
+        """Trainer(failures={"on_nonfinit": ...})""",
+        "did you mean on_nonfinite?",
+        """Trainer(failures={"spike_guard": ...})""",
+        """Trainer(failures={"preflight": ...})""",
+        "Trainer(seed=...)",
+    ):
+        assert said in str(caught.value)

@@ -183,7 +183,7 @@ def test_the_help_says_what_the_docstrings_say():
             assert meanings[name].split(". ")[0].split("-")[0] in text, name
 
 
-@pytest.mark.parametrize("text", ["2h", "1h60m", "120m", "0d 2h", "00:02:00:00"])
+@pytest.mark.parametrize("text", ["2h", "1h60m", "120m", "0d 2h", "00:02:00:00", "120 minutes", "1 hour 60 min"])
 def test_times_are_read_in_both_forms(text):
     assert read_max_time(text) == 7200
 

@@ -1,6 +1,7 @@
 import pytest
 
-from accmt.options.document import describe, nearest, suggest
+from accmt.errors import nearest
+from accmt.options.document import describe, suggest
 
 NAMES = ["weight_decay", "betas", "lr", "AdamW", "LinearWithWarmup"]
 

@@ -68,7 +68,7 @@ def test_config_makes_an_equal_trainer_again(arguments):
 @pytest.mark.feature("D31")
 def test_config_keeps_a_limit_of_one_batch_apart_from_all_batches():
     again = round_trip(Trainer(HPS, "out", limit_batches={"train": 1}))
-    assert isinstance(again.settings.data.limit_train_batches, int)
+    assert isinstance(again.settings.data.limits.train, int)
 
 
 @pytest.mark.feature("D31")

@@ -34,7 +34,10 @@ def test_everything_else_is_refused_with_the_name_of_the_argument(written):
 @pytest.mark.parametrize(("written", "size"), [("1KB", 1000), (7, 7), (None, None), ("32MB", 32_000_000)])
 def test_the_trainer_gathers_in_chunks_of_the_size_it_was_told(written, size):
     assert (
-        Trainer(HPS, "out/model", metric_options={"gather_chunk_size": written}).settings.evaluation.chunk_bytes == size
+        Trainer(
+            HPS, "out/model", metric_options={"gather_chunk_size": written}
+        ).settings.evaluation.metric_options.chunk_bytes
+        == size
     )
 
 

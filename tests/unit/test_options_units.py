@@ -50,7 +50,7 @@ def test_a_number_and_a_unit_in_any_case_and_spacing_are_read(text, number, unit
         ("every 500 batches", "500 steps"),
         ("1e3 steps", "1000 steps"),
         ("1,000 steps", "1000 steps"),
-        (0.25, "0.25 epochs"),
+        ("0.25", "0.25 epochs"),
         (5, "5 steps"),
         (500.0, "500 steps"),
         (0, "1 step"),

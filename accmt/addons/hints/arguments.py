@@ -161,7 +161,7 @@ JOINED: Mapping[str, tuple[str, str]] = {
     "additional_metric_consolidation": ("metric_options", "further"),
     "report_all_metrics": ("metric_options", "report_all"),
     "gather_chunk_size": ("metric_options", "gather_chunk_size"),
-    **{name: ("failures", name) for name in Failures.__annotations__},
+    **{name: ("failures", name) for name in (field.name for field in fields(Failures))},
     **{name: ("torch_flags", name) for name in ("deterministic", "benchmark", "detect_anomaly")},
     "tracker_offline": ("tracker_delivery", "offline"),
     "tracker_flush_s": ("tracker_delivery", "flush_s"),
