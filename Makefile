@@ -35,7 +35,7 @@ export DO_NOT_TRACK := true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-lowest lint docs coverage bench gpu trackers quantized kernels chat-templates beside release clean
+.PHONY: help install demo test test-slow test-all test-lowest lint docs coverage bench gpu trackers quantized kernels chat-templates beside release clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,8 +46,13 @@ demo: $(INSTALLED)  ## fine-tune a pretrained transformer on BBC News (a few min
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		--num_cpu_threads_per_process $(THREADS) examples/finetune_text_classifier.py
 
-test: $(INSTALLED)  ## run all tests
-	$(BIN)/python -m pytest
+test: $(INSTALLED)  ## run the tests, the slow ones aside
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-slow: $(INSTALLED)  ## run the tests that are left: examples, notebooks, the wheel, browsers, kills at random moments
+	$(BIN)/python -m pytest -m slow
+
+test-all: test test-slow  ## run all tests
 
 test-lowest: $(LOWEST)/.installed  ## run unit, resume and distributed tests with the oldest versions that are allowed
 	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS)

@@ -62,7 +62,6 @@ def reference(case: Any, processes: int) -> dict[str, Any]:
     return {"gradients": gradients, "losses": losses, "weights": weights, "validation": validation}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_updates_are_those_of_the_samples_that_can_be_read(name: str, results: dict[str, Any]) -> None:
     case, result = CASES[name], results[name]
@@ -78,7 +77,6 @@ def test_updates_are_those_of_the_samples_that_can_be_read(name: str, results: d
         assert result["metrics"] == {"val_loss": pytest.approx(expected["validation"], rel=1e-6)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_left_out_is_counted_and_logged(name: str, results: dict[str, Any]) -> None:
     case, result = CASES[name], results[name]

@@ -47,7 +47,6 @@ def parts_of(folder: Path, processes: int, rng: random.Random) -> list[dict[str,
     return parts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_a_signal_to_any_process_at_any_moment_is_one_checkpoint_for_all(tmp_path: Path, processes: int) -> None:
     seed = int(os.environ.get("ACCMT_TEST_SEED", time.time()))
@@ -108,7 +107,6 @@ FAULTS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("start_it", "act", "moment", "process", "said"), FAULTS)
 def test_where_one_process_fails_all_end_and_a_checkpoint_is_there(
     tmp_path: Path, start_it: Start, act: str, moment: str, process: int, said: str
@@ -146,7 +144,6 @@ def test_where_one_process_fails_before_or_after_training_all_end_with_that_erro
 ALONE = ("on_fit_start:validate", "on_update_end:save_model", "on_update_end:save_checkpoint", "on_epoch_end:predict")
 
 
-@pytest.mark.slow
 def test_a_call_by_the_main_process_alone_is_no_hang_but_an_error_that_names_both(tmp_path: Path) -> None:
     cases = (*ALONE, "on_fit_end:validate")
     _, printed = run_together(SCRIPTS / "called_alone.py", str(tmp_path), *cases, processes=2)
@@ -159,7 +156,6 @@ def test_a_call_by_the_main_process_alone_is_no_hang_but_an_error_that_names_bot
             assert "outside `if trainer.is_main" in error
 
 
-@pytest.mark.slow
 def test_a_call_by_the_main_process_alone_while_another_is_in_its_step_ends_both_and_says_so(tmp_path: Path) -> None:
     case = "on_before_training_step:save_model"
     forks, printed = run_together(SCRIPTS / "called_alone.py", str(tmp_path), case, processes=2)
@@ -168,7 +164,6 @@ def test_a_call_by_the_main_process_alone_while_another_is_in_its_step_ends_both
     assert "; process 1: a training step (toys.py:" in printed
 
 
-@pytest.mark.slow
 def test_a_hang_of_one_process_ends_all_and_says_where_it_was(tmp_path: Path) -> None:
     settings = {"failures": {"hang_timeout_s": 5.0}, "checkpoint_every": "1 step"}
     part = {"act": "hang", "moment": "on_before_training_step", "number": 5, "process": 1, "settings": settings}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.launching import SCRIPTS, launch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=lambda processes: f"{processes}-processes")

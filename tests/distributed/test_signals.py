@@ -18,7 +18,6 @@ OF = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", OF)
 def test_a_signal_to_one_process_or_all_is_one_checkpoint_and_a_killed_one_is_named(
     tmp_path: Path, engine: str

@@ -65,6 +65,7 @@ def accelerate_launch(*arguments: str, timeout_s: float = 240) -> subprocess.Com
     return subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.feature("L09", "L03")
 def test_two_runs_of_the_digits_with_one_seed_give_equal_weights(tmp_path: Path):
     runs = [run_script(DIGITS, "--output", tmp_path / name, "--seed", "3") for name in ("a", "b")]
@@ -75,6 +76,7 @@ def test_two_runs_of_the_digits_with_one_seed_give_equal_weights(tmp_path: Path)
     assert all(first[name].equal(second[name]) for name in first)
 
 
+@pytest.mark.slow
 @pytest.mark.feature("D26")
 def test_the_digits_run_under_accelerate_launch_and_on_two_processes(tmp_path: Path):
     launched = accelerate_launch(str(DIGITS), "--output", str(tmp_path / "launched"))

@@ -51,6 +51,7 @@ def test_it_passes_on_a_cpu_as_far_as_that_goes():
     assert all(reason.startswith("needs a CUDA device: ") for reason in skipped)
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_why_nothing_is_run():
     out = run_suite("--device=cuda")
     if "passed" not in out:

@@ -20,6 +20,7 @@ def test_the_yaml_is_the_file_of_the_repository():
     assert yaml.safe_load(block.text) == yaml.safe_load((ROOT / "hps" / "digits.yaml").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.feature("D26", "L03")
 def test_the_script_runs_as_a_script(tmp_path: Path):
     write_files(README, tmp_path)
@@ -33,7 +34,13 @@ def test_the_script_runs_as_a_script(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("target", "command"), [("demo", "accelerate launch"), ("test", "-m pytest"), ("bench", "bench_loop.py")]
+    ("target", "command"),
+    [
+        ("demo", "accelerate launch"),
+        ("test", "-m pytest -m 'not slow'"),
+        ("test-all", "-m pytest -m slow"),
+        ("bench", "bench_loop.py"),
+    ],
 )
 def test_the_commands_do_what_is_written(target: str, command: str):
     plan = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -21,6 +21,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.feature("A01")
 @pytest.mark.parametrize("example", [pytest.param(example, id=example.title) for example in EXAMPLES])
 def test_two_processes_have_the_losses_of_one_batch_in_plain_torch(losses: Any, example: Example) -> None:

@@ -136,6 +136,7 @@ def test_the_types_are_shipped() -> None:
     assert (ROOT / "accmt" / "py.typed").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_users_strict_mypy_accepts_right_code_and_finds_each_mistake(tmp_path: Path) -> None:
     write_files(ROOT / "README.md", tmp_path)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -109,7 +111,6 @@ def test_the_wheel_says_what_it_is(wheel: Path):
     assert said.get_payload().startswith("# accmt")
 
 
-@pytest.mark.slow
 @pytest.mark.feature("D33")
 def test_the_source_distribution_builds_the_same_wheel_and_can_be_tested(built: Path, wheel: Path, tmp_path: Path):
     (archive,) = built.glob("*.tar.gz")
@@ -122,7 +123,6 @@ def test_the_source_distribution_builds_the_same_wheel_and_can_be_tested(built: 
     assert names_in(again) == names_in(wheel)
 
 
-@pytest.mark.slow
 def test_the_installed_wheel_trains_and_has_its_command(installed: Path, tmp_path: Path):
     (tmp_path / "train.py").write_text(SCRIPT)
     assert run(installed / "python", "train.py", cwd=tmp_path).split()[-2:] == ["4", "True"]

@@ -109,7 +109,6 @@ def test_a_save_that_fails_anywhere_leaves_the_new_or_the_previous_checkpoint(pr
         assert is_new == sorted(is_new), "the new one was there and then gone"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("prepare", [prepare_one, prepare_same_step], ids=lambda prepare: prepare.__name__)
 def test_a_process_that_is_killed_anywhere_in_a_save_leaves_the_new_or_the_previous_checkpoint(prepare, tmp_path):
     outcomes = []

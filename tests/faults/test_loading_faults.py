@@ -22,7 +22,6 @@ SAID = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("fault", SAID)
 def test_a_fault_beside_or_in_a_worker_ends_the_run_at_once(fault: str, workers: int) -> None:

@@ -18,7 +18,6 @@ def start(how: str, resume: str = "auto", every: str = "3 steps") -> str:
     return ended.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "every", "said"),
     [
@@ -34,7 +33,6 @@ def test_the_fourth_start_says_where_the_run_dies(how: str, every: str, said: st
     assert not Path("out/checkpoint-model/starts.json").exists()
 
 
-@pytest.mark.slow
 def test_a_run_that_is_asked_to_end_or_to_begin_anew_has_a_clean_record() -> None:
     start("raise")
     start("raise")

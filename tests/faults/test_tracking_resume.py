@@ -178,7 +178,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.slow
 def test_a_killed_run_is_completed_and_ended_by_sync(store):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     killed = subprocess.run([sys.executable, "-c", KILLED_SCRIPT, str(store)], env=environment, check=False)
