@@ -121,6 +121,8 @@ class Watch:
             with contextlib.suppress(RuntimeError, OSError):  # the process with the store has exited
                 self.board.post(LEFT, note=True)
         self._is_ending.set()
+        with contextlib.suppress(OSError):
+            self._sender.send(b"\0")  # so that the thread need not look at the time
         if self._previous_fd is not None:
             signal.set_wakeup_fd(self._previous_fd)
         self._thread.join(timeout=2.0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 from accmt.callbacks.averaging import WeightAverage
 from accmt.data import Loader, MicroBatch, UnshardedLoader, WrappedLoader
 from accmt.errors import Preempted, ProcessFailedError, explain, is_out_of_memory
-from accmt.failures import Reason, Watch, is_consequence, kind_of, record_for_launcher
+from accmt.failures import Interruption, Reason, Watch, is_consequence, kind_of, record_for_launcher
 from accmt.messages import say, warn
 from accmt.options.failures import Handler
 from accmt.processes import acting_alone, is_main_process
@@ -60,8 +60,29 @@ def watching(run: Run) -> Iterator[None]:
     except Restart:
         raise  # all processes together
     except BaseException as error:
-        _send_failure(run, watch, error)
+        _send_failure(run.interruption, watch, error)
         raise
+    finally:
+        watch.stop()
+        if watch.is_apart:
+            watch.exit_soon()
+
+
+@contextmanager
+def watching_evaluation(watch: Watch | None, interruption: Interruption) -> Iterator[None]:
+    """Watch the other processes where nothing is trained: an error that another one caused names it."""
+    if watch is None:
+        yield
+        return
+    watch.start()
+    try:
+        yield
+    except BaseException as error:
+        _send_failure(interruption, watch, error)
+        explained = _explain_consequence(watch, error) if watch.is_apart else error
+        if explained is error:
+            raise
+        raise explained from None
     finally:
         watch.stop()
         if watch.is_apart:
@@ -71,15 +92,15 @@ def watching(run: Run) -> Iterator[None]:
 def handle_failure(run: Run, error: BaseException) -> BaseException:
     """Do first what an error that ends a run asks for: inform the other processes, take an emergency checkpoint."""
     if run.watch is not None:
-        _send_failure(run, run.watch, error)
+        _send_failure(run.interruption, run.watch, error)
     _save_emergency_checkpoint(run, error)
     return _explain_consequence(run.watch, error) if run.watch is not None and run.watch.is_apart else error
 
 
-def _send_failure(run: Run, watch: Watch, error: BaseException) -> None:
-    if watch.has_failed or run.interruption.is_left:
+def _send_failure(interruption: Interruption, watch: Watch, error: BaseException) -> None:
+    if watch.has_failed or interruption.is_left:
         return
-    run.interruption.is_ending = True
+    interruption.is_ending = True
     watch.report_failure(error)
     watch.is_apart = not watch.all_failed_alike(_SAME_FAILURE_S)
     if not watch.is_apart or watch.find_cause(error) is None:

@@ -146,7 +146,7 @@ def _make_parts(
     failures = settings.failures
     saves = settings.checkpoints.every is not None or bool(settings.handling.kinds)
     keeps_snapshot = saves or settings.optimization.auto_micro_batch
-    watch = _make_watch(settings, trainer.state, is_listening=saves)
+    watch = make_watch(settings, trainer.state, is_listening=saves, hang_timeout_s=settings.failures.hang_timeout_s)
     parts = prepared.model, prepared.unwrapped_model, prepared.stepper.optimizer
     compares = num_processes() > 1 and failures.compare_replicas
     return {
@@ -178,8 +178,13 @@ def _make_parts(
     }
 
 
-def _make_watch(settings: Settings, state: TrainingState, *, is_listening: bool) -> dict[str, Any]:
-    hang_timeout_s, machine_timeout_s = settings.failures.hang_timeout_s, settings.failures.machine_timeout_s
+def make_watch(
+    settings: Settings, state: TrainingState, *, is_listening: bool, hang_timeout_s: float | None
+) -> dict[str, Any]:
+    """Make what watches signals and the other processes, by its name in a `Run`.
+
+    Processes: collective.
+    """
     if num_processes() == 1 and hang_timeout_s is None:
         return {"interruption": Interruption(is_listening=is_listening), "watch": None}
     board = Board.open()
@@ -194,7 +199,7 @@ def _make_watch(settings: Settings, state: TrainingState, *, is_listening: bool)
         hang_timeout_s=hang_timeout_s,
         progress=progress,
         machines=find_machines(),
-        machine_timeout_s=machine_timeout_s,
+        machine_timeout_s=settings.failures.machine_timeout_s,
     )
     return {"interruption": interruption, "watch": watch}
 

@@ -21,6 +21,7 @@ from accmt.huggingface import advise_wrapping
 from accmt.metrics import Metric, ReportedValue
 from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, HuggingFaceModule, defines
 from accmt.optimization import ChainedOptimizer, SeveralSchedulers, needs_closure
+from accmt.processes import num_processes
 from accmt.registry import addon
 from accmt.state import Function, TrainingState
 
@@ -221,6 +222,21 @@ def _check_model(module: AcceleratorModule) -> None:
         _reject(module, "no attribute `model`", "self.model = MyNetwork() in __init__")
     if not isinstance(model, nn.Module):
         _reject(module, f"self.model is {type(model).__name__}", "self.model = an nn.Module")
+    _check_nested(model)
+
+
+def _check_nested(model: nn.Module) -> None:
+    """Reject nested tensors: strided ones have no size, no optimizer steps others, and no process can send them."""
+    kinds = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
+    for kind, named in kinds.items():
+        for name, tensor in named:
+            can_be_held = kind == "buffer" and tensor.layout != torch.strided and num_processes() == 1
+            if tensor.is_nested and not can_be_held:
+                got = f"{name}, a {kind} that is a nested tensor ({tensor.layout})"
+                expected = "dense tensors, which can be moved, compared, trained and saved"
+                do = "keep the values of all parts in one tensor and their lengths in another, and build the nested "
+                do += "tensor in forward (torch.nested.nested_tensor_from_jagged)"
+                raise ModuleContractError(explain("self.model", got, expected, do))
 
 
 def _check_trainable(module: AcceleratorModule) -> None:

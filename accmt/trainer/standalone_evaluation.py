@@ -26,8 +26,9 @@ from accmt.loop.prediction import predict
 from accmt.messages import say
 from accmt.module import AcceleratorModule, defines
 from accmt.processes import broadcast_object, is_main_process, num_processes, run_on_main_process, serving
+from accmt.recovery.shutdown import watching_evaluation
 from accmt.run import EvaluationRun, Run
-from accmt.setup.build import connect_hooks, gather_callbacks
+from accmt.setup.build import connect_hooks, gather_callbacks, make_watch
 from accmt.setup.datasets import build_evaluation_loader, end_workers, find_data
 from accmt.setup.inputs import metrics_of_sets
 from accmt.setup.model import (
@@ -248,13 +249,14 @@ def _lending_model(request: Request) -> Iterator[tuple[Accelerator, nn.Module]]:
         return
     accelerator = build_accelerator(settings.running)
     model = module.model
-    share_batches_if_split(module, accelerator, settings)
-    try:
-        model = prepare_for_evaluation(module, accelerator, settings)
-        attach_evaluation(request.trainer, module, accelerator, model)
-        yield accelerator, model
-    finally:
-        detach_model(module, model, accelerator)
+    with watching_evaluation(**make_watch(settings, request.trainer.state, is_listening=False, hang_timeout_s=None)):
+        share_batches_if_split(module, accelerator, settings)
+        try:
+            model = prepare_for_evaluation(module, accelerator, settings)
+            attach_evaluation(request.trainer, module, accelerator, model)
+            yield accelerator, model
+        finally:
+            detach_model(module, model, accelerator)
 
 
 @contextmanager

@@ -141,6 +141,33 @@ def test_where_one_process_fails_before_or_after_training_all_end_with_that_erro
     assert "Connection reset" not in of_main
 
 
+@pytest.mark.parametrize("function", ["validate", "test", "predict"])
+@pytest.mark.parametrize("act", ["raise", "kill"])
+def test_where_one_process_fails_outside_of_a_run_all_end_and_it_is_named(tmp_path: Path, function: str, act) -> None:
+    script = SCRIPTS / "one_fails_alone.py"
+    forks, printed = run_together(script, function, act, str(tmp_path), processes=2, timeout_s=90)
+    assert all(fork.poll() for fork in forks), printed[-3000:]
+    assert "process 1 was killed" in printed or "process 1" in printed.split("ProcessFailedError")[-1]
+    assert ("the fault of this test" in printed) == (act == "raise")
+    assert not list(tmp_path.glob("done-*"))
+
+
+def test_an_error_on_all_processes_outside_of_a_run_can_be_caught(tmp_path: Path) -> None:
+    script = SCRIPTS / "one_fails_alone.py"
+    forks, printed = run_together(script, "validate", "all", str(tmp_path), processes=2)
+    assert sorted(path.name for path in tmp_path.glob("*-?")) == ["done-0", "done-1", "error-0", "error-1"], printed
+    assert not any(fork.poll() for fork in forks)
+
+
+@pytest.mark.slow
+def test_a_process_that_others_wait_for_outside_of_a_run_is_named(tmp_path: Path) -> None:
+    script = SCRIPTS / "one_fails_alone.py"
+    forks, printed = run_together(script, "predict", "wait", str(tmp_path), processes=2)
+    assert len(list(tmp_path.glob("done-*"))) == 2, printed
+    assert "for process 1 in " in printed
+    assert not any(fork.poll() for fork in forks)
+
+
 ALONE = ("on_fit_start:validate", "on_update_end:save_model", "on_update_end:save_checkpoint", "on_epoch_end:predict")
 
 

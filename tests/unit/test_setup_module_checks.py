@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from accmt import AcceleratorModule, ExtendedAcceleratorModule, Trainer
-from accmt.errors import ModuleContractError
+from accmt.errors import AccmtError, ModuleContractError
 from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module, check_validation
 from accmt.state import TrainingState
 
@@ -468,3 +468,41 @@ def test_what_is_trained_or_cannot_be_beside_the_model_is_allowed():
             return self.model(batch).mean()
 
     check_module(Own())
+
+
+class Nested(Trains):
+    """Its model holds a nested tensor."""
+
+    def __init__(self, hold, layout):
+        super().__init__()
+        parts = [torch.ones(2, 3), torch.ones(4, 3)]
+        hold(self.model, torch.nested.nested_tensor(parts, layout=layout))
+
+
+HELD = {
+    "parameter": lambda model, tensor: setattr(model, "held", nn.Parameter(tensor)),
+    "frozen parameter": lambda model, tensor: setattr(model, "held", nn.Parameter(tensor, requires_grad=False)),
+    "buffer": lambda model, tensor: model.register_buffer("held", tensor),
+    "buffer that is not saved": lambda model, tensor: model.register_buffer("held", tensor, persistent=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("what", HELD)
+def test_a_nested_tensor_in_the_model_is_refused_unless_it_is_a_jagged_buffer(what, layout, tmp_path) -> None:
+    trainer = Trainer(HPS, tmp_path / "model", checkpoint_every="epoch", model_saving=None, log_with=None)
+    module = Nested(HELD[what], layout)
+    if layout is torch.jagged and what == "buffer that is not saved":
+        assert trainer.fit(module, torch.randn(4, 2)).global_step == 2
+        return
+    expected = "self.model\n  got: held, a (parameter|buffer) that is a nested tensor"
+    if layout is torch.jagged and what == "buffer":  # which the checkpoint cannot hold
+        expected = "held\n  got: a tensor that is expanded, sparse, or without data"
+    with pytest.raises(AccmtError, match=expected) as caught:
+        trainer.fit(module, torch.randn(4, 2))
+    assert trainer.state.global_step == 0
+    assert "\n  do: " in str(caught.value)
+    if what != "buffer" or layout is torch.strided:
+        with pytest.raises(ModuleContractError, match=expected):
+            trainer.validate(module, torch.randn(4, 2))
