@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -230,14 +231,11 @@ def require_same_rows(options: LoaderOptions, rows: Rows | None) -> None:
 
     Processes: collective.
     """
-    if options.has_own_data:
+    found = _find_other(options, rows, lambda one, first: (one is None) != (first is None) or _differ(one, first))
+    if found is None:
         return
-    every = gather_objects(rows)
-    others = (rank for rank, one in enumerate(every) if (one is None) != (every[0] is None) or _differ(one, every[0]))
-    other = next(others, None)
-    if other is None:
-        return
-    got = f"other samples on process {other} than on process 0, at the same indices"
+    index, other, _, _ = found
+    got = f"other samples on process {other} than on process {index}, at the same indices"
     expected = "all of the data on every process: accmt gives each process its part"
     do = (
         "pass all of the data on every process; Trainer(shard_dataloaders=False) where your script gives each process "
@@ -251,6 +249,27 @@ def _differ(one: Rows | None, other: Rows | None) -> bool:
     return one is not None and other is not None and compare(one, other) == "different"
 
 
+def _find_other(
+    options: LoaderOptions, own: Any, differ: Callable[[Any, Any], bool] = operator.ne
+) -> tuple[int, int, Any, Any] | None:
+    """Return the first process that has something else than the first of those that share its data.
+
+    These are all processes; where data are not sharded, only those that share its batches.
+
+    Processes: collective, where any share data.
+
+    Returns:
+        The two processes and what each has; None where there is no difference.
+    """
+    if options.has_own_data:
+        return None
+    every = gather_objects(own)
+    size = len(every) if options.shard.count > 1 else len(every) // num_data_processes()
+    pairs = ((rank - rank % size, rank) for rank in range(len(every)))
+    found = (pair for pair in pairs if differ(every[pair[1]], every[pair[0]]))
+    return next(((first, rank, every[first], every[rank]) for first, rank in found), None)
+
+
 def require_same_everywhere(options: LoaderOptions, has: str, order: str) -> None:
     """Check that processes which shard data have the same data in an epoch, in the same order.
 
@@ -258,16 +277,13 @@ def require_same_everywhere(options: LoaderOptions, has: str, order: str) -> Non
 
     Processes: collective.
     """
-    if options.has_own_data:
+    found = _find_other(options, (has, order))
+    if found is None:
         return
-    every = gather_objects((has, order))
-    other = next((rank for rank, one in enumerate(every) if one != every[0]), None)
-    if other is None:
-        return
-    (first, _), (second, _) = every[0], every[other]
-    got = f"{first} on process 0, {second} on process {other}"
+    index, other, (first, _), (second, _) = found
+    got = f"{first} on process {index}, {second} on process {other}"
     if first == second:
-        got = f"{first}, in another order on process {other} than on process 0"
+        got = f"{first}, in another order on process {other} than on process {index}"
     expected = "the same data in the same order on every process: accmt shards them"
     do = "build them in the same way on all (a sampler from one seed), or pass Trainer(shard_dataloaders=False)"
     raise DataError(explain(f"the {options.kind} data", got, expected, do))
@@ -278,12 +294,10 @@ def require_same_end(options: LoaderOptions, read: str) -> None:
 
     Processes: collective.
     """
-    if options.has_own_data:
-        return
-    every = gather_objects(read)
-    other = next((rank for rank, one in enumerate(every) if one != every[0]), None)
-    if other is not None:
-        got = f"{every[0]} on process 0, {every[other]} on process {other}"
+    found = _find_other(options, read)
+    if found is not None:
+        index, other, first, second = found
+        got = f"{first} on process {index}, {second} on process {other}"
         expected = "the same stream on every process: accmt shards it"
         do = "read the same files in the same order on all, or pass Trainer(shard_dataloaders=False)"
         raise DataError(explain(f"the {options.kind} data, which can only be read from the start", got, expected, do))

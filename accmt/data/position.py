@@ -10,7 +10,7 @@ from accmt.data.fingerprints import Rows, compare
 from accmt.data.options import LoaderOptions, require_not_empty
 from accmt.data.sharding import Plan
 from accmt.errors import DataError, explain
-from accmt.messages import say
+from accmt.messages import say, say_once
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,14 @@ def compare_rows(position: Mapping[str, Any], rows: Rows, options: LoaderOptions
         raise cannot_resume(options, got, "the samples with which the epoch began", do)
     if result != "same":
         say(f"the {options.kind} data are not those of before the interruption: samples at the same indices differ")
+
+
+def say_not_compared(options: LoaderOptions) -> None:
+    """Say of data that resume by their own state that nothing of them can be compared: nothing is read again."""
+    kind = f"the {options.kind} data"
+    say_once(
+        f"{kind} resume by their own state_dict; whether they are those of before the interruption is not compared"
+    )
 
 
 def cannot_resume(options: LoaderOptions, got: str, expected: str, do: str | None = None) -> DataError:

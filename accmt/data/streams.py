@@ -17,7 +17,7 @@ from accmt.data.collate import Collate, keeps_number
 from accmt.data.fingerprints import Rows, rows_of_samples
 from accmt.data.options import LoaderOptions, length_of, require_batch, require_same_rows
 from accmt.data.own_generators import call_first
-from accmt.data.position import EPOCH_START, EpochStart, cannot_resume, compare_rows
+from accmt.data.position import EPOCH_START, EpochStart, cannot_resume, compare_rows, say_not_compared
 from accmt.data.samplers import UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
 from accmt.data.sequential import SequentialLoader
@@ -67,6 +67,7 @@ class StreamLoader(SequentialLoader):
         position = start.position
         self._rows = position.get("rows", {})
         if self._state.is_in(position):
+            say_not_compared(self._options)
             return start
         is_same = position["reads"] == [[0, self._global_batch_size]] and position["readers"] == self._readers
         if not is_same and max(self._readers, position["readers"]) > 1:
@@ -255,6 +256,7 @@ class UserDataLoader(SequentialLoader):
         readers = _count_readers(user_loader.num_workers) if is_stream else 1
         self._cut = {"batch_size": user_loader.batch_size, "readers": readers}
         self._state = _state_of_loader(user_loader, options, is_stream=is_stream)
+        self._rows: Rows = {}  # those with which the epoch began
         length = length_of(user_loader) if readers == 1 else None
         randomness = UserRandomness(user_loader, user_loader.dataset, user_loader.batch_sampler)
         # What is counted are the user's batches: one for each process in a micro-batch.
@@ -265,12 +267,15 @@ class UserDataLoader(SequentialLoader):
         before = {name: start.position[name] for name in self._cut}
         if before != self._cut:
             raise cannot_resume(self._options, f"a DataLoader with {self._cut}", f"one with {before}, as before")
-        if not self._state.is_in(start.position):
+        self._rows = start.position.get("rows", {})
+        if self._state.is_in(start.position):
+            say_not_compared(self._options)
+        else:
             self._say_reading_again(start, self._state.why_not or "their state was not saved")
         return start
 
     def _read_micro_batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[MicroBatch]:
-        shard, fixed = self._options.shard, {"kind": self._kind, **self._cut}
+        shard, num_workers = self._options.shard, self._reader.num_workers
         with self._state.restored(start.position):
             batches = self._batches(epoch, start, plan)
             workers = _Workers(self._options, int(self._cut["readers"] or 1))
@@ -288,7 +293,8 @@ class UserDataLoader(SequentialLoader):
                     batch = of_all_processes[shard.index][0]
                     own = batch if isinstance(batch, _Counted) else _Counted(batch, None)
                     require_batch(own.batch, self._options)
-                position = {**fixed, "batches": of_all_processes[-1][1], **self._state.take()}
+                position = {"kind": self._kind, **self._cut, "rows": self._rows, "num_workers": num_workers}
+                position |= {"batches": of_all_processes[-1][1], **self._state.take()}
                 is_partial = len(of_all_processes) < shard.count
                 yield MicroBatch(index, own.batch, None, own.samples, is_partial=is_partial, position=position)
 
@@ -296,7 +302,26 @@ class UserDataLoader(SequentialLoader):
         read_before = start.consumed if self._state.is_in(start.position) else 0
         is_cut = plan is not None and self._options.is_limited  # otherwise a wrong length would not be noticed
         end = plan.num_samples - read_before if plan is not None and is_cut else None
-        return islice(self._read(epoch, self._reader, read_before), start.consumed - read_before, end)
+        if isinstance(self._reader.collate_fn, _CollateAndCount):
+            self._reader.collate_fn.is_first = True
+        read = self._read(epoch, self._reader, read_before)
+        if read_before == 0:
+            read = self._compare_first(read, start)
+        return islice(read, start.consumed - read_before, end)
+
+    def _compare_first(self, read: Iterator[tuple[Any, int]], start: EpochStart) -> Iterator[tuple[Any, int]]:
+        """Compare the first batch of an epoch that is read again with the one that was read at first."""
+        first = next(read, None)
+        if first is None:
+            return read
+        batch = first[0]
+        rows = batch.rows if isinstance(batch, _Counted) and batch.rows else rows_of_samples([_content(batch)])
+        if start is EPOCH_START:
+            self._rows = rows
+        elif start.position.get("num_workers") == self._reader.num_workers:  # else what they draw is another
+            # Nothing of a single row shows whether it is only augmented.
+            compare_rows(start.position, rows, self._options, is_in_epoch=len(rows) > 1)
+        return chain([first], read)
 
     def _size_of(self, batch: Any) -> int:
         return 1
@@ -311,7 +336,7 @@ class _Counted(NamedTuple):
 
     Attributes:
         samples: None where the DataLoader does not make batches of samples.
-        rows: Fingerprints of the samples of a worker's first batch.
+        rows: Fingerprints of the samples of the first batch, or of that of each worker.
     """
 
     batch: Any
@@ -322,12 +347,12 @@ class _Counted(NamedTuple):
 @dataclass
 class _CollateAndCount:
     collate: Collate
-    _is_first: bool = field(default=True, init=False)
+    is_first: bool = field(default=True, init=False)
 
     def __call__(self, samples: list[Any]) -> _Counted:
-        is_first, self._is_first = self._is_first, False
+        is_first, self.is_first = self.is_first, False
         batch = call_first(self.collate, samples, self.collate) if is_first else self.collate(samples)
-        rows = rows_of_samples(samples) if is_first and get_worker_info() is not None else {}
+        rows = rows_of_samples(samples) if is_first else {}
         return _Counted(batch, len(samples), rows)
 
 

@@ -267,7 +267,7 @@ def test_data_with_a_state_go_on_at_once(make, caplog):
     (loader,) = continue_on(build_all(make, 60, 1), 0, 8, position)
     with caplog.at_level(logging.INFO, "accmt"):
         next(loader.micro_batches(0, first=8))
-    assert not caplog.messages
+    assert not caplog.messages  # what is not compared was said at the resume
     for part in (loader.dataloader, loader.dataloader.dataset, getattr(loader.dataloader.dataset, "data", None)):
         assert getattr(part, "num_read", 0) <= 6  # this micro-batch and the one read ahead
 
@@ -336,6 +336,55 @@ def test_reading_again_is_said_once_with_the_reason(make, settings, why, caplog)
     assert "the training data are read again from the beginning of the epoch" in message
     assert why in message
     assert ("12 samples" in message) or ("6 batches" in message)
+
+
+class Other(Stream):
+    """As many other numbers."""
+
+    def __iter__(self):
+        return (number + 100.0 for number in super().__iter__())
+
+
+def in_batches(data):
+    return lambda length: DataLoader(data(length), batch_size=None, collate_fn=lambda sample: sample[None])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_loader_that_is_read_again_must_have_the_samples_of_before(count, num_workers):
+    kept, other = (loader_of(data, num_workers=num_workers) for data in (Stream, Other))
+    _, position = read(build_all(kept, 24, 2), 0, last=2)
+    read(continue_on(build_all(kept, 24, count), 0, 2, position), 0, 2)
+    with pytest.raises(DataError, match="in an epoch that is resumed\n  got: other samples at the same indices"):
+        read(continue_on(build_all(other, 24, count), 0, 2, position), 0, 2)
+
+
+def test_a_loader_that_makes_no_batches_of_samples_says_that_its_batches_are_others(caplog):
+    _, position = read(build_all(in_batches(Stream), 12, 1), 0, last=2)
+    for data, is_said in ((Stream, False), (Other, True)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "accmt"):
+            read(continue_on(build_all(in_batches(data), 12, 1), 0, 2, position), 0, 2)
+        assert ("the training data are not those of before" in caplog.text) == is_said
+
+
+def test_a_position_without_samples_is_compared_with_nothing():
+    make = loader_of(Stream)
+    _, position = read(build_all(make, 24, 1), 0, last=2)
+    older = {name: value for name, value in position.items() if name not in ("rows", "num_workers")}
+    whole = samples_of(read(build_all(make, 24, 1), 0)[0])
+    assert samples_of(read(continue_on(build_all(make, 24, 1), 0, 2, older), 0, 2)[0]) == whole[6:]
+
+
+@pytest.mark.parametrize("make", [Resuming, LOADERS["loader with a state"], loader_of(Resuming)])
+def test_that_a_state_is_not_compared_is_said_at_the_resume(make, caplog):
+    _, position = read(build_all(make, 60, 1), 0, last=4)
+    with speaking(verbose=True), caplog.at_level(logging.INFO, "accmt"):
+        continue_on(build_all(make, 60, 1), 0, 4, position)
+    assert caplog.messages == [
+        "the training data resume by their own state_dict; whether they are those of before the interruption is not "
+        "compared"
+    ]
 
 
 def test_a_state_that_was_not_kept_is_replaced_by_reading_again(caplog):
