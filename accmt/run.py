@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +18,8 @@ from accmt.callbacks.dispatch import find_hooks
 from accmt.data import Loader, MicroBatch, WindowLoader, find_batch_size
 from accmt.data.bad_samples import BadSamples
 from accmt.data.largest import LargestBatch
-from accmt.engine.calls import counting_calls, explaining_parts
+from accmt.engine.base import Engine
 from accmt.engine.replicas import Replicas
-from accmt.engine.shards import is_sharded
 from accmt.errors import DataError, ReplicasDifferError, explain
 from accmt.huggingface import OwnLoss, PackingGuard
 from accmt.loop.cadence import Cadence, RunLength
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accmt.failures import Clock, Interruption, Watch
-
-_NOTHING = nullcontext()
 
 TEST_LOSS = "test_loss"
 """The name of a test set's loss; that of a validation set is `val_loss_metric_name`."""
@@ -95,6 +92,7 @@ class EvaluationRun:
     """What an evaluation needs, in a run that trains or without one.
 
     Attributes:
+        engine: How the processes work with one model.
         accelerator: Device and processes.
         module: The user's module.
         model: The model that the run works with; in training the one that reduces gradients.
@@ -108,6 +106,7 @@ class EvaluationRun:
     """
 
     settings: Settings
+    engine: Engine
     accelerator: Accelerator
     module: AcceleratorModule
     model: nn.Module
@@ -127,33 +126,14 @@ class EvaluationRun:
         return device
 
     @cached_property
-    def is_sharded(self) -> bool:
-        """Whether each process holds a part of the model only, so that each forward needs them all."""
-        return is_sharded(self.unwrapped_model)
-
-    @cached_property
     def own_loss(self) -> OwnLoss:
         """What is known of losses that a transformers model computes itself."""
         return OwnLoss(self.unwrapped_model, self.model)
-
-    def explaining_parts(self) -> AbstractContextManager[None]:
-        """Return a context in which a step that calls a part of a sharded model gets an error that says so."""
-        return explaining_parts(self.unwrapped_model) if self.is_sharded else _NOTHING
 
     @property
     def loss_name(self) -> str:
         """The name of the current data's loss among the results."""
         return TEST_LOSS if self.state.stage == "test" else self.settings.tracking.val_loss_metric_name
-
-    @contextmanager
-    def using_unwrapped_model(self) -> Iterator[None]:
-        """Let the module's steps use the model without communication, so that processes need not keep in step."""
-        wrapped = self.module.model
-        self.module.model = self.unwrapped_model
-        try:
-            yield
-        finally:
-            self.module.model = wrapped
 
     def place(self, batch: Any) -> Any:
         """Return the batch on the run's device: tensors, what has a method `to`, containers and dataclasses of these.
@@ -436,16 +416,6 @@ class Run(EvaluationRun):
         micro_batches = self.train_loader.num_micro_batches
         return None if micro_batches is None else -(-micro_batches // self.accumulation_at(epoch))
 
-    @property
-    def is_wrapped(self) -> bool:
-        """Whether a call of the model averages gradients over processes: through a wrapper, or since it is sharded."""
-        return num_processes() > 1 and (self.model is not self.unwrapped_model or self.is_sharded)
-
-    @property
-    def reduces_by_hand(self) -> bool:
-        """Whether nothing wraps the model that would average gradients, though there are several processes."""
-        return num_processes() > 1 and not self.is_wrapped
-
     def require_equal_replicas(self) -> None:
         """Check that processes which hold the same part of the model have the same weights and optimizer state.
 
@@ -464,8 +434,3 @@ class Run(EvaluationRun):
     def user_hooks(self, name: str) -> list[Callable[..., Any]]:
         """Return what the user's callbacks and module have at a hook."""
         return [hook for owner in (*self.callbacks, self.module) for hook in find_hooks(owner).get(name, ())]
-
-    def watching_wrapper(self) -> AbstractContextManager[list[None] | None]:
-        """Return a context that counts the calls of what reduces gradients, which a step must not go around."""
-        is_bare = self.module.model is self.unwrapped_model and not self.is_sharded  # which is reduced by hand
-        return _NOTHING if is_bare or not self.is_wrapped else counting_calls(self.model)

@@ -12,7 +12,6 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn, update_bn
 from accmt.callbacks.averaging import WeightAverage, copy_into
 from accmt.data import derive_seed, seed_generators
 from accmt.data.sized import BatchLoader, SizedLoader
-from accmt.engine.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import is_batch_norm
 from accmt.loop.evaluation import in_evaluation_mode
@@ -164,7 +163,7 @@ class BatchNormStatistics:
         if not any(is_batch_norm(layer) for layer in run.unwrapped_model.modules()):
             return
         faults = {
-            "a sharded model": run.is_sharded,
+            "a sharded model": run.engine.needs_all,
             "a module that steps by itself": isinstance(run.module, ExtendedAcceleratorModule),
             "training data that are a stream": not isinstance(run.train_loader.own, SizedLoader | BatchLoader),
         }
@@ -190,8 +189,7 @@ class BatchNormStatistics:
         try:
             with (
                 in_evaluation_mode(model),  # so that the modes come back
-                run.using_unwrapped_model(),
-                without_synchronization(synchronized_layers(model)),
+                run.engine.unwrapped(trains=True),
                 autocast(run.accelerator),
             ):
                 update_bn(_batches(run, loader), _Step(run))

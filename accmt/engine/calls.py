@@ -36,11 +36,14 @@ def require_call(calls: list[None]) -> None:
 
 
 @contextmanager
-def explaining_parts(model: nn.Module) -> Iterator[None]:
-    """Explain what a part of a sharded model says when it is called by itself: only the whole makes it whole."""
+def explaining_parts(model: nn.Module) -> Iterator[list[None]]:
+    """Explain what a part of a sharded model says when it is called by itself: only the whole makes it whole.
+
+    It gives a list that gets an entry with each call of the whole.
+    """
     with counting_calls(model) as calls:
         try:
-            yield
+            yield calls
         except RuntimeError as error:
             if calls and "to have dtype" in str(error):
                 got = f"another type of numbers than the model was sharded with, as model.to() in a hook makes: {error}"

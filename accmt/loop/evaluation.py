@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -17,12 +17,8 @@ from accmt.callbacks import Callback
 from accmt.callbacks.dispatch import Hook
 from accmt.data import Loader, MicroBatch, derive_seed, seed_generators
 from accmt.data.bad_samples import BadSamples
-from accmt.engine.reduction import broadcast_buffers
-from accmt.engine.shards import reshard
-from accmt.engine.step_collectives import meet, running_borrowed_step, running_step
 from accmt.errors import AccmtError, ModuleContractError, explain
 from accmt.huggingface.batch_faults import add_note_of_batch
-from accmt.libraries.private_names import count_writes
 from accmt.loop.bad_sample_counts import report_bad_samples
 from accmt.loop.step_outputs import read_validation_output, read_weight
 from accmt.messages import warn, warn_once
@@ -132,9 +128,7 @@ class EvaluationResults(Callback):
     def _count_writes(self) -> int | None:
         """Return how often weights were written in place; None where an optimizer or shards move them anyway."""
         run = self.trainer.run
-        if run.is_sharded or run.stepper.trains_other_weights:
-            return None
-        return sum(count_writes(weight) for weight in run.unwrapped_model.parameters())
+        return None if run.stepper.trains_other_weights else run.engine.count_writes()
 
 
 def _read_added(name: str, value: Any) -> float:
@@ -186,7 +180,7 @@ def evaluate(run: EvaluationRun, stage: Stage, *, max_batches: int | None = None
     Returns:
         Losses and metrics by name; with several sets `<name>__<key>`.
     """
-    broadcast_buffers(run.unwrapped_model)
+    run.engine.share_buffers()
     results: dict[str, float] = {}
     with without_training(run, stage):
         for key, loader in run.val_loaders.items():
@@ -227,12 +221,10 @@ def without_training(run: EvaluationRun, stage: Stage) -> Iterator[None]:
     """Let a model work that is not trained meanwhile: in evaluation mode, each process for itself."""
     before, run.state.now.stage = run.state.now.stage, stage
     try:
-        with in_evaluation_mode(run.unwrapped_model), run.using_unwrapped_model():
+        with in_evaluation_mode(run.unwrapped_model), run.engine.unwrapped():
             yield
     finally:
         run.state.now.stage = before
-        if run.is_sharded:
-            reshard(run.unwrapped_model)
 
 
 @contextmanager
@@ -247,11 +239,10 @@ def taking_batches(run: EvaluationRun) -> Iterator[None]:
 
 def without_gradients(run: EvaluationRun, stage: Stage) -> AbstractContextManager[None]:
     """Return the context in which a step runs: `torch.inference_mode`, unless `inference_mode=False`."""
-    # What a model caches in the trial evaluation is used in training, where inference tensors are an error; and so is
-    # the memory in which FSDP2 makes parameters whole.
-    if stage == "sanity_check" or run.is_sharded or not run.settings.evaluation.inference_mode:
+    # What a model caches in the trial evaluation is used in training, where inference tensors are an error.
+    if stage == "sanity_check" or not run.settings.evaluation.inference_mode:
         return torch.no_grad()
-    return torch.inference_mode()
+    return run.engine.inference_mode()
 
 
 def _evaluate_set(
@@ -262,7 +253,7 @@ def _evaluate_set(
     call_hooks(() if is_silent else run.hooks.on_validation_start, key=key)
     evaluation = _SetEvaluation(run, key, is_silent=is_silent)
     with taking_batches(run):
-        for micro_batch in _first_batches(loader, max_batches, keeps_in_step=num_processes() > 1):
+        for micro_batch in _first_batches(loader, max_batches, counts_empty=num_processes() > 1):
             with without_gradients(run, stage):
                 loss, weight = evaluation.take(micro_batch)
             run.state.count_validation_batch(micro_batch.num_finished)
@@ -290,16 +281,16 @@ def _judge_in_trial(metric: Metric, error: Exception, *, is_cut: bool) -> None:
     warn(f"{what} {type(error).__name__}: {error}\n{do}")
 
 
-def _first_batches(loader: Loader, max_batches: int | None, *, keeps_in_step: bool) -> Iterator[MicroBatch]:
+def _first_batches(loader: Loader, max_batches: int | None, *, counts_empty: bool) -> Iterator[MicroBatch]:
     """Yield micro-batches until there were so many with anything in them that can be read.
 
     Args:
-        keeps_in_step: Whether all count, so that no process reads another one.
+        counts_empty: Whether all count, so that no process reads another one.
     """
     num_batches = 0
     for micro_batch in loader.micro_batches(0):
         yield micro_batch
-        if keeps_in_step or micro_batch.batch is not None or not micro_batch.bad:
+        if counts_empty or micro_batch.batch is not None or not micro_batch.bad:
             num_batches += micro_batch.num_finished
         if max_batches is not None and num_batches >= max_batches:
             return
@@ -309,23 +300,6 @@ def place_of_step(micro_batch: MicroBatch) -> tuple[int, ...]:
     """Return what the randomness of a step of an evaluation depends on."""
     place = micro_batch.index, data_index()
     return place if micro_batch.part is None else (*place, micro_batch.part.number)
-
-
-def borrow(run: EvaluationRun, step: str, micro_batch: MicroBatch) -> Any:
-    """Return this process's batch or, where it has none and the step of the others needs all processes, one of theirs.
-
-    Processes: collective in a micro-batch that does not reach all of them: one with a batch may call it in its step.
-    """
-    if not micro_batch.is_partial or num_processes() == 1 or (micro_batch.batch is not None and not run.is_sharded):
-        return micro_batch.batch
-    return meet(step, micro_batch.batch, communicates=run.is_sharded)
-
-
-def in_company(run: EvaluationRun, step: str, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-    """Return the context in which a step runs on this process's batch: the last of the data may reach few processes."""
-    if num_processes() == 1 or not (micro_batch.is_partial or micro_batch.is_last):
-        return nullcontext()
-    return running_step(step, micro_batch, needs_all=run.is_sharded)
 
 
 class _SetEvaluation:
@@ -355,7 +329,7 @@ class _SetEvaluation:
         """Run the step on this process's batch, and return the loss and what it weighs."""
         self._bad.add(len(micro_batch.bad), micro_batch.bad)
         run, loss_name = self._run, self._run.loss_name
-        borrowed = borrow(run, self._step, micro_batch)
+        borrowed = run.engine.own_or_borrowed(self._step, micro_batch)
         if micro_batch.batch is None:
             if borrowed is not None:
                 self._take_part(borrowed)
@@ -366,7 +340,7 @@ class _SetEvaluation:
             hook(batch=batch)
         run.own_loss.calls.clear()
         try:
-            with autocast(run.accelerator), run.explaining_parts(), in_company(run, self._step, micro_batch):
+            with autocast(run.accelerator), run.engine.running(self._step, micro_batch):
                 output = run.validation_step(self._key, batch)
         except Exception as error:
             add_note_of_batch(error, run.unwrapped_model, micro_batch.batch)
@@ -393,7 +367,7 @@ class _SetEvaluation:
     def _take_part(self, borrowed: Any) -> None:
         """Run the step on another process's batch, which needs all processes; nothing of it counts."""
         run = self._run
-        with autocast(run.accelerator), running_borrowed_step(self._step, needs_all=run.is_sharded):
+        with autocast(run.accelerator), run.engine.running_borrowed(self._step):
             run.validation_step(self._key, run.place(borrowed))
         run.module.logs.of_evaluation.begin_batch()  # drops what the step has logged
 

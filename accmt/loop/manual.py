@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,8 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accmt.data import MicroBatch, Window, derive_seed, seed_generators
-from accmt.engine.calls import counting_calls, require_call
-from accmt.engine.reduction import average_gradients, broadcast_buffers
+from accmt.engine.calls import require_call
 from accmt.errors import ModuleContractError, explain
 from accmt.huggingface.batch_faults import add_note_of_batch
 from accmt.libraries.private_names import count_writes
@@ -61,7 +60,7 @@ class ManualSteps:
         self._factor = 1.0  # of a loss that weighs samples
         self._last_factor = 1.0
         self._weighs_samples = False  # whether a backward of this step did
-        self._calls: list[None] = []
+        self._calls: list[None] | None = None
         self._has_stepped = False
         self._module = module
         self._needs_closure = any(map(needs_closure, module.optimizers()))
@@ -112,8 +111,7 @@ class ManualSteps:
                 run.state.count_batch()
             return
         run.trained.update()
-        if run.reduces_by_hand:
-            broadcast_buffers(run.unwrapped_model)
+        run.engine.begin_window()
         run.packing.look(micro_batch.batch)
         batch = run.place(micro_batch.batch)
         own = run.count_samples(micro_batch, batch)
@@ -125,10 +123,8 @@ class ManualSteps:
         seed_generators(derive_seed(run.seed, "step", *self._place_in_epoch), run.device)
         for hook in run.hooks.on_before_training_step:
             hook(batch=batch)
-        counting: AbstractContextManager[list[None]]
-        counting = counting_calls(run.model) if run.is_wrapped else nullcontext([])
         try:
-            with autocast(run.accelerator), counting as self._calls:
+            with autocast(run.accelerator), run.engine.running("training_step", None) as self._calls:
                 outputs = run.training_step(batch)
         except Exception as error:
             add_note_of_batch(error, run.unwrapped_model, micro_batch.batch)
@@ -276,11 +272,11 @@ class ManualSteps:
             warn(_NOT_DROPPED)
         for hook in run.hooks.on_before_backward:
             hook(loss=loss)
-        if run.is_wrapped:
+        if self._calls is not None:
             require_call(self._calls)
         run.actions.backward(loss if factor == 1.0 else loss * factor)
-        if run.reduces_by_hand:  # whichever optimizer steps next, and what was averaged before stays as it is
-            average_gradients(list(run.unwrapped_model.parameters()))
+        # Whichever optimizer steps next; what was averaged before stays as it is.
+        run.engine.reduce_remaining(list(run.unwrapped_model.parameters()))
         for hook in run.hooks.on_after_backward:
             hook(loss=loss)
 

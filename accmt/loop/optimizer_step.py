@@ -7,7 +7,6 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.data import derive_seed, seed_generators
-from accmt.engine.reduction import average_gradients
 from accmt.loop.weighting import AccumulationWindow
 from accmt.processes import sum_over_processes
 from accmt.recovery.restart import restart_with_smaller_batches
@@ -28,8 +27,7 @@ def finish_window(run: Run, window: AccumulationWindow) -> None:
     if run.settings.optimization.auto_micro_batch and _has_run_out_of_memory(run, window):
         restart_with_smaller_batches(run)
     run.trained.require_unchanged()
-    if window.is_unreduced:  # before unscaling, so that all processes find the same inf
-        average_gradients(stepper.parameters)
+    run.engine.reduce_remaining()  # before unscaling, so that all processes find the same inf
     scaler = run.accelerator.scaler
     if scaler is not None:
         stepper.unscale()

@@ -10,13 +10,9 @@ import torch
 
 from accmt.data import Loader, MicroBatch, derive_seed, find_batch_size, seed_generators
 from accmt.data.bad_samples import BadSamples
-from accmt.engine.reduction import broadcast_buffers
-from accmt.engine.step_collectives import running_borrowed_step
 from accmt.errors import DataError, ModuleContractError, explain
 from accmt.loop.bad_sample_counts import report_bad_samples
 from accmt.loop.evaluation import (
-    borrow,
-    in_company,
     place_of_step,
     taking_batches,
     without_gradients,
@@ -44,7 +40,7 @@ def predict(run: EvaluationRun, *, keeps: bool) -> dict[str, Any]:
     Returns:
         The predictions of each set by its key, on the CPU; None on all processes but the main one, or if not kept.
     """
-    broadcast_buffers(run.unwrapped_model)
+    run.engine.share_buffers()
     predictions = {}
     with without_training(run, "predict"):
         for key, loader in run.val_loaders.items():
@@ -61,14 +57,14 @@ def _predict_set(run: EvaluationRun, key: str, loader: Loader, *, keeps: bool) -
         for micro_batch in loader.micro_batches(0):
             bad.add(len(micro_batch.bad), micro_batch.bad)
             has_batch |= micro_batch.batch is not None
-            borrowed = borrow(run, "predict_step", micro_batch)
+            borrowed = run.engine.own_or_borrowed("predict_step", micro_batch)
             if micro_batch.batch is None and borrowed is not None:
-                with running_borrowed_step("predict_step", needs_all=run.is_sharded):
+                with run.engine.running_borrowed("predict_step"):
                     _predict_batch(run, key, run.place(borrowed))  # for the others' sake
             if micro_batch.batch is not None:
                 seed_generators(derive_seed(run.seed, "predict_step", *place_of_step(micro_batch)), run.device)
                 batch = run.place(micro_batch.batch)
-                with in_company(run, "predict_step", micro_batch):
+                with run.engine.running("predict_step", micro_batch):
                     output = _predict_batch(run, key, batch)
                 if keeps:
                     _require_one_each(run, micro_batch, batch, _count_predictions("predictions", output))

@@ -11,8 +11,6 @@ import torch
 from accmt.checkpoint.size_estimate import estimate_size, estimate_state, find_shortage
 from accmt.checkpoint.trial import try_model
 from accmt.data.largest import LargestBatch
-from accmt.engine.shards import reshard
-from accmt.engine.sync_batchnorm import synchronized_layers, without_synchronization
 from accmt.errors import AccmtError, CheckpointError, is_out_of_memory
 from accmt.files import format_bytes, free_space
 from accmt.huggingface import is_peft_model
@@ -63,7 +61,7 @@ def try_largest(run: Run) -> None:
                 what = f"{what}, {found.num_samples} samples of up to {found.longest} tokens"
                 _put_through(run, found.batch)
     except Exception as error:
-        if not (run.is_sharded or isinstance(error, AccmtError) or is_out_of_memory(error)):
+        if not (run.engine.needs_all or isinstance(error, AccmtError) or is_out_of_memory(error)):
             warn(f"{what}, is not tried before training: {type(error).__name__}: {error}")
             return
         do = ": lower max_tokens or batch_size" if is_out_of_memory(error) else ""
@@ -79,7 +77,7 @@ def try_largest(run: Run) -> None:
 def _find_largest(run: Run) -> LargestBatch | str:
     """Return the batch, or why there is none; where the model is sharded, each process has one, or none has."""
     found = _make_largest(run)
-    if run.is_sharded and any(gather_objects(isinstance(found, str))):
+    if run.engine.needs_all and any(gather_objects(isinstance(found, str))):
         return found if isinstance(found, str) else "another process cannot make one"
     return found
 
@@ -96,14 +94,11 @@ def _put_through(run: Run, batch: Any) -> None:
     module, model, logs, stage = run.module, run.unwrapped_model, run.module.logs, run.state.now.stage
     module.logs, run.state.now.stage = SilentLogs(module.trainer), "train"
     model.train()
-    is_alone = not run.is_sharded  # then no process has to keep in step with the others
     try:
-        with ExitStack() as stack:
-            if is_alone:
-                stack.enter_context(run.using_unwrapped_model())
-                stack.enter_context(without_synchronization(synchronized_layers(model)))
+        with run.engine.unwrapped(trains=True), ExitStack() as stack:
+            if not run.engine.needs_all:
                 stack.enter_context(_reserving_optimizer_state(run))
-            stack.enter_context(run.explaining_parts())
+            stack.enter_context(run.engine.running("training_step", None))
             run.packing.look(batch)
             with autocast(run.accelerator):
                 output = read_training_output(run.training_step(run.place(batch)))
@@ -112,8 +107,6 @@ def _put_through(run: Run, batch: Any) -> None:
     finally:
         module.logs, run.state.now.stage = logs, stage
         logs.of_training.drop_batch()
-        if run.is_sharded:
-            reshard(model)
 
 
 @contextmanager

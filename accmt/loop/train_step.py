@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from accmt.data import MicroBatch, Window, derive_seed, seed_generators
 from accmt.engine.calls import require_call
-from accmt.engine.reduction import (
-    add_note_of_unused,
-    broadcast_buffers,
-    reduce_nothing,
-    reduces_only_whole,
-    require_all_gradients,
-)
-from accmt.engine.step_collectives import meet, running_borrowed_step, running_step
-from accmt.engine.sync_batchnorm import synchronized_layers, without_synchronization
-from accmt.errors import ArgumentError, ModuleContractError, explain, is_out_of_memory
+from accmt.errors import ModuleContractError, explain, is_out_of_memory
 from accmt.huggingface.batch_faults import add_note_of_batch, warn_of_trained_padding
 from accmt.huggingface.own_loss import hint_at_weights
 from accmt.loop.bad_sample_counts import count_bad_samples
@@ -42,18 +32,21 @@ class AutomaticSteps:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._engine = engine = run.engine
         self._is_alone = num_data_processes() == 1
         self._data_index = data_index()
         self._may_halve = run.settings.optimization.auto_micro_batch and current_micro_batch_size(run) > 1
-        self._reduces_by_hand = run.reduces_by_hand or (self._may_halve and not self._is_alone)
-        self._is_sharded = run.is_sharded
-        self._synchronized = synchronized_layers(run.unwrapped_model)
+        self._may_meet = not (self._is_alone or self._may_halve)
         self._is_on_device = run.device.type != "cpu"
         self._needs_context = run.accelerator.mixed_precision != "no" or not self._is_alone
-        self._reducer = run.model if reduces_only_whole(run.model) else None
+        self._check_backward = engine.first_backward_check()
         self._may_leave_out = may_return_none(run.module)
         self._calls: list[None] | None = None
-        _require_dynamic_graph(run)
+        engine.begin_epoch(reduces_at_end=self._may_halve)
+        if run.settings.hps.max_tokens is not None:
+            engine.require_accumulating("max_tokens, which cuts")
+        elif run.state.grad_accum_steps > 1:
+            engine.require_accumulating(f"{run.state.grad_accum_steps} micro-batches")
 
     def train(self, planned: Window) -> bool:
         """Run forward and backward of a window's micro-batches on every process, and make its optimizer step.
@@ -70,8 +63,7 @@ class AutomaticSteps:
         """
         run, state, num_micro_batches = self._run, self._run.state, planned.num_micro_batches
         run.trained.update()
-        if self._reduces_by_hand:
-            broadcast_buffers(run.unwrapped_model)  # as the wrapper does before a window's first batch
+        self._engine.begin_window()
         samples_before = state.samples_seen
         window = AccumulationWindow(
             known_samples=None if run.counts_own_samples or self._may_leave_out else planned.num_samples,
@@ -79,7 +71,6 @@ class AutomaticSteps:
             samples_before=samples_before,
             is_skipped=samples_before in run.recovery.skipped_windows,
             is_judged=run.guard.judges_before_step(samples_before),
-            is_unreduced=self._reduces_by_hand,
         )
         for number, micro_batch in enumerate(planned.micro_batches, 1):
             is_full = micro_batch.is_last or number == num_micro_batches
@@ -92,11 +83,12 @@ class AutomaticSteps:
             elif self._may_halve:
                 self._try_batch(window, micro_batch)
             elif micro_batch.is_partial:
-                (self._train_together if self._is_sharded else self._train_apart)(window, micro_batch)
-            elif is_full or self._is_alone or self._reduces_by_hand or self._is_sharded:
+                with self._engine.unreduced():
+                    self._train_together(window, micro_batch)
+            elif is_full or self._engine.no_sync is None:
                 self._train_batch(window, micro_batch)
             else:
-                with run.accelerator.no_sync(run.model):  # the last micro-batch of the window reduces for all
+                with self._engine.no_sync():  # the last micro-batch of the window reduces for all
                     self._train_batch(window, micro_batch)
             state.count_batch(1 if micro_batch.part is None else micro_batch.num_finished)
         (skip_window if window.is_skipped else finish_window)(run, window)
@@ -104,10 +96,10 @@ class AutomaticSteps:
 
     def _try_batch(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
         """Train on a batch that memory may not suffice for; then the window is only gone through to its end."""
-        train = self._train_apart if self._reduces_by_hand else self._train_batch
         try:
             if not window.ran_out_of_memory:
-                train(window, micro_batch)
+                with self._engine.unreduced():
+                    self._train_batch(window, micro_batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -115,35 +107,20 @@ class AutomaticSteps:
         if window.ran_out_of_memory and self._run.weighting.is_explicit is None:
             self._run.weighting.decide(None, is_explicit=False)  # the others do, at their first batch
 
-    def _train_apart(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
-        """Train on this process's batch without reducing gradients, so that processes may differ in what they do."""
-        window.is_unreduced = True
-        with self._run.using_unwrapped_model(), without_synchronization(self._synchronized):
-            (self._train_batch if self._may_halve else self._train_together)(window, micro_batch)
-
     def _train_together(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
         """Train on this process's batch, or take part in the forward and backward of the others with one of theirs."""
-        own = micro_batch.batch
-        needs_batch = own is None or self._is_sharded
-        borrowed = meet("training_step", own, communicates=self._is_sharded) if needs_batch else own
-        if own is not None or borrowed is None:
+        batch = self._engine.own_or_borrowed("training_step", micro_batch)
+        if micro_batch.batch is not None or batch is None:
             self._train_batch(window, micro_batch)
             return
         run = self._run
-        with running_borrowed_step("training_step", needs_all=self._is_sharded):
-            outputs = self._run_in_context(run.place(borrowed), None)
+        outputs = self._run_in_context(run.place(batch), self._engine.running_borrowed("training_step"))
         run.module.logs.of_training.begin_batch()  # drops what the step has logged
         self._decide_without_weight()
         if outputs is None and self._may_leave_out:
             return
         output = read_training_output(outputs)
-        parameters = [] if self._is_sharded else run.stepper.parameters
-        gradients = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        run.actions.backward(output.loss * 0.0)
-        for parameter, gradient in zip(parameters, gradients, strict=True):  # the others' losses may have added some
-            parameter.grad = gradient
+        self._engine.finish_borrowed(output.loss, run.actions.backward)
 
     def _train_batch(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
         run, hooks = self._run, self._run.hooks
@@ -161,10 +138,14 @@ class AutomaticSteps:
             hook(batch=batch)
         run.own_loss.calls.clear()
         try:
-            outputs = self._run_in_context(batch, micro_batch) if self._needs_context else run.training_step(batch)
+            if self._needs_context:
+                context = self._engine.running("training_step", micro_batch if self._may_meet else None)
+                outputs = self._run_in_context(batch, context)
+            else:
+                outputs = run.training_step(batch)
         except Exception as error:
             add_note_of_batch(error, run.unwrapped_model, micro_batch.batch)
-            add_note_of_unused(error, run.model)
+            self._engine.add_note(error)
             raise
         run.packing.require_passed()
         if outputs is None and self._may_leave_out:
@@ -178,7 +159,7 @@ class AutomaticSteps:
         factor = 1.0 if window.is_one_batch else run.weighting.loss_factor(window, weight)
         if window.is_judged and not (isinstance(factor, float) and factor == 0.0):
             factor = run.guard.mark_gradients(loss, factor)
-        self._backward(window, loss, factor)
+        self._backward(loss, factor)
         for hook in hooks.on_after_backward:
             hook(loss=loss)
         state = run.state
@@ -188,15 +169,9 @@ class AutomaticSteps:
         for hook in hooks.on_after_training_step:
             hook(batch=batch, outputs=outputs)
 
-    def _run_in_context(self, batch: Any, micro_batch: MicroBatch | None) -> Any:
-        """Run the step on this process's batch of a micro-batch, or on a borrowed batch."""
-        run = self._run
-        is_uneven = micro_batch is not None and (micro_batch.is_partial or micro_batch.is_last)
-        company: AbstractContextManager[None] = nullcontext()
-        if micro_batch is not None and is_uneven and not (self._is_alone or self._may_halve):
-            company = running_step("training_step", micro_batch, needs_all=self._is_sharded)
-        with company, autocast(run.accelerator), run.watching_wrapper() as self._calls, run.explaining_parts():
-            outputs = run.training_step(batch)
+    def _run_in_context(self, batch: Any, context: AbstractContextManager[list[None] | None]) -> Any:
+        with autocast(self._run.accelerator), context as self._calls:
+            outputs = self._run.training_step(batch)
         if self._calls is not None and outputs is not None:
             require_call(self._calls)
         return outputs
@@ -207,15 +182,7 @@ class AutomaticSteps:
         Processes: collective where the others reduce their gradients in this micro-batch.
         """
         run = self._run
-        if self._is_sharded:
-            got, expected = "None, while the other processes need this one in their backward", "a loss"
-            do = "return the loss of the batch multiplied by 0, and the weight 0; or train without sharding"
-            raise ModuleContractError(explain("training_step", got, expected, do))
-        model = run.model
-        if not window.is_unreduced and isinstance(model, DistributedDataParallel):
-            reduce_nothing(model, was_called=bool(self._calls), meanwhile=self._decide_without_weight)
-        else:
-            self._decide_without_weight()
+        self._engine.leave_out(was_called=bool(self._calls), meanwhile=self._decide_without_weight)
         window.own_samples += run.count_samples(micro_batch, batch, has_weight=True)
         window.skipped_batches += 1
         run.module.logs.of_training.begin_batch()  # drops what the step has logged
@@ -227,31 +194,15 @@ class AutomaticSteps:
         if self._run.weighting.is_explicit is None:
             self._run.weighting.decide(None, is_explicit=False)
 
-    def _backward(self, window: AccumulationWindow, loss: torch.Tensor, factor: Weight) -> None:
+    def _backward(self, loss: torch.Tensor, factor: Weight) -> None:
         is_known = not isinstance(factor, torch.Tensor)  # without waiting for the device
         if is_known and factor == 0.0:
             if self._is_alone:
                 return
             _require_finite(loss)  # the other processes reduce gradients now, so this one has to
         self._run.actions.backward(loss if is_known and factor == 1.0 else loss * factor)
-        if self._reducer is not None and self._reducer.require_backward_grad_sync and not window.is_unreduced:
-            require_all_gradients(self._reducer)  # before hooks, which may drop gradients on purpose
-            self._reducer = None  # one look in each epoch; later, torch says so itself
-
-
-def _require_dynamic_graph(run: Run) -> None:
-    """Reject DDP's `static_graph` with accumulation: it counts the gradients of its first backward, and then asserts.
-
-    Source: `Reducer::autograd_hook` in torch/csrc/distributed/c10d/reducer.cpp.
-    """
-    is_static = isinstance(run.model, DistributedDataParallel) and run.model.static_graph
-    max_tokens = run.settings.hps.max_tokens
-    if is_static and (run.state.grad_accum_steps > 1 or max_tokens is not None):
-        number = f"{run.state.grad_accum_steps} micro-batches" if max_tokens is None else "max_tokens, which cuts"
-        got = f"static_graph=True, and {number} an optimizer step"
-        expected = "one backward an optimizer step: a static graph has no micro-batch that leaves gradients unreduced"
-        do = "drop static_graph, or accumulate nothing (grad_accumulation_steps, max_micro_batch_size, max_tokens)"
-        raise ArgumentError(explain("Trainer(ddp_kwargs=...)", got, expected, do))
+        if self._check_backward is not None and self._check_backward():  # before hooks, which may drop gradients
+            self._check_backward = None
 
 
 def _count_only(run: Run, window: AccumulationWindow, micro_batch: MicroBatch) -> None:

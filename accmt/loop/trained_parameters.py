@@ -20,9 +20,8 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.nn.parallel import DistributedDataParallel
 
-from accmt.engine.reduction import rebuild_reducer
+from accmt.engine.base import Engine
 from accmt.errors import ModuleContractError, ProcessFailedError, explain
 from accmt.libraries.private_names import children_of, is_compiled
 from accmt.messages import warn, warn_once
@@ -46,29 +45,23 @@ class TrainedParameters:
 
     Args:
         module: The module that is trained.
-        model: The model, wrapped where gradients are averaged by a wrapper.
-        unwrapped_model: The model itself.
-        optimizer: Its optimizer.
+        engine: How the processes train it.
+        optimizer: The optimizer of its model.
         watch: Where processes leave notes; None where a process is alone.
-        set_to_none: Whether gradients are dropped after each step.
     """
 
     def __init__(
         self,
         module: AcceleratorModule,
-        model: nn.Module,
-        unwrapped_model: nn.Module,
+        engine: Engine,
         optimizer: torch.optim.Optimizer,
         watch: Watch | None,
-        *,
-        set_to_none: bool = True,
     ) -> None:
-        self._set_to_none = set_to_none
-        self._module = module
-        self._model, self._unwrapped_model, self._optimizer = model, unwrapped_model, optimizer
+        self._module, self._engine, self._optimizer = module, engine, optimizer
+        self._model, self._unwrapped_model = engine.model, engine.unwrapped_model
         self._agreement = None if watch is None or num_processes() == 1 else _Agreement(watch)
         self._steps_by_itself = isinstance(module, ExtendedAcceleratorModule)
-        self._parameters = list(unwrapped_model.parameters())
+        self._parameters = list(engine.unwrapped_model.parameters())
         self._flags = self._at_start = self._look()
         self._saved: dict[str, bool] = {}
         self._groups = optimizer.param_groups
@@ -156,7 +149,7 @@ class TrainedParameters:
             self.find_parameters()
         if self._module.optimizer is not self._optimizer or self._optimizer.param_groups is not self._groups:
             self._require_same_optimizer()
-        flags = self._look()
+        flags = list(map(_REQUIRES_GRAD, self._parameters))
         has_changed = flags != self._flags
         if self._agreement is not None:
             self._agreement.pass_window(flags if has_changed else None)
@@ -171,8 +164,7 @@ class TrainedParameters:
         self._flags = flags
         self._warn_if_not_in_optimizer()
         self._warn_of_halves()
-        if isinstance(self._model, DistributedDataParallel):
-            rebuild_reducer(self._model, set_to_none=self._set_to_none)
+        self._engine.note_trained()
 
     def _require_same_model(self) -> None:
         """Reject another `self.model`: optimizer and saved weights would still be those of the first."""
@@ -211,7 +203,7 @@ class TrainedParameters:
         Raises:
             ModuleContractError: A layer was frozen or unfrozen within the window.
         """
-        if isinstance(self._model, DistributedDataParallel) and self._look() != self._flags:
+        if self._engine.notes_trained and self._look() != self._flags:
             got = "a change between two micro-batches of an optimizer step, or within training_step"
             expected = "changes between optimizer steps, since several processes average the gradients of a step"
             do = "change it in on_epoch_start or on_update_end, or make self.model an nn.ModuleDict of its parts"

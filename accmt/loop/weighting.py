@@ -61,7 +61,6 @@ class AccumulationWindow:
         own_samples: Samples of those batches.
         skipped_batches: Batches of this process that its step left out; once the window is closed, of all processes.
         total_weight: Weights of its batches on all processes, once it is closed, where these are not samples.
-        is_unreduced: Whether gradients were not reduced over processes, because one had no batch in a micro-batch.
     """
 
     known_samples: int | None
@@ -76,7 +75,6 @@ class AccumulationWindow:
     own_samples: int = 0
     skipped_batches: int = 0
     total_weight: float = 0.0
-    is_unreduced: bool = False
 
     def add(self, weight: Weight, samples: int) -> None:
         """Count one batch of this process."""

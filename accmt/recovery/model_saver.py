@@ -20,7 +20,6 @@ from accmt import huggingface
 from accmt.callbacks import Callback
 from accmt.callbacks.averaging import using_average
 from accmt.data.options import length_of
-from accmt.engine.reduction import broadcast_buffers
 from accmt.errors import AccmtError, SavingError, explain
 from accmt.messages import say, warn
 from accmt.metrics import Metric, ReportedValue
@@ -239,15 +238,10 @@ def save_model(run: Run, *folders: Path) -> None:
 
 
 def _write_models(run: Run, folders: Sequence[Path]) -> None:
-    broadcast_buffers(run.unwrapped_model)
-    if run.is_sharded:
-        state = ShardedState(run.unwrapped_model)
-        for folder in folders:
-            state.lend(partial(_write_model, run, folder, state))
-        return
-    state_dict = run.accelerator.get_state_dict(run.model)
+    run.engine.share_buffers()
+    weights = run.engine.weights()
     for folder in folders:
-        run_on_main_process(partial(_write_model, run, folder, state_dict))
+        weights.lend(partial(_write_model, run, folder, weights))
 
 
 def _write_model(run: Run, folder: Path, state_dict: dict[str, Any] | ShardedState) -> None:

@@ -15,7 +15,6 @@ from accmt.callbacks import Callback, MainProcessCallback
 from accmt.checkpoint.engine import load_state, rejecting_other_forms
 from accmt.data import UnshardedLoader
 from accmt.data.sized import BatchLoader, SizedLoader
-from accmt.engine.reduction import broadcast_buffers
 from accmt.errors import CheckpointError, explain
 from accmt.huggingface import AdaLoraRanks
 from accmt.libraries.private_names import note_optimizer_step
@@ -81,7 +80,7 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
     Args:
         at: The state of the step snapshot, if the run has gone on since; None if it is to be collected now.
     """
-    broadcast_buffers(run.unwrapped_model)  # any process may write them, and training continues with the main one's
+    run.engine.share_buffers()  # any process may write them, and training continues with the main one's
     local = LocalState(run).collect() if at is None else dict(at)
     place, parts = local.pop("place"), dict(local["parts"])
     parts["running_averages"] = parts["running_averages"].state_dict()

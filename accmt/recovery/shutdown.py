@@ -139,7 +139,7 @@ def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:
 def _save_snapshot(run: Run) -> None:
     if run.watch is None or not run.watch.is_apart:
         run.checkpoints.save_snapshot(run)
-    elif run.is_sharded:
+    elif run.engine.needs_all:
         warn("no emergency checkpoint: the shards of the other processes are gone with them; the newest one stays")
     elif is_main_process() and not isinstance(run.train_loader.own, UnshardedLoader):
         with suppress(RuntimeError):  # its thread still acts with the others, which are gone

@@ -25,6 +25,20 @@ _END = ""
 _CHUNK = 2**24
 
 
+class WholeState(dict[str, Tensor]):
+    """A state dict that each process has whole."""
+
+    def lend(self, action: Callable[[], T]) -> T:
+        """Let the main process do something with the tensors, and return its result on every process.
+
+        Processes: collective.
+
+        Raises:
+            Exception: What the action raised, on every process.
+        """
+        return run_on_main_process(action)
+
+
 class ShardedState:
     """A state dict whose tensors are put together when they are needed.
 

@@ -15,7 +15,6 @@ from accmt.data import Loader, derive_seed, draw_seed, seed_generators
 from accmt.data.own_generators import seed_with_global
 from accmt.engine.accelerator import build_accelerator
 from accmt.engine.replicas import Replicas
-from accmt.engine.shards import is_sharded
 from accmt.errors import ArgumentError, explain
 from accmt.failures import Board, Clock, Interruption, Watch, find_machines
 from accmt.huggingface import PackingGuard
@@ -147,7 +146,7 @@ def _make_parts(
     saves = settings.checkpoints.every is not None or bool(settings.handling.kinds)
     keeps_snapshot = saves or settings.optimization.auto_micro_batch
     watch = make_watch(settings, trainer.state, is_listening=saves, hang_timeout_s=settings.failures.hang_timeout_s)
-    parts = prepared.model, prepared.unwrapped_model, prepared.stepper.optimizer
+    engine, optimizer = prepared.engine, prepared.stepper.optimizer
     compares = num_processes() > 1 and failures.compare_replicas
     return {
         "settings": settings,
@@ -164,16 +163,14 @@ def _make_parts(
         "recovery": recovery,
         "clock": Clock(read_max_time(settings.running.max_time)),
         **watch,
-        "trained": TrainedParameters(
-            module, *parts, watch["watch"], set_to_none=trainer.settings.optimization.set_to_none
-        ),
+        "trained": TrainedParameters(module, engine, optimizer, watch["watch"]),
         "packing": PackingGuard(
             prepared.unwrapped_model,
             wrapped=prepared.model,
             precision=partial(autocast, accelerator),
-            is_sharded=is_sharded(prepared.unwrapped_model),
+            is_sharded=engine.needs_all,
         ),
-        "replicas": Replicas(*parts[1:], trainer.state.global_step) if compares else None,
+        "replicas": Replicas(prepared.unwrapped_model, optimizer, trainer.state.global_step) if compares else None,
         "counts_own_samples": defines(module, "get_batch_size"),
     }
 

@@ -14,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accmt.checkpoint.frozen import find_read_only
 from accmt.engine.accelerator import must_keep_in_step
+from accmt.engine.base import Engine
 from accmt.engine.building import building_for, device_of_shards
+from accmt.engine.choice import choose_engine
 from accmt.engine.meta import fill, is_on_meta
 from accmt.engine.reduction import (
     TransparentWrapper,
@@ -90,12 +92,14 @@ class Prepared:
     """What the model, its optimizer and its scheduler became.
 
     Attributes:
+        engine: How the processes work with one model.
         model: The model that reduces gradients over processes.
         unwrapped_model: The user's model itself.
         stepper: Backward, clipping and optimizer.
         scheduler: The scheduler, or None.
     """
 
+    engine: Engine
     model: nn.Module
     unwrapped_model: nn.Module
     stepper: Stepper
@@ -143,7 +147,8 @@ def prepare(
         clip_type=settings.optimization.clip_type,
         around_backward=partial(beginning_anew, summed) if summed else None,
     )
-    return Prepared(model, unwrapped, stepper, scheduler)
+    engine = choose_engine(module, accelerator, model, optimizer, set_to_none=settings.optimization.set_to_none)
+    return Prepared(engine, model, unwrapped, stepper, scheduler)
 
 
 def _make_ready(model: nn.Module, accelerator: Accelerator, settings: Settings) -> None:
@@ -247,23 +252,23 @@ def _wrap(own: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Acceler
     return model
 
 
-def prepare_for_evaluation(module: AcceleratorModule, accelerator: Accelerator, settings: Settings) -> nn.Module:
+def prepare_for_evaluation(module: AcceleratorModule, accelerator: Accelerator, settings: Settings) -> Engine:
     """Make the model ready to be evaluated only: device, compilation and precision are as in training.
 
     Processes: collective; every process gets the main process's weights, as training would give them.
     """
-    _distribute_first(module.model, accelerator)
-    compile_if_asked(module.model, settings.running)
-    if is_sharded(module.model):
-        require_known_shards(module.model)
-        return module.model
-    if accelerator.is_fsdp2:
-        _require_forward(module.model)
-        shard_model(module.model, accelerator, None)
-        return module.model
-    model = prepare_alone(module.model, accelerator)
-    broadcast_weights(model)
-    return model
+    model = module.model
+    _distribute_first(model, accelerator)
+    compile_if_asked(model, settings.running)
+    if is_sharded(model):
+        require_known_shards(model)
+    elif accelerator.is_fsdp2:
+        _require_forward(model)
+        shard_model(model, accelerator, None)
+    else:
+        model = prepare_alone(model, accelerator)
+        broadcast_weights(model)
+    return choose_engine(module, accelerator, model, None)
 
 
 def _distribute_first(model: nn.Module, accelerator: Accelerator) -> None:

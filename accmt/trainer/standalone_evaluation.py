@@ -11,13 +11,11 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from accmt.callbacks.averaging import WeightAverage, using_average
 from accmt.callbacks.progress import draw_batches
 from accmt.data import Loader, MicroBatch, WrappedLoader, draw_seed
 from accmt.engine.accelerator import build_accelerator
-from accmt.engine.shards import is_sharded
+from accmt.engine.base import Engine
 from accmt.errors import ArgumentError, explain
 from accmt.files import dumps, require_writable_folder, write_text
 from accmt.huggingface import PackingGuard, keeping_quantized_weights
@@ -193,15 +191,15 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
         check_validation(module, _STEPS[function])
     with (
         _working(request.trainer.state, function),
-        _lending_model(request) as (accelerator, model),
-        _taking_data(request, accelerator) as sets,
+        _lending_engine(request) as engine,
+        _taking_data(request, engine.accelerator) as sets,
         using_weights(module, settings, request.ckpt_path, function),
-        nullcontext() if function == "predict" else _watch_packing(module.model),
+        nullcontext() if function == "predict" else _watch_packing(engine),
         keeping_quantized_weights(module.model),
         nullcontext() if request.current_run is None else request.current_run.stepper.evaluating(),
         using_average(() if last is None or request.ckpt_path is not None else last.callbacks),
     ):
-        run = _build(request, sets, accelerator, model)
+        run = _build(request, sets, engine)
         dataloaders = [loader.dataloader for loader in run.val_loaders.values()]
         request.trainer._dataloaders = {**request.trainer._dataloaders, function: dataloaders}
         try:
@@ -213,8 +211,8 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
                 request.current_run.train_loader.set_epoch_again()
 
 
-def _watch_packing(model: nn.Module) -> AbstractContextManager[None]:
-    return PackingGuard(model, is_sharded=is_sharded(model)).watching()
+def _watch_packing(engine: Engine) -> AbstractContextManager[None]:
+    return PackingGuard(engine.model, is_sharded=engine.needs_all).watching()
 
 
 def _reject_another_module(request: Request) -> None:
@@ -241,20 +239,21 @@ def _working(state: TrainingState, function: Evaluation) -> Iterator[None]:
 
 
 @contextmanager
-def _lending_model(request: Request) -> Iterator[tuple[Accelerator, nn.Module]]:
+def _lending_engine(request: Request) -> Iterator[Engine]:
     """Make the model ready, unless a run works with it, and give it back afterwards."""
     in_work, module, settings = request.current_run, request.module, request.trainer.settings
     if in_work is not None:
-        yield in_work.accelerator, in_work.model
+        yield in_work.engine
         return
     accelerator = build_accelerator(settings.running)
     model = module.model
     with watching_evaluation(**make_watch(settings, request.trainer.state, is_listening=False, hang_timeout_s=None)):
         share_batches_if_split(module, accelerator, settings)
         try:
-            model = prepare_for_evaluation(module, accelerator, settings)
+            engine = prepare_for_evaluation(module, accelerator, settings)
+            model = engine.model
             attach_evaluation(request.trainer, module, accelerator, model)
-            yield accelerator, model
+            yield engine
         finally:
             detach_model(module, model, accelerator)
 
@@ -269,10 +268,10 @@ def _taking_data(request: Request, accelerator: Accelerator) -> Iterator[dict[st
         yield dict(find_same_data(lambda: find_data(request.module, user_data.load(function), function, data), data))
 
 
-def _build(request: Request, sets: Mapping[str, Any], accelerator: Accelerator, model: nn.Module) -> EvaluationRun:
+def _build(request: Request, sets: Mapping[str, Any], engine: Engine) -> EvaluationRun:
     trainer, module, function, last = request.trainer, request.module, request.function, request.last_run
     settings = trainer.settings
-    seed, device = _choose_seed(request), accelerator.device
+    seed, device = _choose_seed(request), engine.accelerator.device
     metrics = metrics_of_sets(None if function == "predict" else settings.evaluation.metrics, list(sets))
     callbacks = gather_callbacks(trainer, module) if last is None else last.callbacks
     callbacks = [
@@ -280,10 +279,11 @@ def _build(request: Request, sets: Mapping[str, Any], accelerator: Accelerator, 
     ]  # using_average does its work
     return EvaluationRun(
         settings=settings,
-        accelerator=accelerator,
+        engine=engine,
+        accelerator=engine.accelerator,
         module=module,
-        model=model,
-        unwrapped_model=accelerator.unwrap_model(model, keep_torch_compile=False),
+        model=engine.model,
+        unwrapped_model=engine.unwrapped_model,
         validation_step=adapt_validation_step(module, _STEPS[function], metrics),
         val_loaders={
             name: _draw(

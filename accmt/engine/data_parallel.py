@@ -1,0 +1,155 @@
+"""Data parallelism: each process has the whole model and batches of its own, and gradients are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accmt.data import MicroBatch
+from accmt.engine.base import Engine
+from accmt.engine.calls import counting_calls
+from accmt.engine.reduction import (
+    TransparentWrapper,
+    add_note_of_unused,
+    average_gradients,
+    rebuild_reducer,
+    reduce_nothing,
+    reduces_only_whole,
+    require_all_gradients,
+)
+from accmt.engine.step_collectives import meet, running_borrowed_step, running_step
+from accmt.errors import ArgumentError, explain
+from accmt.module import AcceleratorModule
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch.optim import Optimizer
+
+
+class DataParallel(Engine):
+    """Replicas, whose gradients `DistributedDataParallel` averages in the last backward of a window.
+
+    Nothing wraps a container, or a model of which nothing is trained yet: there they are averaged by hand when the
+    window ends. So they are where a micro-batch does not reach every process.
+    """
+
+    def __init__(
+        self,
+        module: AcceleratorModule,
+        accelerator: Accelerator,
+        model: nn.Module,
+        unwrapped_model: nn.Module,
+        optimizer: Optimizer | None,
+        *,
+        set_to_none: bool = True,
+    ) -> None:
+        super().__init__(module, accelerator, model, unwrapped_model)
+        self._wrapper = model if isinstance(model, TransparentWrapper) else None
+        self._optimizer, self._set_to_none = optimizer, set_to_none
+        self._reduces_at_end = self._is_unreduced = self._wrapper is None
+        self.notes_trained = self._wrapper is not None
+        if self._wrapper is not None:
+            self.no_sync = self._no_sync
+
+    def _no_sync(self) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = self.accelerator.no_sync(self.model)
+        return context
+
+    def begin_epoch(self, *, reduces_at_end: bool) -> None:
+        self._reduces_at_end = reduces_at_end or self._wrapper is None
+
+    def begin_window(self) -> None:
+        self._is_unreduced = self._reduces_at_end
+        if self._reduces_at_end:
+            self.share_buffers()  # as the wrapper does before a window's first batch
+
+    def own_or_borrowed(self, step: str, micro_batch: MicroBatch) -> Any:
+        if not micro_batch.is_partial or micro_batch.batch is not None:
+            return micro_batch.batch
+        return meet(step, None, communicates=False)
+
+    @contextmanager
+    def running(self, step: str, micro_batch: MicroBatch | None) -> Iterator[list[None] | None]:
+        with ExitStack() as stack:
+            if micro_batch is not None and (micro_batch.is_partial or micro_batch.is_last):
+                stack.enter_context(running_step(step, micro_batch, needs_all=False))
+            yield stack.enter_context(self._counting_calls())
+
+    @contextmanager
+    def running_borrowed(self, step: str) -> Iterator[list[None] | None]:
+        with running_borrowed_step(step, needs_all=False), self._counting_calls() as calls:
+            yield calls
+
+    @contextmanager
+    def _counting_calls(self) -> Iterator[list[None] | None]:
+        if self._module.model is self.unwrapped_model:  # which nothing wraps, or which is reduced by hand meanwhile
+            yield None
+            return
+        with counting_calls(self.model) as calls:
+            yield calls
+
+    @contextmanager
+    def unreduced(self) -> Iterator[None]:
+        self._is_unreduced = True
+        with self.unwrapped(trains=True):
+            yield
+
+    def finish_borrowed(self, loss: torch.Tensor, backward: Callable[[torch.Tensor], None]) -> None:
+        parameters = self._parameters()
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        backward(loss * 0.0)
+        for parameter, gradient in zip(parameters, gradients, strict=True):  # the others' losses may have added some
+            parameter.grad = gradient
+
+    def leave_out(self, *, was_called: bool, meanwhile: Callable[[], None]) -> None:
+        if self._wrapper is None or self._is_unreduced:
+            meanwhile()
+        else:
+            reduce_nothing(self._wrapper, was_called=was_called, meanwhile=meanwhile)
+
+    def require_accumulating(self, number: str) -> None:
+        """Reject `static_graph` with accumulation: it counts the gradients of its first backward, and then asserts.
+
+        Source: `Reducer::autograd_hook` in torch/csrc/distributed/c10d/reducer.cpp.
+        """
+        if self._wrapper is not None and self._wrapper.static_graph:
+            got = f"static_graph=True, and {number} an optimizer step"
+            expected = (
+                "one backward an optimizer step: a static graph has no micro-batch that leaves gradients unreduced"
+            )
+            do = "drop static_graph, or accumulate nothing (grad_accumulation_steps, max_micro_batch_size, max_tokens)"
+            raise ArgumentError(explain("Trainer(ddp_kwargs=...)", got, expected, do))
+
+    def first_backward_check(self) -> Callable[[], bool] | None:
+        model = self._wrapper
+        if model is None or not reduces_only_whole(model):
+            return None
+
+        def check() -> bool:
+            if not model.require_backward_grad_sync or self._is_unreduced:
+                return False
+            require_all_gradients(model)  # before hooks, which may drop gradients on purpose
+            return True  # one look in each epoch; later, torch says so itself
+
+        return check
+
+    def add_note(self, error: Exception) -> None:
+        add_note_of_unused(error, self.model)
+
+    def reduce_remaining(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
+        if self._is_unreduced:
+            average_gradients(self._parameters() if parameters is None else parameters)
+
+    def note_trained(self) -> None:
+        if self._wrapper is not None:
+            rebuild_reducer(self._wrapper, set_to_none=self._set_to_none)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        groups = () if self._optimizer is None else self._optimizer.param_groups
+        return [parameter for group in groups for parameter in group["params"]]
