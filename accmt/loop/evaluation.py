@@ -237,28 +237,13 @@ def taking_batches(run: EvaluationRun) -> Iterator[None]:
         run.state.now.in_evaluation_batches = False
 
 
-def without_gradients(run: EvaluationRun, stage: Stage) -> AbstractContextManager[None]:
-    """Return the context in which a step runs: `torch.inference_mode`, unless `inference_mode=False`."""
-    # What a model caches in the trial evaluation is used in training, where inference tensors are an error.
-    if stage == "sanity_check" or not run.settings.evaluation.inference_mode:
-        return torch.no_grad()
-    return run.engine.inference_mode()
-
-
 def _evaluate_set(
     run: EvaluationRun, stage: Stage, key: str, loader: Loader, max_batches: int | None
 ) -> dict[str, float]:
     is_silent = stage == "sanity_check"
-    reports_batches = run.state.fn == "fit" and not (is_silent or run.settings.evaluation.report_loss_after_eval)
     call_hooks(() if is_silent else run.hooks.on_validation_start, key=key)
-    evaluation = _SetEvaluation(run, key, is_silent=is_silent)
-    with taking_batches(run):
-        for micro_batch in _first_batches(loader, max_batches, counts_empty=num_processes() > 1):
-            with without_gradients(run, stage):
-                loss, weight = evaluation.take(micro_batch)
-            run.state.count_validation_batch(micro_batch.num_finished)
-            if reports_batches:
-                _report_batch(run, key, loss, weight)
+    evaluation = _SetEvaluation(run, key, stage)
+    evaluation.take_all(loader, max_batches)
     total = loader.num_micro_batches
     is_cut = max_batches is not None and (total is None or total > max_batches)
     outputs = evaluation.finish(partial(_judge_in_trial, is_cut=is_cut) if is_silent else None)
@@ -296,26 +281,102 @@ def _first_batches(loader: Loader, max_batches: int | None, *, counts_empty: boo
             return
 
 
-def place_of_step(micro_batch: MicroBatch) -> tuple[int, ...]:
-    """Return what the randomness of a step of an evaluation depends on."""
-    place = micro_batch.index, data_index()
-    return place if micro_batch.part is None else (*place, micro_batch.part.number)
-
-
-class _SetEvaluation:
-    """One set that is evaluated, batch by batch.
+class SetPass:
+    """A pass over one set that is not trained on: the loop over batches of evaluations and predictions.
 
     Args:
         key: The name of the set.
-        is_silent: Whether no hooks are called.
+        stage: What is done with it.
     """
 
-    def __init__(self, run: EvaluationRun, key: str, *, is_silent: bool) -> None:
+    def __init__(self, run: EvaluationRun, key: str, stage: Stage) -> None:
         self._run = run
         self._key = key
-        self._step = "test_step" if run.state.stage == "test" else "validation_step"
+        self._stage = stage
+        self._step = {"test": "test_step", "predict": "predict_step"}.get(stage, "validation_step")
+        self._purpose = "predict_step" if stage == "predict" else "validation_step"
+        self._bad = BadSamples()
+        self._has_batch = False
+
+    def take_all(self, loader: Loader, max_batches: int | None = None) -> None:
+        """Run the step on this process's batches.
+
+        Processes: collective in a micro-batch that does not reach all of them, and at the end.
+
+        Args:
+            loader: The batches.
+            max_batches: How many at most; None is all.
+        """
+        with taking_batches(self._run):
+            for micro_batch in _first_batches(loader, max_batches, counts_empty=num_processes() > 1):
+                self._bad.add(len(micro_batch.bad), micro_batch.bad)
+                taken = self._take(micro_batch)
+                self._run.state.count_validation_batch(micro_batch.num_finished)
+                self.after_batch(taken)
+        report_bad_samples(self._run, self._key, self._bad, has_batch=self._has_batch)
+
+    def _take(self, micro_batch: MicroBatch) -> Any:
+        run = self._run
+        borrowed = run.engine.own_or_borrowed(self._step, micro_batch)
+        if micro_batch.batch is None:
+            if borrowed is not None:  # the step of the others needs all processes; nothing of it counts
+                with self.without_gradients(), autocast(run.accelerator), run.engine.running_borrowed(self._step):
+                    self.forward(run.place(borrowed))
+                run.module.logs.of_evaluation.begin_batch()  # drops what the step has logged
+            return None
+        self._has_batch = True
+        batch = run.place(micro_batch.batch)
+        place = (micro_batch.index, data_index(), *([] if micro_batch.part is None else [micro_batch.part.number]))
+        seed_generators(derive_seed(run.seed, self._purpose, *place), run.device)
+        with self.without_gradients():
+            self.before_step(batch)
+            run.own_loss.calls.clear()
+            try:
+                with autocast(run.accelerator), run.engine.running(self._step, micro_batch):
+                    output = self.forward(batch)
+            except Exception as error:
+                add_note_of_batch(error, run.unwrapped_model, micro_batch.batch)
+                raise
+        return self.take(micro_batch, batch, output)
+
+    def without_gradients(self) -> AbstractContextManager[None]:
+        """Return the context in which the step runs: `torch.inference_mode`, unless `inference_mode=False`."""
+        # What a model caches in the trial evaluation is used in training, where inference tensors are an error.
+        if self._stage == "sanity_check" or not self._run.settings.evaluation.inference_mode:
+            return torch.no_grad()
+        return self._run.engine.inference_mode()
+
+    def before_step(self, batch: Any) -> None:
+        """Do something before the step of a batch."""
+
+    def forward(self, batch: Any) -> Any:
+        """Return what the step returns for a batch, this process's or a borrowed one."""
+        return self._run.validation_step(self._key, batch)
+
+    def take(self, micro_batch: MicroBatch, batch: Any, output: Any) -> Any:
+        """Keep what the step returned for one of this process's batches."""
+
+    def after_batch(self, taken: Any) -> None:
+        """Do something after each micro-batch, once it is counted.
+
+        Processes: all.
+
+        Args:
+            taken: What `take` returned; None where this process had no batch.
+        """
+
+
+class _SetEvaluation(SetPass):
+    """One set that is evaluated, batch by batch."""
+
+    def __init__(self, run: EvaluationRun, key: str, stage: Stage) -> None:
+        super().__init__(run, key, stage)
+        is_silent = stage == "sanity_check"  # which calls no hooks
         self._hooks_before = () if is_silent else run.hooks.on_before_validation_step
         self._hooks_after = () if is_silent else run.hooks.on_after_validation_step
+        self._reports_batches = (
+            run.state.fn == "fit" and not is_silent and not run.settings.evaluation.report_loss_after_eval
+        )
         self._collector = ValidationCollector(
             run.metrics[key],
             run.module.logs.of_evaluation,
@@ -323,28 +384,19 @@ class _SetEvaluation:
         )
         self._gave_weight: set[bool] = set()
         self._counts_targets: bool | None = None
-        self._bad = BadSamples()
 
-    def take(self, micro_batch: MicroBatch) -> tuple[Any, Any]:
-        """Run the step on this process's batch, and return the loss and what it weighs."""
-        self._bad.add(len(micro_batch.bad), micro_batch.bad)
-        run, loss_name = self._run, self._run.loss_name
-        borrowed = run.engine.own_or_borrowed(self._step, micro_batch)
-        if micro_batch.batch is None:
-            if borrowed is not None:
-                self._take_part(borrowed)
-            return 0.0, 0.0
-        batch = run.place(micro_batch.batch)
-        seed_generators(derive_seed(run.seed, "validation_step", *place_of_step(micro_batch)), run.device)
+    def before_step(self, batch: Any) -> None:
+        """Call the hooks."""
         for hook in self._hooks_before:
             hook(batch=batch)
-        run.own_loss.calls.clear()
-        try:
-            with autocast(run.accelerator), run.engine.running(self._step, micro_batch):
-                output = run.validation_step(self._key, batch)
-        except Exception as error:
-            add_note_of_batch(error, run.unwrapped_model, micro_batch.batch)
-            raise
+
+    def take(self, micro_batch: MicroBatch, batch: Any, output: Any) -> tuple[Any, Any]:
+        """Collect what the step returned, and return the loss and what it weighs."""
+        with self.without_gradients():
+            return self._collect(micro_batch, batch, output)
+
+    def _collect(self, micro_batch: MicroBatch, batch: Any, output: Any) -> tuple[Any, Any]:
+        run, loss_name = self._run, self._run.loss_name
         entries, weight = read_validation_output(output, loss_name)
         targets = None
         if weight is None:
@@ -364,12 +416,10 @@ class _SetEvaluation:
             hook(batch=batch, outputs=output)
         return entries.get(loss_name, 0.0), loss_weight
 
-    def _take_part(self, borrowed: Any) -> None:
-        """Run the step on another process's batch, which needs all processes; nothing of it counts."""
-        run = self._run
-        with autocast(run.accelerator), run.engine.running_borrowed(self._step):
-            run.validation_step(self._key, run.place(borrowed))
-        run.module.logs.of_evaluation.begin_batch()  # drops what the step has logged
+    def after_batch(self, taken: Any) -> None:
+        """Report the loss of the batches of all processes, where that is asked for."""
+        if self._reports_batches:
+            _report_batch(self._run, self._key, *(taken or (0.0, 0.0)))
 
     def finish(self, on_error: Callable[[Metric, Exception], None] | None = None) -> dict[str, float]:
         """Return the means and metrics over all samples of all processes.
@@ -380,7 +430,6 @@ class _SetEvaluation:
             on_error: As that of `ValidationCollector.compute`.
         """
         _require_one_kind(self._gave_weight.union(*gather_objects(self._gave_weight)))
-        report_bad_samples(self._run, self._key, self._bad, has_batch=bool(self._gave_weight))
         return self._collector.compute(on_error)
 
 

@@ -8,19 +8,11 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from accmt.data import Loader, MicroBatch, derive_seed, find_batch_size, seed_generators
-from accmt.data.bad_samples import BadSamples
+from accmt.data import MicroBatch, find_batch_size
 from accmt.errors import DataError, ModuleContractError, explain
-from accmt.loop.bad_sample_counts import report_bad_samples
-from accmt.loop.evaluation import (
-    place_of_step,
-    taking_batches,
-    without_gradients,
-    without_training,
-)
+from accmt.loop.evaluation import SetPass, without_training
 from accmt.metrics.gathering import Position, gather_on_main_process, order_parts, put_in_order, to_cpu
 from accmt.module import defines
-from accmt.precision import autocast
 from accmt.processes import is_main_process
 from accmt.run import EvaluationRun
 
@@ -44,47 +36,42 @@ def predict(run: EvaluationRun, *, keeps: bool) -> dict[str, Any]:
     predictions = {}
     with without_training(run, "predict"):
         for key, loader in run.val_loaders.items():
-            own = _predict_set(run, key, loader, keeps=keeps)
-            predictions[key] = _bring_together(run, own) if keeps else None
+            own = _SetPrediction(run, key, keeps=keeps)
+            run.state.begin_evaluation()
+            own.take_all(loader)
+            predictions[key] = _bring_together(run, own.kept) if keeps else None
     return predictions
 
 
-def _predict_set(run: EvaluationRun, key: str, loader: Loader, *, keeps: bool) -> list[_Placed]:
-    kept: list[_Placed] = []
-    bad, has_batch = BadSamples(), False
-    run.state.begin_evaluation()
-    with taking_batches(run):
-        for micro_batch in loader.micro_batches(0):
-            bad.add(len(micro_batch.bad), micro_batch.bad)
-            has_batch |= micro_batch.batch is not None
-            borrowed = run.engine.own_or_borrowed("predict_step", micro_batch)
-            if micro_batch.batch is None and borrowed is not None:
-                with run.engine.running_borrowed("predict_step"):
-                    _predict_batch(run, key, run.place(borrowed))  # for the others' sake
-            if micro_batch.batch is not None:
-                seed_generators(derive_seed(run.seed, "predict_step", *place_of_step(micro_batch)), run.device)
-                batch = run.place(micro_batch.batch)
-                with run.engine.running("predict_step", micro_batch):
-                    output = _predict_batch(run, key, batch)
-                if keeps:
-                    _require_one_each(run, micro_batch, batch, _count_predictions("predictions", output))
-                    kept.append((micro_batch.places or micro_batch.index, to_cpu(output)))
-            run.state.count_validation_batch(micro_batch.num_finished)
-    report_bad_samples(run, key, bad, has_batch=has_batch)
-    return kept
+class _SetPrediction(SetPass):
+    """One set that is predicted.
 
+    Attributes:
+        kept: The predictions of this process's batches, with where their samples stand in the data.
+    """
 
-def _predict_batch(run: EvaluationRun, key: str, batch: Any) -> Any:
-    try:
-        with without_gradients(run, "predict"), autocast(run.accelerator):
-            return run.validation_step(key, batch)
-    except (TypeError, AttributeError, ValueError) as error:
-        if isinstance(batch, torch.Tensor) or defines(run.module, "predict_step"):
-            raise
-        got = f"a {type(batch).__name__} as batch, which the model did not take: {error}"
-        expected = "predict_step(self, batch), which says what of a batch goes into the model"
-        do = "def predict_step(self, batch): return self.model(batch[0]), say"
-        raise ModuleContractError(explain(type(run.module).__name__, got, expected, do)) from error
+    def __init__(self, run: EvaluationRun, key: str, *, keeps: bool) -> None:
+        super().__init__(run, key, "predict")
+        self._keeps = keeps
+        self.kept: list[_Placed] = []
+
+    def forward(self, batch: Any) -> Any:
+        """Return the predictions of a batch."""
+        try:
+            return super().forward(batch)
+        except (TypeError, AttributeError, ValueError) as error:
+            if isinstance(batch, torch.Tensor) or defines(self._run.module, "predict_step"):
+                raise
+            got = f"a {type(batch).__name__} as batch, which the model did not take: {error}"
+            expected = "predict_step(self, batch), which says what of a batch goes into the model"
+            do = "def predict_step(self, batch): return self.model(batch[0]), say"
+            raise ModuleContractError(explain(type(self._run.module).__name__, got, expected, do)) from error
+
+    def take(self, micro_batch: MicroBatch, batch: Any, output: Any) -> None:
+        """Keep predictions, on the CPU."""
+        if self._keeps:
+            _require_one_each(self._run, micro_batch, batch, _count_predictions("predictions", output))
+            self.kept.append((micro_batch.places or micro_batch.index, to_cpu(output)))
 
 
 def _require_one_each(run: EvaluationRun, micro_batch: MicroBatch, batch: Any, count: int) -> None:
