@@ -39,6 +39,6 @@ def choose_engine(
     if is_sharded(unwrapped):
         kind = Split if num_data_processes() < num_processes() else Sharded
         return kind(module, accelerator, model, unwrapped)
-    if num_processes() == 1:
+    if num_processes() == 1 and model is unwrapped:  # a launcher may start one process, which Accelerate wraps, too
         return Alone(module, accelerator, model, unwrapped)
     return DataParallel(module, accelerator, model, unwrapped, optimizer, set_to_none=set_to_none)

@@ -24,6 +24,7 @@ from accmt.engine.reduction import (
 from accmt.engine.step_collectives import meet, running_borrowed_step, running_step
 from accmt.errors import ArgumentError, explain
 from accmt.module import AcceleratorModule
+from accmt.processes import num_processes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -52,7 +53,8 @@ class DataParallel(Engine):
         self._optimizer, self._set_to_none = optimizer, set_to_none
         self._reduces_at_end = self._is_unreduced = self._wrapper is None
         self.notes_trained = self._wrapper is not None
-        if self._wrapper is not None:
+        self._has_others = num_processes() > 1
+        if self._wrapper is not None and self._has_others:
             self.no_sync = self._no_sync
 
     def _no_sync(self) -> AbstractContextManager[None]:
@@ -75,7 +77,7 @@ class DataParallel(Engine):
     @contextmanager
     def running(self, step: str, micro_batch: MicroBatch | None) -> Iterator[list[None] | None]:
         with ExitStack() as stack:
-            if micro_batch is not None and (micro_batch.is_partial or micro_batch.is_last):
+            if micro_batch is not None and self._has_others and (micro_batch.is_partial or micro_batch.is_last):
                 stack.enter_context(running_step(step, micro_batch, needs_all=False))
             yield stack.enter_context(self._counting_calls())
 
@@ -86,7 +88,8 @@ class DataParallel(Engine):
 
     @contextmanager
     def _counting_calls(self) -> Iterator[list[None] | None]:
-        if self._module.model is self.unwrapped_model:  # which nothing wraps, or which is reduced by hand meanwhile
+        # Nothing wraps the bare model, or it is reduced by hand meanwhile.
+        if self._module.model is self.unwrapped_model or not self._has_others:
             yield None
             return
         with counting_calls(self.model) as calls:
