@@ -24,7 +24,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "hint_for_attribute": "accmt.addons.hints.methods:describe_missing",
         "hint_for_key": "accmt.addons.hints.arguments:advise_key",
         "hint_for_method": "accmt.addons.hints.methods:find_foreign_method",
-        "hint_for_precision": "accmt.addons.hints.values:find_precision",
+        "hint_for_precision": "accmt.addons.hints.table:find_precision",
         "hint_for_replaced": "accmt.addons.hints.arguments:find_replaced",
         "hints_for_unused_methods": "accmt.addons.hints.methods:find_unused_foreign_methods",
         "notebook_curve": "accmt.addons.notebook:NotebookView",

@@ -15,8 +15,9 @@ from accelerate.commands.launch import launch_command_parser
 
 import accmt
 from accmt import AcceleratorModule, Trainer, TrainingState
-from accmt.addons.hints.arguments import FOREIGN, JOINED, REPLACED
+from accmt.addons.hints.arguments import JOINED, REPLACED, example_of
 from accmt.addons.hints.methods import FOREIGN_METHODS
+from accmt.addons.hints.table import FOREIGN
 from accmt.callbacks import HOOKS
 from accmt.cli.main import COMMANDS
 from accmt.compat import HOOK_NAMES as HOOK_ALIASES
@@ -222,7 +223,7 @@ def essence(here: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("owner", "name", "here"),
-    [(owner, name, here) for owner in ON_THE_PAGE for name, here in FOREIGN[owner].items()],
+    [(owner, name, example_of(name)) for owner in ON_THE_PAGE for name in FOREIGN[owner]],
     ids=lambda value: value if value.isidentifier() else "",
 )
 def test_what_the_error_about_a_foreign_name_advises_stands_on_the_page(owner, name, here):

@@ -13,16 +13,15 @@ from transformers import IntervalStrategy, SchedulerType, TrainingArguments
 
 import accmt
 from accmt import HyperParameters, Trainer
-from accmt.addons.hints.arguments import FOREIGN, advise_key, find_foreign
-from accmt.addons.hints.values import _BY_NAME as BY_NAME
-from accmt.addons.hints.values import advise_value
+from accmt.addons.hints.arguments import advise, advise_key, example_of, find_foreign
+from accmt.addons.hints.table import FOREIGN
 from accmt.errors import HyperParameterError, MissingArgumentError, UnknownArgumentError
 from accmt.options import Settings
 from accmt.options.document import FIELDS
 from accmt.options.trainer_call import ALIASES
 from tests.toys import HPS
 
-ADVICE = sorted({here for names in FOREIGN.values() for here in names.values()})
+ADVICE = sorted({example_of(name) for names in FOREIGN.values() for name in names})
 LINES = [here for here in ADVICE if here.split(":")[0] in FIELDS]
 CALLS = [here for here in ADVICE if here.startswith("Trainer(")]
 OBJECTS = {
@@ -356,7 +355,7 @@ VALUES = [True, False, None, 0, 1, -1, 2, 4, 0.5, 0.0, 1e-5, [], {}, (), "", [2]
 def test_whatever_the_value_is_the_advice_can_be_followed(name):
     """Of numbers, that is, and of what stands for on, off and nothing; what is nonsense there may be it here."""
     for value in VALUES:
-        here = advise_value(name, value)
+        here = advise(name, value)
         is_nonsense = isinstance(value, list | dict | str | tuple) or value in (0.5, 1e-5, -1)
         if here is None or (is_nonsense and not here.startswith(NO_PYTHON)):
             continue
@@ -371,7 +370,7 @@ def test_whatever_the_value_is_the_advice_can_be_followed(name):
 ALWAYS_THE_SAME = {"auto_lr_find", "do_eval", "do_predict", "do_train", "overwrite_output_dir", "strategy"}
 
 
-@pytest.mark.parametrize("name", [name for name in BY_NAME if name not in ALWAYS_THE_SAME])
+@pytest.mark.parametrize("name", [name for names in FOREIGN.values() for name in names if name not in ALWAYS_THE_SAME])
 def test_on_and_off_are_not_advised_the_same(name):
-    is_switch = advise_value(name, True) is not None and advise_value(name, False) is not None
-    assert not is_switch or advise_value(name, True) != advise_value(name, False)
+    is_switch = advise(name, True) is not None and advise(name, False) is not None
+    assert not is_switch or advise(name, True) != advise(name, False)

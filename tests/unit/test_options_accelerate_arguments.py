@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from accmt.addons.hints.values import PRECISIONS
+from accmt.addons.hints.table import PRECISIONS
 from accmt.errors import ArgumentError
 from tests.toys import make_trainer
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from accmt import Trainer
-from accmt.addons.hints.arguments import FOREIGN
+from accmt.addons.hints.table import FOREIGN
 from accmt.errors import ArgumentError, HyperParameterError, SeveralFaultsError, UnknownArgumentError
 from accmt.options.keywords import check_keywords
 from tests.toys import HPS

@@ -1,141 +1,32 @@
-"""What other trainers call things, and what to write here."""
+"""What other trainers call things, and what to write here: what is said of a name and its value."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from math import inf
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
-from accmt.addons.hints.fine_tuning import OF_AXOLOTL, OF_TRL
-from accmt.addons.hints.joint import advise_joint
-from accmt.addons.hints.values import advise_value
+from accmt.addons.hints.table import ABOVE, FOREIGN, UP_TO, Row
 from accmt.options.failures import Failures
+from accmt.options.numbers import is_number
 
-FOREIGN: Mapping[str, Mapping[str, str]] = {
-    "Lightning's Trainer": {
-        "accumulate_grad_batches": "Trainer(grad_accumulation_steps=4)",
-        "auto_lr_find": "trainer.tune(module, data, lr=True)",
-        "auto_scale_batch_size": 'trainer.tune(module, data, batch_size="power")',
-        "barebones": "leave it out: what nobody asked for costs nothing",
-        "check_val_every_n_epoch": 'Trainer(evaluate_every_n_steps="2 epochs")',
-        "checkpoint_callback": "Trainer(checkpoint_every=None)",
-        "ckpt_path": 'Trainer(resume="out/checkpoint-model/step-00000100")',
-        "default_root_dir": 'Trainer(model_path="out/model", logging_dir="logs")',
-        "devices": "accmt launch -N 2 train.py",
-        "early_stop_callback": "Trainer(patience=3)",
-        "gpus": "accmt launch -N 2 train.py",
-        "gradient_clip_algorithm": 'Trainer(clip_grad={"value": 0.5})',
-        "gradient_clip_val": "Trainer(clip_grad=1.0)",
-        "log_every_n_steps": "Trainer(log_every=50)",
-        "logger": "Trainer(log_with=accmt.TensorBoard)",
-        "max_epochs": "epochs: 3",
-        "num_nodes": "accelerate launch --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 train.py",
-        "num_processes": "accmt launch -N 2 train.py",
-        "precision": 'Trainer(mixed_precision="bf16")',
-        "plugins": 'Trainer(accelerator={"kwargs_handlers": [handler]})',
-        "replace_sampler_ddp": "Trainer(shard_dataloaders=False)",
-        "strategy": "accmt launch --strat ddp train.py",
-        "tpu_cores": "there is no TPU in this version",
-        "track_grad_norm": 'Trainer(monitor=["grad_norm"])',
-        "use_distributed_sampler": "Trainer(shard_dataloaders=False)",
-        "val_check_interval": "Trainer(evaluate_every_n_steps=0.25)",
-    },
-    "transformers' TrainingArguments": {
-        "adam_beta1": "optim: {type: AdamW, lr: 1e-4, betas: [0.9, 0.999]}",
-        "adam_beta2": "optim: {type: AdamW, lr: 1e-4, betas: [0.9, 0.999]}",
-        "adam_epsilon": "optim: {type: AdamW, lr: 1e-4, eps: 1e-8}",
-        "auto_find_batch_size": "Trainer(auto_micro_batch=True)",
-        "average_tokens_across_devices": "leave it out: every token of all processes counts the same",
-        "bf16": 'Trainer(mixed_precision="bf16")',
-        "data_seed": "Trainer(seed=0)",
-        "ddp_broadcast_buffers": "leave it out: it is torch's default",
-        "ddp_bucket_cap_mb": 'Trainer(ddp_kwargs={"bucket_cap_mb": 25})',
-        "ddp_find_unused_parameters": 'Trainer(ddp_kwargs={"find_unused_parameters": True})',
-        "ddp_static_graph": 'Trainer(ddp_kwargs={"static_graph": True})',
-        "ddp_timeout": 'Trainer(accelerator={"kwargs_handlers": [handler]})',
-        "deepspeed": 'Trainer(parallelism={"fsdp": True})',
-        "disable_tqdm": "Trainer(enable_progress_bar=False)",
-        "do_eval": "leave it out: what is called says it, trainer.fit, trainer.validate or trainer.predict",
-        "do_predict": "leave it out: what is called says it, trainer.fit, trainer.validate or trainer.predict",
-        "do_train": "leave it out: what is called says it, trainer.fit, trainer.validate or trainer.predict",
-        "eval_accumulation_steps": 'Trainer(metric_options={"gather_chunk_size": "32MB"})',
-        "eval_on_start": "Trainer(eval_when_start=True)",
-        "eval_steps": "Trainer(evaluate_every_n_steps=500)",
-        "eval_strategy": "Trainer(evaluate_every_n_steps=500)",
-        "evaluation_strategy": "Trainer(evaluate_every_n_steps=500)",
-        "fp16": 'Trainer(mixed_precision="fp16")',
-        "fsdp": 'Trainer(parallelism={"fsdp": True})',
-        "full_determinism": 'Trainer(seed=0, torch_flags={"deterministic": True})',
-        "gradient_accumulation_steps": "Trainer(grad_accumulation_steps=4)",
-        "gradient_checkpointing_kwargs": 'Trainer(gradient_checkpointing={"use_reentrant": False})',
-        "greater_is_better": 'Trainer(model_saving="best_f1", metrics=["f1"])',
-        "hub_model_id": 'Trainer(callbacks=accmt.PushToHub("user/name"))',
-        "hub_strategy": 'Trainer(callbacks=accmt.PushToHub("user/name"))',
-        "hub_token": 'Trainer(callbacks=accmt.PushToHub("user/name"))',
-        "label_smoothing_factor": "torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)",
-        "learning_rate": "optim: {type: AdamW, lr: 1e-4}",
-        "load_best_model_at_end": 'Trainer(model_saving="best_f1", metrics=["f1"])',
-        "logging_steps": "Trainer(log_every=10)",
-        "logging_strategy": "Trainer(log_every=10)",
-        "lr_scheduler_kwargs": "scheduler: {type: CosineWithWarmup, num_cycles: 2}",
-        "lr_scheduler_type": "scheduler: {type: LinearWithWarmup, warmup_ratio: 0.1}",
-        "max_grad_norm": "Trainer(clip_grad=1.0)",
-        "metric_for_best_model": 'Trainer(model_saving="best_f1", metrics=["f1"])',
-        "neftune_noise_alpha": "model.get_input_embeddings().register_forward_hook(hook)",
-        "no_cuda": 'Trainer(accelerator={"cpu": True})',
-        "num_train_epochs": "epochs: 3",
-        "optim_args": "optim: {type: AdamW, lr: 1e-4, betas: [0.9, 0.95]}",
-        "output_dir": 'Trainer(model_path="out/model")',
-        "overwrite_output_dir": "Trainer(max_previous_runs=0)",
-        "per_device_eval_batch_size": "batch_size: [16, 32]",
-        "per_device_train_batch_size": "batch_size: 16",
-        "push_to_hub": 'Trainer(callbacks=accmt.PushToHub("user/name"))',
-        "remove_unused_columns": 'dataset.select_columns(["input_ids", "attention_mask", "labels"])',
-        "report_to": "Trainer(log_with=accmt.TensorBoard)",
-        "resume_from_checkpoint": "Trainer(resume=True)",
-        "save_safetensors": "Trainer(safe_serialization=True)",
-        "save_steps": 'Trainer(checkpoint_every="500 steps")',
-        "save_strategy": 'Trainer(checkpoint_every="500 steps")',
-        "save_total_limit": "Trainer(max_checkpoints=2)",
-        "tf32": "accmt.allow_tf32()",
-        "train_sampling_strategy": "Trainer(group_by_length=True)",
-        "torch_compile": "Trainer(compile=True)",
-        "torch_compile_backend": 'Trainer(compile={"backend": "inductor"})',
-        "torch_compile_mode": 'Trainer(compile={"mode": "max-autotune"})',
-        "torch_empty_cache_steps": "torch.cuda.empty_cache() in on_update_end",
-        "use_cpu": 'Trainer(accelerator={"cpu": True})',
-        "warmup_ratio": "scheduler: {type: LinearWithWarmup, warmup_ratio: 0.1}",
-        "warmup_steps": "scheduler: {type: LinearWithWarmup, num_warmup_steps: 100}",
-        "weight_decay": "optim: {type: AdamW, lr: 1e-4, weight_decay: 0.01, no_decay: [bias, norm]}",
-    },
-    "transformers' Trainer": {
-        "args": 'Trainer(model_path="out/model"), and its other values as arguments and hyper-parameters',
-        "compute_loss_func": "def training_step(self, batch): return loss",
-        "compute_metrics": 'Trainer(metrics=["accuracy", "f1"])',
-        "data_collator": "Trainer(collate_fn=collator)",
-        "eval_dataset": "trainer.fit(module, train_dataset, val_dataset)",
-        "model": 'trainer.fit((path, "AutoModelForCausalLM"), train_dataset, val_dataset)  # or self.model of a module',
-        "model_init": "def __init__(self): self.model = MyNetwork()",
-        "optimizers": "def get_optimizer(self): return optimizer, and get_scheduler for its scheduler",
-        "preprocess_logits_for_metrics": 'def validation_step(self, batch): return {"f1": (predictions, labels)}',
-        "processing_class": "module.processor = tokenizer",
-        "tokenizer": "module.processor = tokenizer",
-        "train_dataset": "trainer.fit(module, train_dataset, val_dataset)",
-    },
-    "TRL's SFTTrainer": OF_TRL,
-    "axolotl's YAML": OF_AXOLOTL,
-    "other trainers": {
-        "early_stopping": "Trainer(patience=3)",
-    },
-    "an optimizer": {
-        "lr": "optim: {type: AdamW, lr: 1e-4}",
-        "momentum": "optim: {type: SGD, lr: 1e-2, momentum: 0.9}",
-    },
+_ROWS: Mapping[str, Row] = {name: row for names in FOREIGN.values() for name, row in names.items()}
+_SECTIONS: Mapping[str, Mapping[str, str]] = {
+    "optim": {"type": "AdamW", "lr": "1e-4"},
+    "scheduler": {"type": "LinearWithWarmup"},
+    "model": {"path": "./base", "type": "AutoModelForCausalLM"},
+    "sft": {"data": "train.jsonl"},
 }
-"""By where it is an argument: each name, and the line of the hyper-parameters, the program or the shell to write."""
+"""Sections of the hyper-parameters with what a line of each has in any case."""
 
+_PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
+_VALUE = re.compile(r"<([^<>]*)>")
+_ENTRY = re.compile(r"([\w.]+): (<?\[[^\]]*\]>?|[^,]+)")
+_WARMUP = ("num_warmup_steps", "warmup_ratio")
 
 _SET_BY_ITSELF = ("disable_tqdm", "optim")
 """What `TrainingArguments` set without being told, or what is the same here."""
@@ -194,9 +85,142 @@ def find_foreign(
         if name in names:
             if name == "args" and is_dataclass(value):
                 return owner, _write_each(value)
-            advice = None if value is EXAMPLE else advise_joint(name, beside) or advise_value(name, value)
-            return owner, _write(advice or names[name])
+            advice = None if value is EXAMPLE else advise(name, value, beside)
+            return owner, _write(advice or example_of(name))
     return None
+
+
+def example_of(name: str) -> str:
+    """Return the line to write for a name whose value is not known, or says nothing here."""
+    row = _ROWS[name]
+    text = row if isinstance(row, str) else row[0] if isinstance(row, tuple) else next(iter(row.values()))
+    line, section = text.partition(" | ")[0], _section_of(name)
+    return _VALUE.sub(r"\1", line) if section is None else _write_section(section, [line], {})
+
+
+def advise(name: str, value: Any, beside: Mapping[str, Any] = MappingProxyType({})) -> str | None:
+    """Return the line for an argument with this value, or None where the example of its name has to do.
+
+    Arguments of one section of the hyper-parameters get one line together: a line for each would contradict the others,
+    `lr: 5e-5` in one, and an example of a rate in the next.
+    """
+    given = {each: getattr(item, "value", item) if isinstance(item, Enum) else item for each, item in beside.items()}
+    given = {each: item for each, item in given.items() if item is not None}
+    value = value.value if isinstance(value, Enum) else value
+    both = given.get("per_device_train_batch_size"), given.get("per_device_eval_batch_size")
+    if name.startswith("per_device_") and all(isinstance(size, int) for size in both):
+        return f"batch_size: {list(both)}"
+    if name == "load_best_model_at_end" and value and (best := given.get("metric_for_best_model")):
+        return _line_of("metric_for_best_model", best)
+    section = _section_of(name)
+    alone = _line_of(name, value)
+    if section is None:
+        return alone and _VALUE.sub(r"\1", alone)
+    names = [each for each in _ROWS if each in {name: value, **given} and _section_of(each) == section]
+    if len(names) == 1 and not (section == "optim" and ("optim" in given or "optimizer" in given)):
+        is_part = alone is not None and alone.startswith(f"{section} + ")
+        return _write_section(section, [alone], given) if alone and is_part else alone
+    values = {**given, name: value}
+    lines = [line for each in names if (line := _line_of(each, values[each], is_joint=True)) is not None]
+    parts = [line for line in lines if line.startswith(f"{section} + ")]
+    return _write_section(section, parts, given) if parts else alone
+
+
+def _section_of(name: str) -> str | None:
+    row = _ROWS[name]
+    text = row if isinstance(row, str) else row[0] if isinstance(row, tuple) else ""
+    section, plus, _ = text.partition(" + ")
+    return section if plus and section in _SECTIONS else None
+
+
+def _line_of(name: str, value: Any, *, is_joint: bool = False) -> str | None:
+    """Return the line for a value, which stands in angle brackets there; `is_joint` lets it be 0, beside others."""
+    row = _ROWS[name]
+    if isinstance(row, tuple):
+        line = row[1](value) if isinstance(value, _PLAIN) or name in ("logger", "report_to", "precision") else None
+        return line and line.partition(" | ")[0]
+    if not isinstance(value, _PLAIN):
+        return None
+    if not isinstance(row, str):
+        key = False if value is None else value
+        return row.get(key) if isinstance(key, str | int) else None
+    line, _, off = row.partition(" | ")
+    leave = f"leave it out: {off}" if off else None
+    found, number = _VALUE.search(line), cast(float, value)
+    if found is None:
+        is_off = not value or (is_number(value) and number <= 0)
+        return leave if is_off or not off else line
+    text = _read_value(found[1], value)
+    if value is None or value is False or (value == {} and found[1][0] == "{"):
+        return leave
+    if is_number(value) and not is_joint:
+        if number <= ABOVE.get(name, 0):
+            return leave
+        if number > UP_TO.get(name, inf):
+            return None
+    return None if text is None else _VALUE.sub(lambda _: f"<{text}>", line)
+
+
+def _read_value(example: str, value: Any) -> str | None:
+    """Return a value as the line has it, if it is of the kind of the example."""
+    if example[0].isdigit():
+        return str(value) if is_number(value) else None
+    if example[0] == "{":
+        return repr(value) if isinstance(value, dict) else None
+    if example[0] == "[":
+        is_list = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+        return f"[{', '.join(value)}]" if is_list else value if isinstance(value, str) else None
+    return value if isinstance(value, str) and value else None
+
+
+def _write_section(section: str, lines: Iterable[str], given: Mapping[str, Any]) -> str:
+    """Return one line for parts of a section: values win over examples, and those over what is there in any case."""
+    examples: dict[str, str] = dict(_SECTIONS[section])
+    values: dict[str, str] = {}
+    for line in lines:
+        for key, text in _ENTRY.findall(line.partition(" + ")[2]):
+            found = _VALUE.fullmatch(text)
+            examples[key] = found[1] if found else text
+            values |= {key: found[1]} if found else {}
+    entries = examples | values
+    if section == "optim":
+        _settle_optimizer(entries, values, given)
+    if section == "scheduler":
+        steps = entries.get(_WARMUP[0], "1")
+        if float(steps) < 1 and "." in steps:  # which newer versions of transformers take for a ratio
+            entries |= {_WARMUP[1]: entries.pop(_WARMUP[0])}
+        if "armup" not in entries["type"]:  # others have none, there too
+            entries = {key: text for key, text in entries.items() if key not in _WARMUP}
+    if all(name in entries for name in _WARMUP):  # steps win with others, too, if there are any
+        del entries[_WARMUP[float(entries[_WARMUP[0]]) > 0]]
+    if any(key.startswith("lora.") for key in entries):
+        entries["lora.targets"] = entries.pop("lora.targets", "all-linear")
+    texts: dict[str, str] = {}
+    for key, text in entries.items():
+        outer, _, inner = key.partition(".")
+        texts[outer] = f"{texts[outer]}, {inner}: {text}" if outer in texts else f"{inner}: {text}" if inner else text
+    nested = {key.partition(".")[0] for key in entries if "." in key}
+    written = [f"{key}: {{{text}}}" if key in nested else f"{key}: {text}" for key, text in texts.items()]
+    return f"{section}: {{{', '.join(written)}}}"
+
+
+def _settle_optimizer(entries: dict[str, str], values: Mapping[str, str], given: Mapping[str, Any]) -> None:
+    """Put the optimizer that is named beside into the line, with betas as it takes them, and no decay of 0."""
+    from accmt.options.optimizer_and_scheduler_names import optimizers_of_transformers
+
+    named = given.get("optim", given.get("optimizer"))
+    kind = named.get("type") if isinstance(named, Mapping) else named
+    if isinstance(kind, str) and "momentum" not in entries:
+        entries["type"] = optimizers_of_transformers().get(kind, kind)
+    if isinstance(named, Mapping) and "lr" in named and "lr" not in values:
+        entries["lr"] = str(named["lr"])
+    if not float(entries.get("weight_decay", 0)):
+        entries.pop("no_decay", None)
+    betas = {name: entries.pop(name) for name in ("beta1", "beta2") if name in entries}
+    if betas and "Adam" in entries["type"]:
+        entries["betas"] = f"[{float(betas.get('beta1', 0.9))}, {float(betas.get('beta2', 0.999))}]"
+    if "Adam" not in entries["type"]:
+        entries.pop("eps", None)
 
 
 def _write_each(arguments: Any) -> str:

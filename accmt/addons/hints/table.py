@@ -1,0 +1,385 @@
+"""What arguments of other trainers are called here: one row a name.
+
+A row is the line to write, and after " | " why there is nothing to write where the argument is off: None, False, 0 or
+empty. What stands in angle brackets is an example, in whose place the value comes. A line that begins with the name of
+a section and "+" is a part of that section of the hyper-parameters: several arguments of one section make one line.
+
+Where values have lines of their own, a row is a dict of these, of which the first is the example (None is as False).
+Where a value has to be read, it is an example and a function, which returns None for a value that says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from accmt.options.numbers import is_number
+
+Row: TypeAlias = str | Mapping[Any, str] | tuple[str, Callable[[Any], str | None]]
+
+_FSDP = 'Trainer(parallelism={"fsdp": True})'
+_DEEPSPEED = f"FSDP2, which shards as ZeRO does: {_FSDP}"
+_HANDLER = 'Trainer(accelerator={"kwargs_handlers": [handler]})'
+_TRACKERS = {
+    "aim": "Aim",
+    "clearml": "ClearML",
+    "comet": "CometML",
+    "dvclive": "DVCLive",
+    "mlflow": "MLFlow",
+    "tensorboard": "TensorBoard",
+    "wandb": "WandB",
+}
+PRECISIONS: Mapping[str, str] = {
+    **dict.fromkeys(("16", "16-mixed", "float16", "half"), 'mixed_precision="fp16"'),
+    **dict.fromkeys(("bf16-mixed", "bfloat16"), 'mixed_precision="bf16"'),
+    **dict.fromkeys(("float32", "fp32", "full"), 'mixed_precision="no"'),
+    **dict.fromkeys(("32", "32-true"), "leave it out: a launch without a precision computes in 32 bits"),
+    **dict.fromkeys(
+        ("64", "64-true", "double", "float64", "fp64"), "model.double() before fit: there is no precision of 64 bits"
+    ),
+    **dict.fromkeys(("fp8", "transformer-engine"), 'mixed_precision="bf16": there is no fp8 in this version'),
+    "16-true": "model.half() before fit: mixed_precision keeps the weights in 32 bits",
+    "bf16-true": "model.bfloat16() before fit: mixed_precision keeps the weights in 32 bits",
+}
+"""Precisions as others write them, torch's types among them, and what to do here."""
+
+
+def find_precision(value: Any) -> str | None:
+    """Return what to do here for a precision as others write it, or None."""
+    return PRECISIONS.get(str(value).removeprefix("torch."))
+
+
+def _precision(value: Any) -> str | None:
+    name = str(value).removeprefix("torch.")
+    do = f'mixed_precision="{name}"' if name in ("no", "fp16", "bf16") else find_precision(value)
+    return f"Trainer({do})" if do and do.startswith("mixed_precision=") else do
+
+
+def _trackers(value: Any) -> str | None:
+    """Return the trackers of names such as "wandb", and of objects of classes such as WandbLogger."""
+    listed = value if isinstance(value, list | tuple) else [value]
+    if value is True:
+        return "Trainer(log_with=accmt.TensorBoard)"
+    if not listed or value in (None, False, "none"):
+        return "leave it out: without log_with there is no tracker"
+    names = [(item if isinstance(item, str) else type(item).__name__).lower() for item in listed]
+    found = [f"accmt.{name}" for text in names for word, name in _TRACKERS.items() if word in text]
+    if not found:
+        return "leave it out: every run writes history.jsonl" if any("csv" in text for text in names) else None
+    return f"Trainer(log_with={found[0] if len(found) == 1 else '[' + ', '.join(found) + ']'})"
+
+
+def _accumulation(value: Any) -> str | None:
+    if value in (None, 1):
+        return "leave it out: nothing is accumulated"
+    is_count = is_number(value) and value > 1
+    return f"Trainer(grad_accumulation_steps={value!r})" if is_count or isinstance(value, dict) and value else None
+
+
+def _devices(value: Any) -> str | None:
+    if isinstance(value, bool | float | dict):
+        return None
+    number = int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else value
+    if number in (0, [], ()):
+        return 'Trainer(accelerator={"cpu": True})'
+    if number in (None, "auto", -1):
+        return "accmt launch train.py"
+    if is_number(number):
+        return f"accmt launch -N {number} train.py" if number > 1 else "python train.py"
+    listed = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value).strip(",")
+    return f"accmt launch --gpus {listed} train.py" if listed.replace(",", "").isdigit() else None
+
+
+def _strategy(value: Any) -> str | None:
+    text = str(value).lower()
+    if not isinstance(value, str | None):
+        return None
+    if value is None or text == "auto":
+        return "leave it out: several processes have DDP"
+    if "fsdp" in text:
+        return _FSDP
+    if "deepspeed" in text:
+        return _DEEPSPEED
+    if any(engine in text for engine in ("xla", "tpu", "megatron")):
+        return f"there is no {text} in this version; processes of DDP: `accmt launch --strat ddp train.py`"
+    if "find_unused_parameters_true" in text:
+        return 'Trainer(ddp_kwargs={"find_unused_parameters": True})'
+    return "accmt launch --strat ddp train.py"
+
+
+def _epochs(value: Any) -> str | None:
+    if value is None or (is_number(value) and value <= 0):
+        return "leave it out, and write `max_steps: 1000` in the hyper-parameters"
+    if not is_number(value):
+        return None
+    is_whole = int(value) == value
+    return f"epochs: {int(value)}" if is_whole else f"epochs: {int(value) + 1}, and max_steps where {value} epochs end"
+
+
+def _interval(value: Any) -> str | None:
+    """Advise an interval of evaluations: a float is a part of an epoch, of which 1.0 is the whole."""
+    if value is None or (isinstance(value, float) and value == 1):
+        return "leave it out: each epoch is evaluated"
+    return f"Trainer(evaluate_every_n_steps={value!r})" if is_number(value) and value > 0 else None
+
+
+def _scheduler(value: Any) -> str | None:
+    from accmt.options.optimizer_and_scheduler_names import schedulers_of_transformers
+
+    own = schedulers_of_transformers().get(value) if isinstance(value, str) else None
+    return own and f"scheduler + type: {own}{', warmup_ratio: 0.1' if 'armup' in own else ''}"
+
+
+def _best(value: Any) -> str | None:
+    if not isinstance(value, str):
+        return None
+    name = value.removeprefix("eval_")
+    if name == "loss":
+        return 'Trainer(model_saving="best_valid_loss")'
+    return f'Trainer(model_saving="best_{name}", metrics=["{name}"])'
+
+
+def _resume(value: Any) -> str | None:
+    if value in (None, False):
+        return "leave it out: a run starts from the beginning unless resume says otherwise"
+    return f"Trainer(resume={value!r})" if value is True or isinstance(value, str) else None
+
+
+def _adapter(value: Any) -> str | None:
+    if not isinstance(value, str):
+        return None
+    return f"model + {'quantization: nf4, ' if value == 'qlora' else ''}lora.targets: all-linear"
+
+
+def _datasets(value: Any) -> str | None:
+    first = value[0] if isinstance(value, list) and value else value
+    path = first.get("path") if isinstance(first, Mapping) else first
+    return f"sft + data: {path}" if isinstance(path, str) and path else None
+
+
+_BY_ITSELF = "leave it out: what is called says it, trainer.fit, trainer.validate or trainer.predict"
+_DDP = "it is torch's default"
+_EACH_EPOCH = "each epoch is evaluated"
+_EVALUATION: Row = {
+    "steps": "Trainer(evaluate_every_n_steps=500)",
+    "epoch": f"leave it out: {_EACH_EPOCH}",
+    "no": "leave the validation data out of trainer.fit(module, train_dataset)",
+}
+_PRECISION = "the precision is the launch's, unless mixed_precision says otherwise"
+_UPLOAD = 'Trainer(callbacks=accmt.PushToHub("user/name")) | nothing is uploaded'
+_ON_CPU = 'Trainer(accelerator={"cpu": True}) | the device is the launch\'s'
+_SAMPLER: Row = {
+    False: "Trainer(shard_dataloaders=False)",
+    True: "leave it out: the samples are shared over the processes by themselves",
+}
+_CLIP = "gradients are not clipped unless clip_grad says so"
+_LOG = "a row of each epoch is log_every=-1"
+_LENGTH = "sft + max_length: <1024> | rows are kept whole"
+_BEST = 'Trainer(model_saving="best_f1", metrics=["f1"])'
+_FIT = "trainer.fit(module, train_dataset, val_dataset)"
+
+FOREIGN: Mapping[str, Mapping[str, Row]] = {
+    "Lightning's Trainer": {
+        "accumulate_grad_batches": ("Trainer(grad_accumulation_steps=4)", _accumulation),
+        "auto_lr_find": "trainer.tune(module, data, lr=True) | the rate is that of the hyper-parameters",
+        "auto_scale_batch_size": {
+            "power": 'trainer.tune(module, data, batch_size="power")',
+            True: 'trainer.tune(module, data, batch_size="power")',
+            "binsearch": 'trainer.tune(module, data, batch_size="binsearch")',
+            False: "leave it out: batches stay as they are",
+        },
+        "barebones": "leave it out: what nobody asked for costs nothing",
+        "check_val_every_n_epoch": f'Trainer(evaluate_every_n_steps="<2> epochs") | {_EACH_EPOCH}',
+        "checkpoint_callback": {
+            False: "Trainer(checkpoint_every=None)",
+            True: "leave it out: each epoch ends with a checkpoint",
+        },
+        "ckpt_path": 'Trainer(resume="out/checkpoint-model/step-00000100")',
+        "default_root_dir": 'Trainer(model_path="<out>/model", logging_dir="<out>/logs")',
+        "devices": ("accmt launch -N 2 train.py", _devices),
+        "early_stop_callback": "Trainer(patience=3)",
+        "gpus": ("accmt launch -N 2 train.py", _devices),
+        "gradient_clip_algorithm": {
+            "value": 'Trainer(clip_grad={"value": 0.5})',
+            "norm": "leave it out: it is the norm",
+            False: "leave it out: it is the norm",
+        },
+        "gradient_clip_val": f"Trainer(clip_grad=<1.0>) | {_CLIP}",
+        "log_every_n_steps": f"Trainer(log_every=<50>) | {_LOG}",
+        "logger": ("Trainer(log_with=accmt.TensorBoard)", _trackers),
+        "max_epochs": ("epochs: 3", _epochs),
+        "num_nodes": "accelerate launch --num_machines <2> --machine_rank 0 --main_process_ip 10.0.0.1 train.py"
+        " | one machine is what every launcher starts",
+        "num_processes": ("accmt launch -N 2 train.py", _devices),
+        "precision": ('Trainer(mixed_precision="bf16")', _precision),
+        "plugins": f"{_HANDLER} | there is nothing in it",
+        "replace_sampler_ddp": _SAMPLER,
+        "strategy": ("accmt launch --strat ddp train.py", _strategy),
+        "tpu_cores": "there is no TPU in this version",
+        "track_grad_norm": 'Trainer(monitor=["grad_norm"]) | no norm is logged',
+        "use_distributed_sampler": _SAMPLER,
+        "val_check_interval": ("Trainer(evaluate_every_n_steps=0.25)", _interval),
+    },
+    "transformers' TrainingArguments": {
+        "learning_rate": "optim + lr: <1e-4> | a rate of 0 trains nothing",
+        "weight_decay": "optim + weight_decay: <0.01>, no_decay: [bias, norm] | AdamW has 0.01",
+        "adam_beta1": "optim + beta1: <0.9> | 0.9 and 0.999",
+        "adam_beta2": "optim + beta2: <0.999> | 0.9 and 0.999",
+        "adam_epsilon": "optim + eps: <1e-8> | 1e-8 is the default",
+        "auto_find_batch_size": "Trainer(auto_micro_batch=True) | batches stay as they are",
+        "average_tokens_across_devices": "leave it out: every token of all processes counts the same",
+        "bf16": f'Trainer(mixed_precision="bf16") | {_PRECISION}',
+        "data_seed": "Trainer(seed=0)",
+        "ddp_broadcast_buffers": f"leave it out: {_DDP}",
+        "ddp_bucket_cap_mb": f'Trainer(ddp_kwargs={{"bucket_cap_mb": <25>}}) | {_DDP}',
+        "ddp_find_unused_parameters": 'Trainer(ddp_kwargs={"find_unused_parameters": True})'
+        " | all parameters are expected to be used",
+        "ddp_static_graph": f'Trainer(ddp_kwargs={{"static_graph": True}}) | {_DDP}',
+        "ddp_timeout": _HANDLER.replace("handler]", "InitProcessGroupKwargs(timeout=timedelta(seconds=<1800>))]")
+        + f" | {_DDP}",
+        "deepspeed": f"{_DEEPSPEED} | several processes have DDP",
+        "disable_tqdm": {True: "Trainer(enable_progress_bar=False)", False: "Trainer(enable_progress_bar=True)"},
+        "do_eval": _BY_ITSELF,
+        "do_predict": _BY_ITSELF,
+        "do_train": _BY_ITSELF,
+        "eval_accumulation_steps": 'Trainer(metric_options={"gather_chunk_size": "32MB"})'
+        " | predictions travel in parts by themselves",
+        "eval_on_start": "Trainer(eval_when_start=True) | there is no evaluation before training",
+        "eval_steps": f"Trainer(evaluate_every_n_steps=<500>) | {_EACH_EPOCH}",
+        "eval_strategy": _EVALUATION,
+        "evaluation_strategy": _EVALUATION,
+        "fp16": f'Trainer(mixed_precision="fp16") | {_PRECISION}',
+        "fsdp": f"{_FSDP} | several processes have DDP",
+        "full_determinism": 'Trainer(seed=0, torch_flags={"deterministic": True}) | it is off',
+        "gradient_accumulation_steps": ("Trainer(grad_accumulation_steps=4)", _accumulation),
+        "gradient_checkpointing_kwargs": 'Trainer(gradient_checkpointing=<{"use_reentrant": False}>)'
+        " | there is nothing in it",
+        "greater_is_better": {
+            False: 'accmt.Metric("name", greater_is_better=False)',
+            True: "leave it out: the direction belongs to the metric",
+        },
+        "hub_model_id": _UPLOAD,
+        "hub_strategy": _UPLOAD,
+        "hub_token": _UPLOAD,
+        "label_smoothing_factor": "torch.nn.functional.cross_entropy(logits, labels, label_smoothing=<0.1>)"
+        " | nothing is smoothed",
+        "load_best_model_at_end": f"{_BEST} | the module ends with the last weights",
+        "logging_steps": f"Trainer(log_every=<10>) | {_LOG}",
+        "logging_strategy": {
+            "steps": "Trainer(log_every=10)",
+            "epoch": "Trainer(log_every=-1)",
+            "no": "leave it out: without log_with there is no tracker",
+        },
+        "lr_scheduler_kwargs": "scheduler: {type: CosineWithWarmup, num_cycles: 2}",
+        "lr_scheduler_type": ("scheduler + type: LinearWithWarmup, warmup_ratio: 0.1", _scheduler),
+        "max_grad_norm": f"Trainer(clip_grad=<1.0>) | {_CLIP}",
+        "metric_for_best_model": (_BEST, _best),
+        "neftune_noise_alpha": "model.get_input_embeddings().register_forward_hook(hook), a function that adds the"
+        " noise of alpha <5> | no noise is added",
+        "no_cuda": _ON_CPU,
+        "num_train_epochs": ("epochs: 3", _epochs),
+        "optim_args": "optim: {type: AdamW, lr: 1e-4, betas: [0.9, 0.95]}",
+        "output_dir": 'Trainer(model_path="<out/model>")',
+        "overwrite_output_dir": "Trainer(max_previous_runs=0) | an earlier run's model is kept beside the new one",
+        "per_device_eval_batch_size": "batch_size: [16, <32>] | batch_size is both",
+        "per_device_train_batch_size": "batch_size: <16> | batch_size has no default",
+        "push_to_hub": _UPLOAD,
+        "remove_unused_columns": 'dataset.select_columns(["input_ids", "attention_mask", "labels"])',
+        "report_to": ("Trainer(log_with=accmt.TensorBoard)", _trackers),
+        "resume_from_checkpoint": ("Trainer(resume=True)", _resume),
+        "save_safetensors": {
+            False: "Trainer(safe_serialization=False)",
+            True: "leave it out: weights are safetensors",
+        },
+        "save_steps": 'Trainer(checkpoint_every="<500> steps") | each epoch ends with a checkpoint',
+        "save_strategy": {
+            "steps": 'Trainer(checkpoint_every="500 steps")',
+            "best": 'Trainer(model_saving="best_valid_loss")',
+            "epoch": 'Trainer(checkpoint_every="epoch")',
+            "no": "Trainer(checkpoint_every=None)",
+        },
+        "save_total_limit": "Trainer(max_checkpoints=<2>) | max_checkpoints has a default",
+        "tf32": "accmt.allow_tf32() | it is as torch has it",
+        "train_sampling_strategy": {
+            "group_by_length": "Trainer(group_by_length=True)",
+            "random": "leave it out: each epoch has an order of its own",
+            "sequential": "Trainer(shuffle_train=False)",
+        },
+        "torch_compile": "Trainer(compile=True) | nothing is compiled",
+        "torch_compile_backend": 'Trainer(compile={"backend": "<inductor>"}) | nothing is compiled',
+        "torch_compile_mode": 'Trainer(compile={"mode": "<max-autotune>"}) | nothing is compiled',
+        "torch_empty_cache_steps": "torch.cuda.empty_cache() in on_update_end",
+        "use_cpu": _ON_CPU,
+        "warmup_ratio": "scheduler + warmup_ratio: <0.1> | there is no warm-up",
+        "warmup_steps": "scheduler + num_warmup_steps: <100> | there is no warm-up by itself",
+    },
+    "transformers' Trainer": {
+        "args": 'Trainer(model_path="out/model"), and its other values as arguments and hyper-parameters',
+        "compute_loss_func": "def training_step(self, batch): return loss",
+        "compute_metrics": 'Trainer(metrics=["accuracy", "f1"])',
+        "data_collator": "Trainer(collate_fn=collator)",
+        "eval_dataset": _FIT,
+        "model": 'trainer.fit((path, "AutoModelForCausalLM"), train_dataset, val_dataset)  # or self.model of a module',
+        "model_init": "def __init__(self): self.model = MyNetwork()",
+        "optimizers": "def get_optimizer(self): return optimizer, and get_scheduler for its scheduler",
+        "preprocess_logits_for_metrics": 'def validation_step(self, batch): return {"f1": (predictions, labels)}',
+        "processing_class": "module.processor = tokenizer",
+        "tokenizer": "module.processor = tokenizer",
+        "train_dataset": _FIT,
+    },
+    "TRL's SFTTrainer": {
+        "assistant_only_loss": "leave it out: of a conversation only what the assistant writes is trained",
+        "chat_template_path": "sft + chat_template: <template.jinja> | the tokenizer has one",
+        "completion_only_loss": "leave it out: of a prompt and its completion only the completion is trained",
+        "dataset_text_field": 'dataset.rename_column("<content>", "text")',
+        "formatting_func": "dataset.map(function)",
+        "max_length": _LENGTH,
+        "max_seq_length": _LENGTH,
+        "model_init_kwargs": "model + dtype: bfloat16",
+        "peft_config": "model + lora.r: 16, lora.alpha: 32, lora.targets: all-linear",
+        "use_liger_kernel": "model + kernels: liger | kernels are torch's own",
+    },
+    "axolotl's YAML": {
+        "base_model": "model + path: <./base> | the module has a model",
+        "adapter": ("model + lora.r: 16, lora.alpha: 32, lora.targets: all-linear", _adapter),
+        "load_in_4bit": "model + quantization: nf4 | nothing is quantized",
+        "load_in_8bit": "model + quantization: int8 | nothing is quantized",
+        "lora_r": "model + lora.r: <16>",
+        "lora_alpha": "model + lora.alpha: <32>",
+        "lora_dropout": "model + lora.dropout: <0.05> | nothing is dropped",
+        "lora_target_modules": "model + lora.targets: <[q_proj, v_proj]>",
+        "lora_target_linear": "model + lora.targets: all-linear | lora_target_modules says it",
+        "flash_attention": "model + attn_implementation: flash_attention_2 | it is as transformers chooses",
+        "chat_template": "sft + chat_template: template.jinja",
+        "datasets": ("sft + data: train.jsonl", _datasets),
+        "evals_per_epoch": "Trainer(evaluate_every_n_steps=0.25)",
+        "lr_scheduler": ("scheduler + type: CosineWithWarmup, warmup_ratio: 0.1", _scheduler),
+        "micro_batch_size": "batch_size: <2> | batch_size has no default",
+        "num_epochs": ("epochs: 3", _epochs),
+        "pad_to_sequence_len": "leave it out: a batch is padded to its longest row",
+        "sample_packing": "leave it out, and write `packing: true` and `max_tokens: 2048` in the hyper-parameters",
+        "saves_per_epoch": 'Trainer(checkpoint_every="0.25 epochs")',
+        "val_set_size": "sft + validation: validation.jsonl | nothing is held out",
+        "sequence_len": _LENGTH,
+        "special_tokens": 'tokenizer.add_special_tokens({"pad_token": "[PAD]"})',
+        "train_on_inputs": "leave it out: the form of the rows says what is trained",
+        "wandb_project": "Trainer(log_with=accmt.WandB)",
+    },
+    "other trainers": {
+        "early_stopping": "Trainer(patience=3)",
+    },
+    "an optimizer": {
+        "lr": "optim + lr: <1e-4> | a rate of 0 trains nothing",
+        "momentum": "optim + type: SGD, lr: 1e-2, momentum: <0.9> | there is none unless optim says so",
+    },
+}
+"""By where it is an argument: each name, and its row."""
+
+ABOVE = {
+    **dict.fromkeys(("check_val_every_n_epoch", "num_nodes", "max_length", "max_seq_length", "sequence_len"), 1),
+    **dict.fromkeys(("weight_decay", "adam_beta1", "adam_beta2"), -1),
+}
+"""Of which numbers an argument is not off; above 0 where nothing is said."""
+
+UP_TO = {"adam_beta1": 0.9999999, "adam_beta2": 0.9999999, "warmup_ratio": 1}
+"""The largest number that is passed on."""
