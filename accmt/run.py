@@ -15,7 +15,7 @@ from torch import nn
 
 from accmt.callbacks import Callback, Hooks
 from accmt.callbacks.dispatch import find_hooks
-from accmt.data import Loader, MicroBatch, WindowLoader, find_batch_size
+from accmt.data import Loader, MicroBatch, find_batch_size
 from accmt.data.bad_samples import BadSamples
 from accmt.data.largest import LargestBatch
 from accmt.engine.base import Engine
@@ -160,7 +160,7 @@ class EvaluationRun:
         Raises:
             DataError: The number cannot be found, and nothing else says what the batch weighs.
         """
-        if micro_batch.num_targets is not None:
+        if micro_batch.cut is not None and micro_batch.cut.num_targets is not None:
             return micro_batch.own_samples or 0  # of which the shape of a packed row says nothing
         samples = self.module.get_batch_size(batch) if self.counts_own_samples else None
         if samples is not None:
@@ -208,10 +208,10 @@ class Place(NamedTuple):
 class LoadersProtocol(Protocol):
     """The parts of `accmt.setup.dataloaders.Loaders` that a run uses."""
 
-    train: WindowLoader
+    train: Loader
 
     def reload_if_due(self) -> None: ...
-    def build_train_again(self) -> WindowLoader: ...
+    def build_train_again(self) -> Loader: ...
     def make_largest_batch(self) -> LargestBatch | str: ...
 
 
@@ -366,7 +366,7 @@ class Run(EvaluationRun):
     bad_samples: BadSamples = field(default_factory=BadSamples)
 
     @property
-    def train_loader(self) -> WindowLoader:
+    def train_loader(self) -> Loader:
         """The training batches."""
         return self.loaders.train
 
@@ -409,11 +409,11 @@ class Run(EvaluationRun):
 
     def accumulation_at(self, epoch: int) -> int:
         """Return how many micro-batches make one optimizer step in `epoch` (from 0)."""
-        return self.settings.optimization.accumulation_at(epoch) * self.train_loader.micro_batches_per_batch
+        return self.settings.optimization.accumulation_at(epoch) * self.train_loader.source.micro_batches_per_batch
 
     def steps_per_epoch(self, epoch: int) -> int | None:
         """Return the optimizer steps of an epoch; None if its length is unknown."""
-        micro_batches = self.train_loader.num_micro_batches
+        micro_batches = self.train_loader.source.num_micro_batches
         return None if micro_batches is None else -(-micro_batches // self.accumulation_at(epoch))
 
     def require_equal_replicas(self) -> None:

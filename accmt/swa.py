@@ -165,7 +165,7 @@ class BatchNormStatistics:
         faults = {
             "a sharded model": run.engine.needs_all,
             "a module that steps by itself": isinstance(run.module, ExtendedAcceleratorModule),
-            "training data that are a stream": not isinstance(run.train_loader.own, SizedLoader | BatchLoader),
+            "training data that are a stream": not isinstance(run.train_loader.source, SizedLoader | BatchLoader),
         }
         for got, is_there in faults.items():
             if is_there:
@@ -196,8 +196,8 @@ class BatchNormStatistics:
         finally:
             module.logs, run.state.now.stage = logs, stage
             logs.of_training.drop_batch()
-            loader.end_workers()
-            run.train_loader.set_epoch_again()
+            loader.source.end_workers()
+            run.train_loader.source.set_epoch_again()
         if num_data_processes() > 1:
             _average(self.buffers(layers), layers)
         for name, buffer in self.buffers(others).items():

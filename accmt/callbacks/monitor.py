@@ -60,7 +60,7 @@ class Epochs(MainProcessCallback):
     """Measures how many epochs are done, with the fraction of the current one."""
 
     def measure(self) -> dict[str, float]:
-        num_micro_batches = self.trainer.run.train_loader.num_micro_batches
+        num_micro_batches = self.trainer.run.train_loader.source.num_micro_batches
         return {"epoch": self.state.epoch + (self.state.train_step / num_micro_batches if num_micro_batches else 0.0)}
 
 
@@ -97,13 +97,13 @@ class Throughput(MainProcessCallback):
 
     def _padding(self, real: float) -> dict[str, float]:
         """Return the share of padding since the last row, where a token budget knows it."""
-        padded = getattr(self.trainer.run.train_loader, "padded_tokens", 0)
+        padded = getattr(self.trainer.run.train_loader.maker, "padded_tokens", 0)
         done, self._padded_before = _since(padded, self._padded_before), padded
         return {"padding": 1 - real / done} if done else {}
 
     def _counts(self) -> dict[str, float]:
         tokens = {"tokens": self._tokens} if self._tokens else {}
-        real = getattr(self.trainer.run.train_loader, "real_tokens", None)
+        real = getattr(self.trainer.run.train_loader.maker, "real_tokens", None)
         tokens |= {} if real is None else {"real_tokens": real}
         batches = self.state.batch_iteration * num_data_processes()
         return {"samples": self.state.samples_seen, "batches": batches, **tokens}

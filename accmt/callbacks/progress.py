@@ -91,7 +91,7 @@ class ProgressBar(MainProcessCallback):
 
     def on_evaluation_start(self) -> None:
         if self._display is not None and self.trainer.run.val_loaders:
-            sizes = [loader.num_micro_batches for loader in self.trainer.run.val_loaders.values()]
+            sizes = [loader.source.num_micro_batches for loader in self.trainer.run.val_loaders.values()]
             known = [size for size in sizes if size is not None]
             self._total_validation = sum(known) if len(known) == len(sizes) else None
             if isinstance(self._display, _Bar):

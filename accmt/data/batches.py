@@ -18,18 +18,21 @@ _MAX_SHAPES = 6
 _COUNT_YOURSELF = "if the collate function drops samples or adds some, define get_batch_size in the module"
 
 
-class WindowPart(NamedTuple):
-    """Which part of a window a micro-batch is, where the loader has cut the window's samples.
+class Cut(NamedTuple):
+    """What a micro-batch is of whose samples were cut by a budget of tokens.
 
     Attributes:
-        number: From 0 in the window.
-        num_parts: Micro-batches of the window, on each process at most.
-        num_batches: The batches as planned, of whose samples the window is made.
+        number: From 0 in its window.
+        num_finished: Batches as planned that end with it: all of its window with the last, else none.
+        places: For each sample of this process's batch the index of the batch in which it was read, and its place in
+            it, in an evaluation; None in training.
+        num_targets: Tokens with a label in a row of packed documents, which its loss is the mean of; None elsewhere.
     """
 
     number: int
-    num_parts: int
-    num_batches: int
+    num_finished: int
+    places: list[tuple[int, int]] | None = None
+    num_targets: int | None = None
 
 
 @dataclass(slots=True)
@@ -37,21 +40,16 @@ class MicroBatch:
     """One batch on every process.
 
     Attributes:
-        index: From 0 in its epoch.
+        index: From 0 in its epoch; of one that was cut, that of the first batch of its window.
         batch: This process's batch; None if it has none.
         num_samples: Samples over all processes; None where only the batches show it.
         own_samples: Samples that were collated into this process's batch; None where only the batch shows it. The batch
             may hold another number of them: `find_batch_size`.
         is_last: Whether the epoch ends with this micro-batch.
         is_partial: Whether some process has no batch; every process knows.
-        position: The position of the data after it, taken before reading ahead; None where it can be computed.
         bad: Samples of this process that were skipped, because they could not be read.
         num_bad: Those of all processes, in training.
-        part: Its part of a window (an optimizer step; in an evaluation some batches) whose samples were cut by a token
-            budget; `index` is then that of the window's first batch. None for a batch as planned.
-        places: For each sample of this process's batch the index of the batch in which it was read, and its place in
-            it, where the samples of an evaluation were cut by a token budget; None where they stand as they were read.
-        num_targets: Tokens with a label in a row of packed documents, which its loss is the mean of; None elsewhere.
+        cut: What it is of, where samples were cut by a budget of tokens; None for a batch as planned.
     """
 
     index: int
@@ -60,20 +58,24 @@ class MicroBatch:
     own_samples: int | None = None
     is_last: bool = False
     is_partial: bool = False
-    position: dict[str, Any] | None = None
     bad: tuple[BadSample, ...] = ()
     num_bad: int = 0
-    part: WindowPart | None = None
-    places: list[tuple[int, int]] | None = None
-    num_targets: int | None = None
+    cut: Cut | None = None
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Where it is in its epoch."""
+        return (self.index,) if self.cut is None else (self.index, self.cut.number)
 
     @property
     def num_finished(self) -> int:
-        """Batches as planned that end with it: one; of a window that was cut, all with its last part."""
-        part = self.part
-        if part is None:
-            return 1
-        return part.num_batches if part.number == part.num_parts - 1 else 0
+        """Batches as planned that end with it."""
+        return 1 if self.cut is None else self.cut.num_finished
+
+    @property
+    def places(self) -> list[tuple[int, int]] | None:
+        """Where its samples were read, where they do not stand as they were read."""
+        return None if self.cut is None else self.cut.places
 
 
 def find_batch_size(batch: Any, collated: int | None = None) -> int | None:

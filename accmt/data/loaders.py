@@ -7,13 +7,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accmt.data.options import Loader, LoaderOptions, length_of
+from accmt.data.options import LoaderOptions, Source, length_of
 from accmt.data.sized import BatchLoader, SizedLoader
 from accmt.data.streams import StreamLoader, UserDataLoader
 from accmt.errors import DataError, explain
 
 
-def build_loader(data: Any, options: LoaderOptions) -> Loader:
+def build_loader(data: Any, options: LoaderOptions) -> Source:
     """Build the loader for a dataset or iterable, which we order and shard, or a DataLoader, which keeps its batches.
 
     Processes: collective.
@@ -44,7 +44,7 @@ def _wrong_kind(data: Any, options: LoaderOptions) -> DataError:
     return DataError(explain(f"the {options.kind} data", got, expected, do))
 
 
-def _wrap_user_loader(user_loader: DataLoader[Any], options: LoaderOptions) -> Loader:
+def _wrap_user_loader(user_loader: DataLoader[Any], options: LoaderOptions) -> Source:
     from accelerate.data_loader import DataLoaderStateMixin
 
     if isinstance(user_loader, DataLoaderStateMixin):

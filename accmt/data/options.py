@@ -21,8 +21,8 @@ from accmt.libraries.private_names import split_of_stream
 from accmt.processes import gather_from_data, gather_objects, num_data_processes, num_processes
 
 
-class Loader(Protocol):
-    """Yields micro-batches, epoch by epoch.
+class Source(Protocol):
+    """Reads data as micro-batches, epoch by epoch.
 
     Attributes:
         dataloader: The torch DataLoader underneath.
@@ -69,41 +69,6 @@ class Loader(Protocol):
 
         Processes: all; collective where each has data of its own.
         """
-
-
-class WrappedLoader:
-    """A loader around another one, which does whatever is not overridden."""
-
-    def __init__(self, own: Loader) -> None:
-        self.own = own
-        self.dataloader = own.dataloader
-        self.micro_batches_per_batch = own.micro_batches_per_batch
-        self.shard = own.shard
-
-    @property
-    def num_micro_batches(self) -> int | None:
-        return self.own.num_micro_batches
-
-    def samples_in(self, first: int, last: int) -> int | None:
-        return self.own.samples_in(first, last)
-
-    def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
-        return self.own.micro_batches(epoch, first)
-
-    def samples_of(self, epoch: int, index: int) -> list[int] | None:
-        return self.own.samples_of(epoch, index)
-
-    def set_epoch_again(self) -> None:
-        self.own.set_epoch_again()
-
-    def end_workers(self) -> None:
-        self.own.end_workers()
-
-    def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
-        return self.own.position(epoch, num_micro_batches)
-
-    def resume_from(self, epoch: int, first_micro_batch: int, position: Mapping[str, Any]) -> None:
-        self.own.resume_from(epoch, first_micro_batch, position)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,8 @@ from accmt.errors import DataError, explain
 from accmt.messages import say_once, warn_once
 
 _END = object()
-_Kept = tuple[int, dict[str, Any]]  # a micro-batch, and the position after it
+_Kept = tuple[int, dict[str, Any]]  # the index of a micro-batch, and the position after it
+ReadBatch = tuple[MicroBatch, dict[str, Any]]  # a micro-batch, and the position after it, taken before reading ahead
 _KEPT_POSITIONS = 4
 
 
@@ -79,31 +80,30 @@ class SequentialLoader:
         with self._randomness.of_epoch(epoch):
             read = self._ending_together(self._read_micro_batches(epoch, start, plan), start.consumed)
             planned = self._as_planned(read, num_micro_batches)
-            for micro_batch in _with_last_marked(planned):
+            for micro_batch, position in _with_last_marked(planned):
                 is_empty = False
-                if micro_batch.position is not None:
-                    self._kept.append((micro_batch.index, micro_batch.position))
+                self._kept.append((micro_batch.index, position))
                 if micro_batch.index >= first:
                     yield micro_batch
         got = "nothing to read (an iterator can be read only once: pass something that can be iterated again)"
         require_not_empty(not is_empty, self._options, got)
 
-    def _ending_together(self, micro_batches: Iterator[MicroBatch], consumed: int) -> Iterator[MicroBatch]:
+    def _ending_together(self, micro_batches: Iterator[ReadBatch], consumed: int) -> Iterator[ReadBatch]:
         """Yield micro-batches; at one that is not full, and at the end, all processes must have read as much."""
         full = self._options.batch_size * self._options.shard.count
-        for micro_batch in micro_batches:
-            before, consumed = consumed, (micro_batch.position or {})[self._unit]
+        for micro_batch, position in micro_batches:
+            before, consumed = consumed, position[self._unit]
             if consumed - before < full:
                 require_same_end(self._options, f"{consumed} {self._unit}")
-            yield micro_batch
+            yield micro_batch, position
         require_same_end(self._options, f"{consumed} {self._unit}")
 
-    def _as_planned(self, micro_batches: Iterator[MicroBatch], num_micro_batches: int | None) -> Iterator[MicroBatch]:
+    def _as_planned(self, micro_batches: Iterator[ReadBatch], num_micro_batches: int | None) -> Iterator[ReadBatch]:
         """Yield as many micro-batches as are planned, and warn where the data's `__len__` is wrong."""
         num_read, position = 0, None
-        for micro_batch in islice(micro_batches, num_micro_batches):
-            num_read, position = num_read + 1, micro_batch.position
-            yield micro_batch
+        for micro_batch, position in islice(micro_batches, num_micro_batches):
+            num_read += 1
+            yield micro_batch, position
         if self._claimed_length is None or num_micro_batches is None or position is None:
             return
         if num_read < num_micro_batches:
@@ -153,8 +153,8 @@ class SequentialLoader:
         """Return where reading begins: at `start`, or at the beginning of the epoch, skipping micro-batches."""
         raise NotImplementedError
 
-    def _read_micro_batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[MicroBatch]:
-        """Read all micro-batches from `start` on, each with its position."""
+    def _read_micro_batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[ReadBatch]:
+        """Read all micro-batches from `start` on, each with the position of the data after it."""
         raise NotImplementedError
 
     def _size_of(self, batch: Any) -> int:
@@ -221,13 +221,13 @@ def _bound(length: int | None, options: LoaderOptions) -> int | None:
     return None
 
 
-def _with_last_marked(micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+def _with_last_marked(micro_batches: Iterator[ReadBatch]) -> Iterator[ReadBatch]:
     """Read one micro-batch ahead, so that the last one can be marked."""
-    held: MicroBatch | None = None
-    for micro_batch in micro_batches:
+    held: ReadBatch | None = None
+    for read in micro_batches:
         if held is not None:
             yield held
-        held = micro_batch
+        held = read
     if held is not None:
-        held.is_last = True
+        held[0].is_last = True
         yield held

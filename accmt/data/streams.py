@@ -20,7 +20,7 @@ from accmt.data.own_generators import call_first
 from accmt.data.position import EPOCH_START, EpochStart, cannot_resume, compare_rows, say_not_compared
 from accmt.data.samplers import UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
-from accmt.data.sequential import SequentialLoader
+from accmt.data.sequential import ReadBatch, SequentialLoader
 from accmt.data.sharding import Plan, Shard
 from accmt.data.stream_state import StreamState
 from accmt.errors import DataError, explain
@@ -77,7 +77,7 @@ class StreamLoader(SequentialLoader):
         self._is_read_again = is_same and self.dataloader.num_workers > 0
         return EPOCH_START if self._is_read_again else start
 
-    def _read_micro_batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[MicroBatch]:
+    def _read_micro_batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[ReadBatch]:
         fixed: dict[str, Any] = {"kind": self._kind, "readers": self._readers, "reads": self._reads_from(start)}
         batch_size, shard = self._options.batch_size, self._options.shard
         dataloader = self.dataloader if start is EPOCH_START else self._make_rest(epoch, start, plan)
@@ -94,7 +94,7 @@ class StreamLoader(SequentialLoader):
                     require_batch(batch, self._options)
                 num_samples = size if self._knows_samples else None
                 position = {**fixed, "samples": consumed, **self._state.take()}
-                yield MicroBatch(index, batch, num_samples, own, is_partial=size < shard.count, position=position)
+                yield MicroBatch(index, batch, num_samples, own, is_partial=size < shard.count), position
 
     def _compare_first(self, read: Iterator[tuple[_OfAll, int]], start: EpochStart) -> Iterator[tuple[_OfAll, int]]:
         """Compare the first batch: between processes which share the stream, and with what was read at first.
@@ -274,7 +274,7 @@ class UserDataLoader(SequentialLoader):
             self._say_reading_again(start, self._state.why_not or "their state was not saved")
         return start
 
-    def _read_micro_batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[MicroBatch]:
+    def _read_micro_batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[ReadBatch]:
         shard, num_workers = self._options.shard, self._reader.num_workers
         with self._state.restored(start.position):
             batches = self._batches(epoch, start, plan)
@@ -296,7 +296,7 @@ class UserDataLoader(SequentialLoader):
                 position = {"kind": self._kind, **self._cut, "rows": self._rows, "num_workers": num_workers}
                 position |= {"batches": of_all_processes[-1][1], **self._state.take()}
                 is_partial = len(of_all_processes) < shard.count
-                yield MicroBatch(index, own.batch, None, own.samples, is_partial=is_partial, position=position)
+                yield MicroBatch(index, own.batch, None, own.samples, is_partial=is_partial), position
 
     def _batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[tuple[Any, int]]:
         read_before = start.consumed if self._state.is_in(start.position) else 0

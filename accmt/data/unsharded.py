@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 
 from accmt.data.batches import MicroBatch
-from accmt.data.options import Loader
+from accmt.data.options import Source
 from accmt.errors import DataError, explain
 from accmt.processes import gather_objects, num_processes, process_index, sum_over_processes
 
@@ -31,7 +31,7 @@ class UnshardedLoader:
     Processes: collective.
     """
 
-    def __init__(self, own: Loader) -> None:
+    def __init__(self, own: Source) -> None:
         self.dataloader: DataLoader[Any] = own.dataloader
         self.micro_batches_per_batch = own.micro_batches_per_batch
         self.shard = own.shard

@@ -50,7 +50,7 @@ def evaluate_and_count(run: Run, *, counts: bool = True) -> dict[str, float]:
         call_hooks(run.hooks.on_evaluation_start)
         state.begin_evaluation()
         results = evaluate(run, "validate")
-        run.train_loader.set_epoch_again()  # data that are trained on and evaluated have one epoch only
+        run.train_loader.source.set_epoch_again()  # data that are trained on and evaluated have one epoch only
         state.metrics = dict(results)
         if counts:
             state.count_evaluation()
@@ -244,7 +244,7 @@ def _evaluate_set(
     call_hooks(() if is_silent else run.hooks.on_validation_start, key=key)
     evaluation = _SetEvaluation(run, key, stage)
     evaluation.take_all(loader, max_batches)
-    total = loader.num_micro_batches
+    total = loader.source.num_micro_batches
     is_cut = max_batches is not None and (total is None or total > max_batches)
     outputs = evaluation.finish(partial(_judge_in_trial, is_cut=is_cut) if is_silent else None)
     call_hooks(() if is_silent else run.hooks.on_validation_end, key=key, outputs=outputs)
@@ -326,7 +326,7 @@ class SetPass:
             return None
         self._has_batch = True
         batch = run.place(micro_batch.batch)
-        place = (micro_batch.index, data_index(), *([] if micro_batch.part is None else [micro_batch.part.number]))
+        place = (micro_batch.index, data_index(), *([] if micro_batch.cut is None else [micro_batch.cut.number]))
         seed_generators(derive_seed(run.seed, self._purpose, *place), run.device)
         with self.without_gradients():
             self.before_step(batch)

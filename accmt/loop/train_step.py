@@ -75,7 +75,7 @@ class AutomaticSteps:
         for number, micro_batch in enumerate(planned.micro_batches, 1):
             is_full = micro_batch.is_last or number == num_micro_batches
             state.now.is_last_training_batch = micro_batch.is_last
-            state.now.ends_step = None if micro_batch.part is None else is_full
+            state.now.ends_step = None if micro_batch.cut is None else is_full
             if micro_batch.num_bad:
                 count_bad_samples(run, micro_batch)
             if window.is_skipped:
@@ -90,7 +90,7 @@ class AutomaticSteps:
             else:
                 with self._engine.no_sync():  # the last micro-batch of the window reduces for all
                     self._train_batch(window, micro_batch)
-            state.count_batch(1 if micro_batch.part is None else micro_batch.num_finished)
+            state.count_batch(1 if micro_batch.cut is None else micro_batch.cut.num_finished)
         (skip_window if window.is_skipped else finish_window)(run, window)
         return True
 
@@ -130,8 +130,8 @@ class AutomaticSteps:
         run.packing.look(micro_batch.batch)
         batch = run.place(micro_batch.batch) if self._is_on_device else micro_batch.batch
         numbers: tuple[int, ...] = (run.state.epoch, micro_batch.index, self._data_index)
-        if micro_batch.part is not None:
-            numbers = (*numbers, micro_batch.part.number)
+        if micro_batch.cut is not None:
+            numbers = (*numbers, micro_batch.cut.number)
         seed = derive_seed(run.seed, "step", *numbers)
         seed_generators(seed, run.device)
         for hook in hooks.on_before_training_step:
@@ -238,8 +238,9 @@ def _weigh(
 ) -> tuple[Weight, Weight]:
     """Count a batch, and return what its loss weighs, and what all else weighs that its step returned or logged."""
     given, targets = output.weight, None
-    if micro_batch.num_targets is not None and (given is None or not micro_batch.num_targets):
-        given = float(micro_batch.num_targets)  # which is known without the device
+    num_targets = None if micro_batch.cut is None else micro_batch.cut.num_targets
+    if num_targets is not None and (given is None or not num_targets):
+        given = float(num_targets)  # which is known without the device
     if given is None and run.own_loss.calls and run.weighting.is_explicit is not False:
         found = run.own_loss.find_weight(output.loss, counted_before=run.weighting.counts_targets)
         given = targets = read_weight("training_step", found)

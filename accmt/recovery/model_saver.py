@@ -331,16 +331,15 @@ def _name_metrics(metrics: Any) -> Any:
 
 
 def _count_samples(run: Run) -> dict[str, Any]:
-    loaders = {f"validation {name}".strip(): loader for name, loader in run.val_loaders.items()}
-    counted = {
-        name: length_of(loader.dataloader.dataset) for name, loader in {"training": run.train_loader, **loaders}.items()
-    }
+    loaders = {"training": run.train_loader}
+    loaders |= {f"validation {name}".strip(): loader for name, loader in run.val_loaders.items()}
+    counted = {name: length_of(loader.source.dataloader.dataset) for name, loader in loaders.items()}
     return {name: number for name, number in counted.items() if number is not None}
 
 
 def _name_sources(run: Run) -> dict[str, list[str]]:
     """Return the data sets and metrics of a run by the names that a hub knows."""
-    read = [loader.dataloader.dataset for loader in (run.train_loader, *run.val_loaders.values())]
+    read = [loader.source.dataloader.dataset for loader in (run.train_loader, *run.val_loaders.values())]
     infos = [getattr(getattr(data, "dataset", data), "info", None) for data in read]
     names = {str(name) for info in infos if (name := getattr(info, "dataset_name", None)) and name not in _READERS}
     metrics = sorted({name.split("__")[0] for name in run.state.metrics} & BUILTIN.keys())

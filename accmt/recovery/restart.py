@@ -153,7 +153,7 @@ def _restart(run: Run, checkpoint: Path) -> NoReturn:
 
 def current_micro_batch_size(run: Run) -> int:
     """Return how many samples go through the model at once."""
-    return run.settings.hps.train_batch_size // run.train_loader.micro_batches_per_batch
+    return run.settings.hps.train_batch_size // run.train_loader.source.micro_batches_per_batch
 
 
 def free_memory(run: Run) -> None:

@@ -95,7 +95,7 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
         "scheduler_class": _name_of(run.scheduler),
         "plan": run.length.plan(),
         **local,
-        "data": run.train_loader.position(*place) if local["data"] is None else local["data"],
+        "data": run.train_loader.source.position(*place) if local["data"] is None else local["data"],
         "parts": parts,
         "guard": run.guard.state_dict(),
         "recovery": run.recovery.state_dict(),
@@ -153,7 +153,7 @@ class LocalState:
         Unsharded data would wait for other processes. Planned data are a function of epoch and micro-batch, except
         between two epochs, where the position tells of the epoch before.
         """
-        loader, state = self._run.train_loader.own, self._run.state
+        loader, state = self._run.train_loader.source, self._run.state
         if isinstance(loader, UnshardedLoader) or (state.train_step and isinstance(loader, SizedLoader | BatchLoader)):
             return None
         return loader.position(state.epoch, state.train_step)

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from accmt.callbacks.averaging import WeightAverage
-from accmt.data import Loader, MicroBatch, UnshardedLoader, WrappedLoader
+from accmt.data import MicroBatch, UnshardedLoader
 from accmt.errors import Preempted, ProcessFailedError, explain, is_out_of_memory
 from accmt.failures import Interruption, Reason, Watch, is_consequence, kind_of, record_for_launcher
 from accmt.messages import say, warn
@@ -141,7 +141,7 @@ def _save_snapshot(run: Run) -> None:
         run.checkpoints.save_snapshot(run)
     elif run.engine.needs_all:
         warn("no emergency checkpoint: the shards of the other processes are gone with them; the newest one stays")
-    elif is_main_process() and not isinstance(run.train_loader.own, UnshardedLoader):
+    elif is_main_process() and not isinstance(run.train_loader.source, UnshardedLoader):
         with suppress(RuntimeError):  # its thread still acts with the others, which are gone
             run.checkpoints.wait()
         with acting_alone():
@@ -172,24 +172,18 @@ def _restore_trained_weights(run: Run) -> None:
             callback.on_fit_end()
 
 
-class InterruptibleLoader(WrappedLoader):
-    """Validation data whose micro-batches are points at which the run can be left: at the same one on all processes.
+def stopping_if_asked(micro_batches: Iterator[MicroBatch], trainer: TrainerProtocol) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of a validation, at which the run can be left: at the same one on all processes.
 
     A sharded model's forward needs every process, so none may leave an evaluation by itself. All have the same points:
     equally many micro-batches or, where each process cuts its samples by a token budget, equally many windows. The
     resumed run does the evaluation again.
     """
-
-    def __init__(self, own: Loader, trainer: TrainerProtocol) -> None:
-        super().__init__(own)
-        self._trainer = trainer
-
-    def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
-        for micro_batch in self.own.micro_batches(epoch, first):
-            begins_window = micro_batch.part is None or micro_batch.part.number == 0
-            if begins_window and self._trainer.state.stage == "validate":
-                run = self._trainer.run
-                reason = run.interruption.pass_point()
-                if reason is not None:
-                    stop_run(run, reason)
-            yield micro_batch
+    for micro_batch in micro_batches:
+        begins_window = micro_batch.cut is None or micro_batch.cut.number == 0
+        if begins_window and trainer.state.stage == "validate":
+            run = trainer.run
+            reason = run.interruption.pass_point()
+            if reason is not None:
+                stop_run(run, reason)
+        yield micro_batch

@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.callbacks import Callback, Hooks, build_callbacks
-from accmt.data import Loader, derive_seed, draw_seed, seed_generators
+from accmt.data import Loader, Source, derive_seed, draw_seed, seed_generators
 from accmt.data.own_generators import seed_with_global
 from accmt.engine.accelerator import build_accelerator
 from accmt.engine.replicas import Replicas
@@ -80,7 +80,7 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     builtin = make_builtin_callbacks(settings, inputs.tracking, saver)
     hooks = connect_hooks(trainer, module, [*callbacks, *builtin], seed=seed, device=accelerator.device)
     cadence = Cadence.of(settings)
-    length = _place(trainer, module, loaders.train, cadence, resumed)
+    length = _place(trainer, module, loaders.train.source, cadence, resumed)
     prepared = prepare(module, accelerator, settings, cadence, length, callbacks)
     _settle_monitor(prepared.scheduler, settings, inputs.selection, loaders.validation)
     state.num_processes, state.best = num_processes(), inputs.selection.best
@@ -202,14 +202,14 @@ def make_watch(
 
 
 def _place(
-    trainer: TrainerProtocol, module: AcceleratorModule, loader: Loader, cadence: Cadence, resumed: Resumed | None
+    trainer: TrainerProtocol, module: AcceleratorModule, source: Source, cadence: Cadence, resumed: Resumed | None
 ) -> RunLength:
     """Bring counters and data to where the run begins, and return how long it is."""
-    state, micro_batches_per_epoch = trainer.state, loader.num_micro_batches
+    state, micro_batches_per_epoch = trainer.state, source.num_micro_batches
     if resumed is not None:
-        loader.resume_from(state.epoch, state.train_step, resumed.others["data"])
+        source.resume_from(state.epoch, state.train_step, resumed.others["data"])
     done = Counters() if isinstance(module, ExtendedAcceleratorModule) else state  # its steps follow no plan
-    length = measure_run(trainer.settings, cadence, loader, micro_batches_per_epoch, done)
+    length = measure_run(trainer.settings, cadence, source, micro_batches_per_epoch, done)
     reloads = trainer.settings.data.reload_epochs > 0
     return length.keep(resumed.others.get("plan")) if resumed is not None and reloads else length
 

@@ -13,17 +13,13 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from accmt.data import (
+    ByPackedRows,
+    ByTokens,
+    ByTokensInEvaluation,
     DocumentPacker,
-    EvaluationBudgetLoader,
-    Loader,
     TokenBudget,
-    TokenBudgetLoader,
-    cut_by_tokens,
     in_buckets,
     known_lengths,
-    pack_by_tokens,
-    packed_tokens,
-    padded_tokens,
     take_apart,
 )
 from accmt.data.collate import collate_or_explain
@@ -54,24 +50,20 @@ class Cutting:
     data: Any
     options: dict[str, Any]
 
-    def of_training(self, loader: Loader) -> TokenBudgetLoader:
-        """Return a loader that cuts the samples of optimizer steps."""
+    def of_training(self) -> ByTokens:
+        """Return what cuts the samples of optimizer steps."""
         self._say_what_is_expected(self.training_budget)
         _warn_of_batch_norm(self.module.model)
         batches_per_step = self.settings.optimization.accumulation_at
-        return TokenBudgetLoader(
-            loader, self.training_budget, batches_per_step=batches_per_step, **self.training_options
-        )
+        return self._training_kind(self.training_budget, batches_per_step=batches_per_step, **self.training_options)
 
-    def of_evaluation(self, loader: Loader, purpose: str, *, batch_size: int) -> Loader:
-        """Return a loader that cuts the samples of an evaluation."""
-        return EvaluationBudgetLoader(
-            loader,
-            self._budget,
-            purpose=purpose,
-            batch_size=batch_size,
-            **self.options,
-        )
+    def of_evaluation(self, purpose: str, *, batch_size: int) -> ByTokensInEvaluation:
+        """Return what cuts the samples of an evaluation."""
+        return ByTokensInEvaluation(self._budget, purpose=purpose, batch_size=batch_size, **self.options)
+
+    @property
+    def _training_kind(self) -> type[ByTokens]:
+        return ByPackedRows if self.settings.hps.packing else ByTokens
 
     def _make_packer(self) -> DocumentPacker:
         """Return what packs samples into rows, with the bounds of documents for kernels that take them."""
@@ -98,8 +90,7 @@ class Cutting:
             return
         number, count = num_data_processes(), self.settings.optimization.accumulation_at(0)
         step = batch_size * count * number
-        packs = self.settings.hps.packing
-        cut_up, tokens_of = (pack_by_tokens, packed_tokens) if packs else (cut_by_tokens, padded_tokens)
+        kind = self._training_kind
         what = f"max_tokens={budget.max_tokens}: the {step} samples of an optimizer step"
         lengths = self._draw_lengths(step)
         if lengths is None:
@@ -109,9 +100,9 @@ class Cutting:
         for start in range(0, len(lengths), step):
             of_step = lengths[start : start + step]
             widths = budget.widths(of_step)
-            cut = cut_up(widths, budget, number)
+            cut = kind.cut(widths, budget, number)
             parts.append(max(map(len, cut)))
-            padded += sum(tokens_of(group, widths) for own in cut for group in own)
+            padded += sum(kind.tokens_of(group, widths) for own in cut for group in own)
         say_once(
             f"{what} are cut into about {statistics.mean(parts):.0f} micro-batches on each process, "
             f"{1 - sum(lengths) / max(1, padded):.0%} of their tokens padding, by the lengths of {len(lengths)} samples"

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accmt.data import Loader, WindowLoader
+from accmt.data import Loader
 from accmt.data.largest import LargestBatch
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.loop.cadence import Cadence
 from accmt.module import AcceleratorModule, defines
 from accmt.options import DataSettings
 from accmt.recovery.restart import Recovery, check_restarts
-from accmt.recovery.shutdown import InterruptibleLoader
+from accmt.recovery.shutdown import stopping_if_asked
 from accmt.setup.datasets import build_evaluation_loader, build_train_loader, end_workers, find_sets, make_largest_batch
 from accmt.setup.user_data import UserData
 from accmt.state import TrainingState
@@ -40,7 +41,7 @@ class Loaders:
         validation: Those of the validation sets, by name.
     """
 
-    train: WindowLoader
+    train: Loader
 
     def __init__(
         self,
@@ -75,10 +76,17 @@ class Loaders:
         self.train = self.build_train_again()
         _check_fraction(Cadence.of(settings), self.train)
         for name, data in val_data.items():
-            own = build_evaluation_loader(self._module, data, settings, "validate", seed=seed, device=device)
-            self.validation[name] = InterruptibleLoader(own, self._trainer)
+            self.validation[name] = build_evaluation_loader(
+                self._module,
+                data,
+                settings,
+                "validate",
+                seed=seed,
+                device=device,
+                through=partial(stopping_if_asked, trainer=self._trainer),
+            )
 
-    def build_train_again(self) -> WindowLoader:
+    def build_train_again(self) -> Loader:
         """Build one more loader of the training data, for a pass that leaves the run's own where it is.
 
         Processes: collective.
@@ -151,7 +159,7 @@ def _epoch_of_building(epoch: int, settings: DataSettings) -> int:
 
 def _check_fraction(cadence: Cadence, loader: Loader) -> None:
     every = cadence.evaluate_every
-    if isinstance(every, float) and loader.num_micro_batches is None:
+    if isinstance(every, float) and loader.source.num_micro_batches is None:
         got = f"{every}, a fraction of an epoch whose length is unknown"
         do = "evaluate_every_n_steps=100, say"
         raise ArgumentError(explain("Trainer(evaluate_every_n_steps=...)", got, "a whole number of steps", do))

@@ -10,13 +10,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from accmt.data import (
-    CountedWindows,
+    ByCount,
     Loader,
     LoaderOptions,
+    MicroBatch,
     Shard,
+    Source,
     StreamGroups,
     UnshardedLoader,
-    WindowLoader,
     build_collate,
     build_loader,
     group_dataset,
@@ -130,7 +131,7 @@ def build_train_loader(
     device: torch.device,
     max_micro_batch_size: int | None = None,
     also_read: Sequence[Any] = (),
-) -> WindowLoader:
+) -> Loader:
     """Build the loader of training batches.
 
     Processes: collective.
@@ -164,18 +165,18 @@ def build_train_loader(
         also_read=also_read,
         agrees_each_batch=data_settings.shard_dataloaders and num_data_processes() > 1,
     )
-    loader = _end_together(build_loader(cutting.data if cutting else data, options))
+    source = _end_together(build_loader(cutting.data if cutting else data, options))
     if cutting:
-        return cutting.of_training(loader)
+        return Loader(source, cutting.of_training())
     steps_itself = isinstance(module, ExtendedAcceleratorModule)
-    return CountedWindows(loader, None if steps_itself else settings.optimization.accumulation_at)
+    return Loader(source, ByCount(None if steps_itself else settings.optimization.accumulation_at))
 
 
 def make_largest_batch(module: AcceleratorModule, data: Any, settings: Settings, loader: Loader) -> LargestBatch | str:
     """Return the largest micro-batch that training data can bring, or why it is not known."""
     collate = _collate(module, settings, data, "collate_fn_train")
     cutting = find_cutting(module, data, settings, collate=collate, seed=0, pins_memory=False, kind="training")
-    size: int | None = settings.hps.train_batch_size // loader.micro_batches_per_batch
+    size: int | None = settings.hps.train_batch_size // loader.source.micro_batches_per_batch
     if isinstance(data, DataLoader):
         collate, size = data.collate_fn, data.batch_size
     if settings.data.batch_sampler is not None:
@@ -184,9 +185,16 @@ def make_largest_batch(module: AcceleratorModule, data: Any, settings: Settings,
 
 
 def build_evaluation_loader(
-    module: AcceleratorModule, data: Any, settings: Settings, purpose: Evaluation, *, seed: int, device: torch.device
+    module: AcceleratorModule,
+    data: Any,
+    settings: Settings,
+    purpose: Evaluation,
+    *,
+    seed: int,
+    device: torch.device,
+    through: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] | None = None,
 ) -> Loader:
-    """Build the loader of the batches of one set that is validated, tested or predicted.
+    """Build the loader of the batches of one set that is validated, tested or predicted; they go `through` something.
 
     Processes: collective.
     """
@@ -217,10 +225,9 @@ def build_evaluation_loader(
         skips_bad=skips_bad,
         agrees_each_batch=keeps_in_step or (skips_bad and data_settings.shard_dataloaders and num_data_processes() > 1),
     )
-    loader = _end_together(build_loader(cutting.data if cutting else data, options))
-    if cutting is None:
-        return loader
-    return cutting.of_evaluation(loader, purpose, batch_size=options.batch_size)
+    source = _end_together(build_loader(cutting.data if cutting else data, options))
+    maker = cutting.of_evaluation(purpose, batch_size=options.batch_size) if cutting else None
+    return Loader(source, maker, through=through)
 
 
 def _seed_own_generators(data: Any, collate: Any) -> None:
@@ -240,17 +247,17 @@ def _evaluation_batch_size(settings: Settings, purpose: Evaluation) -> int:
 def end_workers(loaders: Iterable[Loader]) -> None:
     """End the processes that load data, which would wait for another epoch."""
     for loader in loaders:
-        loader.end_workers()
+        loader.source.end_workers()
 
 
 def _pins_memory(settings: DataSettings, device: torch.device) -> bool:
     return settings.dataloader_pin_memory and device.type != "cpu"
 
 
-def _end_together(loader: Loader) -> Loader:
-    """Return a loader whose epochs end on all processes together, also where each has data of its own."""
-    has_own_data = num_data_processes() > 1 and loader.shard.count == 1
-    return UnshardedLoader(loader) if has_own_data else loader
+def _end_together(source: Source) -> Source:
+    """Return a source whose epochs end on all processes together, also where each has data of its own."""
+    has_own_data = num_data_processes() > 1 and source.shard.count == 1
+    return UnshardedLoader(source) if has_own_data else source
 
 
 def _reject_iterator(data: Any, settings: Settings) -> None:

@@ -345,7 +345,7 @@ def _find_regions(model: nn.Module) -> list[nn.Module]:
 def detach_run(run: Run) -> None:
     """Give the module its own model back, and end the processes that load data."""
     for loader in (run.train_loader, *run.val_loaders.values()):
-        loader.end_workers()
+        loader.source.end_workers()
     detach_model(run.module, run.model, run.accelerator)
     if run.accelerator is not run.settings.running.accelerator:  # what a user prepared is not ours to forget
         run.accelerator.free_memory()

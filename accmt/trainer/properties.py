@@ -136,12 +136,12 @@ class TrainerProperties(TrainerProtocol):
     @property
     def train_dataloader(self) -> Any:
         """The torch DataLoader of the run's training data."""
-        return self.run.train_loader.dataloader
+        return self.run.train_loader.source.dataloader
 
     @property
     def val_dataloaders(self) -> list[Any]:
         """The torch DataLoaders of the run's validation data."""
-        return [loader.dataloader for loader in self.run.val_loaders.values()]
+        return [loader.source.dataloader for loader in self.run.val_loaders.values()]
 
     @property
     def test_dataloaders(self) -> list[Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from accmt.callbacks.averaging import WeightAverage, using_average
 from accmt.callbacks.progress import draw_batches
-from accmt.data import Loader, MicroBatch, WrappedLoader, draw_seed
+from accmt.data import Loader, MicroBatch, draw_seed
 from accmt.engine.accelerator import build_accelerator
 from accmt.engine.base import Engine
 from accmt.errors import ArgumentError, explain
@@ -200,7 +199,7 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
         using_average(() if last is None or request.ckpt_path is not None else last.callbacks),
     ):
         run = _build(request, sets, engine)
-        dataloaders = [loader.dataloader for loader in run.val_loaders.values()]
+        dataloaders = [loader.source.dataloader for loader in run.val_loaders.values()]
         request.trainer._dataloaders = {**request.trainer._dataloaders, function: dataloaders}
         try:
             with run.own_loss.watching():
@@ -208,7 +207,7 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
         finally:
             end_workers(run.val_loaders.values())
             if request.current_run is not None:
-                request.current_run.train_loader.set_epoch_again()
+                request.current_run.train_loader.source.set_epoch_again()
 
 
 def _watch_packing(engine: Engine) -> AbstractContextManager[None]:
@@ -286,10 +285,7 @@ def _build(request: Request, sets: Mapping[str, Any], engine: Engine) -> Evaluat
         unwrapped_model=engine.unwrapped_model,
         validation_step=adapt_validation_step(module, _STEPS[function], metrics),
         val_loaders={
-            name: _draw(
-                request, name, build_evaluation_loader(module, data, settings, function, seed=seed, device=device)
-            )
-            for name, data in sets.items()
+            name: _build_loader(request, name, module, data, seed=seed, device=device) for name, data in sets.items()
         },
         metrics=metrics,
         hooks=connect_hooks(trainer, module, callbacks, seed=seed, device=device),
@@ -299,27 +295,20 @@ def _build(request: Request, sets: Mapping[str, Any], engine: Engine) -> Evaluat
     )
 
 
-class _Drawn(WrappedLoader):
-    """A loader whose micro-batches are shown to people."""
+def _build_loader(request: Request, name: str, module: AcceleratorModule, data: Any, **others: Any) -> Loader:
+    """Build a loader whose micro-batches are drawn as they are evaluated."""
 
-    def __init__(self, own: Loader, draw: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]) -> None:
-        super().__init__(own)
-        self._draw = draw
+    def draw(micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        return draw_batches(
+            micro_batches,
+            enable=request.draws_progress,
+            text=f"{request.function} {name}".strip(),
+            total=loader.source.num_micro_batches,
+            count=attrgetter("num_finished"),
+        )
 
-    def micro_batches(self, epoch: int, first: int = 0) -> Iterator[MicroBatch]:
-        return self._draw(self.own.micro_batches(epoch, first))
-
-
-def _draw(request: Request, name: str, loader: Loader) -> Loader:
-    text = f"{request.function} {name}".strip()
-    draw = partial(
-        draw_batches,
-        enable=request.draws_progress,
-        text=text,
-        total=loader.num_micro_batches,
-        count=attrgetter("num_finished"),
-    )
-    return _Drawn(loader, draw)
+    loader = build_evaluation_loader(module, data, request.trainer.settings, request.function, **others, through=draw)
+    return loader
 
 
 def _choose_seed(request: Request) -> int:
