@@ -9,7 +9,7 @@ from accmt.data.fetching import BadSample as BadSample
 from accmt.data.length_groups import StreamGroups as StreamGroups
 from accmt.data.length_groups import group_dataset as group_dataset
 from accmt.data.lengths import known_lengths as known_lengths
-from accmt.data.loaders import build_loader as build_loader
+from accmt.data.loaders import build_source as build_source
 from accmt.data.loaders import is_stream as is_stream
 from accmt.data.options import LoaderOptions as LoaderOptions
 from accmt.data.options import Source as Source

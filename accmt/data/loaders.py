@@ -13,7 +13,7 @@ from accmt.data.streams import StreamLoader, UserDataLoader
 from accmt.errors import DataError, explain
 
 
-def build_loader(data: Any, options: LoaderOptions) -> Source:
+def build_source(data: Any, options: LoaderOptions) -> Source:
     """Build the loader for a dataset or iterable, which we order and shard, or a DataLoader, which keeps its batches.
 
     Processes: collective.

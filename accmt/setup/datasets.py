@@ -19,7 +19,7 @@ from accmt.data import (
     StreamGroups,
     UnshardedLoader,
     build_collate,
-    build_loader,
+    build_source,
     group_dataset,
     in_buckets,
     is_stream,
@@ -165,7 +165,7 @@ def build_train_loader(
         also_read=also_read,
         agrees_each_batch=data_settings.shard_dataloaders and num_data_processes() > 1,
     )
-    source = _end_together(build_loader(cutting.data if cutting else data, options))
+    source = _end_together(build_source(cutting.data if cutting else data, options))
     if cutting:
         return Loader(source, cutting.of_training())
     steps_itself = isinstance(module, ExtendedAcceleratorModule)
@@ -225,7 +225,7 @@ def build_evaluation_loader(
         skips_bad=skips_bad,
         agrees_each_batch=keeps_in_step or (skips_bad and data_settings.shard_dataloaders and num_data_processes() > 1),
     )
-    source = _end_together(build_loader(cutting.data if cutting else data, options))
+    source = _end_together(build_source(cutting.data if cutting else data, options))
     maker = cutting.of_evaluation(purpose, batch_size=options.batch_size) if cutting else None
     return Loader(source, maker, through=through)
 

@@ -22,9 +22,13 @@ class Terminal(io.StringIO):
 SAVED_AT = {"best_accuracy": 1200}
 
 
+def make_loader(num_micro_batches):
+    return SimpleNamespace(source=SimpleNamespace(num_micro_batches=num_micro_batches))
+
+
 def make(stream, *, total=100, validates=True, **options):
     bar = ProgressBar(stream=stream, **options)
-    validation = {"": SimpleNamespace(num_micro_batches=2)} if validates else {}
+    validation = {"": make_loader(2)} if validates else {}
     run = SimpleNamespace(cadence=SimpleNamespace(epochs=4), val_loaders=validation)
     run.saver = SimpleNamespace(selection=SimpleNamespace(saved_at=SAVED_AT.get))
     bar.trainer = SimpleNamespace(estimated_stepping_batches=total, run=run)
@@ -177,7 +181,7 @@ def test_an_evaluation_without_data_is_not_shown():
 def test_a_long_evaluation_shows_its_batches():
     stream = Terminal()
     bar = make(stream)
-    bar.trainer.run.val_loaders = {"a": SimpleNamespace(num_micro_batches=8), "b": SimpleNamespace(num_micro_batches=4)}
+    bar.trainer.run.val_loaders = {"a": make_loader(8), "b": make_loader(4)}
     bar.on_fit_start()
     bar.on_evaluation_start()
     bar.state.val_step, bar._next_drawing = 5, 0.0

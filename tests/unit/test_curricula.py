@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accmt import RangeCurriculum, RatioCurriculum, StepsCurriculum
-from accmt.data import LoaderOptions, Shard, build_loader
+from accmt.data import LoaderOptions, Shard, build_source
 from accmt.data.samplers import Order
 from accmt.errors import DataError
 from tests.toys import Numbers
@@ -103,7 +103,7 @@ def test_all_processes_change_over_at_the_same_update(count):
     curriculum = StepsCurriculum([(3, EASY), (-1, HARD)])
     order = curriculum.order(5, samples_per_update=6, shuffle=True)  # batches of 6, 3 or 2
     loaders = [
-        build_loader(
+        build_source(
             curriculum,
             LoaderOptions(purpose="train", batch_size=6 // count, shard=Shard(i, count), seed=4, sampler=order),
         )

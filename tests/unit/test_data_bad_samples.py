@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accmt.data import LoaderOptions, Shard, build_loader
+from accmt.data import LoaderOptions, Shard, build_source
 from accmt.errors import DataError
 from accmt.messages import speaking
 
@@ -30,7 +30,7 @@ def options(**settings):
 
 
 def read(data, epoch=0, first=0, **settings):
-    loader = build_loader(data, options(**settings))
+    loader = build_source(data, options(**settings))
     micro_batches = list(loader.micro_batches(epoch, first))
     loader.end_workers()
     return micro_batches
@@ -63,9 +63,9 @@ def test_a_shuffled_epoch_has_the_order_that_it_has_without_bad_samples(workers)
 
 def test_an_epoch_goes_on_behind_bad_samples_as_if_it_had_not_been_interrupted():
     data = Numbers(20, {2, 11, 12})
-    loader = build_loader(data, options(shuffle=True))
+    loader = build_source(data, options(shuffle=True))
     micro_batches = list(loader.micro_batches(1))
-    other = build_loader(data, options(shuffle=True))
+    other = build_source(data, options(shuffle=True))
     other.resume_from(1, 3, loader.position(1, 3))
     assert numbers_of(other.micro_batches(1, 3)) == numbers_of(micro_batches[3:])
 
@@ -77,8 +77,8 @@ def test_batches_of_a_users_loader_are_counted_without_what_is_skipped():
 
 
 def test_samples_are_not_known_beforehand_where_some_may_be_skipped():
-    assert build_loader(Numbers(9), options()).samples_in(0, 2) is None
-    assert build_loader(Numbers(9), options(skips_bad=False)).samples_in(0, 2) == 6
+    assert build_source(Numbers(9), options()).samples_in(0, 2) is None
+    assert build_source(Numbers(9), options(skips_bad=False)).samples_in(0, 2) == 6
 
 
 def test_in_evaluation_a_process_knows_of_its_own_samples_only():
@@ -124,8 +124,8 @@ def test_a_stream_says_that_it_cannot_skip(caplog):
             return iter(range(4))
 
     with caplog.at_level(logging.WARNING), speaking(verbose=False):
-        build_loader(Stream(), options())
-        build_loader(Stream(), options())
+        build_source(Stream(), options())
+        build_source(Stream(), options())
     (record,) = caplog.records
     assert 'failures={"on_bad_sample": "skip"} has no effect on the training data' in record.message
     assert "catch errors where they are raised" in record.message

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accmt.curricula import RatioCurriculum
-from accmt.data import LoaderOptions, Shard, StreamGroups, build_loader
+from accmt.data import LoaderOptions, Shard, StreamGroups, build_source
 from accmt.data.length_groups import LengthGroupedSampler, group_dataset
 from accmt.errors import ArgumentError, DataError
 from tests.unit.test_loop_token_budget import LENGTHS, NUMBER, Break, BrokenError, Shaky, Texts, pad, run
@@ -117,8 +117,8 @@ def loader_of(data: Any, shard: Shard, batch_size: int) -> Any:
         purpose="train", batch_size=batch_size, shard=shard, seed=3, collate=lambda samples: samples
     )
     if isinstance(data, IterableDataset):
-        return build_loader(data, LoaderOptions(**vars(options) | {"groups": StreamGroups(2)}))
-    return build_loader(data, LoaderOptions(**vars(options) | {"sampler": group_dataset(data, None, 2, shuffle=True)}))
+        return build_source(data, LoaderOptions(**vars(options) | {"groups": StreamGroups(2)}))
+    return build_source(data, LoaderOptions(**vars(options) | {"sampler": group_dataset(data, None, 2, shuffle=True)}))
 
 
 @pytest.mark.parametrize("make_data", [lambda: [Texts()[index] for index in range(NUMBER)], Stream])

@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from accmt.data import LoaderOptions, build_loader
+from accmt.data import LoaderOptions, build_source
 from accmt.data.sized import BatchLoader, SizedLoader
 from accmt.data.streams import StreamLoader, UserDataLoader
 from accmt.errors import DataError
@@ -49,7 +49,7 @@ def options(**settings):
     ],
 )
 def test_each_kind_of_data_gets_its_loader(make, kind):
-    loader = build_loader(make(), options())
+    loader = build_source(make(), options())
     assert type(loader) is kind
     assert isinstance(loader.dataloader, DataLoader)
     assert sum(1 for _ in loader.micro_batches(0)) > 0
@@ -57,7 +57,7 @@ def test_each_kind_of_data_gets_its_loader(make, kind):
 
 @pytest.mark.feature("N13")
 def test_a_batch_sampler_makes_a_loader_of_batches():
-    loader = build_loader(TENSORS, options(batch_sampler=[[0], [1, 2, 3]], collate=len))
+    loader = build_source(TENSORS, options(batch_sampler=[[0], [1, 2, 3]], collate=len))
     assert type(loader) is BatchLoader
     assert [r.batch for r in loader.micro_batches(0)] == [1, 3]
 
@@ -65,13 +65,13 @@ def test_a_batch_sampler_makes_a_loader_of_batches():
 @pytest.mark.parametrize("data", [3, None, object(), WithoutLength(), "data.csv", b"bytes", print])
 def test_what_is_no_data_is_rejected_by_its_kind(data):
     with pytest.raises(DataError, match=f"the validation data\n  got: {type(data).__name__}\n  expected: a Dataset"):
-        build_loader(data, options())
+        build_source(data, options())
 
 
 def test_a_dict_of_datasets_is_rejected_with_its_keys():
     splits = datasets.DatasetDict({"train": TABLE, "test": TABLE})
     with pytest.raises(DataError, match=r"DatasetDict with the keys \['train', 'test'\](.|\n)*data\[\"train\"\]"):
-        build_loader(splits, options())
+        build_source(splits, options())
 
 
 @pytest.mark.feature("L60")
@@ -80,4 +80,4 @@ def test_a_dataloader_that_accelerate_has_prepared_is_rejected():
 
     prepared = Accelerator(cpu=True).prepare(DataLoader(TENSORS))
     with pytest.raises(DataError, match="a DataLoader that accelerator.prepare has already sharded"):
-        build_loader(prepared, options())
+        build_source(prepared, options())

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from accmt.checkpoint.typed_json import decode, encode
-from accmt.data import LoaderOptions, Shard, build_loader
+from accmt.data import LoaderOptions, Shard, build_source
 from accmt.data.position import EPOCH_START, EpochStart, plan_epoch, read_start
 from accmt.errors import DataError
 
@@ -46,7 +46,7 @@ def options(**settings):
 
 
 def build_all(make, count, **settings):
-    return [build_loader(make(), options(shard=Shard(index, count), **settings)) for index in range(count)]
+    return [build_source(make(), options(shard=Shard(index, count), **settings)) for index in range(count)]
 
 
 def stored(position):
@@ -178,9 +178,9 @@ def test_workers_fetch_what_an_unbroken_epoch_would_have(make, settings):
 @pytest.mark.parametrize("make", [lambda data: data, lambda data: DataLoader(data, batch_size=2, shuffle=True)])
 def test_what_is_skipped_is_never_read(make):
     data = Augmented(40)
-    whole = samples_of(read([build_loader(make(data), options())], 0, 0))
+    whole = samples_of(read([build_source(make(data), options())], 0, 0))
     data.read.clear()
-    loader = build_loader(make(data), options())
+    loader = build_source(make(data), options())
     loader.resume_from(0, 17, loader.position(0, 17))
     assert samples_of(read([loader], 0, 17)) == data.read == whole[34:]
 
@@ -193,9 +193,9 @@ def test_of_ten_million_samples_skipped_none_is_read():
             return torch.tensor([index])
 
     data = Large(10_000_100)
-    position = build_loader(data, options(batch_size=10)).position(3, 1_000_000)
+    position = build_source(data, options(batch_size=10)).position(3, 1_000_000)
     assert position["samples"] == 10_000_000
-    loader = build_loader(data, options(batch_size=10))
+    loader = build_source(data, options(batch_size=10))
     loader.resume_from(3, 500_000, position)
     first = next(loader.micro_batches(3, first=500_000))
     assert first.index == 500_000
@@ -241,9 +241,9 @@ def test_another_size_of_batch_counts_rounds_on():
     ],
 )
 def test_limits_and_drop_last_count_from_the_beginning_of_the_epoch(settings, micro_batches):
-    position = build_loader(Augmented(40), options()).position(0, 10)
+    position = build_source(Augmented(40), options()).position(0, 10)
     assert position["samples"] == 20
-    loader = build_loader(Augmented(40), options(batch_size=6, **settings))
+    loader = build_source(Augmented(40), options(batch_size=6, **settings))
     loader.resume_from(0, 10, position)
     found = list(loader.micro_batches(0, first=10))
     assert loader.num_micro_batches == 10 + micro_batches
@@ -279,7 +279,7 @@ def test_the_position_at_a_beginning_draws_nothing():
             return super().__iter__()
 
     sampler = Watched(range(8))
-    loader = build_loader(Augmented(8), options(sampler=sampler))
+    loader = build_source(Augmented(8), options(sampler=sampler))
     read([loader], 0, 0)
     before = sampler.drawn
     position = loader.position(1, 0)
@@ -315,8 +315,8 @@ def test_a_sampler_that_counts_what_it_drew_is_a_warning_where_an_epoch_begins(
 ):
     def make():
         if by_batches:
-            return build_loader(DataLoader(Augmented(8), batch_sampler=BatchSampler(sampler(), 2, False)), options())
-        return build_loader(Augmented(8), options(sampler=sampler()))
+            return build_source(DataLoader(Augmented(8), batch_sampler=BatchSampler(sampler(), 2, False)), options())
+        return build_source(Augmented(8), options(sampler=sampler()))
 
     loader = make()
     for number in range(epoch):
@@ -326,12 +326,12 @@ def test_a_sampler_that_counts_what_it_drew_is_a_warning_where_an_epoch_begins(
 
 
 def test_other_data_where_an_epoch_begins_are_no_matter_of_the_sampler(caplog):
-    loader = build_loader(Augmented(8), options(sampler=Counting()))
+    loader = build_source(Augmented(8), options(sampler=Counting()))
     read([loader], 0, 0)
     position = loader.position(1, 0)
     for other in (by_shuffling_loader(8), Augmented(8)):
-        build_loader(other, options()).resume_from(1, 0, position)
-    build_loader(Augmented(8), options(sampler=[1, 2])).resume_from(1, 0, position)
+        build_source(other, options()).resume_from(1, 0, position)
+    build_source(Augmented(8), options(sampler=[1, 2])).resume_from(1, 0, position)
     assert not caplog.text
 
 
@@ -344,7 +344,7 @@ def test_data_of_another_length_cannot_resume():
     ):
         other.resume_from(0, 5, position)
     with pytest.raises(DataError, match="got: 39 samples"):
-        build_loader(Augmented(40), options(sampler=range(39))).resume_from(0, 5, position)
+        build_source(Augmented(40), options(sampler=range(39))).resume_from(0, 5, position)
     (given,) = build_all(lambda: by_shuffling_loader(40), 1)
     (other_given,) = build_all(lambda: by_shuffling_loader(30), 1)
     with pytest.raises(DataError, match="got: 10 batches\n(.|\n)*the 14 batches"):
@@ -359,7 +359,7 @@ def test_the_length_that_counts_is_that_of_the_epoch():
         def __iter__(self):
             return iter(range(4 * self.epoch + 4))
 
-    loaders = [build_loader(Augmented(40), options(sampler=Growing())) for _ in range(2)]
+    loaders = [build_source(Augmented(40), options(sampler=Growing())) for _ in range(2)]
     read(loaders[:1], 2, 0, 3)
     position = loaders[0].position(2, 3)
     assert (position["samples"], position["of"]) == (6, 12)
@@ -369,8 +369,8 @@ def test_the_length_that_counts_is_that_of_the_epoch():
 
 def test_a_position_of_another_kind_is_rejected():
     with pytest.raises(DataError, match="a position saved for a stream\n  expected: one for a dataset with a length"):
-        build_loader(Augmented(8), options()).resume_from(0, 1, {"kind": "stream", "samples": 2})
-    by_loader = build_loader(by_shuffling_loader(8), options())
+        build_source(Augmented(8), options()).resume_from(0, 1, {"kind": "stream", "samples": 2})
+    by_loader = build_source(by_shuffling_loader(8), options())
     with pytest.raises(
         DataError, match="a position saved for a dataset with a length\n  expected: one for a DataLoader"
     ):
@@ -383,7 +383,7 @@ def test_a_dataset_is_told_the_epoch_in_which_it_goes_on():
             self.epoch = epoch
 
     data = Scheduled(8)
-    build_loader(data, options()).resume_from(5, 1, build_loader(Augmented(8), options()).position(5, 1))
+    build_source(data, options()).resume_from(5, 1, build_source(Augmented(8), options()).position(5, 1))
     assert data.epoch == 5
 
 
@@ -393,7 +393,7 @@ def test_a_distributed_sampler_goes_on_for_each_process():
 
         def make(rank=rank):
             sampler = DistributedSampler(range(16), num_replicas=2, rank=rank)
-            return build_loader(Augmented(16), options(shard=Shard(rank, 2), sampler=sampler))
+            return build_source(Augmented(16), options(shard=Shard(rank, 2), sampler=sampler))
 
         loader, other = make(), make()
         seen += samples_of(read([loader], 1, 0, 2))

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accmt.checkpoint.typed_json import decode, encode
-from accmt.data import LoaderOptions, Shard, build_loader
+from accmt.data import LoaderOptions, Shard, build_source
 from accmt.errors import DataError
 from accmt.messages import speaking
 from tests.pairs import pairs
@@ -140,7 +140,7 @@ def options(**settings):
 
 
 def build_all(make, length, count, **settings):
-    return [build_loader(make(length), options(shard=Shard(index, count), **settings)) for index in range(count)]
+    return [build_source(make(length), options(shard=Shard(index, count), **settings)) for index in range(count)]
 
 
 def read(loaders, epoch, first=0, last=None):
@@ -277,11 +277,11 @@ def test_data_that_went_on_begin_anew_in_a_later_run(make):
     whole, _ = read(build_all(make, 22, 1), 1)
     _, position = read(build_all(make, 22, 1), 1, last=3)
     data = make(22)
-    (resumed,) = continue_on([build_loader(data, options())], 1, 3, position)
+    (resumed,) = continue_on([build_source(data, options())], 1, 3, position)
     micro_batches = resumed.micro_batches(1, first=3)
     next(micro_batches)
     micro_batches.close()
-    assert same(read([build_loader(data, options())], 1)[0], whole)
+    assert same(read([build_source(data, options())], 1)[0], whole)
 
 
 def test_the_state_is_that_after_the_round_and_stays_so_while_reading_goes_on():
@@ -448,7 +448,7 @@ def test_nothing_left_is_no_error_but_an_empty_epoch_is():
         assert list(loader.micro_batches(0, first=len(micro_batches))) == []
         assert samples_of(read([loader], 1)[0])
     with pytest.raises(DataError, match="nothing to read"):
-        list(build_loader(Stream(0), options()).micro_batches(0))
+        list(build_source(Stream(0), options()).micro_batches(0))
 
 
 def test_several_workers_cannot_resume_with_other_processes_or_workers():
@@ -469,15 +469,15 @@ def test_a_loader_that_cuts_other_batches_cannot_resume():
         with pytest.raises(
             DataError, match="a DataLoader with(.|\n)*one with {'batch_size': 3, 'readers': 1}, as before"
         ):
-            build_loader(given, options()).resume_from(0, 3, position)
-    one_worker = build_loader(DataLoader(Stream(40), batch_size=3, num_workers=1), options())
+            build_source(given, options()).resume_from(0, 3, position)
+    one_worker = build_source(DataLoader(Stream(40), batch_size=3, num_workers=1), options())
     one_worker.resume_from(0, 3, position)
     assert samples_of(read([one_worker], 0, 3)[0]) == list(range(9, 40))
 
 
 def test_a_position_of_another_kind_is_rejected():
     with pytest.raises(DataError, match="a position saved for a dataset with a length\n  expected: one for a stream"):
-        build_loader(Stream(8), options()).resume_from(0, 1, {"kind": "dataset with a length", "samples": 2, "of": 8})
-    loader = build_loader(Stream(8), options())
+        build_source(Stream(8), options()).resume_from(0, 1, {"kind": "dataset with a length", "samples": 2, "of": 8})
+    loader = build_source(Stream(8), options())
     loader.resume_from(1, 0, {"kind": "dataset with a length", "samples": 0, "of": None})  # an epoch that begins
     assert samples_of(read([loader], 1)[0]) == list(range(8))

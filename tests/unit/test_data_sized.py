@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
 
-from accmt.data import LoaderOptions, Shard, build_loader
+from accmt.data import LoaderOptions, Shard, build_source
 from accmt.data.sized import BatchLoader, SizedLoader
 from accmt.errors import DataError
 
@@ -55,7 +55,7 @@ def options(**settings):
 
 
 def build_all(make, count, **settings):
-    return [build_loader(make(), options(shard=Shard(index, count), **settings)) for index in range(count)]
+    return [build_source(make(), options(shard=Shard(index, count), **settings)) for index in range(count)]
 
 
 def in_global_order(loaders, epoch=0, first=0):
@@ -141,7 +141,7 @@ def test_a_distributed_sampler_is_not_shared_a_second_time():
     samples = []
     for rank in range(2):
         sampler = DistributedSampler(range(8), num_replicas=2, rank=rank, shuffle=False)
-        (loader,) = [build_loader(Counted(8), options(shard=Shard(rank, 2), sampler=sampler))]
+        (loader,) = [build_source(Counted(8), options(shard=Shard(rank, 2), sampler=sampler))]
         samples.append(in_global_order([loader]))
     assert samples == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
@@ -175,7 +175,7 @@ def test_drop_last_leaves_out_a_round_that_is_not_full(count, micro_batches):
 @pytest.mark.feature("N15")
 def test_dropping_all_there_is_is_an_error():
     with pytest.raises(DataError, match="3 samples for batches of 4\n(.|\n)*drop_last"):
-        build_loader(Counted(3), options(batch_size=4, drop_last=True))
+        build_source(Counted(3), options(batch_size=4, drop_last=True))
 
 
 @pytest.mark.feature("L32", "L33")
@@ -207,7 +207,7 @@ def test_an_epoch_begun_later_is_the_tail_of_the_whole_and_reads_nothing_else(co
     micro_batches = -(-23 // (2 * count))
     for first in range(micro_batches + 1):
         data = [Counted(23) for _ in range(count)]
-        loaders = [build_loader(data[i], options(shard=Shard(i, count), shuffle=True)) for i in range(count)]
+        loaders = [build_source(data[i], options(shard=Shard(i, count), shuffle=True)) for i in range(count)]
         tail = in_global_order(loaders, epoch=1, first=first)
         assert tail == whole[first * 2 * count :]
         assert sorted(i for d in data for i in d.read) == sorted(tail)
@@ -231,7 +231,7 @@ def test_of_ten_million_samples_skipped_none_is_read():
 @pytest.mark.feature("A42", "L09")
 def test_workers_change_neither_samples_nor_augmentation():
     def read(num_workers, epochs, first=0, count=1, index=0):
-        loader = build_loader(Augmented(), options(num_workers=num_workers, shard=Shard(index, count), shuffle=True))
+        loader = build_source(Augmented(), options(num_workers=num_workers, shard=Shard(index, count), shuffle=True))
         return [torch.cat([r.batch for r in loader.micro_batches(epoch, first)]) for epoch in epochs]
 
     inline, by_workers = read(0, (0, 1)), read(2, (0, 1))
@@ -247,7 +247,7 @@ def test_workers_change_neither_samples_nor_augmentation():
 @pytest.mark.feature("L09")
 def test_augmentation_is_another_with_another_seed_or_purpose_and_ignores_what_happens_in_between():
     def read(**settings):
-        loader = build_loader(Augmented(), options(**settings))
+        loader = build_source(Augmented(), options(**settings))
         batches = []
         for micro_batch in loader.micro_batches(0):
             batches.append(micro_batch.batch)
@@ -264,7 +264,7 @@ def test_augmentation_is_another_with_another_seed_or_purpose_and_ignores_what_h
 
 @pytest.mark.feature("A42")
 def test_an_epoch_left_in_the_middle_does_not_disturb_the_next():
-    loader = build_loader(Counted(40), options(num_workers=2, shuffle=True))
+    loader = build_source(Counted(40), options(num_workers=2, shuffle=True))
     whole = in_global_order([loader], epoch=1)
     left = loader.micro_batches(0)
     next(left)
@@ -276,7 +276,7 @@ def test_an_epoch_left_in_the_middle_does_not_disturb_the_next():
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_dataset_is_told_the_epoch_in_its_workers_too(num_workers):
     for data in (Scheduled(), DataLoader(Scheduled(), num_workers=num_workers, persistent_workers=num_workers > 0)):
-        loader = build_loader(data, options(num_workers=num_workers))
+        loader = build_source(data, options(num_workers=num_workers))
         for epoch in (0, 1):
             assert {int(sample) for r in loader.micro_batches(epoch) for sample in r.batch} == {epoch}
 
@@ -299,7 +299,7 @@ def test_a_datasets_dataset_is_one_with_whole_batches_fetched_at_once(num_worker
 
 @pytest.mark.feature("A33")
 def test_a_collate_function_makes_the_batches():
-    loader = build_loader(Counted(3), options(collate=lambda samples: {"sum": sum(samples)}))
+    loader = build_source(Counted(3), options(collate=lambda samples: {"sum": sum(samples)}))
     assert [r.batch for r in loader.micro_batches(0)] == [{"sum": 1}, {"sum": 2}]
     assert [r.own_samples for r in loader.micro_batches(0)] == [2, 1]
 
@@ -310,7 +310,7 @@ def test_a_user_dataloader_keeps_batches_sampler_and_collate_function():
     given = DataLoader(
         data, batch_size=3, sampler=[6, 5, 4, 3, 2, 1, 0], collate_fn=lambda rows: [int(r[0]) for r in rows]
     )
-    loader = build_loader(given, options(batch_size=99))
+    loader = build_source(given, options(batch_size=99))
     assert isinstance(loader, BatchLoader)
     assert [r.batch for r in loader.micro_batches(0)] == [[6, 5, 4], [3, 2, 1], [0]]
     assert [r.own_samples for r in loader.micro_batches(0)] == [3, 3, 1]
@@ -337,7 +337,7 @@ def test_a_user_dataloader_is_shared_without_loss_or_repetition(count, num_worke
 @pytest.mark.feature("T03")
 def test_a_user_dataloader_skips_samples_without_reading_them():
     data = Counted(100)
-    loader = build_loader(DataLoader(data, batch_size=10), options())
+    loader = build_source(DataLoader(data, batch_size=10), options())
     assert in_global_order([loader], first=9) == list(range(90, 100))
     assert data.read == list(range(90, 100))
 
@@ -354,8 +354,8 @@ def test_a_user_dataloaders_generator_is_respected_and_the_same_on_every_process
         orders[users_seed] = whole
     assert orders[1] != orders[2]
     given = make(1)
-    first = [in_global_order([build_loader(given, options())], epoch) for epoch in (0, 1)]
-    second = [in_global_order([build_loader(given, options(seed=9))], epoch) for epoch in (0, 1)]
+    first = [in_global_order([build_source(given, options())], epoch) for epoch in (0, 1)]
+    second = [in_global_order([build_source(given, options(seed=9))], epoch) for epoch in (0, 1)]
     assert first == second  # another run with the same loader, whatever the run's seed
     assert first[0] == orders[1]
     assert first[0] != first[1]
@@ -372,7 +372,7 @@ def test_a_dataloader_with_a_distributed_sampler_is_not_shared_twice(nested):
             if nested
             else {"sampler": sampler, "batch_size": 2}
         )
-        loader = build_loader(DataLoader(Augmented(), **how), options(shard=Shard(rank, 2)))
+        loader = build_source(DataLoader(Augmented(), **how), options(shard=Shard(rank, 2)))
         assert loader.num_micro_batches == 3
         for epoch in (0, 1):
             samples = torch.cat([r.batch for r in loader.micro_batches(epoch)])
@@ -415,10 +415,10 @@ def test_limits_count_rounds_of_a_user_dataloader():
 
 
 def test_the_torch_loader_underneath_knows_its_length():
-    loader = build_loader(DataLoader(range(10), batch_size=2), options(shard=Shard(0, 2)))
+    loader = build_source(DataLoader(range(10), batch_size=2), options(shard=Shard(0, 2)))
     list(loader.micro_batches(0))
     assert len(loader.dataloader) == 3
-    assert len(build_loader(Counted(10), options()).dataloader) == 5
+    assert len(build_source(Counted(10), options()).dataloader) == 5
 
 
 @pytest.mark.feature("T03")
@@ -426,7 +426,7 @@ def test_options_of_a_user_dataloader_are_kept():
     given = DataLoader(
         range(4), num_workers=1, prefetch_factor=3, timeout=20, worker_init_fn=print, multiprocessing_context="fork"
     )
-    kept = build_loader(given, options()).dataloader
+    kept = build_source(given, options()).dataloader
     assert (kept.num_workers, kept.prefetch_factor, kept.timeout, kept.worker_init_fn.user_function) == (
         1,
         3,
@@ -438,14 +438,14 @@ def test_options_of_a_user_dataloader_are_kept():
 
 def test_no_samples_and_no_batches_are_errors():
     with pytest.raises(DataError, match="the training data\n  got: a dataset of length 0"):
-        build_loader([], options())
+        build_source([], options())
     with pytest.raises(DataError, match="0 samples for batches of 2"):
-        build_loader([1, 2], options(sampler=[]))
+        build_source([1, 2], options(sampler=[]))
     with pytest.raises(DataError, match="a DataLoader without a batch"):
-        build_loader(DataLoader([1, 2], batch_size=3, drop_last=True), options())
+        build_source(DataLoader([1, 2], batch_size=3, drop_last=True), options())
     with pytest.raises(DataError, match="a DataLoader without a batch"):
-        build_loader([1, 2], options(batch_sampler=[]))
+        build_source([1, 2], options(batch_sampler=[]))
 
 
 def test_the_loader_of_a_dataset_is_a_sized_one():
-    assert isinstance(build_loader([1], options()), SizedLoader)
+    assert isinstance(build_source([1], options()), SizedLoader)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_worker_info
 
-from accmt.data import LoaderOptions, Shard, build_loader
+from accmt.data import LoaderOptions, Shard, build_source
 from accmt.data.streams import StreamLoader, UserDataLoader
 from accmt.errors import DataError
 from accmt.messages import speaking
@@ -66,7 +66,7 @@ def options(**settings):
 
 
 def build_all(make, count, **settings):
-    return [build_loader(make(), options(shard=Shard(index, count), **settings)) for index in range(count)]
+    return [build_source(make(), options(shard=Shard(index, count), **settings)) for index in range(count)]
 
 
 def micro_batches_of_all(loaders, epoch=0, first=0):
@@ -113,7 +113,7 @@ def test_the_last_round_of_a_stream_is_split_as_evenly_as_can_be():
 @pytest.mark.parametrize("data", [[1, 2, 3].__reversed__, lambda: {4: 1, 5: 2}.keys(), lambda: {"a": 7}.values()])
 def test_anything_that_can_be_iterated_is_a_stream(data):
     expected = list(data())
-    loader = build_loader(data(), options())
+    loader = build_source(data(), options())
     assert isinstance(loader, StreamLoader)
     assert in_global_order([loader]) == expected
 
@@ -121,7 +121,7 @@ def test_anything_that_can_be_iterated_is_a_stream(data):
 @pytest.mark.feature("A60")
 def test_a_stream_begins_anew_and_is_told_each_epoch():
     stream = Stream(3)
-    loader = build_loader(stream, options())
+    loader = build_source(stream, options())
     assert in_global_order([loader], 0) == in_global_order([loader], 1) == [0, 1, 2]
     assert stream.epochs == [0, 1]
 
@@ -183,18 +183,18 @@ class Repeating(IterableDataset):
 def test_workers_that_each_read_all_of_a_stream_are_an_error_outside_of_training(given, caplog):
     make = lambda: DataLoader(Repeating(), batch_size=4, num_workers=2) if given else Repeating()  # noqa: E731
     for purpose in ("validate", "test", "predict"):
-        loader = build_loader(make(), replace(options(num_workers=2), purpose=purpose))
+        loader = build_source(make(), replace(options(num_workers=2), purpose=purpose))
         with pytest.raises(DataError, match=r"each sample comes 2 times[\s\S]*get_worker_info\(\)\.id"):
             list(loader.micro_batches(0))
     assert not caplog.records
     with speaking(verbose=False):  # in which it has not been said yet
-        list(build_loader(make(), options(num_workers=2)).micro_batches(0))
+        list(build_source(make(), options(num_workers=2)).micro_batches(0))
     assert "each sample comes 2 times" in caplog.text
 
 
 def test_a_plain_iterable_which_knows_nothing_of_workers_gets_one():
-    assert build_loader(Plain(3), options(num_workers=2)).dataloader.num_workers == 1
-    assert build_loader(Stream(3), options(num_workers=2)).dataloader.num_workers == 2
+    assert build_source(Plain(3), options(num_workers=2)).dataloader.num_workers == 1
+    assert build_source(Stream(3), options(num_workers=2)).dataloader.num_workers == 2
 
 
 @pytest.mark.feature("L09", "L61")
@@ -203,7 +203,7 @@ def test_a_plain_iterable_which_knows_nothing_of_workers_gets_one():
 def test_a_stream_that_draws_while_it_is_read_is_the_same_on_every_process(given, num_workers):
     def read(index, count, epoch=0, first=0, seed=3):
         data = DataLoader(Shuffled(12), batch_size=2, num_workers=num_workers) if given else Shuffled(12)
-        loader = build_loader(data, options(shard=Shard(index, count), num_workers=num_workers, seed=seed))
+        loader = build_source(data, options(shard=Shard(index, count), num_workers=num_workers, seed=seed))
         batches = []
         for micro_batch in loader.micro_batches(epoch, first):
             batches.append(micro_batch.batch)
@@ -233,7 +233,7 @@ def test_the_workers_of_a_stream_begin_each_epoch_with_its_seed():
             return (torch.rand(1) for _ in range(4))
 
     def read(epochs):
-        loader = build_loader(Augmenting(), options(num_workers=1))
+        loader = build_source(Augmenting(), options(num_workers=1))
         return [torch.cat([r.batch for r in loader.micro_batches(epoch)]) for epoch in epochs]
 
     assert torch.equal(read((0, 1))[1], read((1,))[0])
@@ -251,7 +251,7 @@ def test_a_whole_number_limits_a_stream_and_the_last_round_knows(count):
 @pytest.mark.feature("L32")
 def test_a_limit_above_what_there_is_ends_with_the_stream():
     assert in_global_order(build_all(lambda: Stream(5), 2, limit=50)) == list(range(5))
-    assert list(build_loader(Stream(5), options(limit=0)).micro_batches(0)) == []
+    assert list(build_source(Stream(5), options(limit=0)).micro_batches(0)) == []
 
 
 @pytest.mark.feature("L32")
@@ -264,7 +264,7 @@ def test_a_stream_is_read_one_round_ahead_and_no_further():
                 read.append(number)
                 yield number
 
-    micro_batches = build_loader(Watched(100), options(limit=3)).micro_batches(0)
+    micro_batches = build_source(Watched(100), options(limit=3)).micro_batches(0)
     next(micro_batches)
     assert read == [0, 1, 2, 3]
     assert len(list(micro_batches)) == 2
@@ -276,7 +276,7 @@ def test_a_stream_is_read_one_round_ahead_and_no_further():
     [(Stream(9), "9 samples", "10 samples"), (DataLoader(Stream(9), 4), "3 batches", "2 batches")],
 )
 def test_streams_of_unequal_length_on_processes_are_an_error_with_both(data, own, other, monkeypatch):
-    loader = build_loader(data, options(batch_size=4, shard=Shard(0, 2)))
+    loader = build_source(data, options(batch_size=4, shard=Shard(0, 2)))
     assert len(list(loader.micro_batches(0))) == 2
     monkeypatch.setattr(
         "accmt.data.options.gather_objects", lambda read: [read, other if isinstance(read, str) else read]
@@ -289,7 +289,7 @@ def test_streams_of_unequal_length_on_processes_are_an_error_with_both(data, own
 @pytest.mark.parametrize("data", [Stream(8), Plain(8), DataLoader(Stream(8))], ids=["stream", "iterable", "loader"])
 def test_a_fraction_of_an_unknown_length_is_rejected(data):
     with pytest.raises(DataError, match="a limit of 0.25, a fraction of data without a length(.|\n)*a whole number"):
-        build_loader(data, options(limit=0.25))
+        build_source(data, options(limit=0.25))
 
 
 @pytest.mark.feature("A60", "L32")
@@ -311,7 +311,7 @@ def test_a_stream_that_is_shorter_than_it_says_ends_where_it_ends():
         def __len__(self):
             return 100
 
-    loader = build_loader(Boasting(5), options())
+    loader = build_source(Boasting(5), options())
     assert loader.num_micro_batches == 50
     assert in_global_order([loader]) == list(range(5))
 
@@ -368,8 +368,8 @@ def test_an_epoch_of_a_stream_begun_later_is_the_tail_of_the_whole(first, count)
 
 
 def test_samples_of_a_stream_are_not_known_beforehand():
-    assert build_loader(Sized(8), options()).samples_in(0, 1) is None
-    assert build_loader(DataLoader(Sized(8)), options()).samples_in(0, 1) is None
+    assert build_source(Sized(8), options()).samples_in(0, 1) is None
+    assert build_source(DataLoader(Sized(8)), options()).samples_in(0, 1) is None
 
 
 @pytest.mark.feature("L61", "T03", "L01")
@@ -420,7 +420,7 @@ def test_the_generator_of_such_a_loader_is_a_function_of_the_epoch_and_left_as_i
 
     def read(epoch):
         given = DataLoader(range(9), batch_size=None, sampler=sampler, generator=generator)
-        return [r.batch for r in build_loader(given, options()).micro_batches(epoch)]
+        return [r.batch for r in build_source(given, options()).micro_batches(epoch)]
 
     assert sorted(read(0)) == list(range(9))
     assert read(0) == read(0) != read(1)
@@ -430,13 +430,13 @@ def test_the_generator_of_such_a_loader_is_a_function_of_the_epoch_and_left_as_i
 @pytest.mark.feature("T03")
 def test_a_user_dataloaders_stream_is_told_the_epoch():
     stream = Stream(3)
-    loader = build_loader(DataLoader(stream), options())
+    loader = build_source(DataLoader(stream), options())
     list(loader.micro_batches(4))
     assert stream.epochs == [4]
 
 
 def test_an_iterator_that_is_read_up_is_an_error_and_no_empty_epoch():
-    loader = build_loader(iter([1, 2, 3]), options())
+    loader = build_source(iter([1, 2, 3]), options())
     assert in_global_order([loader], 0) == [1, 2, 3]
     with pytest.raises(DataError, match="nothing to read(.|\n)*an iterator can be read only once"):
         list(loader.micro_batches(1))
@@ -444,13 +444,13 @@ def test_an_iterator_that_is_read_up_is_an_error_and_no_empty_epoch():
 
 @pytest.mark.parametrize("data", [Stream(0), Plain(0), DataLoader(Stream(0))], ids=["stream", "iterable", "loader"])
 def test_a_stream_without_samples_is_an_error_when_it_is_read(data):
-    loader = build_loader(data, options())
+    loader = build_source(data, options())
     with pytest.raises(DataError, match="the training data\n  got: nothing to read"):
         next(loader.micro_batches(0))
 
 
 def test_a_length_of_zero_is_an_error_at_once():
     with pytest.raises(DataError, match="the training data\n  got: a length of 0"):
-        build_loader(Sized(0), options())
+        build_source(Sized(0), options())
     with pytest.raises(DataError, match="a length of 0"):
-        build_loader(DataLoader(Sized(0)), options())
+        build_source(DataLoader(Sized(0)), options())

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer, read_history
-from accmt.data import LoaderOptions, TokenBudget, TokenBudgetLoader, build_loader, keep_samples
+from accmt.data import ByTokens, Loader, LoaderOptions, TokenBudget, build_source, keep_samples
 from accmt.errors import ArgumentError, DataError
 
 NUMBER = 45
@@ -352,9 +352,8 @@ class Pinned(dict[str, Any]):
 @pytest.mark.parametrize("pins", [True, False])
 def test_micro_batches_are_pinned_as_batches_are(pins: bool) -> None:
     samples = [Texts()[index] for index in range(8)]
-    loader = build_loader(samples, LoaderOptions(purpose="train", batch_size=8, collate=keep_samples))
-    cut = TokenBudgetLoader(
-        loader,
+    source = build_source(samples, LoaderOptions(purpose="train", batch_size=8, collate=keep_samples))
+    maker = ByTokens(
         TokenBudget(TOKENS, 100),
         collate=lambda samples: Pinned(pad(samples)),
         length_of=None,
@@ -362,7 +361,7 @@ def test_micro_batches_are_pinned_as_batches_are(pins: bool) -> None:
         pins_memory=pins,
         batches_per_step=lambda epoch: 1,
     )
-    assert {micro_batch.batch.is_pinned for micro_batch in cut.micro_batches(0)} == {pins}
+    assert {micro_batch.batch.is_pinned for micro_batch in Loader(source, maker).micro_batches(0)} == {pins}
 
 
 def test_a_sample_longer_than_the_budget_is_an_error_where_asked_for(tmp_path: Path) -> None:
