@@ -48,7 +48,7 @@ MAY_DIFFER = [
 ]
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=lambda r: f"{r}-processes")
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3], ids=lambda r: f"{r}-processes")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("alike")
     path = folder / "result.json"

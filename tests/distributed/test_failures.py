@@ -47,7 +47,7 @@ def parts_of(folder: Path, processes: int, rng: random.Random) -> list[dict[str,
     return parts
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("processes", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 3))])
 def test_a_signal_to_any_process_at_any_moment_is_one_checkpoint_for_all(tmp_path: Path, processes: int) -> None:
     seed = int(os.environ.get("ACCMT_TEST_SEED", time.time()))
     sys.stdout.write(f"seed {seed}: ACCMT_TEST_SEED={seed} repeats this\n")
@@ -99,7 +99,10 @@ def start_with_torchrun(folder: Path, part: dict[str, Any]) -> tuple[bool, str]:
 
 
 FAULTS = [
-    (start_with_torchrun, "raise", "on_after_backward", 1, "ValueError: the fault of this test"),
+    pytest.param(
+        *(start_with_torchrun, "raise", "on_after_backward", 1, "ValueError: the fault of this test"),
+        marks=pytest.mark.slow,
+    ),
     (start, "raise", "on_validation_end", 0, "ValueError: the fault of this test"),
     (start, "exit", "on_before_training_step", 1, "SystemExit: 0"),
     (start, "memory", "on_after_backward", 1, "OutOfMemoryError: the fault of this test"),

@@ -62,6 +62,7 @@ def contents(path):
 
 
 @pytest.mark.feature("N42", "L26")
+@pytest.mark.slow
 def test_processes_train_together_their_checkpoint_is_had_and_the_exit_code_is_that_of_the_one_that_failed(tmp_path):
     run = start(TRAIN, tmp_path)
     _, errors = run.communicate(timeout=120)

@@ -12,7 +12,7 @@ from tests.launching import SCRIPTS, launch, run_together
 
 
 @pytest.mark.feature("L60")
-@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("processes", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 3))])
 def test_a_run_on_a_distributed_sampler_resumes_within_an_epoch(tmp_path: Path, processes: int) -> None:
     path = tmp_path / "result.json"
     launch(SCRIPTS / "own_data.py", str(path), str(tmp_path), "sampler", processes=processes, result=path)
@@ -27,7 +27,7 @@ def test_a_run_on_a_distributed_sampler_resumes_within_an_epoch(tmp_path: Path, 
 
 
 @pytest.mark.feature("T22")
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_process_whose_batch_lost_all_its_samples_ends_the_run_and_says_why(tmp_path: Path, processes: int) -> None:
     path = tmp_path / "result.json"
     forks, printed = run_together(SCRIPTS / "own_data.py", str(path), str(tmp_path), "nothing", processes=processes)
@@ -44,7 +44,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_processes_whose_data_or_order_becomes_another_are_told_who_differs(tmp_path: Path, processes: int) -> None:
     path = tmp_path / "result.json"
     launch(SCRIPTS / "own_data.py", str(path), str(tmp_path), "differ", processes=processes, result=path)

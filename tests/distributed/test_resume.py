@@ -75,10 +75,16 @@ def num_data_of(processes: int | str) -> int:
     return number // 2 if str(processes).startswith("tp") else number
 
 
-LAUNCHES = [2, 3, "fsdp-2", "fsdp-4", "hsdp-4", "tpfsdp-4"]
-
-
-@pytest.mark.parametrize(("processes", "settings"), [*((launch, {}) for launch in LAUNCHES), (3, KEPT_GRADIENTS)])
+@pytest.mark.parametrize(
+    ("processes", "settings"),
+    [
+        (3, {}),
+        (3, KEPT_GRADIENTS),
+        ("fsdp-2", {}),
+        ("tpfsdp-4", {}),
+        *(pytest.param(way, {}, marks=pytest.mark.slow) for way in (2, "fsdp-4", "hsdp-4")),
+    ],
+)
 def test_the_same_processes_end_with_the_same_bits(tmp_path, processes, settings) -> None:
     parts = [(name, 5, 2, stop, settings) for name, stop in (("a", None), ("b", 2), ("b", 4), ("b", None))]
     whole, *_, resumed = train(tmp_path, processes, *parts)
@@ -96,7 +102,12 @@ def test_the_effective_batch_decides_how_many_updates_are_left(tmp_path) -> None
 
 
 @pytest.mark.parametrize(
-    "launches", [("fsdp-2", 1, "hsdp-4", "fsdp-3", 2), (2, "fsdp-3", 1), ("tp-2", "tpfsdp-4", 1, "tp-2")]
+    "launches",
+    [
+        ("fsdp-2", 1, "hsdp-4", "fsdp-3", 2),
+        ("tp-2", "tpfsdp-4", 1, "tp-2"),
+        pytest.param((2, "fsdp-3", 1), marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_goes_from_one_engine_and_number_of_processes_to_another(tmp_path, launches) -> None:
     size, parts, settings = 12, [], {"dropout": 0.0}

@@ -18,7 +18,7 @@ SPLIT = {case.name: case for case in windows.make_split_cases()}
 SHARDED = {case.name: case for case in windows.make_sharded_cases()}
 
 
-@pytest.fixture(scope="module", params=["fsdp-2", "fsdp-4", "hsdp-4"])
+@pytest.fixture(scope="module", params=["fsdp-2", pytest.param("fsdp-4", marks=pytest.mark.slow), "hsdp-4"])
 def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("windows") / "result.json"
     launch(SCRIPTS / "windows.py", str(path), processes=request.param, result=path, timeout_s=240)

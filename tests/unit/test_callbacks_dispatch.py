@@ -7,6 +7,7 @@ from accmt import AcceleratorModule
 from accmt.callbacks import HOOKS, Callback, Hooks, LambdaCallback, MainProcessCallback, build_callbacks, find_hooks
 from accmt.compat import OtherHookNames
 from accmt.errors import ModuleContractError
+from tests.tables import each
 
 
 def told(hooks, name, **data):
@@ -111,8 +112,8 @@ def test_a_hook_without_keywords_says_so():
 
 
 @pytest.mark.feature("T09")
-@pytest.mark.parametrize("kind", [Callback, AcceleratorModule, object])
-@pytest.mark.parametrize(
+@each("kind", [Callback, AcceleratorModule, object])
+@each(
     ("misspelt", "nearest"),
     [
         ("on_epoch_ends", "on_epoch_end"),

@@ -4,6 +4,7 @@ from accmt.callbacks import ALIASES, HOOKS, Callback, Hooks
 from accmt.callbacks.hooks import HOOK_PREFIXES, reject_unknown_hook
 from accmt.compat import HOOK_NAMES, OtherHookNames
 from accmt.errors import ModuleContractError
+from tests.tables import each
 
 OF_OTHERS = {
     "PyMarlin": [
@@ -52,7 +53,7 @@ def test_every_alias_is_another_name_of_a_hook():
 
 
 @pytest.mark.feature("T09")
-@pytest.mark.parametrize(("alias", "hook"), [pair for pairs in OF_OTHERS.values() for pair in pairs])
+@each(("alias", "hook"), [pair for pairs in OF_OTHERS.values() for pair in pairs])
 def test_a_name_of_another_trainer_reaches_our_hook_where_it_is_asked_for(alias, hook):
     called = []
     methods = {alias: lambda self: called.append(alias)}

@@ -17,6 +17,7 @@ from accmt.callbacks.stopwatch import PURPOSES, Stopwatch, StopwatchOfCallbacks
 from accmt.callbacks.utilization import GpuUse, Use
 from accmt.tracking import read_history
 from tests.slow import SlowData, SlowLinear, Ticks
+from tests.tables import each
 from tests.toys import Linear, logged, make_points, make_trainer
 
 
@@ -41,7 +42,7 @@ FIELDS = {
 
 
 @pytest.mark.feature("D30", "A53", "A54")
-@pytest.mark.parametrize(("field", "names"), FIELDS.items())
+@each(("field", "names"), FIELDS.items())
 def test_each_field_adds_exactly_its_values_to_rows_of_training(field, names):
     trainer = fit([field], val=4)
     assert [set(row) for row in rows(trainer)] == [{"train_loss", *names}] * 4 + [{"val_loss"}]
@@ -106,8 +107,8 @@ def expected_norm(order, samples, points=8):
 
 
 @pytest.mark.feature("L65")
-@pytest.mark.parametrize("order", [1, 2.0, 3.5, "inf"])
-@pytest.mark.parametrize("clip", [None, 0.01])
+@each("order", [1, 2.0, 3.5, "inf"])
+@each("clip", [None, 0.01])
 def test_the_gradient_norm_of_any_order_is_that_before_clipping(order, clip):
     trainer = fit({"grad_norm": order}, clip_grad=clip)
     assert logged(trainer, "grad_norm")[0] == (1, pytest.approx(expected_norm(float(order), 2), rel=1e-5))
@@ -332,7 +333,7 @@ def test_an_unknown_peak_is_warned_about(caplog):
     assert set(rows(trainer)[0]) == {"train_loss"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("device", "peak"),
     [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A10", 125e12), ("NVIDIA L4", 121e12)],
 )

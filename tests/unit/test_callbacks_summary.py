@@ -10,6 +10,7 @@ from torch import nn
 from accmt.callbacks.ending import MAX_LINES, _write_time
 from accmt.callbacks.summary import summarize
 from accmt.errors import ArgumentError
+from tests.tables import each
 from tests.toys import Linear, make_points, make_trainer
 
 
@@ -109,8 +110,6 @@ def test_many_metrics_stay_in_their_line(caplog):
     assert len(caplog.messages[-1].splitlines()) <= MAX_LINES
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.04, "0.0 s"), (59.94, "59.9 s"), (61, "1 min 01 s"), (3725, "1 h 02 min 05 s")]
-)
+@each(("seconds", "text"), [(0.04, "0.0 s"), (59.94, "59.9 s"), (61, "1 min 01 s"), (3725, "1 h 02 min 05 s")])
 def test_times_are_written_for_people(seconds, text):
     assert _write_time(seconds) == text

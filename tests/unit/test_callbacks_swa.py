@@ -7,6 +7,7 @@ from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn, update_bn
 from torch.utils.data import DataLoader, IterableDataset
 
 from accmt import EMA, SWA, ArgumentError, Callback
+from tests.tables import each
 from tests.toys import Linear, make_points, make_trainer
 
 ROWS = 10  # in batches of 4, 4 and 2
@@ -115,7 +116,7 @@ def test_what_never_began_is_said(caplog):
     assert "SWA averaged nothing: the run ended before start=7" in caplog.text
 
 
-@pytest.mark.parametrize("wrong", [{"start": 1.0}, {"start": -1}, {"start": True}, {"every": 0}, {"update_bn": 1}])
+@each("wrong", [{"start": 1.0}, {"start": -1}, {"start": True}, {"every": 0}, {"update_bn": 1}])
 def test_arguments_that_cannot_be_are_refused(wrong):
     with pytest.raises(ArgumentError, match=r"SWA\("):
         SWA(**wrong)

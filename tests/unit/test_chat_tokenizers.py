@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from accmt.huggingface.chat import IGNORED, mask_row
 from tests import conversations
 from tests.conversations import draw_conversations, trained_texts
+from tests.tables import each
 
 pytestmark = pytest.mark.feature("N67")
 
@@ -100,9 +101,9 @@ def make(kind: str, template: str, **token: bool) -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize("template", [conversations.CHATML, MARKED], ids=["plain", "marked"])
-@pytest.mark.parametrize("token", [{}, {"rstrip": True}, {"lstrip": True}], ids=lambda token: "".join(token))
-@pytest.mark.parametrize("kind", KINDS)
+@each("template", [conversations.CHATML, MARKED])
+@each("token", [{}, {"rstrip": True}, {"lstrip": True}])
+@each("kind", KINDS)
 def test_of_each_turn_all_tokens_from_the_header_to_the_end_are_trained(kind: str, token: Any, template: str) -> None:
     tokenizer = make(kind, template, **token)
     masked = mask_row(tokenizer, ROW)

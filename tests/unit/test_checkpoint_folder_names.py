@@ -17,6 +17,7 @@ from accmt.checkpoint.folder_names import (
     parse_unfinished_name,
     step_name,
 )
+from tests.tables import each
 
 STARTED = int(psutil.Process().create_time())
 
@@ -35,7 +36,7 @@ def test_the_name_of_an_unfinished_folder_says_who_works_on_it(kind, monkeypatch
     assert make_unfinished_name(kind, 120) != name
 
 
-@pytest.mark.parametrize("name", ["step-00000120", ".tmp-step-foo", ".tmp-weights", ".tmp-step-00000120-host-12", ""])
+@each("name", ["step-00000120", ".tmp-step-foo", ".tmp-weights", ".tmp-step-00000120-host-12", ""])
 def test_other_names_are_nobodys(name):
     assert parse_unfinished_name(name) is None
 

@@ -9,6 +9,7 @@ from torch import nn
 from accmt.checkpoint.nested_tensors import STORABLE, join_tensors, referred_tensors, split_tensors
 from accmt.checkpoint.typed_json import TensorReference, decode, encode
 from accmt.errors import CheckpointCorruptError, CheckpointError
+from tests.tables import each
 
 
 def same(left: object, right: object) -> bool:
@@ -37,7 +38,7 @@ STATES = [
 ]
 
 
-@pytest.mark.parametrize("state", STATES, ids=range(len(STATES)))
+@each("state", STATES)
 def test_joining_is_the_inverse_of_splitting(state):
     tensors, rest = split_tensors(state)
     assert same(join_tensors(tensors, decode(encode(rest))), state)

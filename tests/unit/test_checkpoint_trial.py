@@ -19,6 +19,7 @@ from accmt.errors import CheckpointError, ModuleContractError, WeightsError
 from accmt.setup.model import _move
 from tests.checkpoints import save_state
 from tests.low_bit import Rounded, RoundedMomentum
+from tests.tables import each
 from tests.toys import Linear, make_points, make_trainer
 
 
@@ -131,7 +132,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@each("fault", FAULTS)
 def test_a_model_that_does_not_get_its_state_back_is_refused_and_is_as_it_was(fault):
     kind, message = FAULTS[fault]
     model = kind()
@@ -242,7 +243,7 @@ class Tagging(SGD):
             entry["momentum_buffer"] = entry["momentum_buffer"].as_subclass(Tagged)
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "message"),
     [
         (Rounding, r"momentum_buffer with other values"),

@@ -15,6 +15,7 @@ import torch
 
 from accmt.checkpoint.typed_json import TensorReference, WrappedTensor, decode, encode
 from accmt.errors import CheckpointCorruptError, CheckpointError
+from tests.tables import each
 
 VALUES = [
     None,
@@ -63,7 +64,7 @@ def same(left: object, right: object) -> bool:
     return repr(left) == repr(right) if isinstance(left, float) else left == right
 
 
-@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+@each("value", VALUES)
 def test_a_value_comes_back_with_its_type(value):
     assert same(decode(encode(value)), value)
 
@@ -118,7 +119,7 @@ def test_another_type_is_refused_with_the_path_to_it(value, kind):
     assert "state_dict" in str(caught.value)
 
 
-@pytest.mark.parametrize("key", [1.5, True, None, (1, 2)])
+@each("key", [1.5, True, None, (1, 2)])
 def test_a_key_of_another_type_is_refused(key):
     with pytest.raises(CheckpointError, match=r"a key of state\.a: .*"):
         encode({"a": {key: 1}})
@@ -135,7 +136,7 @@ def test_an_unknown_mark_is_refused_and_nothing_runs(text):
         decode(text)
 
 
-@pytest.mark.parametrize("value", [np.float64(1.5), np.float32(0.1), np.int64(7), np.bool_(True)])
+@each("value", [np.float64(1.5), np.float32(0.1), np.int64(7), np.bool_(True)])
 def test_numbers_of_numpy_are_stored_as_those_of_python(value):
     assert decode(encode([value])) == [value.item()]
     assert type(decode(encode([value]))[0]) is type(value.item())

@@ -13,6 +13,7 @@ from accmt import RangeCurriculum, RatioCurriculum, StepsCurriculum
 from accmt.data import LoaderOptions, Shard, build_source
 from accmt.data.samplers import Order
 from accmt.errors import DataError
+from tests.tables import each
 from tests.toys import Numbers
 
 EASY, HARD, HARDEST = Numbers(range(5)), Numbers(range(100, 107)), Numbers(range(200, 203))
@@ -25,7 +26,7 @@ def draw(curriculum, max_steps, samples_per_update=2, *, shuffle=False, epoch=0,
 
 
 @pytest.mark.feature("N31")
-@pytest.mark.parametrize(
+@each(
     ("curriculum", "max_steps", "updates"),
     [
         (StepsCurriculum([(3, EASY), (-1, HARD)]), 10, [3, 7]),
@@ -46,7 +47,7 @@ def test_each_stage_has_its_updates(curriculum, max_steps, updates):
 
 
 @pytest.mark.feature("N31")
-@pytest.mark.parametrize("max_steps", [1, 2, 3, 7, 10, 99, 1000, 12_345])
+@each("max_steps", [1, 2, 3, 7, 10, 99, 1000, 12_345])
 def test_ratios_become_whole_updates_that_sum_to_those_of_the_run(max_steps):
     ratios = [1 / 3, 1 / 7, 0.2, 1 - 1 / 3 - 1 / 7 - 0.2]
     updates = RatioCurriculum([(ratio, EASY) for ratio in ratios]).updates(max_steps)
@@ -56,7 +57,7 @@ def test_ratios_become_whole_updates_that_sum_to_those_of_the_run(max_steps):
 
 
 @pytest.mark.feature("N31")
-@pytest.mark.parametrize(
+@each(
     ("ratios", "max_steps", "updates"),
     [
         ((0.29, 0.71), 100, [29, 71]),  # 0.29 * 100 is 28.999999999999996
@@ -130,8 +131,8 @@ class Stream(IterableDataset):
         return 1
 
 
-@pytest.mark.parametrize("kind", [StepsCurriculum, RatioCurriculum, RangeCurriculum])
-@pytest.mark.parametrize(
+@each("kind", [StepsCurriculum, RatioCurriculum, RangeCurriculum])
+@each(
     ("stages", "got"),
     [
         ([], "no stages"),
@@ -154,7 +155,7 @@ def test_what_is_no_stage_is_rejected(kind, stages, got):
         kind(stages)
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "lengths", "got"),
     [
         (StepsCurriculum, [0], "stage 1 has 0 updates"),

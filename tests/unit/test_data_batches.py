@@ -9,6 +9,7 @@ import torch
 from accmt.data import MicroBatch, find_batch_size
 from accmt.errors import DataError
 from accmt.messages import speaking
+from tests.tables import each
 
 Pair = namedtuple("Pair", ["inputs", "labels"])
 
@@ -32,14 +33,14 @@ FORMS = {
 
 
 @pytest.mark.feature("T22")
-@pytest.mark.parametrize("form", FORMS)
+@each("form", FORMS)
 def test_the_number_of_samples_is_found_in_each_form_of_batch(form):
     batch, size = FORMS[form]
     assert find_batch_size(batch) == size
 
 
 @pytest.mark.feature("T22")
-@pytest.mark.parametrize("batch", [torch.tensor(1.0), 3, "text", b"bytes", None, {}, [], {"x": 3}, object()])
+@each("batch", [torch.tensor(1.0), 3, "text", b"bytes", None, {}, [], {"x": 3}, object()])
 def test_a_batch_that_does_not_tell_its_samples_gives_none(batch):
     assert find_batch_size(batch) is None
 
@@ -100,14 +101,14 @@ COLLATED = {
 
 
 @pytest.mark.feature("T22")
-@pytest.mark.parametrize("form", COLLATED)
+@each("form", COLLATED)
 def test_what_a_batch_holds_counts_and_what_was_collated_says_where_to_look(form):
     batch, collated, size = COLLATED[form]
     assert find_batch_size(batch, collated) == size
 
 
 @pytest.mark.feature("T22")
-@pytest.mark.parametrize(
+@each(
     ("batch", "collated"),
     [
         ((torch.zeros(9, 3), torch.zeros(3)), 4),
@@ -117,7 +118,6 @@ def test_what_a_batch_holds_counts_and_what_was_collated_says_where_to_look(form
         ((torch.zeros(9, 4), torch.zeros(4)), None),
         ({"x": torch.zeros(30, 8), "edges": torch.zeros(2, 70)}, 4),
     ],
-    ids=["time first, one left out", "time first", "packed into one row", "images", "read as it is", "graphs"],
 )
 def test_a_batch_that_contradicts_what_was_collated_is_an_error_with_its_shapes(batch, collated):
     with pytest.raises(DataError, match=r"a batch of shapes \[\d+, (.|\n)*define get_batch_size\(self, batch\)"):

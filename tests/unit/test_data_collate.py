@@ -12,6 +12,7 @@ from accmt.data import DataCollatorForLongestSequence, build_collate
 from accmt.data.collate import collate_or_explain, keeps_number, stack_tuples
 from accmt.data.options import LoaderOptions
 from accmt.errors import ArgumentError, DataError
+from tests.tables import each
 from tests.toys import make_trainer
 
 
@@ -52,7 +53,7 @@ def test_a_chain_travels_to_loader_workers():
 
 
 @pytest.mark.feature("A33", "A35")
-@pytest.mark.parametrize("value", ["pad", 3, [], (), [double, 3], [double, None]])
+@each("value", ["pad", 3, [], (), [double, 3], [double, None]])
 def test_what_cannot_be_called_is_rejected_by_the_name_of_its_argument(value):
     with pytest.raises(ArgumentError, match=r"Trainer\(collate_fn_train=\.\.\.\)(.|\n)*collate_fn_train=my_function"):
         build_collate(value, "collate_fn_train")

@@ -3,12 +3,12 @@ import random
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
 from accmt.data.fingerprints import compare, fingerprint, read_rows, rows_of_samples
+from tests.tables import each
 
 
 class Opened(Dataset):
@@ -48,7 +48,7 @@ def test_with_workers_samples_are_read_in_one_and_nothing_changes_here():
     assert (data.read, data.handle) == (0, None)
 
 
-@pytest.mark.parametrize(("length", "indices"), [(0, ""), (1, "0"), (2, "01"), (4, "0123"), (9, "01368")])
+@each(("length", "indices"), [(0, ""), (1, "0"), (2, "01"), (4, "0123"), (9, "01368")])
 def test_few_samples_are_read_at_places_of_the_length(length, indices):
     assert "".join(sorted(read_rows(list(range(10)), length, num_workers=0))) == indices
 
@@ -63,7 +63,7 @@ def picture(seed, *, size=32):
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
 
 
-@pytest.mark.parametrize(
+@each(
     "make",
     [
         lambda i: i,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import pytest
 
 from accmt.data.largest import find_largest
 from accmt.data.packing import pack_by_tokens, packed_tokens
 from accmt.data.token_cut import TokenBudget, cut_by_tokens, padded_tokens
+from tests.tables import each
 
 STEP = 32
 
@@ -19,8 +19,8 @@ def draw_lengths(seed: int) -> np.ndarray:
     return np.array([int(rng.lognormvariate(3, 1)) for _ in range(300)])
 
 
-@pytest.mark.parametrize("packs", [False, True])
-@pytest.mark.parametrize("max_tokens", [40, 256, 1000, 10**6])
+@each("packs", [False, True])
+@each("max_tokens", [40, 256, 1000, 10**6])
 def test_no_step_has_a_micro_batch_that_is_much_larger(packs: bool, max_tokens: int) -> None:
     tokens_of, cut = (packed_tokens, pack_by_tokens) if packs else (padded_tokens, cut_by_tokens)
     for seed in range(5):

@@ -17,6 +17,7 @@ from accmt.curricula import RatioCurriculum
 from accmt.data import LoaderOptions, Shard, StreamGroups, build_source
 from accmt.data.length_groups import LengthGroupedSampler, group_dataset
 from accmt.errors import ArgumentError, DataError
+from tests.pairs import pairs
 from tests.unit.test_loop_token_budget import LENGTHS, NUMBER, Break, BrokenError, Shaky, Texts, pad, run
 
 BATCH = 8
@@ -137,24 +138,32 @@ def noisy_pad(samples: list[Any]) -> Any:
     return batch
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("after", [1, 3, 8])
-@pytest.mark.parametrize(
-    "make_data",
-    [lambda: [Texts()[index] for index in range(NUMBER)], Stream, Stateful, hub_stream],
-    ids=["list", "stream", "stateful", "hub"],
-)
+KINDS: dict[str, Any] = {
+    "list": lambda: [Texts()[index] for index in range(NUMBER)],
+    "stream": Stream,
+    "stateful": Stateful,
+    "hub": hub_stream,
+}
+
+
+@pytest.mark.parametrize(("kind", "after", "workers"), pairs(KINDS, [1, 3, 8], [0, 1]))
 def test_a_resumed_run_has_the_bits_of_an_unbroken_one(
-    tmp_path: Path, make_data: Any, after: int, workers: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, after: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("accmt.data.length_groups._BATCHES", 2)  # buffers of 4 samples
     settings = {"dataloader_num_workers": workers, "checkpoint_every": "1 step", "group_by_length": True}
     settings |= {"hps": {"max_tokens": None, "batch_size": 2}, "collate_fn": noisy_pad}
     limits = {"limit_batches": {"train": 7}}
-    whole, _ = run(tmp_path / "whole", module=Shaky(), data=make_data(), **settings, **limits)
+    whole, _ = run(tmp_path / "whole", module=Shaky(), data=KINDS[kind](), **settings, **limits)
     with pytest.raises(BrokenError):
-        run(tmp_path / "broken", module=Shaky(), data=make_data(), **settings, **limits | {"callbacks": [Break(after)]})
-    resumed, _ = run(tmp_path / "broken", module=Shaky(), data=make_data(), resume="auto", **settings, **limits)
+        run(
+            tmp_path / "broken",
+            module=Shaky(),
+            data=KINDS[kind](),
+            **settings,
+            **limits | {"callbacks": [Break(after)]},
+        )
+    resumed, _ = run(tmp_path / "broken", module=Shaky(), data=KINDS[kind](), resume="auto", **settings, **limits)
     for expected, got in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(expected, got)
 

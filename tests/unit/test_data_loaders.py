@@ -7,6 +7,7 @@ from accmt.data import LoaderOptions, build_source
 from accmt.data.sized import BatchLoader, SizedLoader
 from accmt.data.streams import StreamLoader, UserDataLoader
 from accmt.errors import DataError
+from tests.tables import each
 
 TENSORS = TensorDataset(torch.arange(4))
 TABLE = datasets.Dataset.from_dict({"number": [1, 2, 3]})
@@ -32,7 +33,7 @@ def options(**settings):
 
 
 @pytest.mark.feature("A60", "T03", "L01")
-@pytest.mark.parametrize(
+@each(
     ("make", "kind"),
     [
         (lambda: TENSORS, SizedLoader),
@@ -62,7 +63,7 @@ def test_a_batch_sampler_makes_a_loader_of_batches():
     assert [r.batch for r in loader.micro_batches(0)] == [1, 3]
 
 
-@pytest.mark.parametrize("data", [3, None, object(), WithoutLength(), "data.csv", b"bytes", print])
+@each("data", [3, None, object(), WithoutLength(), "data.csv", b"bytes", print])
 def test_what_is_no_data_is_rejected_by_its_kind(data):
     with pytest.raises(DataError, match=f"the validation data\n  got: {type(data).__name__}\n  expected: a Dataset"):
         build_source(data, options())

@@ -8,6 +8,7 @@ from accmt.data import LoaderOptions, Shard
 from accmt.data.options import length_of, require_not_empty
 from accmt.data.workers import WorkerStart
 from accmt.errors import DataError
+from tests.tables import each
 
 
 def options(**settings):
@@ -15,7 +16,7 @@ def options(**settings):
 
 
 @pytest.mark.feature("L32", "L33")
-@pytest.mark.parametrize(
+@each(
     ("limit", "micro_batches", "used"),
     [
         (1.0, 8, 8),

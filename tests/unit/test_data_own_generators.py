@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 from accmt import Callback
 from accmt.data.own_generators import call_first, find_generators, keeping_generators, seed_with_global
 from accmt.data.seeding import OWN, seed_generators
+from tests.tables import each
 from tests.toys import Linear, make_trainer
 
 KINDS = {
@@ -70,7 +71,7 @@ def nested(generator):
     }
 
 
-@pytest.mark.parametrize("place", list(nested(None)))
+@each("place", list(nested(None)))
 def test_a_generator_is_found_wherever_it_is_held(place):
     generator = np.random.default_rng()
     assert find_generators(nested(generator)[place]) == [generator]
@@ -94,7 +95,7 @@ def test_global_generators_large_containers_and_what_is_read_through_are_left_ou
     assert find_generators(stream, through_streams=True) == [stream.rng]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_they_are_seeded_with_the_global_ones_and_given_back(kind):
     generator, untouched = KINDS[kind](), KINDS[kind]()
     holder = Holder(rng=generator)

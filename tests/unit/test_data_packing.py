@@ -13,6 +13,7 @@ import torch
 from accmt.data.packing import DocumentPacker, count_targets, pack_by_tokens
 from accmt.data.token_cut import TokenBudget
 from accmt.errors import DataError
+from tests.tables import each
 
 
 def draw_lengths(number: int, seed: int) -> list[int]:
@@ -20,9 +21,9 @@ def draw_lengths(number: int, seed: int) -> list[int]:
     return [rng.choice([0, 1, rng.randrange(1, 30), rng.randrange(1, 120)]) for _ in range(number)]
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3])
-@pytest.mark.parametrize("number", [1, 2, 7, 64, 301])
-@pytest.mark.parametrize("budget", [TokenBudget(128, 10**6), TokenBudget(64, 3), TokenBudget(1, 10**6)])
+@each("processes", [1, 2, 3])
+@each("number", [1, 2, 7, 64, 301])
+@each("budget", [TokenBudget(128, 10**6), TokenBudget(64, 3), TokenBudget(1, 10**6)])
 def test_each_sample_is_in_one_row_within_the_budget_and_processes_have_alike_rows(
     processes: int, number: int, budget: TokenBudget
 ) -> None:
@@ -79,7 +80,7 @@ def test_samples_without_labels_are_their_own_and_empty_ones_leave_nothing() -> 
     assert row["position_ids"].tolist() == [[0, 1, 0, 1]]
 
 
-@pytest.mark.parametrize(
+@each(
     ("sample", "fault"),
     [
         ([1, 2], "list"),

@@ -10,6 +10,7 @@ from accmt.checkpoint.typed_json import decode, encode
 from accmt.data import LoaderOptions, Shard, build_source
 from accmt.data.position import EPOCH_START, EpochStart, plan_epoch, read_start
 from accmt.errors import DataError
+from tests.tables import each
 
 
 class Augmented:
@@ -227,7 +228,7 @@ def test_another_size_of_batch_counts_rounds_on():
     assert other.position(1, 6)["samples"] == 40
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "micro_batches"),
     [
         ({"limit": 5}, 2),  # 5 batches of 6 are 30 samples, 20 of which are passed

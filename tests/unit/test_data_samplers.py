@@ -8,6 +8,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, Sub
 from accmt.data import Shard, set_seed
 from accmt.data.samplers import GlobalBatchSampler, Order, UserBatches
 from accmt.data.sharding import Plan
+from tests.tables import each
 
 
 class Told:
@@ -75,9 +76,7 @@ def test_drawing_an_order_leaves_the_global_generators_alone(sampler):
 
 
 @pytest.mark.feature("A30")
-@pytest.mark.parametrize(
-    "indices", [[4, 1, 1], (4, 1, 1), np.array([4, 1, 1]), torch.tensor([4, 1, 1]), Told([4, 1, 1])]
-)
+@each("indices", [[4, 1, 1], (4, 1, 1), np.array([4, 1, 1]), torch.tensor([4, 1, 1]), Told([4, 1, 1])])
 def test_a_sampler_or_a_list_of_indices_is_the_order(indices):
     order = Order(5, 1, shuffle=True, sampler=indices)
     assert order.at(0).tolist() == [4, 1, 1]

@@ -12,6 +12,7 @@ from accmt.data import LoaderOptions, Shard, build_source
 from accmt.errors import DataError
 from accmt.messages import speaking
 from tests.pairs import pairs
+from tests.tables import each
 
 
 class Stream(IterableDataset):
@@ -217,8 +218,9 @@ def test_the_same_launch_resumes_as_if_it_had_never_stopped(name, settings, coun
         assert list(others[0].micro_batches(1, first=len(epochs[1]))) == []
 
 
-@pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS)
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("make", "num_workers"), [*((make, 0) for make in STREAMS.values()), (Stream, 1), (Shuffled, 1)]
+)
 def test_an_epoch_of_a_stream_interrupted_on_4_then_2_then_3_then_1_processes_has_each_sample_once(make, num_workers):
     settings = {"num_workers": num_workers}
     whole, _ = read(build_all(make, 41, 1, **settings), 1)
@@ -397,8 +399,8 @@ def test_a_state_that_was_not_kept_is_replaced_by_reading_again(caplog):
     assert samples_of(read(others, 0, 3)[0]) == whole[6:]
 
 
-@pytest.mark.parametrize(("make", "length"), [(Stream, None), (Sized, 40)])
-@pytest.mark.parametrize(("limit", "rest"), [(5, [6, 4]), (4, [4]), (3, []), (1, [])])
+@each(("make", "length"), [(Stream, None), (Sized, 40)])
+@each(("limit", "rest"), [(5, [6, 4]), (4, [4]), (3, []), (1, [])])
 def test_a_limit_counts_samples_from_the_beginning_of_the_epoch(make, length, limit, rest):
     _, position = read(build_all(make, 40, 1, batch_size=5), 0, last=4)  # 20 samples
     (loader,) = continue_on(build_all(make, 40, 1, batch_size=6, limit=limit), 0, 4, position)

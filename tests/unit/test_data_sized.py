@@ -9,6 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Subse
 from accmt.data import LoaderOptions, Shard, build_source
 from accmt.data.sized import BatchLoader, SizedLoader
 from accmt.errors import DataError
+from tests.tables import each
 
 
 class Counted:
@@ -72,8 +73,8 @@ def in_global_order(loaders, epoch=0, first=0):
     return samples
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("given", [False, True])
+@each("count", [1, 2])
+@each("given", [False, True])
 def test_what_a_collate_function_of_the_user_makes_of_samples_is_not_known_beforehand(count, given):
     def keep_first(samples):
         return torch.tensor(samples[:1])
@@ -88,8 +89,8 @@ def test_what_a_collate_function_of_the_user_makes_of_samples_is_not_known_befor
             assert (one.num_samples, one.own_samples, len(one.batch)) == (None, 2, 1)
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("count", [1, 2])
+@each("drop_last", [False, True])
+@each("count", [1, 2])
 def test_the_batches_of_a_dataloader_are_those_that_torch_cuts(count, drop_last):
     for length in range(3, 11):
         given = DataLoader(Counted(length), batch_size=3, drop_last=drop_last)
@@ -127,10 +128,8 @@ def test_epochs_have_orders_of_their_own_that_repeat_with_the_seed():
 
 
 @pytest.mark.feature("A30")
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize(
-    "sampler", [SubsetRandomSampler([1, 3]), [1, 3], lambda data: SubsetRandomSampler([1, len(data) - 5])]
-)
+@each("count", [1, 2])
+@each("sampler", [SubsetRandomSampler([1, 3]), [1, 3], lambda data: SubsetRandomSampler([1, len(data) - 5])])
 def test_a_sampler_a_factory_or_a_list_decides_which_samples_are_seen(sampler, count):
     loaders = build_all(lambda: Counted(8), count, sampler=sampler, shuffle=True, batch_size=1)
     assert sorted(in_global_order(loaders)) == [1, 3]
@@ -179,9 +178,7 @@ def test_dropping_all_there_is_is_an_error():
 
 
 @pytest.mark.feature("L32", "L33")
-@pytest.mark.parametrize(
-    ("limit", "micro_batches"), [(0.25, 2), (1.0, 8), (1, 1), (3, 3), (100, 8), (0.01, 1), (0, 0), (0.0, 0)]
-)
+@each(("limit", "micro_batches"), [(0.25, 2), (1.0, 8), (1, 1), (3, 3), (100, 8), (0.01, 1), (0, 0), (0.0, 0)])
 def test_limits_end_the_epoch_and_mark_its_last_round(limit, micro_batches):
     (loader,) = build_all(lambda: Counted(16), 1, limit=limit)
     assert loader.num_micro_batches == micro_batches

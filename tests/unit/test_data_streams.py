@@ -11,6 +11,7 @@ from accmt.data import LoaderOptions, Shard, build_source
 from accmt.data.streams import StreamLoader, UserDataLoader
 from accmt.errors import DataError
 from accmt.messages import speaking
+from tests.tables import each
 
 
 class Stream(IterableDataset):
@@ -360,8 +361,8 @@ def test_drop_last_leaves_out_the_last_round_of_a_stream():
 
 
 @pytest.mark.feature("A60")
-@pytest.mark.parametrize("first", [0, 1, 3, 4])
-@pytest.mark.parametrize("count", [1, 2])
+@each("first", [0, 1, 3, 4])
+@each("count", [1, 2])
 def test_an_epoch_of_a_stream_begun_later_is_the_tail_of_the_whole(first, count):
     loaders = build_all(lambda: Stream(7), count)
     assert in_global_order(loaders, first=first) == list(range(first * 2 * count, 7))

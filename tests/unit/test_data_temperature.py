@@ -14,6 +14,7 @@ from accmt.data import LoaderOptions, Shard, build_source
 from accmt.data.samplers import Order
 from accmt.errors import ArgumentError, DataError
 from tests.resume.unbroken import Augmented, assert_same, state_of, train
+from tests.tables import each
 from tests.toys import Numbers, Scripted, make_trainer
 
 COUNTS = [700, 200, 90, 10]
@@ -27,7 +28,7 @@ def draw_classes(temperature: float, num_samples: int = 40_000) -> torch.Tensor:
 
 
 @pytest.mark.feature("N46")
-@pytest.mark.parametrize("temperature", [0.5, 1, 3.0, 100.0, 1e9, math.inf])
+@each("temperature", [0.5, 1, 3.0, 100.0, 1e9, math.inf])
 def test_classes_are_drawn_in_proportion_to_the_power_of_their_part(temperature):
     powers = [(count / 1000) ** (1 / temperature) for count in COUNTS]
     expected = torch.tensor([power / sum(powers) for power in powers], dtype=torch.float64) * 40_000
@@ -54,7 +55,7 @@ def test_the_samples_of_a_class_are_drawn_evenly():
 
 
 @pytest.mark.feature("N46")
-@pytest.mark.parametrize(
+@each(
     "labels",
     [
         ["b", "a", "b", "b"],
@@ -65,7 +66,6 @@ def test_the_samples_of_a_class_are_drawn_evenly():
         np.array(["b", "a", "b", "b"]),
         iter([2, 1, 2, 2]),
     ],
-    ids=lambda value: type(value).__name__,
 )
 def test_labels_may_be_of_any_kind_and_in_any_order(labels):
     order = Order(4, 0, sampler=TemperatureSampler(labels, math.inf, 6000)).at(0)
@@ -151,13 +151,13 @@ def test_it_orders_the_batches_of_a_dataloader_too():
     assert read == Order(1000, 3, sampler=TemperatureSampler(LABELS, 1)).at(0).tolist()
 
 
-@pytest.mark.parametrize("temperature", [0, -1.0, math.nan, "2", None, True])
+@each("temperature", [0, -1.0, math.nan, "2", None, True])
 def test_a_temperature_that_is_not_above_0_is_rejected(temperature):
     with pytest.raises(ArgumentError, match=r"TemperatureSampler\(temperature=\.\.\.\)\n  got: .*\n.*a number above 0"):
         TemperatureSampler(LABELS, temperature)
 
 
-@pytest.mark.parametrize("num_samples", [0, -1, 2.0, True])
+@each("num_samples", [0, -1, 2.0, True])
 def test_a_number_of_samples_that_cannot_be_is_rejected(num_samples):
     with pytest.raises(ArgumentError, match=r"TemperatureSampler\(num_samples=\.\.\.\)"):
         TemperatureSampler(LABELS, 1, num_samples)
@@ -174,7 +174,7 @@ def test_labels_taken_of_samples_one_by_one_are_numbers():
     assert TemperatureSampler(labels, 1).probabilities.tolist() == pytest.approx([2 / 3, 1 / 3])
 
 
-@pytest.mark.parametrize("labels", [[[0, 1], [1, 0]], torch.eye(2), [(0, 1)], [0, [1]]])
+@each("labels", [[[0, 1], [1, 0]], torch.eye(2), [(0, 1)], [0, [1]]])
 def test_several_labels_of_a_sample_are_rejected(labels):
     with pytest.raises(DataError, match=r"a label that is a (list|tuple)\n  expected: one class for each sample"):
         TemperatureSampler(labels, 1)

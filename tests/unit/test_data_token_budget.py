@@ -12,6 +12,7 @@ import torch
 from accmt.data.lengths import find_length
 from accmt.data.token_cut import TokenBudget, cut_by_tokens, padded_tokens
 from accmt.errors import DataError
+from tests.tables import each
 
 
 def lengths_of_texts(number: int, seed: int) -> list[int]:
@@ -24,9 +25,9 @@ def tokens_of(own: list[list[int]], lengths: list[int]) -> int:
     return sum(padded_tokens(group, lengths) for group in own)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 8])
-@pytest.mark.parametrize("number", [1, 2, 7, 33, 128, 256])
-@pytest.mark.parametrize("max_samples", [5, 10**6])
+@each("processes", [1, 2, 3, 8])
+@each("number", [1, 2, 7, 33, 128, 256])
+@each("max_samples", [5, 10**6])
 def test_every_sample_is_in_one_micro_batch_within_the_budget(processes: int, number: int, max_samples: int) -> None:
     for seed in range(5):
         lengths = lengths_of_texts(number, seed)
@@ -38,7 +39,7 @@ def test_every_sample_is_in_one_micro_batch_within_the_budget(processes: int, nu
         assert all(padded_tokens(group, lengths) <= 1024 for group in groups)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+@each("processes", [1, 2, 3, 8])
 def test_processes_have_equally_many_micro_batches_if_there_are_samples_enough(processes: int) -> None:
     for number in (processes, 16 * processes, 50 * processes + 1):
         lengths = lengths_of_texts(number, seed=number)
@@ -83,7 +84,7 @@ def test_padding_is_much_less_than_that_of_batches_as_read() -> None:
     assert tokens_of(own, lengths) < 0.6 * as_read
 
 
-@pytest.mark.parametrize(
+@each(
     ("sample", "length"),
     [
         ({"input_ids": [1, 2, 3]}, 3),
@@ -101,13 +102,13 @@ def test_the_module_says_the_length_first() -> None:
     assert find_length({"input_ids": [1]}, lambda sample: 5) == 5
 
 
-@pytest.mark.parametrize("sample", [[1, 2], (), {"tokens": [1]}, "text"])
+@each("sample", [[1, 2], (), {"tokens": [1]}, "text"])
 def test_a_sample_without_a_length_is_an_error_that_says_what_to_define(sample: Any) -> None:
     with pytest.raises(DataError, match=r"def length_of\(self, sample\)"):
         find_length(sample)
 
 
-@pytest.mark.parametrize("length", [-1, 2.5, "3", True])
+@each("length", [-1, 2.5, "3", True])
 def test_a_length_that_is_no_number_from_0_is_an_error(length: Any) -> None:
     with pytest.raises(DataError, match="a whole number from 0"):
         find_length({"length": length})

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.distributed import test_sharded
 from tests.distributed.scripts.sharded import CASES
+from tests.tables import each
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = [ROOT, ROOT / "tests" / "distributed"]
@@ -41,7 +40,7 @@ def test_every_row_has_a_cell_for_every_engine() -> None:
     assert {len(row) for row in ROWS} == {8}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
+@each("row", ROWS)
 def test_every_cell_names_a_launch_of_a_test_that_is_there_or_says_why_not(row: list[str]) -> None:
     names = names_in(row[-1])
     files = files_of(names)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from accmt.errors import ProcessFailedError
 from accmt.failures import Board, Clock, Interruption, Reason, is_consequence
+from tests.tables import each
 
 PREEMPT, FINISH = Reason("SIGTERM", "preempt"), Reason("max_time", "finish")
 
@@ -59,7 +60,7 @@ class Process(threading.Thread):
         self.left_at = -1
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 def test_processes_in_step_leave_at_the_same_point_whenever_one_is_asked(seed):
     rng, store = random.Random(seed), dist.HashStore()
     barrier = threading.Barrier(3)

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import HashStore
 from accmt.errors import Preempted
 from accmt.failures import Board, Interruption, Watch, record_for_launcher
 from accmt.failures.watch import _describe_process
+from tests.tables import each
 
 
 @contextmanager
@@ -63,7 +64,7 @@ def end_of_waiting(main_thread: int) -> tuple[int | None, str]:
 WAITING = ["site-packages/torch/distributed/distributed_c10d.py", "accmt/processes.py", "torch/autograd/graph.py"]
 
 
-@pytest.mark.parametrize("file", [*WAITING, "site-packages/torch/nn/parallel/distributed.py"])
+@each("file", [*WAITING, "site-packages/torch/nn/parallel/distributed.py"])
 def test_a_process_that_waits_for_one_that_failed_ends_soon(file: str) -> None:
     with main_thread_in(file) as thread:
         second, said = end_of_waiting(thread)
@@ -88,7 +89,7 @@ def test_the_launcher_is_told_of_the_error_that_came_first(tmp_path: Path, monke
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize(
+@each(
     ("consequences", "tickets", "order"),
     [
         ([False, False, False], [3, 1, 2], [1, 2, 0]),

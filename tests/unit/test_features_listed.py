@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"^\| ([A-Z]\d+) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 
 
+@cache
 def marked_features() -> dict[str, set[str]]:
     """Return the ids that tests carry, with the files they stand in."""
     features: dict[str, set[str]] = {}

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from accmt.files import find_free_name, format_bytes, free_space, staging_folder
+from tests.tables import each
 
 
 def names_in(folder):
@@ -51,7 +52,7 @@ def test_a_taken_name_gets_a_number(tmp_path):
         free.mkdir()
 
 
-@pytest.mark.parametrize(
+@each(
     ("number", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1 KB"), (1234567, "1.23 MB"), (7 * 10**9, "7 GB"), (5 * 10**15, "5e+03 TB")],
 )

@@ -14,10 +14,11 @@ import torch
 import accmt
 from accmt import AcceleratorModule, HyperParameters, Metric, MetricError, TrainingState
 from accmt.engine import accelerator
+from tests.tables import each
 from tests.toys import Linear, Numbers, Scripted, make_points, make_trainer
 
 
-@pytest.mark.parametrize("name", ["device", "state", "trainer", "accelerator"])
+@each("name", ["device", "state", "trainer", "accelerator"])
 def test_what_a_run_lends_is_not_there_before_it(name):
     with pytest.raises(AttributeError, match=rf"self\.{name}\n  got: there is no run yet, as in __init__"):
         getattr(Linear(), name)
@@ -156,7 +157,10 @@ make_trainer(verbose=True).fit(Linear(), make_points())
 """
 
 
-@pytest.mark.parametrize(("number", "cpu"), [(1, ["--cpu"]), (2, ["--cpu"]), (2, [])])
+@pytest.mark.parametrize(
+    ("number", "cpu"),
+    [(2, ["--cpu"]), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, ["--cpu"]), (2, [])))],
+)
 def test_accelerate_that_ignores_the_number_of_processes_is_told(number, cpu, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *cpu, "--num_machines", "1"]

@@ -16,6 +16,7 @@ from accmt.callbacks import HOOKS, find_hooks
 from accmt.compat import HOOK_NAMES, OtherHookNames
 from accmt.errors import ModuleContractError
 from accmt.setup.module_checks import check_module
+from tests.tables import each
 from tests.toys import HPS, Linear, make_points, make_trainer
 
 METHODS = [(owner, name) for owner, names in FOREIGN_METHODS.items() for name in names]
@@ -29,7 +30,7 @@ def make_method(name):
     return eval(f"lambda self, {ONLY_WITH[name]}=None: None") if name in ONLY_WITH else lambda self, *_args: None
 
 
-@pytest.mark.parametrize(("owner", "name"), METHODS, ids=lambda value: value if value.isidentifier() else "")
+@each(("owner", "name"), METHODS)
 def test_a_method_that_only_another_trainer_calls_is_an_error_with_what_to_write(owner, name):
     with pytest.raises(ModuleContractError) as caught:
         check_module(module_with(**{name: make_method(name)}))
@@ -39,7 +40,7 @@ def test_a_method_that_only_another_trainer_calls_is_an_error_with_what_to_write
     assert do.startswith(f"  do: {find_foreign_method(name)[1]}")
 
 
-@pytest.mark.parametrize("name", [name for names in FOREIGN_METHODS.values() for name in names])
+@each("name", [name for names in FOREIGN_METHODS.values() for name in names])
 def test_what_is_advised_begins_with_python_or_says_where_the_same_goes(name):
     advice = FOREIGN_METHODS[find_foreign_method(name)[0].partition(" (")[0]][name]
     here = re.split(r", which|, with |, and |; | in a |, or |, such| \(or ", advice)[0]
@@ -122,7 +123,7 @@ def test_a_method_that_only_calls_itself_or_its_base_is_not_used():
             check_module(kind())
 
 
-@pytest.mark.parametrize(
+@each(
     "member",
     [
         staticmethod(lambda outputs: None),
@@ -131,7 +132,6 @@ def test_a_method_that_only_calls_itself_or_its_base_is_not_used():
         functools.lru_cache(lambda self, outputs: None),
         property(lambda self: None),
     ],
-    ids=["static", "of the class", "decorated", "cached", "property"],
 )
 def test_decorated_methods_are_seen(member):
     with pytest.raises(ModuleContractError, match="validation_epoch_end"):

@@ -41,6 +41,7 @@ from accmt.huggingface import (
 from accmt.messages import speaking
 from accmt.saving import read_status, write_status
 from accmt.saving.load_weights import load_weights
+from tests.tables import each
 
 SIZES = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
 TOKENS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 2]])
@@ -305,7 +306,7 @@ def test_what_is_neither_a_model_class_nor_a_name_is_rejected(tmp_path, wanted):
         load_pretrained(tmp_path, wanted)
 
 
-@pytest.mark.parametrize("make", [bert, bert_config, lambda: nn.Linear(3, 1), lambda: None, lambda: 3])
+@each("make", [bert, bert_config, lambda: nn.Linear(3, 1), lambda: None, lambda: 3])
 def test_what_is_no_path_is_rejected_with_the_way_to_a_module(make):
     given = make()
     with pytest.raises(ModuleContractError) as caught:
@@ -493,7 +494,7 @@ def test_the_head_of_a_card_names_library_and_task(model, head):
     assert describe_model(model) == head
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "shown"),
     [("bert-base-uncased", True), ("org/model", True), ("./bert", False), ("/models/bert", False), ("a/b/c", False)],
 )

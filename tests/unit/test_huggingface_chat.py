@@ -13,6 +13,7 @@ from accmt.huggingface.chat import mask_row
 from accmt.huggingface.sft_rows import Masking
 from tests import conversations
 from tests.conversations import draw_conversations, in_parts, make_tokenizer, shipped_templates, trained_texts
+from tests.tables import each
 
 pytestmark = pytest.mark.feature("N67")
 OWN = {"chatml": conversations.CHATML, "llama": conversations.LLAMA, "rewriting": conversations.REWRITING}
@@ -65,10 +66,10 @@ def turns_of(row) -> list[int]:
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_the_trained_tokens_of_500_conversations_are_what_the_assistant_writes(name: str):
+def test_the_trained_tokens_of_150_conversations_are_what_the_assistant_writes(name: str):
     tokenizer = make_tokenizer({**OWN, **SHIPPED}[name])
     number = 0
-    for row in drawn(500):
+    for row in drawn(150):
         messages, masked = row["messages"], mask_row(tokenizer, fitted(name, row))
         reasons = {index: must_be_left_out(name, messages, index) for index in turns_of(row)}
         expected = [write(name, messages[index]) for index, reason in reasons.items() if reason is None]
@@ -79,12 +80,12 @@ def test_the_trained_tokens_of_500_conversations_are_what_the_assistant_writes(n
         reasoned = [index for index, reason in reasons.items() if not reason and "reasoning_content" in messages[index]]
         assert (chat.NO_REASONING in kinds(masked)) == bool(loses and reasoned)
         number += len(expected)
-    assert number > 500
+    assert number > 150
 
 
 def test_each_turn_by_itself_is_exact_where_the_template_rewrites_earlier_ones():
     tokenizer = make_tokenizer(OWN["rewriting"])
-    for row in drawn(500)[:150]:
+    for row in drawn(150)[:50]:
         for index in turns_of(row):
             masked = mask_row(tokenizer, row, turn=index)
             assert trained_texts(tokenizer, masked) == [write("rewriting", row["messages"][index])]
@@ -319,7 +320,7 @@ def test_tools_may_be_json_and_a_row_may_have_arguments_of_the_template():
     assert tokenizer.decode(masked.input_ids).endswith("bye")
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "got", "do"),
     [
         ({"question": "a", "answer": "b"}, "the entries question, answer", '"content": row["question"]}'),

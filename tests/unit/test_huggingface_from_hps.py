@@ -26,6 +26,7 @@ from accmt.errors import (
 )
 from accmt.huggingface import pretrained
 from accmt.huggingface.from_hps import load_tokenizer
+from tests.tables import each
 
 pytestmark = pytest.mark.feature("N72")
 
@@ -130,7 +131,7 @@ def test_params_shows_the_groups_of_the_model_in_the_section(capsys):
     assert "do: add --model out/base" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@each(
     ("model", "place", "message"),
     [
         (3, "model", "expected: a path, or a mapping with `path`"),
@@ -168,7 +169,7 @@ def test_a_wrong_form_is_found_when_the_file_is_read(model, place, message):
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("model", "place", "message"),
     [
         ({"load_in_4bit": True}, "model.load_in_4bit", "do: write `quantization: nf4`"),

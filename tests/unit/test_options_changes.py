@@ -8,6 +8,7 @@ from accmt.errors import HyperParameterError
 from accmt.options import HyperParameters
 from accmt.options.changes import RULES, Change, changed_arguments, compare, require_allowed, rules_table
 from accmt.options.schema import Schema
+from tests.tables import each
 
 WARM = {"type": "LinearWithWarmup", "warmup_ratio": 0.1}
 
@@ -43,7 +44,7 @@ def test_a_change_says_key_old_value_new_value_and_what_becomes_of_it():
     assert str(Change("seed", 1, None, "keep")) == "seed: 1 -> not set (not applied: the checkpoint's stays)"
 
 
-@pytest.mark.parametrize(
+@each(
     ("old", "new", "line"),
     [
         ({}, {"epochs": 5}, "epochs: 3 -> 5 (applied)"),
@@ -72,7 +73,7 @@ def test_each_key_has_its_rule(old, new, line):
     assert said(of(**old), of(**new)) == [line]
 
 
-@pytest.mark.parametrize(
+@each(
     ("old", "new"),
     [
         ({}, {"optim": adam(lr=1e-3, betas=[0.9, 0.999], foreach=None)}),

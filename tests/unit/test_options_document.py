@@ -1,7 +1,6 @@
-import pytest
-
 from accmt.errors import HyperParameterError
 from accmt.options.document import Document, Fault
+from tests.tables import each
 
 LINES = {(): 1, ("epochs",): 2, ("optim",): 4, ("optim", "lr"): 6, ("optim", "betas", 1): 7}
 DOCUMENT = Document("hps/x.yaml", {}, LINES)
@@ -11,7 +10,7 @@ def fault(*path, line=None):
     return Fault(path, "g", "e", "d", line)
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "place"),
     [
         ((), "hps/x.yaml:1"),

@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler
 
 from accmt.errors import HyperParameterError
 from accmt.options import HyperParameters
+from tests.tables import each
 
 CONFIG = {
     "epochs": 3,
@@ -81,7 +82,7 @@ def test_optimizer_is_another_name_of_optim(tmp_path):
 
 
 @pytest.mark.feature("D14")
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"optim": "SGD", "optimizer": "SGD"}, "`optim` and its other name `optimizer`"),
@@ -120,7 +121,7 @@ def test_a_file_without_an_optimizer_is_read_for_modules_that_bring_one():
 
 
 @pytest.mark.feature("D15", "L38", "L39")
-@pytest.mark.parametrize(
+@each(
     ("key", "value", "expected"),
     [
         ("epochs", 0, "a whole number from 1"),
@@ -193,9 +194,7 @@ def test_epochs_are_unlimited_only_under_max_steps():
 
 
 @pytest.mark.feature("D19")
-@pytest.mark.parametrize(
-    ("given", "sizes"), [(4, (4, 4, 4)), ([2, 5], (2, 5, 5)), ((2, 5, 7), (2, 5, 7)), (["8"], (8, 8, 8))]
-)
+@each(("given", "sizes"), [(4, (4, 4, 4)), ([2, 5], (2, 5, 5)), ((2, 5, 7), (2, 5, 7)), (["8"], (8, 8, 8))])
 def test_a_batch_size_that_is_left_out_equals_the_one_before_it(given, sizes):
     hps = HyperParameters(batch_size=given)
     assert (hps.train_batch_size, hps.val_batch_size, hps.test_batch_size) == sizes
@@ -205,7 +204,7 @@ def test_a_batch_size_that_is_left_out_equals_the_one_before_it(given, sizes):
 
 
 @pytest.mark.feature("P21")
-@pytest.mark.parametrize(("batch", "limit", "part"), [(48, 20, 16), (7, 4, 1), (8, None, 8), (8, 100, 8), (12, 6, 6)])
+@each(("batch", "limit", "part"), [(48, 20, 16), (7, 4, 1), (8, None, 8), (8, 100, 8), (12, 6, 6)])
 def test_a_batch_is_split_into_the_largest_equal_parts_within_the_limit(batch, limit, part):
     assert HyperParameters(batch_size=batch, max_micro_batch_size=limit).train_step_batch_size == part
 
@@ -293,7 +292,7 @@ def test_the_shipped_files_are_right(path):
     assert HyperParameters.from_config(hps.to_dict()) == hps
 
 
-@pytest.mark.parametrize(
+@each(
     ("limit", "largest", "expected"),
     [(None, None, 12), (None, 4, 4), (8, None, 6), (8, 4, 4), (4, 8, 4), (2, 3, 2), (3, 2, 2), (5, 5, 4), (99, 99, 12)],
 )

@@ -1,12 +1,11 @@
-import pytest
-
 from accmt.errors import nearest
 from accmt.options.document import describe, suggest
+from tests.tables import each
 
 NAMES = ["weight_decay", "betas", "lr", "AdamW", "LinearWithWarmup"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("written", "meant"),
     [
         ("weigth_decay", "weight_decay"),

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from accmt.options.numbers import as_float, number_in, read_numbers, whole
+from tests.tables import each
 
 pytestmark = pytest.mark.feature("D20")
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "number"),
     [
         ("1e-3", 0.001),
@@ -31,9 +32,7 @@ def test_text_is_the_number_that_a_person_means(text, number):
     assert type(number_in(text)) is type(number)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "true", "none", "nan", "inf", "infinity", "1e", "1__0", "_1", "1-2", "0x10", "e5", "1.2.3"]
-)
+@each("text", ["", "true", "none", "nan", "inf", "infinity", "1e", "1__0", "_1", "1-2", "0x10", "e5", "1.2.3"])
 def test_other_text_is_no_number(text):
     assert number_in(text) is None
 

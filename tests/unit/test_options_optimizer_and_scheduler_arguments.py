@@ -9,6 +9,7 @@ from accmt.options.optimizer_and_scheduler_arguments import (
     parameters_of,
 )
 from accmt.options.optimizer_and_scheduler_names import find_optimizer, find_scheduler
+from tests.tables import each
 
 
 class Open(torch.optim.SGD):
@@ -44,7 +45,7 @@ def test_values_come_in_the_types_of_the_signature():
     assert type(arguments["gamma"]) is float
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "given", "key", "got", "expected", "do"),
     [
         (
@@ -72,7 +73,7 @@ def test_each_wrong_argument_of_an_optimizer_is_a_fault(name, given, key, got, e
     assert all(part in text for part, text in zip((got, expected, do), parts, strict=True))
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "given", "key", "message"),
     [
         ("AdamW", {"lr": -1, "eps": 1e-6}, ("lr",), "Invalid learning rate: -1"),
@@ -89,7 +90,7 @@ def test_a_value_that_the_optimizer_refuses_is_traced_to_its_key(name, given, ke
 
 
 @pytest.mark.feature("D18")
-@pytest.mark.parametrize(
+@each(
     ("name", "given", "key", "got", "expected"),
     [
         ("StepLR", {}, "step_size", "nothing", "StepLR needs step_size"),
@@ -141,9 +142,7 @@ def test_all_faults_of_one_component_are_found_together():
     ]
 
 
-@pytest.mark.parametrize(
-    "given", [{"warmup_ratio": 0}, {"warmup_ratio": 1.0}, {"num_warmup_steps": 1e2}, {"num_warmup_steps": 0.1}, {}]
-)
+@each("given", [{"warmup_ratio": 0}, {"warmup_ratio": 1.0}, {"num_warmup_steps": 1e2}, {"num_warmup_steps": 0.1}, {}])
 def test_every_spelling_of_a_warm_up_is_accepted(given):
     assert scheduler_faults("LinearWithWarmup", **given) == []
 

@@ -11,6 +11,7 @@ from accmt.options.optimizer_and_scheduler_names import (
     optimizer_names,
     scheduler_names,
 )
+from tests.tables import each
 
 OPTIMIZERS = [
     "Adam",
@@ -52,14 +53,14 @@ class MyOptimizer(torch.optim.SGD):
 
 
 @pytest.mark.feature("D16")
-@pytest.mark.parametrize("name", sorted({*OPTIMIZERS, *optimizer_names()}))
+@each("name", sorted({*OPTIMIZERS, *optimizer_names()}))
 def test_every_optimizer_name_leads_to_a_class_and_back(name):
     found = find_optimizer(name)
     assert issubclass(found, torch.optim.Optimizer)
     assert name_of(found) == name
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "here"),
     [("adamw_torch", "AdamW"), ("adamw_torch_fused", "AdamW"), ("adamw", "AdamW"), ("sgd", "SGD"), ("adam", "Adam")]
     + [("adafactor", "Adafactor"), ("rmsprop", "RMSprop"), ("adamw_hf", "AdamW"), ("adagrad", "Adagrad")],
@@ -68,7 +69,7 @@ def test_what_transformers_calls_an_optimizer_is_told_its_name_here(name, here):
     assert find_optimizer(name).do == f"write `{here}`"
 
 
-@pytest.mark.parametrize("name", sorted({*TYPE_TO_SCHEDULER_FUNCTION} - {"greedy", "cosine_warmup_with_min_lr"}))
+@each("name", sorted({*TYPE_TO_SCHEDULER_FUNCTION} - {"greedy", "cosine_warmup_with_min_lr"}))
 def test_what_transformers_calls_a_schedule_is_told_the_name_of_the_same_schedule_here(name):
     advised = find_scheduler(find_scheduler(str(name.value)).do.removeprefix("write ").strip("`"))
     theirs = TYPE_TO_SCHEDULER_FUNCTION[name]
@@ -76,7 +77,7 @@ def test_what_transformers_calls_a_schedule_is_told_the_name_of_the_same_schedul
 
 
 @pytest.mark.feature("D17")
-@pytest.mark.parametrize("name", sorted({*SCHEDULERS, *scheduler_names()}))
+@each("name", sorted({*SCHEDULERS, *scheduler_names()}))
 def test_every_schedule_name_leads_to_a_factory_and_back(name):
     assert name_of(find_scheduler(name)) == name
 
@@ -103,7 +104,7 @@ def test_import_paths_and_classes_are_found():
     assert name_of(find_scheduler(path)) == path
 
 
-@pytest.mark.parametrize(
+@each(
     ("find", "given", "got", "do"),
     [
         (find_optimizer, "adamw", "'adamw' (str)", "write `AdamW`"),

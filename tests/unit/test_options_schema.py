@@ -5,6 +5,7 @@ from accmt.errors import HyperParameterError
 from accmt.options.document import Document
 from accmt.options.numbers import read_numbers
 from accmt.options.schema import Schema, check
+from tests.tables import each
 
 RIGHT = {"epochs": 2, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
 
@@ -15,7 +16,7 @@ def test_every_field_says_what_is_expected_and_shows_what_to_write():
         assert info.examples[0].startswith(f"{name}: "), name
 
 
-@pytest.mark.parametrize("name", list(Schema.model_fields))
+@each("name", list(Schema.model_fields))
 def test_what_an_error_tells_to_write_is_accepted(name):
     advice = read_numbers(yaml.safe_load(Schema.model_fields[name].examples[0]))
     assert getattr(check(Document("x", {**RIGHT, "max_tokens": 8, **advice})).schema, name) not in (None, -1, False)

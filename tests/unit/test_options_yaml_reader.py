@@ -7,6 +7,7 @@ import pytest
 from accmt import HyperParameters
 from accmt.errors import AccmtError, HyperParameterError
 from accmt.options.yaml_reader import read_document
+from tests.tables import each
 
 YAML = """\
 hps:
@@ -85,7 +86,7 @@ def test_a_dict_is_read_without_changing_it():
 
 
 @pytest.mark.feature("A02")
-@pytest.mark.parametrize("source", [None, 5, ["hps.yaml"], b"hps.yaml"])
+@each("source", [None, 5, ["hps.yaml"], b"hps.yaml"])
 def test_a_wrong_type_is_a_type_error_that_names_the_argument(source):
     with pytest.raises(TypeError, match=r"^hps_config\n  got: .*\n  expected: a path to a .yaml") as caught:
         read_document(source)

@@ -98,7 +98,7 @@ def train(
         },
         f"{folder}/model",
         resume="auto",
-        checkpoint_every="step",
+        checkpoint_every="epoch" if stop is None else f"{stop} steps",
         max_checkpoints=2,
         grad_accumulation_steps=accumulation,
         seed=5,

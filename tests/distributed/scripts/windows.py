@@ -78,7 +78,7 @@ def make_split_cases() -> list[Case]:
 def make_cases() -> list[Case]:
     """Return the grid."""
     sizes, accumulations = (1, 3, 17, 24, 29), (1, 2, 4)
-    cases = [Case(n, a, w) for n, a, w in itertools.product(sizes, accumulations, (False, True))]
+    cases = [Case(n, a, w) for n, a, w in pairs(sizes, accumulations, (False, True))]
     few, is_weighted = (1, 2), (False, True)
     cases += [
         Case(n, a, w, data) for data in ("loader", "stream", "unshared") for n, a, w in pairs((3, 29), few, is_weighted)
