@@ -15,6 +15,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+EXTENSION_POINTS = (
+    "accmt.optimizers",
+    "accmt.schedulers",
+    "accmt.metrics",
+    "accmt.monitored_values",
+    "accmt.trackers",
+    "accmt.checkpointers",
+)
+"""The groups in which other packages add something: docs/extending.md."""
+
 _ADDONS = "accmt.addons"
 
 _BUILT_IN: dict[str, dict[str, str]] = {

@@ -15,6 +15,7 @@ from accmt.callbacks.stopwatch import Stopwatch, StopwatchOfCallbacks
 from accmt.callbacks.utilization import CpuUse, GpuUse
 from accmt.options.monitor import Monitor
 from accmt.processes import num_data_processes
+from accmt.registry import find
 from accmt.sharded_tensors import total_norm
 
 
@@ -182,6 +183,7 @@ def build_monitor(monitor: Monitor, loss_name: str, *, is_main_process: bool) ->
         *([ModelOperations(stopwatch, None if monitor.mfu is True else monitor.mfu)] if monitor.mfu else []),
         *([CpuUse()] if monitor.cpu_utilization else []),
         *([GpuUse()] if monitor.gpu_utilization else []),
+        *(find("accmt.monitored_values", name)() for name in monitor.added),
     ]
     acting = [measure for measure in measures if is_main_process or not isinstance(measure, MainProcessCallback)]
     first: list[Callback] = [*measures, Measurements(acting, loss_name)] if measures else []

@@ -13,6 +13,7 @@ from accmt.metrics.evaluation_modules import EvaluationMetric, is_evaluation_mod
 from accmt.metrics.metric import Metric, ReportedValue
 from accmt.metrics.results import describe
 from accmt.metrics.torch_metrics import TorchMetric, is_torch_metric
+from accmt.registry import find, names
 
 BUILTIN: dict[str, Callable[..., Metric]] = {
     "accuracy": Accuracy,
@@ -86,8 +87,12 @@ def _build_one(value: Any, name: str | None) -> Metric:
 
 def _find_builtin(name: str) -> Callable[..., Metric]:
     if name not in BUILTIN:
-        begun = [known for known in BUILTIN if known.startswith(name.lower())]
-        nearest = begun or get_close_matches(name.lower(), BUILTIN, n=1)
+        known_names = [*BUILTIN, *names("accmt.metrics")]
+        if name in known_names:
+            added: Callable[..., Metric] = find("accmt.metrics", name)
+            return added
+        begun = [known for known in known_names if known.startswith(name.lower())]
+        nearest = begun or get_close_matches(name.lower(), known_names, n=1)
         raise _wrong_value(
             repr(name), f"metrics=[{nearest[0]!r}]" if nearest else "a Metric of your own: class MyMetric(Metric)"
         )

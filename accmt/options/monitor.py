@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from accmt.errors import ArgumentError, UnknownArgumentError, explain, nearest
+from accmt.registry import names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,8 @@ class Monitor:
         mfu: `mfu`, the share of the device's peak that the model's own operations make up, from 0 to 1. The peak is
             known of common GPUs; a number gives it, in operations a second.
         checkpoint: `checkpoint`, a row with the number of optimizer steps, whenever a checkpoint was taken.
+        added: What other packages measure, by name: entry points of the group `accmt.monitored_values`. In a dict or a
+            list their names stand beside those above.
 
     Raises:
         ArgumentError: An invalid value.
@@ -54,6 +57,7 @@ class Monitor:
     gpu_utilization: bool = False
     mfu: bool | float = False
     checkpoint: bool = False
+    added: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -102,11 +106,16 @@ class Monitor:
             config = dict.fromkeys(config, True)
         if not isinstance(config, Mapping):
             _reject_config(config)
-        names = [field.name for field in fields(cls)]
-        for name in config:
-            if name not in names:
-                _reject_name(name, names)
-        return cls(**config)
+        known = [field.name for field in fields(cls)]
+        others = {name: is_on for name, is_on in config.items() if name not in known}
+        added = names("accmt.monitored_values") if others else []
+        for name, is_on in others.items():
+            if name not in added:
+                _reject_name(name, [*known, *added])
+            if not isinstance(is_on, bool):
+                _reject(name, is_on, "True or False")
+        own = {name: value for name, value in config.items() if name in known}
+        return cls(**own | {"added": (*own.get("added", ()), *(name for name, is_on in others.items() if is_on))})
 
 
 def _to_positive(value: Any) -> float | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
+from accmt import registry
 from accmt.libraries.versions import FLOORS, require
 from accmt.options.document import Fault, KeyPath, describe, suggest
 
@@ -26,6 +27,7 @@ class _Kind:
     """Where short names of one kind of thing are looked up; `others_names` are those of `TrainingArguments`."""
 
     path: KeyPath
+    group: str
     base: type
     torch_module: ModuleType
     from_transformers: Mapping[str, str]
@@ -51,6 +53,7 @@ class _Kind:
 
 _OPTIMIZERS = _Kind(
     path=("optim", "type"),
+    group="accmt.optimizers",
     base=torch.optim.Optimizer,
     torch_module=torch.optim,
     from_transformers={"Adafactor": "Adafactor"},
@@ -87,6 +90,7 @@ _OPTIMIZERS = _Kind(
 )
 _SCHEDULERS = _Kind(
     path=("scheduler", "type"),
+    group="accmt.schedulers",
     base=lr_scheduler.LRScheduler,
     torch_module=lr_scheduler,
     from_transformers={
@@ -219,6 +223,11 @@ def _import(value: str, kind: _Kind) -> Any:
         return kind.by_name(value)
     module_name, _, attribute = value.rpartition(".")
     if not module_name:
+        group = kind.group
+        added = registry.names(group)
+        if value in added:
+            return registry.find(group, value)
+        names += added
         expected = f"one of {', '.join(names)}, or an import path"
         others_names = kind.others_names.get(value.lower())
         do = f"write `{others_names}`" if others_names else suggest(value, names, "choose one of these names")

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from accmt.errors import nearest
 from accmt.options.checks import raise_wrong_value, require_flags, require_int
 from accmt.options.units import Every, read_every, read_size
+from accmt.registry import find, names
 
 _RESUME_WORDS = {"true": True, "yes": True, "false": False, "no": False, "none": None, "auto": "auto"}
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")  # one slash: `Path` makes one of two
@@ -118,7 +119,8 @@ class CheckpointSettings:
         max_checkpoints: How many are kept; None keeps the newest.
         max_previous_runs: How many earlier runs' models and checkpoints are kept (`<folder>.previous`, `.previous-2`
             ...) when a new run starts in their folders; 0 overwrites them, None keeps all.
-        checkpointer: An object of yours that stores checkpoints instead: `accmt.Checkpointer`.
+        checkpointer: An object of yours that stores checkpoints instead: `accmt.Checkpointer`; or the name of one that
+            another package adds (an entry point of the group `accmt.checkpointers`).
         async_checkpointing: Whether files are written while training continues.
         reset_optimizer_on_resume: Whether optimizer and scheduler start from the beginning when training resumes.
     """
@@ -143,6 +145,9 @@ class CheckpointSettings:
             _reject_word(self.resume)
         for name in ("checkpoint", "resume"):
             self._check_path(name, getattr(self, name))
+        given: Any = self.checkpointer
+        if isinstance(given, str):
+            object.__setattr__(self, "checkpointer", _make_checkpointer(given))
         if self.checkpointer is not None and not _can_store(self.checkpointer):
             expected = "an object with the methods of accmt.Checkpointer: save(write, step, force) and load()"
             raise_wrong_value("checkpointer", self.checkpointer, expected, "checkpointer=None")
@@ -175,6 +180,16 @@ def _reject_word(resume: str) -> None:
         meant = _RESUME_WORDS[word]
         do = f"resume={meant!r}" + ("" if meant == "auto" else ", without quotes")
         raise_wrong_value("resume", resume, 'True, False, "auto", None, or the path of a checkpoint', do)
+
+
+def _make_checkpointer(name: str) -> Checkpointer:
+    try:
+        kind: Callable[[], Checkpointer] = find("accmt.checkpointers", name)
+    except KeyError:
+        known = names("accmt.checkpointers")
+        expected = f"an object with the methods of accmt.Checkpointer, or one of the names {known} that packages add"
+        raise_wrong_value("checkpointer", name, expected, f"checkpointer={nearest(name, known)!r}")
+    return kind()
 
 
 def _can_store(checkpointer: Any) -> bool:

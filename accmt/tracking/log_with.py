@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from accmt.errors import ArgumentError, MissingPackageError, TrackerError, UnknownArgumentError, explain, nearest
 from accmt.messages import say
+from accmt.registry import find, names
 from accmt.tracking.run_folder import RunPlace
 from accmt.tracking.spec import TrackerSpec, UserTracker
 from accmt.tracking.trackers import TRACKERS
@@ -85,6 +86,8 @@ def report_missing_key(spec: TrackerSpec, place: RunPlace, kwargs: Mapping[str, 
 def _find_spec(entry: Any) -> TrackerSpec:
     if isinstance(entry, str) and entry.lower() in TRACKERS:
         return TRACKERS[entry.lower()]()
+    if isinstance(entry, str) and entry in names("accmt.trackers"):  # one of another package
+        return _find_spec(find("accmt.trackers", entry))
     if isinstance(entry, TrackerSpec):
         return entry
     if isinstance(entry, type) and issubclass(entry, TrackerSpec):
@@ -108,7 +111,7 @@ def _require_package(spec: TrackerSpec) -> None:
 
 
 def _reject_unknown(entry: Any) -> NoReturn:
-    meant = nearest(entry, TRACKERS, cutoff=0.5)
+    meant = nearest(entry, [*TRACKERS, *names("accmt.trackers")], cutoff=0.5)
     got = f"{entry!r} ({type(entry).__name__})"
     do = f"log_with={meant!r}?" if meant else "log_with='tensorboard', for example"
     raise ArgumentError(explain("Trainer(log_with=...)", got, _SUPPORTED, do))

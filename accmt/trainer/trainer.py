@@ -152,7 +152,8 @@ class Trainer(TrainerProperties):
         max_checkpoints: How many are kept; None keeps the newest.
         max_previous_runs: How many earlier runs' models and checkpoints are kept (`<folder>.previous`, `.previous-2`
             ...) when a new run starts in their folders; 0 overwrites them, None keeps all.
-        checkpointer: An object of yours that stores checkpoints instead: `accmt.Checkpointer`.
+        checkpointer: An object of yours that stores checkpoints instead: `accmt.Checkpointer`; or the name of one that
+            another package adds (an entry point of the group `accmt.checkpointers`).
         async_checkpointing: Whether files are written while training continues.
         reset_optimizer_on_resume: Whether optimizer and scheduler start from the beginning when training resumes.
         save_last: Whether the last weights are saved to `<model_path>/last` too; with `EMA` or `SWA` their average.
@@ -256,7 +257,7 @@ class Trainer(TrainerProperties):
         auto_micro_batch: bool = False,
         max_checkpoints: int | None = None,
         max_previous_runs: int | None = 3,
-        checkpointer: Checkpointer | None = None,
+        checkpointer: Checkpointer | str | None = None,
         async_checkpointing: bool = True,
         reset_optimizer_on_resume: bool = False,
         save_last: bool = False,

@@ -23,6 +23,7 @@ from accmt.callbacks import ALIASES, HOOKS
 from accmt.compat import HOOK_NAMES
 from accmt.data import Shard
 from accmt.data.sharding import Plan
+from accmt.registry import EXTENSION_POINTS
 from accmt.saving.weights import SHARED_KEY
 from accmt.state import Counters
 from tests.e2e.markdown import (
@@ -96,7 +97,7 @@ def test_a_page_names_only_what_the_project_has(page):
     for path in (span for span in spans if re.fullmatch(r"(accmt|docs|examples|tests)/[\w./-]*", span)):
         assert (ROOT / path).exists(), path
     for name in (span.partition("(")[0] for span in spans if re.match(r"accmt(\.\w+)+(\(|$)", span)):
-        assert name in (SHARED_KEY, STATUS_TAG) or resolves(name), name
+        assert name in (SHARED_KEY, STATUS_TAG, *EXTENSION_POINTS) or resolves(name), name
     for name in (span for span in spans if re.fullmatch(r"[\w-]+\.md", span)):
         assert (DOCS / name).exists() or (ROOT / name).exists(), name
     assert not re.findall(r"(?<![\w./:$<*-])/\w+/\w", prose), "a path of somebody's machine"
