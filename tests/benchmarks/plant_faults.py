@@ -93,10 +93,10 @@ FAULTS = [
         "unit/test_loop_fit.py unit/test_loop_scaler.py resume/test_resume.py",
     ),
     Fault(
-        "weights: a step without anything to learn from",
-        "is_wanted = factor > 0 and",
-        "is_wanted = factor >= 0 and",
-        "unit/test_loop_step_outputs.py unit/test_loop_fit.py",
+        "weights: a loss by its weight alone",
+        "return weight / self.reference",
+        "return weight",
+        "unit/test_loop_weighting.py distributed/test_windows.py -k weight or 1-processes",
     ),
     # Where an interrupted run goes on.
     Fault(
@@ -115,7 +115,7 @@ FAULTS = [
         "resume: other samples are not seen",
         'if result == "different" and is_in_epoch:',
         'if result == "" and is_in_epoch:',
-        "unit/test_data_position.py unit/test_data_fingerprints.py",
+        "distributed/test_alike.py -k 3-processes",
     ),
     Fault(
         "resume: a stage runs twice",
@@ -130,10 +130,10 @@ FAULTS = [
         "unit/test_optimization_resuming.py",
     ),
     Fault(
-        "resume: weights of windows start anew",
-        'self.reference = state["reference"]',
-        "self.reference = 1.0",
-        "unit/test_loop_weighting.py resume/test_resume.py",
+        "resume: a new rate forgets what lowered the old one",
+        'now = _scaled(loaded, built, *changed["lr"]) if "lr" in changed else built',
+        "now = built",
+        "unit/test_optimization_resuming.py",
     ),
     # Whether a checkpoint is there after whatever happens.
     Fault(
@@ -233,17 +233,17 @@ FAULTS = [
         "unit/test_failures_interruption.py",
     ),
     Fault(
-        "signals: Ctrl-C is taken for pre-emption",
-        '"interrupt" if number == signal.SIGINT else "preempt"',
-        '"interrupt" if number == signal.SIGTERM else "preempt"',
-        "unit/test_failures_signals.py unit/test_failures_interruption.py",
+        "signals: one is lost where training was asked to finish",
+        'if self._request is None or (self._request.ending == "finish" != reason.ending):',
+        "if self._request is None:",
+        "unit/test_failures_interruption.py",
     ),
     # What trackers get.
     Fault(
-        "trackers: a new run there lacks what was before",
-        "            account.restart()\n            replay",
-        "            replay",
-        "faults/test_tracking_resume.py unit/test_tracking_tracking.py",
+        "trackers: rows of a killed process are lost",
+        "self.delivered = min(self.delivered, self.settled)",
+        "self.delivered = max(self.delivered, self.settled)",
+        "unit/test_tracking_ledger.py",
     ),
     Fault("trackers: one row stops all", "feed.skip_first(error)", "raise", "faults/test_tracking_delivery.py"),
     # Processes that part ways.
@@ -275,9 +275,9 @@ FAULTS = [
     # Options.
     Fault(
         "options: true is a number",
-        "return isinstance(value, int | float) and not isinstance(value, bool)",
-        "return isinstance(value, int | float)",
-        "unit/test_options_numbers.py unit/test_options_changes.py",
+        "return isinstance(number, int) and not isinstance(number, bool) and at_least",
+        "return isinstance(number, int) and at_least",
+        "unit/test_options_checks.py unit/test_options_settings.py",
     ),
     Fault(
         "options: logs a step late",

@@ -419,3 +419,11 @@ def test_a_plan_over_another_grid_keeps_whole_batches_only_where_they_are_asked_
     assert [plan.num_micro_batches - 3 for plan in plans] == [7, 6]
     ends = [[plan.samples_before(r) for r in range(3, plan.num_micro_batches + 1)] for plan in plans]
     assert all(b - a == 2 for end in ends for a, b in pairwise(end))
+
+
+@pytest.mark.parametrize("changed", [{"seed": 4}, {"shuffle": False}])
+def test_an_epoch_in_another_order_than_it_began_is_refused(changed):
+    (loader,) = build_all(lambda: Augmented(23), 1)
+    position = stored(loader.position(1, 3))
+    with pytest.raises(DataError, match="another order than the one in which the epoch began"):
+        build_loader(Augmented(23), options(**changed)).resume_from(1, 3, position)
