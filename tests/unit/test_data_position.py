@@ -426,4 +426,4 @@ def test_an_epoch_in_another_order_than_it_began_is_refused(changed):
     (loader,) = build_all(lambda: Augmented(23), 1)
     position = stored(loader.position(1, 3))
     with pytest.raises(DataError, match="another order than the one in which the epoch began"):
-        build_loader(Augmented(23), options(**changed)).resume_from(1, 3, position)
+        build_source(Augmented(23), options(**changed)).resume_from(1, 3, position)

@@ -24,6 +24,7 @@ from accmt.compat import HOOK_NAMES as HOOK_ALIASES
 from accmt.options.document import FIELDS
 from accmt.options.trainer_call import ALIASES as ARGUMENTS
 from tests.e2e.markdown import ROOT, read_table
+from tests.tables import each
 
 PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
 HPS = SimpleNamespace(**dict.fromkeys(FIELDS))
@@ -140,7 +141,7 @@ def check(span: str) -> None:
             resolve(node)
 
 
-@pytest.mark.parametrize("span", sorted(set(SPANS)))
+@each("span", sorted(set(SPANS)))
 def test_what_the_page_tells_to_write_is_there(span):
     check(span)
 
@@ -172,7 +173,7 @@ def test_every_table_of_the_page_is_read():
 
 
 @pytest.mark.feature("L12", "L43", "L106")
-@pytest.mark.parametrize(
+@each(
     ("what", "instead"),
     [
         ("devices", "--num_processes"),
@@ -221,11 +222,7 @@ def essence(here: str) -> set[str]:
     return {*keywords} or {*re.findall(r"(\w+)\(", here)[-1:]} or {here.partition(" ")[0]}
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "here"),
-    [(owner, name, example_of(name)) for owner in ON_THE_PAGE for name in FOREIGN[owner]],
-    ids=lambda value: value if value.isidentifier() else "",
-)
+@each(("owner", "name", "here"), [(owner, name, example_of(name)) for owner in ON_THE_PAGE for name in FOREIGN[owner]])
 def test_what_the_error_about_a_foreign_name_advises_stands_on_the_page(owner, name, here):
     told = " ".join(cells[-1] for cells in rows_of(owner) if name in names_in(cells[0]))
     assert told, "no row has this name"
@@ -260,9 +257,7 @@ COMMON = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "here"), [(name, here) for names in FOREIGN_METHODS.values() for name, here in names.items()]
-)
+@each(("name", "here"), [(name, here) for names in FOREIGN_METHODS.values() for name, here in names.items()])
 def test_what_the_error_about_a_foreign_method_advises_stands_on_the_page(name, here):
     told = " ".join(cells[-1] for cells in CELLS if re.search(rf"`{name}\b", cells[0]))
     assert told, "no row has this name"

@@ -19,6 +19,7 @@ from accmt.errors import HyperParameterError, MissingArgumentError, UnknownArgum
 from accmt.options import Settings
 from accmt.options.document import FIELDS
 from accmt.options.trainer_call import ALIASES
+from tests.tables import each
 from tests.toys import HPS
 
 ADVICE = sorted({example_of(name) for names in FOREIGN.values() for name in names})
@@ -41,7 +42,7 @@ def test_names_of_ours_are_not_foreign():
     assert [name for names in FOREIGN.values() for name in names if name in ours] == []
 
 
-@pytest.mark.parametrize("line", LINES)
+@each("line", LINES)
 def test_an_advised_line_of_the_hyper_parameters_can_be_read(line):
     assert HyperParameters.from_config({"hps": HPS | yaml.safe_load(line)})
 
@@ -84,7 +85,7 @@ def test_a_name_is_known_with_its_owner_and_with_what_to_do(name, expected):
     assert find_foreign(name) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "value", "advice"),
     [
         ("num_train_epochs", 3, "write `epochs: 3` in the hyper-parameters"),
@@ -213,7 +214,7 @@ BY_VALUE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "line"), BY_VALUE, ids=str)
+@each(("name", "value", "line"), BY_VALUE)
 def test_the_advice_has_the_value_that_was_typed(name, value, line):
     owner, do = find_foreign(name, value)
     assert line in do.replace("`", "") if line[:6] != "leave " and "`" not in line else line in do
@@ -370,7 +371,7 @@ def test_whatever_the_value_is_the_advice_can_be_followed(name):
 ALWAYS_THE_SAME = {"auto_lr_find", "do_eval", "do_predict", "do_train", "overwrite_output_dir", "strategy"}
 
 
-@pytest.mark.parametrize("name", [name for names in FOREIGN.values() for name in names if name not in ALWAYS_THE_SAME])
+@each("name", [name for names in FOREIGN.values() for name in names if name not in ALWAYS_THE_SAME])
 def test_on_and_off_are_not_advised_the_same(name):
     is_switch = advise(name, True) is not None and advise(name, False) is not None
     assert not is_switch or advise(name, True) != advise(name, False)
