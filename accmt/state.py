@@ -36,6 +36,7 @@ class Status:
     is_last_epoch: bool = False
     in_evaluation_batches: bool = False  # of a set that is evaluated or predicted: nothing else can be, in between
     interrupted: bool = False
+    sample_indices: list[int] | None = None  # of the current batch of an evaluation or a prediction
 
 
 @dataclass
@@ -145,6 +146,14 @@ class TrainingState(Counters):
     def interrupted(self) -> bool:
         """Whether Ctrl-C ended the run."""
         return self.now.interrupted
+
+    @property
+    def sample_indices(self) -> list[int] | None:
+        """The positions in the data of the samples in the current batch of an evaluation or a prediction.
+
+        None in training, and for data whose samples have no index, such as streams.
+        """
+        return self.now.sample_indices
 
     @property
     def batch_idx(self) -> int:

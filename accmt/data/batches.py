@@ -27,12 +27,15 @@ class Cut(NamedTuple):
         places: For each sample of this process's batch the index of the batch in which it was read, and its place in
             it, in an evaluation; None in training.
         num_targets: Tokens with a label in a row of packed documents, which its loss is the mean of; None elsewhere.
+        samples: The positions in the data of the samples of this process's batch, in an evaluation; None for data
+            without indices.
     """
 
     number: int
     num_finished: int
     places: list[tuple[int, int]] | None = None
     num_targets: int | None = None
+    samples: list[int] | None = None
 
 
 @dataclass(slots=True)

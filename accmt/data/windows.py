@@ -106,6 +106,20 @@ class Loader:
         """Return this process's sample indices in a micro-batch of the current epoch; None where nobody knows."""
         return self.source.samples_of(epoch, index) if self.maker.keeps_batches else None
 
+    def samples_in_batch(self, epoch: int, micro_batch: MicroBatch) -> list[int] | None:
+        """Return the positions in the data of the samples in this process's batch; None where nobody knows."""
+        if micro_batch.cut is not None:
+            return micro_batch.cut.samples
+        return _indices_of(micro_batch, self.samples_of(epoch, micro_batch.index))
+
+
+def _indices_of(micro_batch: MicroBatch, planned: list[int] | None) -> list[int] | None:
+    """Return the planned indices without those of samples that were skipped; None where there is no batch."""
+    if planned is None or micro_batch.batch is None or not micro_batch.bad:
+        return None if micro_batch.batch is None else planned
+    skipped = {bad.index for bad in micro_batch.bad}
+    return [index for index in planned if index not in skipped]
+
 
 class ByCount:
     """Makes each window of a number of micro-batches.
@@ -322,15 +336,18 @@ class ByTokensInEvaluation(_TokenCut):
         for batch in source.micro_batches(epoch, first):
             batches.append(batch)
             if batch.is_last or len(batches) == num_batches:
-                yield self._make_window(epoch, batches)
+                yield self._make_window(source, epoch, batches)
                 batches, num_batches = [], min(2 * num_batches, self._largest_window)
 
-    def _make_window(self, epoch: int, batches: list[MicroBatch]) -> Window:
+    def _make_window(self, source: Source, epoch: int, batches: list[MicroBatch]) -> Window:
         samples: list[Any] = []
         places: list[tuple[int, int]] = []
+        indices: list[int | None] = []
         for batch in batches:
             read = _unpack(batch.batch)
             samples += read
+            found = _indices_of(batch, source.samples_of(epoch, batch.index))
+            indices += [None] * len(read) if found is None or len(found) != len(read) else found
             places += [(batch.index, place) for place in range(len(read))]
         lengths = [find_length(sample, self._length_of) for sample in samples]
         self._check_longest(lengths)
@@ -342,7 +359,8 @@ class ByTokensInEvaluation(_TokenCut):
             for number in range(num_parts):
                 positions = groups[number] if number < len(groups) else []
                 own_places = [places[position] for position in positions]
-                micro_batch = _make_micro_batch(batches, number, num_parts, own_places)
+                own_indices = [index for position in positions if (index := indices[position]) is not None]
+                micro_batch = _make_micro_batch(batches, number, num_parts, own_places, own_indices or None)
                 micro_batch.own_samples = len(positions)
                 micro_batch.is_partial = number >= min(every)
                 chosen = [samples[position] for position in positions]
@@ -352,11 +370,15 @@ class ByTokensInEvaluation(_TokenCut):
 
 
 def _make_micro_batch(
-    batches: list[MicroBatch], number: int, num_parts: int, places: list[tuple[int, int]] | None = None
+    batches: list[MicroBatch],
+    number: int,
+    num_parts: int,
+    places: list[tuple[int, int]] | None = None,
+    samples: list[int] | None = None,
 ) -> MicroBatch:
     """Return a part of some batches, as yet without a batch; the first says which of their samples were skipped."""
     is_end = number == num_parts - 1
-    cut = Cut(number, len(batches) if is_end else 0, places)
+    cut = Cut(number, len(batches) if is_end else 0, places, samples=samples)
     micro_batch = MicroBatch(batches[0].index, None, is_last=batches[-1].is_last and is_end, cut=cut)
     if number == 0:
         micro_batch.bad = tuple(chain(*(batch.bad for batch in batches)))

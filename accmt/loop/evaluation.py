@@ -234,7 +234,7 @@ def taking_batches(run: EvaluationRun) -> Iterator[None]:
     try:
         yield
     finally:
-        run.state.now.in_evaluation_batches = False
+        run.state.now.in_evaluation_batches, run.state.now.sample_indices = False, None
 
 
 def _evaluate_set(
@@ -309,6 +309,7 @@ class SetPass:
         """
         with taking_batches(self._run):
             for micro_batch in _first_batches(loader, max_batches, counts_empty=num_processes() > 1):
+                self._run.state.now.sample_indices = loader.samples_in_batch(0, micro_batch)
                 self._bad.add(len(micro_batch.bad), micro_batch.bad)
                 taken = self._take(micro_batch)
                 self._run.state.count_validation_batch(micro_batch.num_finished)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.scripts.metrics import LENGTHS
+from tests.distributed.scripts.sample_indices import BAD, SAMPLES
 from tests.launching import SCRIPTS, launch
 
 SEVERAL = (2, 3)
@@ -94,3 +95,15 @@ def test_values_of_uneven_processes_weigh_their_samples(answers, processes, kind
 def test_a_metric_that_fails_on_one_process_fails_on_all(answers, processes):
     found = [answer["failing_on_one"] for answer in answers[processes]]
     assert found == [f"computed by process {processes - 1}"] * processes
+
+
+@pytest.mark.parametrize("processes", [1, *SEVERAL])
+def test_a_step_knows_the_place_of_each_sample_in_the_data(tmp_path, processes: int) -> None:
+    path = tmp_path / "result.json"
+    launch(SCRIPTS / "sample_indices.py", str(path), str(tmp_path), processes=processes, result=path)
+    answers = json.loads(path.read_text())
+    assert answers.pop("stream") == "none"
+    indices = set(range(SAMPLES))
+    for name, (right, total, are_right) in answers.items():
+        expected = indices - set(BAD) if name.startswith("bad") else indices
+        assert (right, total, are_right) == (len(expected), sum(expected), True), name

@@ -156,6 +156,7 @@ def test_the_views_show_what_the_trainer_is_doing():
         "is_last_epoch",
         "finished",
         "interrupted",
+        "sample_indices",
         "batch_idx",
         "optimizer_step",
         "best_train_loss",
