@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,14 @@ def padded(samples: list[Any], name: str, value: float = PAD) -> Tensor:
     return pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
 
 
+def stacked(samples: list[Any], name: str) -> Tensor:
+    return torch.stack([sample[name] for sample in samples])
+
+
+def ended(ids: Tensor) -> Tensor:
+    return torch.cat([ids, torch.tensor([END])])
+
+
 def masked(samples: list[Any]) -> dict[str, Tensor]:
     ids = padded(samples, "input_ids")
     return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
@@ -257,8 +266,7 @@ def make_question(rng: torch.Generator) -> Row:
 
 
 def collate_questions(samples: list[Any]) -> dict[str, Tensor]:
-    positions = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0] if "pos" in name}
-    return {**masked(samples), **positions}
+    return {**masked(samples), **{name: stacked(samples, name) for name in samples[0] if "pos" in name}}
 
 
 def make_detr() -> nn.Module:
@@ -288,7 +296,7 @@ def make_image(rng: torch.Generator) -> Row:
 
 def collate_images(samples: list[Any]) -> dict[str, Any]:
     return {
-        "pixel_values": torch.stack([sample["pixel_values"] for sample in samples]),
+        "pixel_values": stacked(samples, "pixel_values"),
         "labels": [sample["labels"] for sample in samples],
     }
 
@@ -319,11 +327,8 @@ def make_utterance(rng: torch.Generator) -> Row:
     return {"input_values": torch.randn(200, generator=rng), "labels": tokens(rng, 2, 6)}
 
 
-def collate_utterances(samples: list[Any]) -> dict[str, Tensor]:
-    return {
-        "input_values": torch.stack([sample["input_values"] for sample in samples]),
-        "labels": padded(samples, "labels", -100),
-    }
+def collate_sounds(samples: list[Any], name: str) -> dict[str, Tensor]:
+    return {name: stacked(samples, name), "labels": padded(samples, "labels", -100)}
 
 
 def make_clip() -> nn.Module:
@@ -338,7 +343,7 @@ def make_clip() -> nn.Module:
 
 def make_pair(rng: torch.Generator) -> Row:
     return {
-        "input_ids": torch.cat([tokens(rng, 5, 5), torch.tensor([END])]),
+        "input_ids": ended(tokens(rng, 5, 5)),
         "pixel_values": torch.randn(3, 8, 8, generator=rng),
     }
 
@@ -424,13 +429,8 @@ def make_whisper() -> nn.Module:
 def make_speech(rng: torch.Generator) -> Row:
     return {
         "input_features": torch.randn(4, 20, generator=rng),
-        "labels": torch.cat([tokens(rng), torch.tensor([END])]),
+        "labels": ended(tokens(rng)),
     }
-
-
-def collate_speech(samples: list[Any]) -> dict[str, Tensor]:
-    features = torch.stack([sample["input_features"] for sample in samples])
-    return {"input_features": features, "labels": padded(samples, "labels", -100)}
 
 
 def make_marian() -> nn.Module:
@@ -438,7 +438,7 @@ def make_marian() -> nn.Module:
 
 
 def make_sentence(rng: torch.Generator) -> Row:
-    return {"input_ids": tokens(rng), "labels": torch.cat([tokens(rng), torch.tensor([END])])}
+    return {"input_ids": tokens(rng), "labels": ended(tokens(rng))}
 
 
 def collate_sentences(samples: list[Any]) -> dict[str, Tensor]:
@@ -537,7 +537,7 @@ def make_visit(rng: torch.Generator) -> Row:
 
 
 def collate_visits(samples: list[Any]) -> dict[str, Tensor]:
-    return {"history": padded(samples, "history"), "item": torch.stack([sample["item"] for sample in samples])}
+    return {"history": padded(samples, "history"), "item": stacked(samples, "item")}
 
 
 def retrieve(model: nn.Module, batch: Any) -> Tensor:
@@ -594,7 +594,7 @@ EXAMPLES = (
         "Speech recognition with CTC",
         make_wav2vec,
         make_utterance,
-        collate_utterances,
+        partial(collate_sounds, name="input_values"),
         of_model("SpeechToText"),
         metric="wer",
         rate=0.01,
@@ -625,7 +625,14 @@ EXAMPLES = (
         accumulation=2,
         has_trainer=False,
     ),
-    Example("Fine-tuning Whisper", make_whisper, make_speech, collate_speech, of_model("Transcription"), metric="wer"),
+    Example(
+        "Fine-tuning Whisper",
+        make_whisper,
+        make_speech,
+        partial(collate_sounds, name="input_features"),
+        of_model("Transcription"),
+        metric="wer",
+    ),
     Example(
         "Translation with label smoothing",
         make_marian,
