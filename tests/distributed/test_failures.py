@@ -144,8 +144,15 @@ def test_where_one_process_fails_before_or_after_training_all_end_with_that_erro
     assert "Connection reset" not in of_main
 
 
-@pytest.mark.parametrize("function", ["validate", "test", "predict"])
-@pytest.mark.parametrize("act", ["raise", "kill"])
+@pytest.mark.parametrize(
+    ("function", "act"),
+    [
+        ("validate", "kill"),
+        ("predict", "raise"),
+        pytest.param("test", "raise", marks=pytest.mark.slow),
+        pytest.param("predict", "kill", marks=pytest.mark.slow),
+    ],
+)
 def test_where_one_process_fails_outside_of_a_run_all_end_and_it_is_named(tmp_path: Path, function: str, act) -> None:
     script = SCRIPTS / "one_fails_alone.py"
     forks, printed = run_together(script, function, act, str(tmp_path), processes=2, timeout_s=90)
