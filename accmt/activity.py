@@ -12,7 +12,7 @@ _CALLS = ("validate", "test", "predict", "save_model", "save_checkpoint", "load_
 _PLACES = {
     "/data/": "reading data",
     "/loop/train_step.py": "a training step",
-    "/loop/manual.py": "a training step",
+    "/features/manual.py": "a training step",
     "/loop/optimizer_step.py": "an optimizer step",
     "/loop/evaluation.py": "an evaluation",
     "/loop/prediction.py": "a prediction",
@@ -23,7 +23,7 @@ _PLACES = {
     "/engine/replicas.py": "comparing replicas",
     "/metrics/running_averages.py": "",
     "/metrics/": "computing metrics",
-    "/recovery/loss_guard.py": "checking losses",
+    "/features/loss_guard.py": "checking losses",
     "/checkpoint/": "saving a checkpoint",
     "/saving/": "saving the model",
     "/setup/": "setting up the run",

@@ -10,7 +10,7 @@ from inspect import signature
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -64,7 +64,11 @@ class AcceleratorModule(LogsValues):
         collate_fn: Makes a batch of samples; defined here it wins over the Trainer's.
         collate_fn_train: The same for training data only.
         collate_fn_val: The same for validation data only.
+        uses_manual_optimization: Whether `training_step` runs the optimization itself; derive from
+            `ExtendedAcceleratorModule` for that.
     """
+
+    uses_manual_optimization: ClassVar[bool] = False
 
     model: nn.Module
     teacher: nn.Module | None = None
@@ -402,6 +406,7 @@ class ExtendedAcceleratorModule(AcceleratorModule):
         ...         return loss
     """
 
+    uses_manual_optimization = True
     manual_steps: ManualSteps
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
@@ -592,7 +597,7 @@ class HuggingFaceModule(AcceleratorModule):
         loss = getattr(outputs, "loss", None)
         if loss is None:
             raise _explain_missing_loss(self.unwrapped_model, batch)
-        from accmt.huggingface.own_loss import count_targets
+        from accmt.huggingface.loss_targets import count_targets
 
         weight = count_targets(self.unwrapped_model, batch)
         return loss if weight is None else {"loss": loss, "weight": weight}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -16,18 +16,16 @@ from torch import nn
 from accmt.callbacks import Callback, Hooks
 from accmt.callbacks.dispatch import find_hooks
 from accmt.data import Loader, MicroBatch, find_batch_size
-from accmt.data.bad_samples import BadSamples
 from accmt.data.largest import LargestBatch
 from accmt.engine.base import Engine
 from accmt.engine.replicas import Replicas
 from accmt.errors import DataError, ReplicasDifferError, explain
-from accmt.huggingface import OwnLoss, PackingGuard
+from accmt.features.hooks import Feature, Features
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.trained_parameters import TrainedParameters
 from accmt.loop.weighting import Weighting
 from accmt.messages import say_once, warn_once
 from accmt.metrics import Metric, RunningAverages
-from accmt.metrics.weighted_sum import Weight
 from accmt.module import AcceleratorModule
 from accmt.optimization.stepper import Stepper
 from accmt.options import Settings
@@ -100,9 +98,11 @@ class EvaluationRun:
         validation_step: The user's step for these data, as a function of (key, batch).
         val_loaders: The batches to evaluate, by key; the key is "" where there is one set only.
         metrics: The metrics of each set, by its key.
+        callbacks: The user's callbacks, of Trainer and module.
         hooks: Callbacks by hook.
         seed: Seed of everything random.
         counts_own_samples: Whether the module tells how many samples a batch has.
+        feature_kinds: The features that the run may have, in their order.
     """
 
     settings: Settings
@@ -114,10 +114,12 @@ class EvaluationRun:
     validation_step: Callable[[str, Any], Any]
     val_loaders: Mapping[str, Loader]
     metrics: Mapping[str, tuple[Metric, ...]]
+    callbacks: tuple[Callback, ...]
     hooks: Hooks
     state: TrainingState
     seed: int
     counts_own_samples: bool
+    feature_kinds: tuple[type[Feature], ...]
 
     @cached_property
     def device(self) -> torch.device:
@@ -126,9 +128,9 @@ class EvaluationRun:
         return device
 
     @cached_property
-    def own_loss(self) -> OwnLoss:
-        """What is known of losses that a transformers model computes itself."""
-        return OwnLoss(self.unwrapped_model, self.model)
+    def features(self) -> Features:
+        """The features that the run has, by hook."""
+        return Features(self.feature_kinds, self)
 
     @property
     def loss_name(self) -> str:
@@ -184,22 +186,6 @@ class EvaluationRun:
                 about="samples of batches",
             )
         return samples
-
-
-class Place(NamedTuple):
-    """Where a batch was in training.
-
-    Attributes:
-        step: The optimizer step that its accumulation window was to make, from 1.
-        epoch: The epoch, from 0.
-        micro_batch: The micro-batch in it, from 0.
-        samples_before: Samples of all processes seen before its accumulation window.
-    """
-
-    step: int
-    epoch: int
-    micro_batch: int
-    samples_before: int
 
 
 # What the rooms above ask of the parts of a run that are made there: a run imports none of its users.
@@ -266,47 +252,24 @@ class SnapshotProtocol(Protocol):
 
     next_stage: int
     made_step: bool
-    is_mid_step: bool
     may_change_in_step_hooks: bool
     state: dict[str, Any] | None
 
     @property
     def can_be_saved(self) -> bool: ...
     def capture(self, run: Run, next_stage: int) -> None: ...
+    def invalidate(self) -> None: ...
     def restored(self, run: Run) -> AbstractContextManager[None]: ...
-
-
-class LossGuardProtocol(Protocol):
-    """The parts of `accmt.recovery.loss_guard.LossGuard` that a run uses."""
-
-    reaction: str | None
-    skipped: dict[int, int]
-
-    @property
-    def looks_at_every_row(self) -> bool: ...
-    def add(self, loss: torch.Tensor, weight: Weight, place: Place) -> None: ...
-    def judges_before_step(self, samples_before: int) -> bool: ...
-    def mark_gradients(self, loss: torch.Tensor, factor: Weight) -> Weight: ...
-    def forgive(self, samples_before: int) -> None: ...
-    def allows_step(self, gradients: list[torch.Tensor], step: int, samples_before: int) -> bool: ...
-    def find(self) -> list[tuple[Place, float, str]]: ...
-    def forget(self) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class RecoveryProtocol(Protocol):
     """The parts of `accmt.recovery.restart.Recovery` that a run uses."""
 
-    max_micro_batch_size: int | None
-    skipped_windows: set[int]
-    careful_until: int
+    lessons: dict[str, dict[str, Any]]
     rollbacks: int
     rolled_back_to: int | None
     checkpoint: Path | None
     is_temporary: bool
-
-    def state_dict(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +283,6 @@ class Run(EvaluationRun):
         trained: Which parameters are trained at the moment.
         scheduler: The learning-rate scheduler, or None.
         actions: What a Trainer's subclass may replace.
-        callbacks: The user's callbacks, of Trainer and module.
         cadence: What is due when.
         weighting: Weights of windows.
         running_averages: Training values to be logged.
@@ -329,14 +291,11 @@ class Run(EvaluationRun):
         checkpoints: Writes what an interrupted run continues from.
         snapshot: The run as its last optimizer step left it.
         clock: How long the run has taken.
-        guard: Watches the losses.
         recovery: What the run has learned from failures that it went on from.
-        bad_samples: What was left out of training since the last row of the log.
         interruption: What asks the run to end before its time.
         watch: Listens to signals and to other processes; None where a process is alone.
         is_resumed: Whether the run continues from a checkpoint.
         length: The optimizer steps of the run, as planned.
-        packing: Looks after packed documents.
         replicas: Compares what processes hold alike; None where a process is alone.
     """
 
@@ -346,7 +305,6 @@ class Run(EvaluationRun):
     trained: TrainedParameters
     scheduler: Any
     actions: Actions
-    callbacks: tuple[Callback, ...]
     cadence: Cadence
     weighting: Weighting
     running_averages: RunningAverages
@@ -355,15 +313,12 @@ class Run(EvaluationRun):
     checkpoints: CheckpointsProtocol
     snapshot: SnapshotProtocol
     clock: Clock
-    guard: LossGuardProtocol
     recovery: RecoveryProtocol
     interruption: Interruption
     watch: Watch | None
     is_resumed: bool
     length: RunLength
-    packing: PackingGuard
     replicas: Replicas | None
-    bad_samples: BadSamples = field(default_factory=BadSamples)
 
     @property
     def train_loader(self) -> Loader:
@@ -374,12 +329,6 @@ class Run(EvaluationRun):
     def total_steps(self) -> int | None:
         """Optimizer steps of the whole run, as planned; None if nothing bounds it."""
         return self.length.total
-
-    @property
-    def has_unfinished_step(self) -> bool:
-        """Whether a module that steps by itself has gradients of an optimizer step that it has not made yet."""
-        steps = vars(self.module).get("manual_steps")
-        return steps is not None and steps.has_gradients
 
     @property
     def is_finished(self) -> bool:
@@ -428,7 +377,7 @@ class Run(EvaluationRun):
             try:
                 self.replicas.require_equal(self.state.global_step)
             except ReplicasDifferError:
-                self.snapshot.is_mid_step = True
+                self.snapshot.invalidate()
                 raise
 
     def user_hooks(self, name: str) -> list[Callable[..., Any]]:

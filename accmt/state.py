@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 Function = Literal["fit", "validate", "test", "predict", "tune"]
 Stage = Literal["train", "sanity_check", "validate", "test", "predict", "tune"]
@@ -21,6 +21,22 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+
+
+class Place(NamedTuple):
+    """Where a batch was in training.
+
+    Attributes:
+        step: The optimizer step that its accumulation window was to make, from 1.
+        epoch: The epoch, from 0.
+        micro_batch: The micro-batch in it, from 0.
+        samples_before: Samples of all processes seen before its accumulation window.
+    """
+
+    step: int
+    epoch: int
+    micro_batch: int
+    samples_before: int
 
 
 @dataclass

@@ -17,7 +17,6 @@ from accmt.libraries.private_names import is_batch_norm
 from accmt.loop.evaluation import in_evaluation_mode
 from accmt.loop.logging import SilentLogs
 from accmt.messages import warn
-from accmt.module import ExtendedAcceleratorModule
 from accmt.precision import autocast
 from accmt.processes import data_index, num_data_processes, sum_over_data
 from accmt.run import Run
@@ -164,7 +163,7 @@ class BatchNormStatistics:
             return
         faults = {
             "a sharded model": run.engine.needs_all,
-            "a module that steps by itself": isinstance(run.module, ExtendedAcceleratorModule),
+            "a module that steps by itself": run.module.uses_manual_optimization,
             "training data that are a stream": not isinstance(run.train_loader.source, SizedLoader | BatchLoader),
         }
         for got, is_there in faults.items():

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from accmt.checkpoint.engine import StateCollector, write_state
 from accmt.checkpoint.snapshot import HostSnapshot
 from accmt.checkpoint.store import CheckpointStore
+from accmt.features.crash_loop import FILE_NAME
 from accmt.files import dumps
-from accmt.recovery.crash_loop import FILE_NAME
 
 
 def writer_of(content: str) -> Callable[[Path], None]:

@@ -71,6 +71,11 @@ class MicroBatch:
         return (self.index,) if self.cut is None else (self.index, self.cut.number)
 
     @property
+    def is_unread(self) -> bool:
+        """Whether this process has no batch because none of its samples could be read."""
+        return self.batch is None and bool(self.bad)
+
+    @property
     def num_finished(self) -> int:
         """Batches as planned that end with it."""
         return 1 if self.cut is None else self.cut.num_finished

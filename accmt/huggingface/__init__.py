@@ -18,14 +18,11 @@ from accmt.huggingface.model_kinds import is_peft_model as is_peft_model
 from accmt.huggingface.model_kinds import is_transformers_model as is_transformers_model
 from accmt.huggingface.model_kinds import reject_injected_adapters as reject_injected_adapters
 from accmt.huggingface.model_kinds import require_library as require_library
-from accmt.huggingface.own_loss import OwnLoss as OwnLoss
-from accmt.huggingface.packing import PackingGuard as PackingGuard
 from accmt.huggingface.peft_adapters import AdaLoraRanks as AdaLoraRanks
 from accmt.huggingface.peft_adapters import reject_unsaved_adapters as reject_unsaved_adapters
 from accmt.huggingface.pretrained import build_empty as build_empty
 from accmt.huggingface.pretrained import load_pretrained as load_pretrained
 from accmt.huggingface.pretrained import load_pretrained_weights as load_pretrained_weights
-from accmt.huggingface.quantized import keeping_quantized_weights as keeping_quantized_weights
 from accmt.huggingface.quantized import reject_sharding_quantized_weights as reject_sharding_quantized_weights
 from accmt.huggingface.quantized import reject_training_quantized_weights as reject_training_quantized_weights
 from accmt.huggingface.quantized import try_quantized_layers as try_quantized_layers

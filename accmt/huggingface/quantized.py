@@ -24,7 +24,7 @@ def keeping_quantized_weights(model: nn.Module) -> Iterator[None]:
 
     Source: `Linear4bit.forward` in bitsandbytes/nn/modules.py, version 0.50.
     """
-    layers = [layer for layer in model.modules() if getattr(layer, _REPACKS, False)]
+    layers = [layer for layer in model.modules() if repacks_weights(layer)]
     for layer in layers:
         setattr(layer, _REPACKS, False)
     try:
@@ -32,6 +32,11 @@ def keeping_quantized_weights(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             setattr(layer, _REPACKS, True)
+
+
+def repacks_weights(layer: nn.Module) -> bool:
+    """Return whether a layer would repack its weights in an evaluation."""
+    return bool(getattr(layer, _REPACKS, False))
 
 
 def reject_training_quantized_weights(model: nn.Module) -> None:

@@ -16,10 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from accmt.callbacks import Callback
 from accmt.callbacks.dispatch import Hook
 from accmt.data import Loader, MicroBatch, derive_seed, seed_generators
-from accmt.data.bad_samples import BadSamples
 from accmt.errors import AccmtError, ModuleContractError, explain
-from accmt.huggingface.batch_faults import add_note_of_batch
-from accmt.loop.bad_sample_counts import report_bad_samples
 from accmt.loop.step_outputs import read_validation_output, read_weight
 from accmt.messages import warn, warn_once
 from accmt.metrics import Metric, ValidationCollector
@@ -275,7 +272,7 @@ def _first_batches(loader: Loader, max_batches: int | None, *, counts_empty: boo
     num_batches = 0
     for micro_batch in loader.micro_batches(0):
         yield micro_batch
-        if counts_empty or micro_batch.batch is not None or not micro_batch.bad:
+        if counts_empty or not micro_batch.is_unread:
             num_batches += micro_batch.num_finished
         if max_batches is not None and num_batches >= max_batches:
             return
@@ -295,7 +292,6 @@ class SetPass:
         self._stage = stage
         self._step = {"test": "test_step", "predict": "predict_step"}.get(stage, "validation_step")
         self._purpose = "predict_step" if stage == "predict" else "validation_step"
-        self._bad = BadSamples()
         self._has_batch = False
 
     def take_all(self, loader: Loader, max_batches: int | None = None) -> None:
@@ -307,14 +303,19 @@ class SetPass:
             loader: The batches.
             max_batches: How many at most; None is all.
         """
+        features = self._run.features
+        for before_set in features.before_set:
+            before_set()
         with taking_batches(self._run):
             for micro_batch in _first_batches(loader, max_batches, counts_empty=num_processes() > 1):
                 self._run.state.now.sample_indices = loader.samples_in_batch(0, micro_batch)
-                self._bad.add(len(micro_batch.bad), micro_batch.bad)
+                for before_set_batch in features.before_set_batch:
+                    before_set_batch(micro_batch)
                 taken = self._take(micro_batch)
                 self._run.state.count_validation_batch(micro_batch.num_finished)
                 self.after_batch(taken)
-        report_bad_samples(self._run, self._key, self._bad, has_batch=self._has_batch)
+        for after_set in features.after_set:
+            after_set(self._key, has_batch=self._has_batch)
 
     def _take(self, micro_batch: MicroBatch) -> Any:
         run = self._run
@@ -331,12 +332,14 @@ class SetPass:
         seed_generators(derive_seed(run.seed, self._purpose, *place), run.device)
         with self.without_gradients():
             self.before_step(batch)
-            run.own_loss.calls.clear()
+            for before_set_forward in run.features.before_set_forward:
+                before_set_forward()
             try:
                 with autocast(run.accelerator), run.engine.running(self._step, micro_batch):
                     output = self.forward(batch)
             except Exception as error:
-                add_note_of_batch(error, run.unwrapped_model, micro_batch.batch)
+                for on_step_error in run.features.on_step_error:
+                    on_step_error(error, micro_batch.batch)
                 raise
         return self.take(micro_batch, batch, output)
 
@@ -384,7 +387,6 @@ class _SetEvaluation(SetPass):
             chunk_bytes=run.settings.evaluation.metric_options.chunk_bytes,
         )
         self._gave_weight: set[bool] = set()
-        self._counts_targets: bool | None = None
 
     def before_step(self, batch: Any) -> None:
         """Call the hooks."""
@@ -400,11 +402,9 @@ class _SetEvaluation(SetPass):
         run, loss_name = self._run, self._run.loss_name
         entries, weight = read_validation_output(output, loss_name)
         targets = None
-        if weight is None:
-            found = run.own_loss.find_weight(entries.get(loss_name), counted_before=self._counts_targets)
+        if run.features.weigh:
+            found = run.features.find_weight(entries.get(loss_name), is_given=weight is not None)
             targets = read_weight("validation_step", found)
-        if self._counts_targets is None:
-            self._counts_targets = targets is not None
         loss_weight = targets if weight is None else weight
         self._gave_weight.add(loss_weight is not None)
         if weight is None:

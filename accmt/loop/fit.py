@@ -10,16 +10,12 @@ from accmt.callbacks.dispatch import Hook
 from accmt.data import derive_seed, note_dead_worker, seed_generators
 from accmt.errors import DataError, Preempted, explain, is_out_of_memory
 from accmt.failures import listening
-from accmt.huggingface import keeping_quantized_weights
 from accmt.loop.evaluation import evaluate_and_count
-from accmt.loop.manual import ManualSteps, counting_own_steps
 from accmt.loop.preflight import check_room, try_evaluation, try_largest, try_saving
 from accmt.loop.stages import TRAINING, evaluate_before_training, finish_epoch, finish_step, resume_stages
 from accmt.loop.train_step import AutomaticSteps
 from accmt.messages import say, warn
-from accmt.module import ExtendedAcceleratorModule
 from accmt.processes import num_data_processes, run_on_every_process, run_on_main_process
-from accmt.recovery.crash_loop import record_end, warn_of_crash_loop
 from accmt.recovery.restart import Restart
 from accmt.recovery.resume_hint import printing_resume_hint
 from accmt.recovery.shutdown import handle_failure, watching
@@ -49,11 +45,8 @@ def fit(run: Run) -> None:
     """
     with ExitStack() as stack:  # what is entered first ends last
         stack.enter_context(printing_resume_hint(run))
-        stack.enter_context(run.packing.watching())
-        stack.enter_context(run.own_loss.watching())
-        stack.enter_context(counting_own_steps(run))
+        stack.enter_context(run.features.running())
         stack.enter_context(run.trained.noting_new_layers())
-        stack.enter_context(keeping_quantized_weights(run.unwrapped_model))
         stack.enter_context(_closing(run))
         stack.enter_context(_recording_outcome(run))
         stack.enter_context(listening(run.interruption, run.settings.failures.preempt_exit_code))
@@ -95,7 +88,8 @@ def _train_epoch(run: Run) -> bool:
     """
     state, is_used_up = run.state, True  # also where a checkpoint was written after the last step of an epoch
     _start_epoch(run)
-    steps = ManualSteps(run, run.module) if isinstance(run.module, ExtendedAcceleratorModule) else AutomaticSteps(run)
+    makers = run.features.make_steps
+    steps = makers[0]() if makers else AutomaticSteps(run)
     for window in run.loaders.train.windows(state.epoch, first=state.train_step):
         has_ended = steps.train(window)
         is_used_up = state.now.is_last_training_batch
@@ -124,8 +118,8 @@ def _start_epoch(run: Run) -> None:
 def _start_training(run: Run) -> None:
     run.saver.update_patience_left()
     run.snapshot.capture(run, run.snapshot.next_stage)
-    if run.guard.reaction == "rollback" and not run.is_resumed:
-        run.checkpoints.save_snapshot(run)  # what a first step that goes wrong is rolled back to
+    for on_training_start in run.features.on_training_start:
+        on_training_start()
     for hook in run.hooks.on_resume if run.is_resumed else ():
         hook()
     for hook in run.hooks.on_fit_start:
@@ -147,7 +141,8 @@ def _open(run: Run) -> None:
     run.tracking.call_run(run_on_main_process(lambda: run.tracking.start(describe(run))))
     run.module.tracker = next(iter(run.tracking.loggers), None)
     run.checkpoints.begin(run)
-    warn_of_crash_loop(run)
+    for on_start in run.features.on_start:
+        on_start()
     if run.settings.failures.preflight:
         check_room(run)
 
@@ -176,10 +171,12 @@ def _recording_outcome(run: Run) -> Iterator[None]:
     except BaseException as error:
         note_dead_worker(error)
         _set_failed_status(run, error)
-        record_end(run, error)
+        for on_end in run.features.on_end:
+            on_end(error)
         raise
     else:
-        record_end(run, None)
+        for on_end in run.features.on_end:
+            on_end(None)
 
 
 @contextmanager

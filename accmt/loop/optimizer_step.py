@@ -8,8 +8,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.data import derive_seed, seed_generators
 from accmt.loop.weighting import AccumulationWindow
-from accmt.processes import sum_over_processes
-from accmt.recovery.restart import restart_with_smaller_batches
 from accmt.run import Run
 
 
@@ -21,11 +19,11 @@ def finish_window(run: Run, window: AccumulationWindow) -> None:
     Processes: collective.
 
     Raises:
-        Restart: A process ran out of memory, and the run continues with smaller micro-batches.
+        Restart: A feature lets another run continue.
     """
     stepper = run.stepper
-    if run.settings.optimization.auto_micro_batch and _has_run_out_of_memory(run, window):
-        restart_with_smaller_batches(run)
+    for before_optimizer_step in run.features.before_optimizer_step:
+        before_optimizer_step(window)
     run.trained.require_unchanged()
     run.engine.reduce_remaining()  # before unscaling, so that all processes find the same inf
     scaler = run.accelerator.scaler
@@ -34,11 +32,11 @@ def finish_window(run: Run, window: AccumulationWindow) -> None:
     factor, samples = run.weighting.close(window)
     if factor != 1.0:
         stepper.multiply_gradients(factor)
-    # A gradient scaler sees by itself to gradients that are not finite.
-    is_wanted = factor > 0 and (not window.is_judged or scaler is not None or _is_finite(run, window))
+    allowing = run.features.allows_step
+    is_wanted = factor > 0 and (not allowing or all(allows_step(window) for allows_step in allowing))
     made_step = step_optimizer(run) if is_wanted else _skip(run)
-    if not made_step and scaler is not None:
-        run.guard.forgive(window.samples_before)
+    for on_skipped_step in () if made_step else run.features.on_skipped_step:
+        on_skipped_step(window)
     if made_step and run.scheduler is not None:
         step_scheduler(run, at_epoch_end=False)
     zero_gradients(run)
@@ -64,17 +62,8 @@ def _count(run: Run, samples: int, *, made_step: bool) -> None:
     run.snapshot.made_step = made_step
 
 
-def _has_run_out_of_memory(run: Run, window: AccumulationWindow) -> bool:
-    return sum_over_processes((float(window.ran_out_of_memory),))[0] > 0
-
-
-def _is_finite(run: Run, window: AccumulationWindow) -> bool:
-    gradients = [parameter.grad for parameter in run.stepper.parameters if parameter.grad is not None]
-    return run.guard.allows_step(gradients, run.state.global_step + 1, window.samples_before)
-
-
 def _skip(run: Run) -> bool:
-    run.snapshot.is_mid_step = True
+    run.snapshot.invalidate()
     return run.stepper.skip()
 
 
@@ -89,7 +78,7 @@ def step_optimizer(run: Run) -> bool:
         run.stepper.clip()
     for hook in run.hooks.on_before_optimizer_step:
         hook(optimizer=optimizer)
-    run.snapshot.is_mid_step = True
+    run.snapshot.invalidate()
     if run.stepper.may_draw:  # the same on every process
         seed_generators(derive_seed(run.seed, "optimizer_step", run.state.global_step), run.device)
     is_done = run.actions.optimizer_step()
@@ -112,7 +101,7 @@ def step_scheduler(run: Run, *, at_epoch_end: bool) -> None:
 def advance_scheduler(run: Run, scheduler: Any = None) -> None:
     """Advance the scheduler by one step, or one of several."""
     scheduler = run.scheduler if scheduler is None else scheduler
-    run.snapshot.is_mid_step = True
+    run.snapshot.invalidate()
     for hook in run.hooks.on_before_scheduler_step:
         hook(scheduler=scheduler)
     scheduler.step()

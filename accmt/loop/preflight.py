@@ -18,7 +18,6 @@ from accmt.loop.evaluation import evaluate
 from accmt.loop.logging import SilentLogs
 from accmt.loop.step_outputs import read_training_output
 from accmt.messages import say_once, warn
-from accmt.module import ExtendedAcceleratorModule
 from accmt.precision import autocast
 from accmt.processes import gather_objects, run_on_every_process
 from accmt.run import Run
@@ -83,10 +82,8 @@ def _find_largest(run: Run) -> LargestBatch | str:
 
 
 def _make_largest(run: Run) -> LargestBatch | str:
-    if isinstance(run.module, ExtendedAcceleratorModule):
-        return "the module steps by itself"
-    if run.settings.optimization.auto_micro_batch:
-        return "auto_micro_batch finds out what fits"
+    for why_not_tried in run.features.why_not_tried:
+        return why_not_tried()
     return run.loaders.make_largest_batch()
 
 
@@ -99,10 +96,9 @@ def _put_through(run: Run, batch: Any) -> None:
             if not run.engine.needs_all:
                 stack.enter_context(_reserving_optimizer_state(run))
             stack.enter_context(run.engine.running("training_step", None))
-            run.packing.look(batch)
             with autocast(run.accelerator):
-                output = read_training_output(run.training_step(run.place(batch)))
-            run.packing.require_passed()
+                outputs = run.features.call_training_step(run.training_step, run.place(batch), read=batch)
+                output = read_training_output(outputs)
             output.loss.backward()  # type: ignore[no-untyped-call]
     finally:
         module.logs, run.state.now.stage = logs, stage

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 
 from accmt.callbacks import Callback
 from accmt.callbacks.progress import ProgressBar
-from accmt.loop.bad_sample_counts import warn_of_bad_samples
 from accmt.options.monitor import Monitor
-from accmt.recovery.loss_guard import check_losses
 from accmt.run import Run
 from accmt.tracking import Tracking
 
@@ -20,7 +18,8 @@ def log_row(run: Run) -> None:
     Processes: collective.
     """
     loss_name = run.settings.tracking.train_loss_metric_name
-    warn_of_bad_samples(run)
+    for before_row in run.features.before_row:
+        before_row()
     row = run.running_averages.take_row(loss_name)
     if not row:
         return
@@ -28,16 +27,14 @@ def log_row(run: Run) -> None:
         row["skipped_updates"] = run.state.skipped_updates
     if run.state.target_tokens_seen:
         row["target_tokens_seen"] = run.state.target_tokens_seen
-    if run.state.bad_samples:
-        row["bad_samples"] = run.state.bad_samples
     if run.state.skipped_batches:
         row["skipped_batches"] = run.state.skipped_batches
+    for add_to_row in run.features.add_to_row:
+        add_to_row(row)
     for hook in run.hooks.on_log:
         hook(values=row, step=run.state.global_step)
-    if run.guard.looks_at_every_row or not math.isfinite(row.get(loss_name, 0.0)):
-        check_losses(run)
-    else:
-        run.guard.forget()
+    for after_row in run.features.after_row:
+        after_row(row)
 
 
 class RowLogger(Callback):

@@ -12,7 +12,6 @@ from accmt.errors import DataError, explain
 from accmt.loop.evaluation import evaluate_and_count
 from accmt.loop.optimizer_step import step_scheduler
 from accmt.loop.row_logger import log_row
-from accmt.recovery.loss_guard import check_losses
 from accmt.recovery.shutdown import stop_if_requested
 from accmt.run import Run
 
@@ -42,7 +41,8 @@ def _evaluate_step(run: Run) -> bool:
         return False
     is_due = run.cadence.is_evaluation_due(run.state, run.steps_per_epoch(run.state.epoch))
     if is_due:
-        check_losses(run)
+        for before_use in run.features.before_use:
+            before_use()
         evaluate_and_count(run)
     return is_due
 
@@ -173,7 +173,8 @@ def _save_if_due(run: Run, *, epoch_ended: bool, evaluated: bool) -> None:
         state, run.steps_per_epoch(state.epoch), epoch_ended=epoch_ended, evaluated=evaluated
     )
     if is_due or checkpoints.requests:
-        check_losses(run)
+        for before_use in run.features.before_use:
+            before_use()
     if is_due or checkpoints.requests or not checkpoints.is_prepared:
         checkpoints.save_requested(run, is_due=is_due)
 

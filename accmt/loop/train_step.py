@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 
 from accmt.data import MicroBatch, Window, derive_seed, seed_generators
 from accmt.engine.calls import require_call
-from accmt.errors import ModuleContractError, explain, is_out_of_memory
-from accmt.huggingface.batch_faults import add_note_of_batch, warn_of_trained_padding
-from accmt.huggingface.own_loss import hint_at_weights
-from accmt.loop.bad_sample_counts import count_bad_samples
+from accmt.errors import ModuleContractError, explain
 from accmt.loop.optimizer_step import finish_window, skip_window
 from accmt.loop.step_outputs import TrainingOutput, may_return_none, read_training_output, read_weight
 from accmt.loop.weighting import AccumulationWindow
@@ -20,8 +18,8 @@ from accmt.messages import say_once
 from accmt.metrics.weighted_sum import Weight
 from accmt.precision import autocast
 from accmt.processes import data_index, num_data_processes
-from accmt.recovery.restart import current_micro_batch_size
-from accmt.run import Place, Run, require_planned
+from accmt.run import Run, require_planned
+from accmt.state import Place
 
 
 class AutomaticSteps:
@@ -35,14 +33,14 @@ class AutomaticSteps:
         self._engine = engine = run.engine
         self._is_alone = num_data_processes() == 1
         self._data_index = data_index()
-        self._may_halve = run.settings.optimization.auto_micro_batch and current_micro_batch_size(run) > 1
-        self._may_meet = not (self._is_alone or self._may_halve)
+        self._may_leave = any(keeps_apart() for keeps_apart in run.features.keeps_apart)
+        self._may_meet = not (self._is_alone or self._may_leave)
         self._is_on_device = run.device.type != "cpu"
         self._needs_context = run.accelerator.mixed_precision != "no" or not self._is_alone
         self._check_backward = engine.first_backward_check()
         self._may_leave_out = may_return_none(run.module)
         self._calls: list[None] | None = None
-        engine.begin_epoch(reduces_at_end=self._may_halve)
+        engine.begin_epoch(reduces_at_end=self._may_leave)
         if run.settings.hps.max_tokens is not None:
             engine.require_accumulating("max_tokens, which cuts")
         elif run.state.grad_accum_steps > 1:
@@ -64,23 +62,22 @@ class AutomaticSteps:
         run, state, num_micro_batches = self._run, self._run.state, planned.num_micro_batches
         run.trained.update()
         self._engine.begin_window()
-        samples_before = state.samples_seen
+        samples_before, skips_window = state.samples_seen, run.features.skips_window
         window = AccumulationWindow(
             known_samples=None if run.counts_own_samples or self._may_leave_out else planned.num_samples,
             is_one_batch=self._is_alone and num_micro_batches == 1,
             samples_before=samples_before,
-            is_skipped=samples_before in run.recovery.skipped_windows,
-            is_judged=run.guard.judges_before_step(samples_before),
+            is_skipped=bool(skips_window) and any(skips(samples_before) for skips in skips_window),
         )
         for number, micro_batch in enumerate(planned.micro_batches, 1):
             is_full = micro_batch.is_last or number == num_micro_batches
             state.now.is_last_training_batch = micro_batch.is_last
             state.now.ends_step = None if micro_batch.cut is None else is_full
-            if micro_batch.num_bad:
-                count_bad_samples(run, micro_batch)
+            for before_batch in run.features.before_batch:
+                before_batch(micro_batch)
             if window.is_skipped:
                 _count_only(run, window, micro_batch)
-            elif self._may_halve:
+            elif self._may_leave:
                 self._try_batch(window, micro_batch)
             elif micro_batch.is_partial:
                 with self._engine.unreduced():
@@ -95,16 +92,16 @@ class AutomaticSteps:
         return True
 
     def _try_batch(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
-        """Train on a batch that memory may not suffice for; then the window is only gone through to its end."""
+        """Train on a batch that a process may have to leave; then it only goes through the window to its end."""
         try:
-            if not window.ran_out_of_memory:
+            if not window.is_left:
                 with self._engine.unreduced():
                     self._train_batch(window, micro_batch)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not any(recovers_from(error) for recovers_from in self._run.features.recovers_from):
                 raise
-            window.ran_out_of_memory = True
-        if window.ran_out_of_memory and self._run.weighting.is_explicit is None:
+            window.is_left = True
+        if window.is_left and self._run.weighting.is_explicit is None:
             self._run.weighting.decide(None, is_explicit=False)  # the others do, at their first batch
 
     def _train_together(self, window: AccumulationWindow, micro_batch: MicroBatch) -> None:
@@ -127,7 +124,6 @@ class AutomaticSteps:
         if micro_batch.batch is None:
             self._decide_without_weight()
             return
-        run.packing.look(micro_batch.batch)
         batch = run.place(micro_batch.batch) if self._is_on_device else micro_batch.batch
         numbers: tuple[int, ...] = (run.state.epoch, micro_batch.index, self._data_index)
         if micro_batch.cut is not None:
@@ -136,18 +132,11 @@ class AutomaticSteps:
         seed_generators(seed, run.device)
         for hook in hooks.on_before_training_step:
             hook(batch=batch)
-        run.own_loss.calls.clear()
-        try:
-            if self._needs_context:
-                context = self._engine.running("training_step", micro_batch if self._may_meet else None)
-                outputs = self._run_in_context(batch, context)
-            else:
-                outputs = run.training_step(batch)
-        except Exception as error:
-            add_note_of_batch(error, run.unwrapped_model, micro_batch.batch)
-            self._engine.add_note(error)
-            raise
-        run.packing.require_passed()
+        step = run.training_step
+        if self._needs_context:
+            context = self._engine.running("training_step", micro_batch if self._may_meet else None)
+            step = partial(self._run_in_context, context=context)
+        outputs = run.features.call_training_step(step, batch, read=micro_batch.batch)
         if outputs is None and self._may_leave_out:
             self._leave_out(window, micro_batch, batch)
             return
@@ -157,21 +146,26 @@ class AutomaticSteps:
         for hook in hooks.on_before_backward:
             hook(loss=loss)
         factor = 1.0 if window.is_one_batch else run.weighting.loss_factor(window, weight)
-        if window.is_judged and not (isinstance(factor, float) and factor == 0.0):
-            factor = run.guard.mark_gradients(loss, factor)
+        for scale_loss in run.features.scale_loss:
+            factor = scale_loss(window, loss, factor)
         self._backward(loss, factor)
         for hook in hooks.on_after_backward:
             hook(loss=loss)
         state = run.state
         place = Place(state.global_step + 1, state.epoch, micro_batch.index, window.samples_before)
         run.running_averages.add(detached, weight, output.others, others_weight)
-        run.guard.add(detached, weight, place)
+        for after_batch in run.features.after_batch:
+            after_batch(detached, weight, place)
         for hook in hooks.on_after_training_step:
             hook(batch=batch, outputs=outputs)
 
     def _run_in_context(self, batch: Any, context: AbstractContextManager[list[None] | None]) -> Any:
         with autocast(self._run.accelerator), context as self._calls:
-            outputs = self._run.training_step(batch)
+            try:
+                outputs = self._run.training_step(batch)
+            except Exception as error:
+                self._engine.add_note(error)
+                raise
         if self._calls is not None and outputs is not None:
             require_call(self._calls)
         return outputs
@@ -241,20 +235,18 @@ def _weigh(
     num_targets = None if micro_batch.cut is None else micro_batch.cut.num_targets
     if num_targets is not None and (given is None or not num_targets):
         given = float(num_targets)  # which is known without the device
-    if given is None and run.own_loss.calls and run.weighting.is_explicit is not False:
-        found = run.own_loss.find_weight(output.loss, counted_before=run.weighting.counts_targets)
-        given = targets = read_weight("training_step", found)
-    if run.weighting.counts_targets is None:
-        run.weighting.counts_targets = targets is not None
+    if run.features.weigh and run.weighting.is_explicit is not False:
+        found = run.features.find_weight(output.loss, is_given=given is not None)
+        targets = read_weight("training_step", found)
+        given = given if targets is None else targets
     has_weight = given is not None
     samples = run.count_samples(micro_batch, batch, has_weight=has_weight)
     weight = samples if given is None else given
     if run.weighting.is_explicit is None:
         _reject_own_backward(run, window)
         run.weighting.decide(weight, is_explicit=has_weight)
-        warn_of_trained_padding(run.unwrapped_model, micro_batch.batch)
-        if not (has_weight or window.is_one_batch):
-            hint_at_weights(micro_batch.batch)
+        for on_first_batch in run.features.on_first_batch:
+            on_first_batch(micro_batch.batch, is_hint_wanted=not (has_weight or window.is_one_batch))
     if has_weight != run.weighting.is_explicit:
         seen, other = ("this batch", "the first") if has_weight else ("the first batch", "this one")
         do = 'return {"loss": loss, "weight": weight} from every training_step, or from none'

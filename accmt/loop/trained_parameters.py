@@ -25,7 +25,7 @@ from accmt.engine.base import Engine
 from accmt.errors import ModuleContractError, ProcessFailedError, explain
 from accmt.libraries.private_names import children_of, is_compiled
 from accmt.messages import warn, warn_once
-from accmt.module import AcceleratorModule, ExtendedAcceleratorModule
+from accmt.module import AcceleratorModule
 from accmt.precision import HALVES
 from accmt.processes import num_processes
 
@@ -60,7 +60,7 @@ class TrainedParameters:
         self._module, self._engine, self._optimizer = module, engine, optimizer
         self._model, self._unwrapped_model = engine.model, engine.unwrapped_model
         self._agreement = None if watch is None or num_processes() == 1 else _Agreement(watch)
-        self._steps_by_itself = isinstance(module, ExtendedAcceleratorModule)
+        self._steps_by_itself = module.uses_manual_optimization
         self._parameters = list(engine.unwrapped_model.parameters())
         self._flags = self._at_start = self._look()
         self._saved: dict[str, bool] = {}

@@ -53,8 +53,7 @@ class AccumulationWindow:
         is_one_batch: Whether it is a single batch of a single process: its mean loss is the window's.
         samples_before: Samples of all processes seen before it.
         is_skipped: Whether it is not trained on.
-        is_judged: Whether its losses and gradients are looked at before the optimizer steps.
-        ran_out_of_memory: Whether this process could not finish one of its batches.
+        is_left: Whether this process could not finish one of its batches, and only goes through the others.
         own_weight: Weights of this process's batches so far, those aside that are still on their way.
         readings: Weights that are on their way from the device.
         own_batches: Batches that this process had a part in.
@@ -67,8 +66,7 @@ class AccumulationWindow:
     is_one_batch: bool = False
     samples_before: int = 0
     is_skipped: bool = False
-    is_judged: bool = False
-    ran_out_of_memory: bool = False
+    is_left: bool = False
     own_weight: float = 0.0
     readings: list[Reading] = field(default_factory=list)
     own_batches: int = 0
@@ -103,14 +101,12 @@ class Weighting:
 
     Attributes:
         is_explicit: Whether steps return weights; None before the first batch.
-        counts_targets: Whether this process has found them by itself, as target tokens; None before its first batch.
         reference: Mean weight of a batch in the last window whose sum was not known beforehand.
     """
 
     def __init__(self) -> None:
         self._num_data_processes = num_data_processes()
         self.is_explicit: bool | None = None
-        self.counts_targets: bool | None = None
         self.reference = 1.0
 
     def decide(self, weight: Weight | None, *, is_explicit: bool) -> None:

@@ -142,7 +142,7 @@ class Checkpoints:
             run: The run.
             is_due: Whether a checkpoint is due, beside those that were asked for.
         """
-        if run.has_unfinished_step:
+        if any(has_unfinished_step() for has_unfinished_step in run.features.has_unfinished_step):
             if is_due or self.requests:
                 warn_once(_UNFINISHED, about="unfinished step")
             return
@@ -171,7 +171,7 @@ class Checkpoints:
 
         Processes: collective.
         """
-        if run.has_unfinished_step:
+        if any(has_unfinished_step() for has_unfinished_step in run.features.has_unfinished_step):
             warn_once(_UNFINISHED, about="unfinished step")
             return
         self._serve_requests(run)

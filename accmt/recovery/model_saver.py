@@ -9,7 +9,7 @@ import re
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 
 from accmt import huggingface
 from accmt.callbacks import Callback
-from accmt.callbacks.averaging import using_average
 from accmt.data.options import length_of
 from accmt.errors import AccmtError, SavingError, explain
 from accmt.messages import say, warn
@@ -141,7 +140,9 @@ class ModelSaver(Callback):
 
         Processes: collective.
         """
-        with suppress(_NotSavedError), using_average(run.callbacks):
+        with suppress(_NotSavedError), ExitStack() as stack:
+            for saving_last in run.features.saving_last:
+                stack.enter_context(saving_last())
             self._try_saving(run, {LAST: run.settings.model_folder / "last"})
 
     def _try_saving(self, run: Run, folders: Mapping[str, Path]) -> None:

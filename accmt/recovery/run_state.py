@@ -22,7 +22,7 @@ from accmt.messages import say, warn
 from accmt.optimization.resuming import group_arguments, restore_scheduler
 from accmt.options.changes import Change, changed_arguments
 from accmt.processes import num_processes, process_index
-from accmt.recovery.resume import Resumed
+from accmt.recovery.resume import Resumed, states_of_features
 from accmt.run import Run
 from accmt.secrets import hide
 from accmt.state import Stateful
@@ -97,8 +97,7 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
         **local,
         "data": run.train_loader.source.position(*place) if local["data"] is None else local["data"],
         "parts": parts,
-        "guard": run.guard.state_dict(),
-        "recovery": run.recovery.state_dict(),
+        "features": run.features.state_dict(),
         "next_stage": run.snapshot.next_stage,
         "made_step": run.snapshot.made_step,
         "own": {"module": parts["module"], "trainer": local["trainer"], "callbacks": _of_each_process(run, local)},
@@ -186,7 +185,7 @@ def restore(run: Run, resumed: Resumed) -> None:
     with rejecting_other_forms(resumed.folder):
         others = load_state(run.model, None if resets_optimizer else [run.stepper.optimizer], resumed.folder)
         built += group_arguments(run.stepper.optimizer)[len(built) :]
-        others = _with_own(others)
+        others = _with_own({**others, "features": states_of_features(others)})
         if not resets_optimizer:
             _restore_scheduler(run, others, built, resumed.changes)
         callbacks, of_trainer = others["callbacks"], others["trainer"]
@@ -205,7 +204,7 @@ def _restore_rest(run: Run, others: Mapping[str, Any], folder: Path) -> None:
     run.saver.forget_missing(run.settings.model_folder, others["run_id"])
     if run.checkpoints.owns(folder):
         run.saver.run_id = others["run_id"]
-    run.guard.load_state_dict(others["guard"])
+    run.features.load_state_dict(others["features"])
     run.state.metrics, run.state.best_metrics = others["metrics"], others["best_metrics"]
     run.state.now.is_last_training_batch = others["is_last_batch"]
     run.snapshot.next_stage, run.snapshot.made_step = others["next_stage"], others["made_step"]

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from accmt.callbacks.averaging import WeightAverage
 from accmt.data import MicroBatch, UnshardedLoader
 from accmt.errors import Preempted, ProcessFailedError, explain, is_out_of_memory
 from accmt.failures import Interruption, Reason, Watch, is_consequence, kind_of, record_for_launcher
@@ -129,7 +128,8 @@ def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:
         return
     if is_out_of_memory(error):
         free_memory(run)
-    _restore_trained_weights(run)
+    for before_emergency_checkpoint in run.features.before_emergency_checkpoint:
+        before_emergency_checkpoint()
     try:
         _save_snapshot(run)
     except Exception as own:  # noqa: BLE001 - the error that ends the run goes first
@@ -163,13 +163,6 @@ def _kinds_of(watch: Watch | None, error: BaseException) -> set[Handler | None]:
         return {kind_of(error)}
     kinds = {note["kind"] for note in watch.failures().values() if note["kind"] is not None}
     return {Handler[name] for name in kinds} | {kind_of(error)}
-
-
-def _restore_trained_weights(run: Run) -> None:
-    """Give the model its trained weights back where an evaluation of their average was interrupted."""
-    for callback in run.callbacks:
-        if isinstance(callback, WeightAverage) and callback.is_in_place:
-            callback.on_fit_end()
 
 
 def stopping_if_asked(micro_batches: Iterator[MicroBatch], trainer: TrainerProtocol) -> Iterator[MicroBatch]:

@@ -26,13 +26,12 @@ class StepSnapshot:
     """A run after its last optimizer step, and how far it came with what follows that step.
 
     Args:
-        is_kept: Whether a checkpoint may ever be asked for; if not, nothing is copied.
+        is_kept: Whether a checkpoint may ever be asked for; if not, and no feature needs it, nothing is copied.
 
     Attributes:
         next_stage: The stage that comes next: its index in `accmt.loop.stages.STAGES`, or the length of that list when
             training continues.
         made_step: Whether the last accumulation window ended in an optimizer step, rather than in a skipped one.
-        is_mid_step: Whether an optimizer step is half done: the weights are then neither the snapshot's nor the next's.
         may_change_in_step_hooks: Whether the hooks after a step may change what the snapshot holds.
         state: What `LocalState.collect` returned; None before the first capture.
     """
@@ -40,7 +39,7 @@ class StepSnapshot:
     def __init__(self, model: nn.Module, *, is_kept: bool) -> None:
         self.next_stage = 0
         self.made_step = True
-        self.is_mid_step = False
+        self._is_valid = False
         self.state: dict[str, Any] | None = None
         self.may_change_in_step_hooks = False
         self._is_kept = is_kept
@@ -53,8 +52,8 @@ class StepSnapshot:
         Args:
             next_stage: The stage that comes next.
         """
-        self.next_stage, self.is_mid_step = next_stage, False
-        if not self._is_kept:
+        self.next_stage, self._is_valid = next_stage, True
+        if not (self._is_kept or run.features.needs_snapshot):
             return
         if self._local_state is None:
             self._local_state = LocalState(run)
@@ -65,10 +64,17 @@ class StepSnapshot:
         if self._buffers.places:
             self._buffers.copy()
 
+    def invalidate(self) -> None:
+        """Note that the weights are no longer the snapshot's, or should never be saved, until the next one is taken.
+
+        In the middle of an optimizer step they are neither the snapshot's nor the next's.
+        """
+        self._is_valid = False
+
     @property
     def can_be_saved(self) -> bool:
         """Whether there is a state to save."""
-        return self.state is not None and not self.is_mid_step
+        return self.state is not None and self._is_valid
 
     @contextmanager
     def restored(self, run: Run) -> Iterator[None]:

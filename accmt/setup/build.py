@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,20 +16,18 @@ from accmt.engine.accelerator import build_accelerator
 from accmt.engine.replicas import Replicas
 from accmt.errors import ArgumentError, explain
 from accmt.failures import Board, Clock, Interruption, Watch, find_machines
-from accmt.huggingface import PackingGuard
+from accmt.features.listed import FEATURES
 from accmt.loop.cadence import Cadence, RunLength
 from accmt.loop.logging import logging_step
 from accmt.loop.trained_parameters import TrainedParameters
 from accmt.loop.weighting import Weighting
 from accmt.metrics import RunningAverages
-from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
+from accmt.module import AcceleratorModule, defines
 from accmt.optimization.schedulers import monitored_by
 from accmt.options import Settings
 from accmt.options.units import read_max_time
-from accmt.precision import autocast
 from accmt.processes import broadcast_object, is_main_process, num_processes
 from accmt.recovery.checkpoints import Checkpoints
-from accmt.recovery.loss_guard import LossGuard
 from accmt.recovery.model_saver import ModelSaver
 from accmt.recovery.relaunch import find_relaunched
 from accmt.recovery.restart import Recovery
@@ -101,6 +98,7 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
         is_resumed=resumed is not None,
         length=length,
         seed=seed,
+        feature_kinds=FEATURES,
     )
     if resumed is not None:
         restore(run, resumed)
@@ -115,7 +113,7 @@ def _find_start(trainer: TrainerProtocol, module: AcceleratorModule, recovery: R
     folder = recovery.take_checkpoint() or find_relaunched(trainer.settings) or trainer.chosen_checkpoint
     resumed = find_resumed(trainer.settings, folder)
     if resumed is not None:
-        recovery.learn(resumed.others["recovery"])
+        recovery.learn(resumed.others["features"])
         trainer.state.load_state_dict(resumed.counters)
     module.trainer, module.state = trainer, trainer.state
     return resumed
@@ -144,7 +142,6 @@ def _make_parts(
     settings = trainer.settings
     failures = settings.failures
     saves = settings.checkpoints.every is not None or bool(settings.handling.kinds)
-    keeps_snapshot = saves or settings.optimization.auto_micro_batch
     watch = make_watch(settings, trainer.state, is_listening=saves, hang_timeout_s=settings.failures.hang_timeout_s)
     engine, optimizer = prepared.engine, prepared.stepper.optimizer
     compares = num_processes() > 1 and failures.compare_replicas
@@ -158,18 +155,11 @@ def _make_parts(
         "weighting": Weighting(),
         "running_averages": RunningAverages(module.logs.of_training),
         "checkpoints": Checkpoints(settings, prepared.model, prepared.stepper.optimizer),
-        "snapshot": StepSnapshot(prepared.unwrapped_model, is_kept=keeps_snapshot),
-        "guard": LossGuard(failures.on_nonfinite, failures.spike_guard, careful_until=recovery.careful_until),
+        "snapshot": StepSnapshot(prepared.unwrapped_model, is_kept=saves),
         "recovery": recovery,
         "clock": Clock(read_max_time(settings.running.max_time)),
         **watch,
         "trained": TrainedParameters(module, engine, optimizer, watch["watch"]),
-        "packing": PackingGuard(
-            prepared.unwrapped_model,
-            wrapped=prepared.model,
-            precision=partial(autocast, accelerator),
-            is_sharded=engine.needs_all,
-        ),
         "replicas": Replicas(prepared.unwrapped_model, optimizer, trainer.state.global_step) if compares else None,
         "counts_own_samples": defines(module, "get_batch_size"),
     }
@@ -208,7 +198,7 @@ def _place(
     state, micro_batches_per_epoch = trainer.state, source.num_micro_batches
     if resumed is not None:
         source.resume_from(state.epoch, state.train_step, resumed.others["data"])
-    done = Counters() if isinstance(module, ExtendedAcceleratorModule) else state  # its steps follow no plan
+    done = Counters() if module.uses_manual_optimization else state  # its steps follow no plan
     length = measure_run(trainer.settings, cadence, source, micro_batches_per_epoch, done)
     reloads = trainer.settings.data.reload_epochs > 0
     return length.keep(resumed.others.get("plan")) if resumed is not None and reloads else length

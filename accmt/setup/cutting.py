@@ -26,7 +26,7 @@ from accmt.data.collate import collate_or_explain
 from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import attention_of, is_batch_norm
 from accmt.messages import say_once, warn_once
-from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
+from accmt.module import AcceleratorModule, defines
 from accmt.options import Settings
 from accmt.processes import num_data_processes
 
@@ -181,7 +181,7 @@ def find_cutting(
 def reject_other_cuts(module: AcceleratorModule, settings: Settings) -> None:
     """Reject what decides, beside a budget of tokens, on what goes through the model at once in training."""
     others = {
-        "a module that steps by itself": isinstance(module, ExtendedAcceleratorModule),
+        "a module that steps by itself": module.uses_manual_optimization,
         "auto_micro_batch=True, which cuts by samples": settings.optimization.auto_micro_batch,
     }
     for got in (what for what, is_so in others.items() if is_so and settings.hps.max_tokens is not None):

@@ -12,10 +12,11 @@ import torch
 from accmt.data import Loader
 from accmt.data.largest import LargestBatch
 from accmt.errors import ArgumentError, DataError, explain
+from accmt.features.listed import FEATURES
 from accmt.loop.cadence import Cadence
 from accmt.module import AcceleratorModule, defines
 from accmt.options import DataSettings
-from accmt.recovery.restart import Recovery, check_restarts
+from accmt.recovery.restart import Recovery
 from accmt.recovery.shutdown import stopping_if_asked
 from accmt.setup.datasets import build_evaluation_loader, build_train_loader, end_workers, find_sets, make_largest_batch
 from accmt.setup.user_data import UserData
@@ -71,7 +72,8 @@ class Loaders:
         """
         settings, seed, device = self._trainer.settings, self._seed, self._device
         self._train_data = train_data
-        check_restarts(settings, self._module, train_data)
+        for feature in FEATURES:
+            feature.check(settings, self._module, train_data)
         self._also_read = list(val_data.values())
         self.train = self.build_train_again()
         _check_fraction(Cadence.of(settings), self.train)
@@ -92,14 +94,14 @@ class Loaders:
         Processes: collective.
         """
         settings = self._trainer.settings
-        limit = self._recovery.max_micro_batch_size if settings.optimization.auto_micro_batch else None
+        lessons = self._recovery.lessons.get("out_of_memory", {}) if settings.optimization.auto_micro_batch else {}
         return build_train_loader(
             self._module,
             self._train_data,
             settings,
             seed=self._seed,
             device=self._device,
-            max_micro_batch_size=limit,
+            max_micro_batch_size=lessons.get("max_micro_batch_size"),
             also_read=self._also_read,
         )
 

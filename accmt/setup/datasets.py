@@ -30,7 +30,7 @@ from accmt.data.own_generators import seed_with_global
 from accmt.engine.accelerator import must_keep_in_step
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.messages import warn
-from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, defines
+from accmt.module import AcceleratorModule, defines
 from accmt.options import DataSettings, Settings
 from accmt.processes import data_index, num_data_processes
 from accmt.setup.cutting import find_cutting, reject_other_cuts
@@ -168,7 +168,7 @@ def build_train_loader(
     source = _end_together(build_source(cutting.data if cutting else data, options))
     if cutting:
         return Loader(source, cutting.of_training())
-    steps_itself = isinstance(module, ExtendedAcceleratorModule)
+    steps_itself = module.uses_manual_optimization
     return Loader(source, ByCount(None if steps_itself else settings.optimization.accumulation_at))
 
 
@@ -339,7 +339,7 @@ def _find_groups(module: AcceleratorModule, settings: Settings) -> StreamGroups 
 
 def _check_settings(module: AcceleratorModule, settings: Settings) -> None:
     data_settings = settings.data
-    if isinstance(module, ExtendedAcceleratorModule):
+    if module.uses_manual_optimization:
         _reject("a module that steps by itself", "accmt.AcceleratorModule, whose steps are known beforehand")
     if data_settings.group_by_length:
         _reject("group_by_length=True", "leave it out: a curriculum decides the order")

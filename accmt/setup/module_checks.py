@@ -19,7 +19,7 @@ from accmt.callbacks import find_hooks
 from accmt.errors import ModuleContractError, explain, nearest
 from accmt.huggingface import advise_wrapping
 from accmt.metrics import Metric, ReportedValue
-from accmt.module import AcceleratorModule, ExtendedAcceleratorModule, HuggingFaceModule, defines
+from accmt.module import AcceleratorModule, HuggingFaceModule, defines
 from accmt.optimization import ChainedOptimizer, SeveralSchedulers, needs_closure
 from accmt.processes import num_processes
 from accmt.registry import addon
@@ -77,7 +77,7 @@ def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
         return own
     parts = list(own.values()) if isinstance(own, dict) else list(own) if isinstance(own, list | tuple) else []
     num_optimizers = sum(hasattr(part, "param_groups") for part in parts)
-    if parts and num_optimizers == len(parts) and isinstance(module, ExtendedAcceleratorModule):
+    if parts and num_optimizers == len(parts) and module.uses_manual_optimization:
         return ChainedOptimizer(parts) if num_optimizers > 1 else parts[0]
     do = "def get_optimizer(self): return torch.optim.SGD(self.model.parameters(), lr=0.1)"
     if num_optimizers > 1:
@@ -92,7 +92,7 @@ def require_optimizer(module: AcceleratorModule, own: Any) -> Any:
 
 
 def _require_step_without_closure(module: AcceleratorModule, optimizer: Any) -> None:
-    if isinstance(module, ExtendedAcceleratorModule) or not needs_closure(optimizer):
+    if module.uses_manual_optimization or not needs_closure(optimizer):
         return
     got = f"{type(optimizer).__name__}, which evaluates the loss several times in one step (it needs a closure)"
     do = "choose an optimizer that takes one gradient a step, such as torch.optim.AdamW; or derive from "
@@ -110,7 +110,7 @@ def require_scheduler(module: AcceleratorModule, own: Any) -> Any:
         expected = "a scheduler whose step() takes none: it is called after each optimizer step"
         raise ModuleContractError(explain(f"{type(module).__name__}.get_scheduler", got, expected, do))
     is_several = isinstance(own, list | tuple) and all(isinstance(one, LRScheduler) for one in own)
-    if own and is_several and isinstance(module, ExtendedAcceleratorModule):
+    if own and is_several and module.uses_manual_optimization:
         return SeveralSchedulers(own) if len(own) > 1 else own[0]
     do = f"{_GET_SCHEDULER}; several are one as torch.optim.lr_scheduler.ChainedScheduler(schedulers)"
     if isinstance(own, dict):
@@ -151,7 +151,7 @@ def _describe_returned(own: Any) -> str:
 
 def _defines_step(module: AcceleratorModule) -> bool:
     # In an ExtendedAcceleratorModule `step` is something else: it advances optimizer and scheduler.
-    return defines(module, "step") and not isinstance(module, ExtendedAcceleratorModule)
+    return defines(module, "step") and not module.uses_manual_optimization
 
 
 def require_module(module: Any, function: str) -> None:
@@ -210,7 +210,7 @@ def _reject_foreign_methods(module: AcceleratorModule) -> None:
     if faults:
         raise ModuleContractError("\n\n".join(faults))
     is_manual = getattr(module, "automatic_optimization", True) is False
-    if is_manual and not isinstance(module, ExtendedAcceleratorModule):
+    if is_manual and not module.uses_manual_optimization:
         where, got = f"{type(module).__name__}.automatic_optimization", "False, which nothing reads here"
         do = "derive from ExtendedAcceleratorModule, and call self.backward(loss), self.step() and self.zero_grad()"
         raise ModuleContractError(explain(where, got, "a class that says who makes the steps", do))

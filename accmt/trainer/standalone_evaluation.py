@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accmt.callbacks.averaging import WeightAverage, using_average
+from accmt.callbacks.averaging import WeightAverage
 from accmt.callbacks.progress import draw_batches
 from accmt.data import Loader, MicroBatch, draw_seed
 from accmt.engine.accelerator import build_accelerator
 from accmt.engine.base import Engine
 from accmt.errors import ArgumentError, explain
+from accmt.features.listed import FEATURES
 from accmt.files import dumps, require_writable_folder, write_text
-from accmt.huggingface import PackingGuard, keeping_quantized_weights
 from accmt.loop.evaluation import call_hooks, evaluate, in_evaluation_mode, reported
 from accmt.loop.prediction import predict
 from accmt.messages import say
@@ -179,7 +179,7 @@ def predict_alone(request: Request, *, keeps: bool) -> Any:
 
 @contextmanager
 def _open(request: Request) -> Iterator[EvaluationRun]:
-    module, function, last, settings = request.module, request.function, request.last_run, request.trainer.settings
+    module, function, settings = request.module, request.function, request.trainer.settings
     if getattr(module, "model", None) is None:
         accelerator = build_accelerator(settings.running)  # which a module may ask for as `accmt.accelerator`
         configure_model(module, accelerator)
@@ -193,25 +193,18 @@ def _open(request: Request) -> Iterator[EvaluationRun]:
         _lending_engine(request) as engine,
         _taking_data(request, engine.accelerator) as sets,
         using_weights(module, settings, request.ckpt_path, function),
-        nullcontext() if function == "predict" else _watch_packing(engine),
-        keeping_quantized_weights(module.model),
         nullcontext() if request.current_run is None else request.current_run.stepper.evaluating(),
-        using_average(() if last is None or request.ckpt_path is not None else last.callbacks),
     ):
         run = _build(request, sets, engine)
         dataloaders = [loader.source.dataloader for loader in run.val_loaders.values()]
         request.trainer._dataloaders = {**request.trainer._dataloaders, function: dataloaders}
         try:
-            with run.own_loss.watching():
+            with run.features.running():
                 yield run
         finally:
             end_workers(run.val_loaders.values())
             if request.current_run is not None:
                 request.current_run.train_loader.source.set_epoch_again()
-
-
-def _watch_packing(engine: Engine) -> AbstractContextManager[None]:
-    return PackingGuard(engine.model, is_sharded=engine.needs_all).watching()
 
 
 def _reject_another_module(request: Request) -> None:
@@ -273,9 +266,7 @@ def _build(request: Request, sets: Mapping[str, Any], engine: Engine) -> Evaluat
     seed, device = _choose_seed(request), engine.accelerator.device
     metrics = metrics_of_sets(None if function == "predict" else settings.evaluation.metrics, list(sets))
     callbacks = gather_callbacks(trainer, module) if last is None else last.callbacks
-    callbacks = [
-        callback for callback in callbacks if not isinstance(callback, WeightAverage)
-    ]  # using_average does its work
+    acting = [callback for callback in callbacks if not isinstance(callback, WeightAverage)]  # a feature has the others
     return EvaluationRun(
         settings=settings,
         engine=engine,
@@ -288,10 +279,12 @@ def _build(request: Request, sets: Mapping[str, Any], engine: Engine) -> Evaluat
             name: _build_loader(request, name, module, data, seed=seed, device=device) for name, data in sets.items()
         },
         metrics=metrics,
-        hooks=connect_hooks(trainer, module, callbacks, seed=seed, device=device),
+        callbacks=() if last is None or request.ckpt_path is not None else last.callbacks,
+        hooks=connect_hooks(trainer, module, acting, seed=seed, device=device),
         state=trainer.state,
         seed=seed,
         counts_own_samples=defines(module, "get_batch_size"),
+        feature_kinds=FEATURES,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.distributed.scripts.own_loss import CASES
 from tests.launching import SCRIPTS, launch
-from tests.unit.test_huggingface_own_loss import LENGTHS, make_rows, of_plain_torch
+from tests.unit.test_features_own_loss import LENGTHS, make_rows, of_plain_torch
 
 
 @pytest.mark.feature("A01")

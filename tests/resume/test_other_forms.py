@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accmt import Callback
+from accmt import Callback, Trainer
 from accmt.checkpoint import manifest as manifests
 from accmt.errors import AccmtError, CheckpointError
 from tests.toys import Linear, make_points, make_trainer
@@ -16,10 +16,12 @@ from tests.toys import Linear, make_points, make_trainer
 FOLDER = Path("out/checkpoint-model/step-00000002")
 
 
-def train(**settings: Any) -> None:
+def train(**settings: Any) -> Trainer:
     hps = {"max_steps": settings.pop("max_steps", 3)}
     settings = {"checkpoint_every": "1 step", "async_checkpointing": False, "max_checkpoints": 9, **settings}
-    make_trainer(hps, failures={"preflight": False}, **settings).fit(Linear(), make_points())
+    trainer = make_trainer(hps, failures={"preflight": False}, **settings)
+    trainer.fit(Linear(), make_points())
+    return trainer
 
 
 def sign(state: dict[str, Any], manifest: dict[str, Any]) -> None:
@@ -46,7 +48,7 @@ def sign(state: dict[str, Any], manifest: dict[str, Any]) -> None:
         "others.parts",
         "others.parts.state.global_step",
         "others.callbacks",
-        "others.guard",
+        "others.features",
         "manifest.sequence",
         "manifest.info",
     ],
@@ -81,3 +83,18 @@ def test_an_error_of_a_users_own_state_stays_what_it_is():
     with pytest.raises(KeyError, match="mine") as caught:
         train(resume=True, callbacks=Failing())
     assert not isinstance(caught.value, CheckpointError)
+
+
+@pytest.mark.parametrize("size", [None, 1])
+def test_what_was_learned_is_read_from_a_checkpoint_before_features_had_states_by_name(size: int | None) -> None:
+    train(max_steps=2)
+    state, manifest = (json.loads((FOLDER / f"{name}.json").read_text()) for name in ("state", "manifest"))
+    before = state["others"].pop("features")
+    assert before == {"loss_guard": {"recent": None, "lessons": {}}}
+    state["others"]["guard"] = {"recent": None}
+    learned = {"max_micro_batch_size": size, "skipped_windows": [4], "careful_until": 5}
+    state["others"]["recovery"] = learned
+    sign(state, manifest)
+    trainer = train(resume=str(FOLDER), auto_micro_batch=True)
+    assert (trainer.state.global_step, trainer.state.skipped_updates) == (3, 1), "the window after 4 samples is skipped"
+    assert trainer.train_step_batch_size == (size or 2)

@@ -39,7 +39,7 @@ LAYERS = [
         "engine",
         "without_trace",
     },
-    {"run", "recovery", "loop", "setup"},
+    {"run", "features", "recovery", "loop", "setup"},
     {"swa", "tuning"},
     {"trainer"},
     {"addons", "compat"},

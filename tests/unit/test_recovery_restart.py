@@ -120,13 +120,11 @@ def test_what_was_found_is_kept_in_the_checkpoint(tmp_path: Path) -> None:
     assert max(module.sizes) == 4
 
 
-@pytest.mark.parametrize(
-    ("own", "saved", "limit"), [(None, None, None), (4, None, 4), (None, 2, 2), (4, 2, 2), (2, 4, 2)]
-)
-def test_of_what_was_found_and_what_a_checkpoint_knows_the_smaller_counts(own: Any, saved: Any, limit: Any) -> None:
-    recovery = Recovery(max_micro_batch_size=own, skipped_windows={3}, careful_until=5)
-    recovery.learn({"max_micro_batch_size": saved, "skipped_windows": [7], "careful_until": 4})
-    assert recovery.state_dict() == {"max_micro_batch_size": limit, "skipped_windows": [3, 7], "careful_until": 5}
+def test_what_was_learned_since_a_checkpoint_counts_more_than_what_it_knows() -> None:
+    recovery = Recovery(lessons={"guard": {"skipped": [3, 7]}})
+    states = {"guard": {"skipped": [3]}, "memory": {"size": 4}, "other": {}}
+    recovery.learn({name: {"lessons": lessons} for name, lessons in states.items()})
+    assert recovery.lessons == {"guard": {"skipped": [3, 7]}, "memory": {"size": 4}}
 
 
 def test_callbacks_keep_their_state_and_are_told_that_the_run_goes_on(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 import tests.many_runs  # noqa: F401
 from accmt import Callback, Trainer
 from accmt.processes import is_main_process, num_processes
-from tests.unit.test_huggingface_own_loss import Inside, Own, make_model, make_rows
+from tests.unit.test_features_own_loss import Inside, Own, make_model, make_rows
 
 CASES: dict[str, tuple[type[Own], dict[str, Any]]] = {
     "own": (Own, {}),

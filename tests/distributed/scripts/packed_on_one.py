@@ -17,7 +17,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule
-from accmt.huggingface import packing
+from accmt.features import packing_check
 from accmt.processes import gather_objects, is_main_process
 from accmt.sharded_tensors import make_whole
 from tests.distributed.scripts.sharded import VOCABULARY, make_llama
@@ -69,13 +69,13 @@ def make_model(kind: str) -> nn.Module:
 
 def main(kind: str, result: str, folder: str) -> None:
     os.chdir(folder)
-    trials, real = [], packing.try_packing
+    trials, real = [], packing_check.try_packing
 
     def count(*args: Any, **kwargs: Any) -> Any:
         trials.append(real(*args, **kwargs))
         return trials[-1]
 
-    packing.try_packing = count
+    packing_check.try_packing = count
     found = {}
     for name in ("plain", "packed"):
         trials.clear()

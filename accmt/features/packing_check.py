@@ -1,4 +1,4 @@
-"""Packed documents: several in one row, separated by positions that start again."""
+"""Checks that packed documents, several in one row, are not mixed: positions that start again separate them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import torch
 from torch import nn
 
 from accmt.errors import DataError, explain
+from accmt.features.hooks import Feature
 from accmt.huggingface.isolation import PackedCall, Verdict, try_packing
 from accmt.huggingface.model_kinds import find_transformers_models, is_transformers_model, predicts_next_token
 from accmt.libraries.private_names import attention_of, children_of, is_compiled
 from accmt.messages import warn_once
+from accmt.precision import autocast
+from accmt.run import EvaluationRun
 
 _IGNORED = -100
 _EXPECTED = "documents that do not attend to one another"
@@ -32,7 +35,7 @@ class _Looked(NamedTuple):
     has_crossing_labels: bool
 
 
-class PackingGuard:
+class PackingCheck(Feature):
     """Lets no run work on packed documents that its model would mix.
 
     It looks at each call of the model, because a batch may be the first packed one at any step, and a step may pass on
@@ -45,6 +48,8 @@ class PackingGuard:
         is_sharded: Whether each forward needs all processes. Packed rows may come to one process alone, so the trial is
             then made in the first call already, which all processes make together.
     """
+
+    name = "packing_check"
 
     def __init__(
         self,
@@ -65,8 +70,15 @@ class PackingGuard:
         self._looked: _Looked | None = None
         self._was_passed = False
 
+    @classmethod
+    def for_run(cls, run: EvaluationRun) -> PackingCheck | None:
+        if run.state.fn == "predict":
+            return None
+        precision = partial(autocast, run.accelerator)
+        return cls(run.unwrapped_model, wrapped=run.model, precision=precision, is_sharded=run.engine.needs_all)
+
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def during(self) -> Iterator[None]:
         """Look at each call, and let transformers models build no cache unless a call asks for one, as `generate` does.
 
         Nothing reads a cache in training, and transformers keeps packed documents apart only without one.
@@ -89,17 +101,20 @@ class PackingGuard:
                     stack.callback(model.register_forward_hook(self._after_forward, always_call=True).remove)
             yield
 
-    def look(self, batch: Any) -> None:
+    def before_forward(self, batch: Any) -> None:
         """Look at a batch of a training step before it is on the device, where looking would wait for all its work."""
         self._caller, self._looked, self._was_passed = None, None, False
-        held = _find_arguments(batch)
-        if held is None:
+        parts = (batch,) if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+        for held in parts:
+            if isinstance(held, Mapping) and (_positions_in(held) is not None or _has_bounds(held)):
+                break  # it says where documents begin
+        else:
             return
         self._looked = _look_at(held)
         if self._looked.is_packed and self._is_compiled and len(self._watched) == 1:  # compiled calls are not looked at
             self._require_isolation(next(iter(self._watched)), held, self._looked)
 
-    def require_passed(self) -> None:
+    def after_forward(self) -> None:
         """Check after a training step that it told the model where the documents of its batch begin.
 
         Raises:
@@ -235,14 +250,6 @@ def _find_watched(model: nn.Module, *, is_compiled: bool) -> dict[nn.Module, Map
 
 def _takes_positions(takes: Mapping[str, inspect.Parameter]) -> bool:
     return "position_ids" in takes or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
-
-
-def _find_arguments(batch: Any) -> Mapping[str, Any] | None:
-    """Return the part of a batch that says where packed documents begin, if any."""
-    if isinstance(batch, Mapping):
-        return batch if _positions_in(batch) is not None or _has_bounds(batch) else None
-    parts = batch if isinstance(batch, tuple | list) else ()
-    return next((part for part in parts if isinstance(part, Mapping) and _find_arguments(part) is not None), None)
 
 
 def _positions_in(arguments: Mapping[str, Any]) -> torch.Tensor | None:

@@ -14,9 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from accmt.data import MicroBatch, Window, derive_seed, seed_generators
 from accmt.engine.calls import require_call
 from accmt.errors import ModuleContractError, explain
-from accmt.huggingface.batch_faults import add_note_of_batch
+from accmt.features.hooks import Feature
 from accmt.libraries.private_names import count_writes
-from accmt.loop.bad_sample_counts import count_bad_samples
 from accmt.loop.optimizer_step import (
     advance_scheduler,
     step_optimizer,
@@ -29,7 +28,8 @@ from accmt.module import ExtendedAcceleratorModule
 from accmt.optimization import SeveralSchedulers, needs_closure
 from accmt.precision import autocast
 from accmt.processes import data_index, num_data_processes, sum_over_data
-from accmt.run import Place, Run, require_planned
+from accmt.run import EvaluationRun, Run, require_planned
+from accmt.state import Place
 
 _FOREIGN = (
     "training_step steps an optimizer that get_optimizer did not return: its state is in no checkpoint, so a resumed "
@@ -44,6 +44,57 @@ _NOT_WEIGHTED = (
     "give the batch of each process the same weight, however many samples it has, and average nothing over processes "
     "where self.model is a container such as an nn.ModuleDict: call self.backward(loss)"
 )
+
+
+class ManualOptimization(Feature):
+    """Lets a module run the optimization itself."""
+
+    name = "manual_optimization"
+
+    def __init__(self, run: Run, module: ExtendedAcceleratorModule) -> None:
+        self._run = run
+        self._module = module
+
+    @classmethod
+    def for_run(cls, run: EvaluationRun) -> ManualOptimization | None:
+        if isinstance(run, Run) and isinstance(run.module, ExtendedAcceleratorModule):
+            return cls(run, run.module)
+        return None
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        """Let steps that the training step makes by an optimizer's own `step` count as those of `step_optimizer`."""
+
+        def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+            steps = self._steps
+            return None if steps is None else steps.begin_own_step(optimizer, args, kwargs)
+
+        def end(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+            steps = self._steps
+            if steps is not None:
+                steps.end_own_step(optimizer)
+
+        handles = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def make_steps(self) -> ManualSteps:
+        return ManualSteps(self._run, self._module)
+
+    def has_unfinished_step(self) -> bool:
+        """Return whether there are gradients of an optimizer step that the module has not made yet."""
+        return self._steps is not None and self._steps.has_gradients
+
+    def why_not_tried(self) -> str:
+        return "the module steps by itself"
+
+    @property
+    def _steps(self) -> ManualSteps | None:
+        steps: ManualSteps | None = vars(self._module).get("manual_steps")  # those of the epoch
+        return steps
 
 
 class ManualSteps:
@@ -90,8 +141,8 @@ class ManualSteps:
         [micro_batch] = window.micro_batches
         run = self._run
         run.state.now.is_last_training_batch = micro_batch.is_last
-        if micro_batch.num_bad:
-            count_bad_samples(run, micro_batch)
+        for before_batch in run.features.before_batch:
+            before_batch(micro_batch)
         self._has_stepped = False
         self._train_batch(micro_batch)
         if self._has_stepped:
@@ -112,24 +163,17 @@ class ManualSteps:
             return
         run.trained.update()
         run.engine.begin_window()
-        run.packing.look(micro_batch.batch)
         batch = run.place(micro_batch.batch)
         own = run.count_samples(micro_batch, batch)
         samples = self._count_over_processes(micro_batch, own)
         self._factor, self._depth = own * num_data_processes() / samples, 0
         self._last_factor, self._weighs_samples = self._factor, False
-        run.own_loss.calls.clear()
         self._place_in_epoch, self._num_acts = (run.state.epoch, micro_batch.index, data_index()), 0
         seed_generators(derive_seed(run.seed, "step", *self._place_in_epoch), run.device)
         for hook in run.hooks.on_before_training_step:
             hook(batch=batch)
-        try:
-            with autocast(run.accelerator), run.engine.running("training_step", None) as self._calls:
-                outputs = run.training_step(batch)
-        except Exception as error:
-            add_note_of_batch(error, run.unwrapped_model, micro_batch.batch)
-            raise
-        run.packing.require_passed()
+        with autocast(run.accelerator), run.engine.running("training_step", None) as self._calls:
+            outputs = run.features.call_training_step(run.training_step, batch, read=micro_batch.batch)
         run.trained.require_unchanged()
         is_mapping = isinstance(outputs, Mapping)
         loss = outputs.get("loss") if is_mapping else outputs
@@ -137,12 +181,13 @@ class ManualSteps:
             given = read_weight("training_step", outputs.get("weight")) if is_mapping else None
             if given is not None and self._weighs_samples:
                 self._require_weight_in_backward()
-            targets = run.own_loss.find_weight(loss, counted_before=None) if given is None else None
+            targets = run.features.find_weight(loss, is_given=given is not None)
             weight = next(one for one in (given, targets, own) if one is not None)
             others = read_further_values(outputs) if is_mapping else None
             run.running_averages.add(loss.detach(), weight, others, own if given is None else given)
             place = Place(run.state.global_step + 1, run.state.epoch, micro_batch.index, run.state.samples_seen)
-            run.guard.add(loss.detach(), weight, place)
+            for after_batch in run.features.after_batch:
+                after_batch(loss.detach(), weight, place)
         for hook in run.hooks.on_after_training_step:
             hook(batch=batch, outputs=outputs)
         self._depth = 1
@@ -177,7 +222,7 @@ class ManualSteps:
             run.stepper.clip(_parameters_of(optimizer))
         for hook in run.hooks.on_before_optimizer_step:
             hook(optimizer=optimizer)
-        run.snapshot.is_mid_step = True
+        run.snapshot.invalidate()
         if closure is None:
             seed_generators(derive_seed(run.seed, "optimizer_step", run.state.global_step, self._num_acts), run.device)
             return None
@@ -295,7 +340,7 @@ class ManualSteps:
         given = read_weight("self.backward(loss, weight=...)", weight)
         if num_data_processes() == 1:
             return 1.0
-        given = self._run.own_loss.find_weight(loss, counted_before=None) if given is None else given
+        given = self._run.features.find_weight(loss, is_given=False) if given is None else given
         if given is None:
             self._weighs_samples = True
             return self._factor
@@ -418,28 +463,3 @@ def _have_same(now: Sequence[Any], before: Sequence[Any], quantifier: Callable[[
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-@contextmanager
-def counting_own_steps(run: Run) -> Iterator[None]:
-    """Let steps that a manual training step makes by an optimizer's own `step` count as those of `step_optimizer`."""
-    if not isinstance(run.module, ExtendedAcceleratorModule):
-        yield
-        return
-    attributes = vars(run.module)  # where each epoch's `ManualSteps` are
-
-    def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        steps = attributes.get("manual_steps")
-        return None if steps is None else steps.begin_own_step(optimizer, args, kwargs)
-
-    def end(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        steps = attributes.get("manual_steps")
-        if steps is not None:
-            steps.end_own_step(optimizer)
-
-    handles = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -4,8 +4,8 @@ import pytest
 
 from accmt import Callback
 from accmt.errors import Preempted
-from accmt.recovery import crash_loop
-from accmt.recovery.crash_loop import Start, describe_crash_loop, forget_starts, record_failure, record_start
+from accmt.features import crash_loop
+from accmt.features.crash_loop import Start, describe_crash_loop, forget_starts, record_failure, record_start
 from tests.toys import Linear, make_points, make_trainer
 
 

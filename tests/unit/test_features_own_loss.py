@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from accmt import AcceleratorModule, Callback, SFTModule
 from accmt.errors import ModuleContractError
-from accmt.huggingface.own_loss import _kind_of_targets, count_targets
+from accmt.huggingface.loss_targets import count_targets, kind_of_targets
 from accmt.module import HuggingFaceModule
 from tests.conversations import make_tokenizer
 from tests.toys import make_trainer
@@ -228,7 +228,7 @@ def test_the_weighted_mean_of_two_batches_is_the_loss_of_both(make: Any) -> None
     halves = [{name: value[part] for name, value in batch.items()} for part in (slice(2), slice(2, 4))]
     with torch.no_grad():
         whole, losses = model(**batch).loss, torch.stack([model(**half).loss for half in halves])
-    assert _kind_of_targets(model, batch) == targets
+    assert kind_of_targets(model, batch) == targets
     weights = torch.stack([count_targets(model, half) for half in halves])
     assert weights[0] != weights[1]
     assert (losses * weights).sum() / weights.sum() == pytest.approx(whole.item(), rel=1e-5)

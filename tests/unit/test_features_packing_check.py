@@ -24,7 +24,8 @@ from transformers import (
 
 from accmt import AcceleratorModule, ExtendedAcceleratorModule
 from accmt.errors import DataError
-from accmt.huggingface import PackingGuard, packing
+from accmt.features import packing_check
+from accmt.features.packing_check import PackingCheck
 from accmt.module import HuggingFaceModule
 from tests.toys import make_trainer
 
@@ -78,13 +79,13 @@ class Trials:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, skips: bool = False) -> None:
         self.number = 0
-        real = packing.try_packing
+        real = packing_check.try_packing
 
         def count(*args: Any, **kwargs: Any) -> Any:
             self.number += 1
-            return packing.Verdict() if skips else real(*args, **kwargs)
+            return packing_check.Verdict() if skips else real(*args, **kwargs)
 
-        monkeypatch.setattr(packing, "try_packing", count)
+        monkeypatch.setattr(packing_check, "try_packing", count)
 
 
 def test_the_gradient_of_packed_documents_is_that_of_padded_ones() -> None:
@@ -106,7 +107,7 @@ def test_the_gradient_of_packed_documents_is_that_of_padded_ones() -> None:
 def test_a_cache_is_made_only_where_it_is_asked_for() -> None:
     model = nn.ModuleDict({"inner": make_model()})
     ids = PACKED["input_ids"]
-    with torch.no_grad(), PackingGuard(model).watching():
+    with torch.no_grad(), PackingCheck(model).during():
         assert model["inner"](input_ids=ids).past_key_values is None
         cache = model["inner"](input_ids=ids, use_cache=True).past_key_values
         assert cache is not None
@@ -119,7 +120,7 @@ def test_a_cache_is_made_only_where_it_is_asked_for() -> None:
 
 def test_a_model_that_mixes_documents_is_rejected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model, trials = make_encoder(), Trials(monkeypatch)
-    with PackingGuard(model).watching():
+    with PackingCheck(model).during():
         model(input_ids=PACKED["input_ids"], position_ids=torch.arange(14)[None])
         seen = torch.ones(1, 1, 14, 14, dtype=torch.bool)
         model(**PACKED, attention_mask=seen)  # who sees whom is said
@@ -138,7 +139,7 @@ def test_a_model_that_mixes_documents_is_rejected_by_name(monkeypatch: pytest.Mo
 def test_masks_by_the_kind_of_layer_say_who_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     model, trials = make_model("gemma3_text"), Trials(monkeypatch)
     seen = torch.ones(1, 1, 14, 14, dtype=torch.bool)
-    with PackingGuard(model).watching():
+    with PackingCheck(model).during():
         model(**PACKED, attention_mask={"full_attention": seen, "sliding_attention": seen})
     assert trials.number == 0
 
@@ -147,7 +148,7 @@ def test_bounds_of_documents_that_the_attention_does_not_read_are_rejected() -> 
     bounds = torch.tensor([0, 6, 10, 14], dtype=torch.int32)
     varlen = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 6, "max_length_k": 6}
     model = make_model()
-    with PackingGuard(model).watching():
+    with PackingCheck(model).during():
         model(**PACKED, **varlen)
         model(input_ids=PACKED["input_ids"], **{**varlen, "cu_seq_lens_q": bounds[[0, -1]]})  # one document
         with pytest.raises(DataError, match="packed documents in LlamaForCausalLM(.|\n)*mixed"):
@@ -156,7 +157,7 @@ def test_bounds_of_documents_that_the_attention_does_not_read_are_rejected() -> 
 
 def test_a_mask_beside_packed_documents_is_rejected_and_padding_is_not() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SMALL))
-    with PackingGuard(model).watching():
+    with PackingCheck(model).during():
         with pytest.raises(DataError, match="leave attention_mask out of the batch"):
             model(**PACKED, attention_mask=torch.ones(1, 14, dtype=torch.long))
         mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
@@ -245,7 +246,7 @@ def test_a_step_that_does_not_pass_the_positions_on_is_rejected(kind: Any, model
 
 def test_a_model_that_takes_no_positions_is_rejected() -> None:
     model = T5EncoderModel(T5Config(**SMALL, d_model=16, num_layers=1, num_heads=2))
-    with PackingGuard(model).watching(), pytest.raises(DataError, match="T5EncoderModel(.|\n)*takes no position_ids"):
+    with PackingCheck(model).during(), pytest.raises(DataError, match="T5EncoderModel(.|\n)*takes no position_ids"):
         model(**PACKED)
 
 
@@ -281,12 +282,12 @@ def test_what_lies_on_the_device_is_not_waited_for(is_packed: bool, monkeypatch:
     if is_packed:
         rows["position_ids"] = rows["position_ids"] % 3
     on_device = {name: tensor.to("meta") for name, tensor in rows.items()}
-    guard = PackingGuard(model)
-    with guard.watching():
+    guard = PackingCheck(model)
+    with guard.during():
         for _ in range(2):
-            guard.look(rows)
+            guard.before_forward(rows)
             model(**on_device)
-            guard.require_passed()
+            guard.after_forward()
         assert trials.number == is_packed
         with pytest.raises(RuntimeError, match="meta"):
             model(**on_device)  # positions that no batch has shown

@@ -12,14 +12,18 @@ from torch.utils.data import TensorDataset
 
 from accmt import AcceleratorModule, Callback, LambdaCallback, Trainer
 from accmt.errors import ArgumentError, NonFiniteError
-from accmt.recovery.loss_guard import LossGuard
-from accmt.recovery.restart import MAX_ROLLBACKS
-from accmt.run import Place
+from accmt.features.loss_guard import MAX_ROLLBACKS, LossGuard
+from accmt.state import Place
 from tests.checkpoints import names_in
 from tests.toys import Linear, Recorder, logged, make_trainer
 
 SAMPLES = 24
 NO_LOSS = float("nan")
+NO_RUN: Any = None
+
+
+def find_guard(run: Any) -> LossGuard:
+    return next(feature for feature in run.features.all if isinstance(feature, LossGuard))
 
 
 def make_data(bad: dict[int, float]) -> TensorDataset:
@@ -268,11 +272,11 @@ def test_each_process_compares_with_its_own_losses_after_a_resume(
     monkeypatch: pytest.MonkeyPatch, index: int, count: int, found: int
 ) -> None:
     """With another number of processes nobody knows whose losses they were, and the comparison starts again."""
-    monkeypatch.setattr("accmt.recovery.loss_guard.num_data_processes", lambda: count)
-    monkeypatch.setattr("accmt.recovery.loss_guard.data_index", lambda: index)
-    guard = LossGuard("stop", 8.0)
+    monkeypatch.setattr("accmt.features.loss_guard.num_data_processes", lambda: count)
+    monkeypatch.setattr("accmt.features.loss_guard.data_index", lambda: index)
+    guard = LossGuard(NO_RUN, "stop", 8.0)
     guard.load_state_dict({"recent": [[1.0, 1.1] * 10, [100.0, 101.0] * 10]})
-    guard.add(torch.tensor(50.0), 1, Place(21, 0, 20, 20))
+    guard.after_batch(torch.tensor(50.0), 1, Place(21, 0, 20, 20))
     assert len(guard.find()) == found
 
 
@@ -304,29 +308,29 @@ def test_a_spike_after_enough_losses_is_left_out(reaction: str, tmp_path: Any) -
 
 @pytest.mark.parametrize(("before", "found"), [(19, 0), (20, 1), (21, 1)])
 def test_the_21st_loss_is_the_first_that_may_be_a_spike(before: int, found: int) -> None:
-    guard = LossGuard("stop", 3.0)
+    guard = LossGuard(NO_RUN, "stop", 3.0)
     for number in range(before):
-        guard.add(torch.tensor(1.0 + 0.1 * (number % 2)), 1, Place(number, 0, number, number))
-    guard.add(torch.tensor(100.0), 1, Place(before, 0, before, before))
+        guard.after_batch(torch.tensor(1.0 + 0.1 * (number % 2)), 1, Place(number, 0, number, number))
+    guard.after_batch(torch.tensor(100.0), 1, Place(before, 0, before, before))
     assert len(guard.find()) == found
 
 
 def test_losses_are_compared_with_the_hundred_before_them() -> None:
-    guard = LossGuard("stop", 3.0)
+    guard = LossGuard(NO_RUN, "stop", 3.0)
     for number in range(200):
-        guard.add(torch.tensor(1.0 + 0.1 * (number % 2)), 1, Place(number, 0, number, number))
+        guard.after_batch(torch.tensor(1.0 + 0.1 * (number % 2)), 1, Place(number, 0, number, number))
     assert guard.find() == []
-    guard.add(torch.tensor(1.19), 1, Place(200, 0, 200, 200))
-    guard.add(torch.tensor(1.35), 1, Place(201, 0, 201, 201))
+    guard.after_batch(torch.tensor(1.19), 1, Place(200, 0, 200, 200))
+    guard.after_batch(torch.tensor(1.35), 1, Place(201, 0, 201, 201))
     ((place, _, what),) = guard.find()
     assert place.step == 201
     assert what.startswith("loss 1.35, a spike above 1.2")
 
 
 def test_a_thousand_losses_between_two_looks_are_all_looked_at() -> None:
-    guard = LossGuard("stop", None)
+    guard = LossGuard(NO_RUN, "stop", None)
     for number in range(1000):
-        guard.add(torch.tensor(NO_LOSS if number == 300 else 1.0), 1, Place(number, 0, number, number))
+        guard.after_batch(torch.tensor(NO_LOSS if number == 300 else 1.0), 1, Place(number, 0, number, number))
     assert [place.micro_batch for place, _, _ in guard.find()] == [300]
     assert guard.find() == []
 
@@ -363,10 +367,10 @@ def test_weights_that_gradients_made_nan_under_a_finite_loss_are_in_no_checkpoin
 
 
 def test_weights_that_are_tensors_tell_which_losses_count() -> None:
-    guard = LossGuard("stop", None)
+    guard = LossGuard(NO_RUN, "stop", None)
     weights = [torch.tensor(0.0), 1.0, torch.tensor(2.0), 0.0]
     for number, weight in enumerate(weights):
-        guard.add(torch.tensor(NO_LOSS), weight, Place(number, 0, number, number))
+        guard.after_batch(torch.tensor(NO_LOSS), weight, Place(number, 0, number, number))
     assert [place.micro_batch for place, _, _ in guard.find()] == [1, 2]
 
 
@@ -376,7 +380,7 @@ def test_losses_are_kept_no_longer_than_until_the_next_row(spike_guard: float | 
 
     class Look(Callback):
         def on_update_end(self) -> None:
-            kept.append(len(self.trainer.run.guard._places))
+            kept.append(len(find_guard(self.trainer.run)._places))
 
     settings = {"failures": {"spike_guard": spike_guard}, "log_every": 4, "callbacks": Look()}
     make_trainer({"epochs": 3}, **settings).fit(Linear(), make_data({}))

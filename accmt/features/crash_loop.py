@@ -11,16 +11,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from accmt.errors import Preempted, explain
+from accmt.features.hooks import Feature
 from accmt.files import dumps, loads, write_text
 from accmt.messages import warn
 from accmt.processes import is_main_process
+from accmt.run import EvaluationRun, Run
 from accmt.secrets import hide_text
-
-if TYPE_CHECKING:
-    from accmt.run import Run
 
 FILE_NAME = "starts.json"
 ENOUGH = 3
@@ -33,40 +32,45 @@ _FOR_LOSSES = 'on_nonfinite="rollback" skips the steps that spoil the loss'
 _FOR_MEMORY = "if memory runs out, auto_micro_batch=True or a smaller max_micro_batch_size needs less"
 
 
-def warn_of_crash_loop(run: Run) -> None:
-    """Record that the run starts, and warn if it has failed here too often; one that does not resume never has."""
-    if not _is_recorded(run):
-        return
-    folder, step = run.checkpoints.folder, run.state.global_step
-    try:
-        if not run.is_resumed and run.settings.checkpoints.resume is False:
-            forget_starts(folder)
-        message = describe_crash_loop(record_start(folder, step), step, folder)
-    except OSError as error:
-        warn(f"this start is not recorded in {folder}: {error}")
-        return
-    if message is not None:
-        warn(message)
+class CrashLoop(Feature):
+    """Records on the main process how runs with checkpoints start and end, and warns where they fail in a loop."""
 
+    name = "crash_loop"
 
-def record_end(run: Run, error: BaseException | None) -> None:
-    """Record how the run ended."""
-    if not _is_recorded(run):
-        return
-    folder = run.checkpoints.folder
-    try:
-        if error is None or isinstance(error, KeyboardInterrupt | Preempted):
-            forget_starts(folder)
-        else:
-            text = hide_text("".join(traceback.format_exception_only(error)).strip())[:_MAX_TEXT]
-            record_failure(folder, run.state.global_step, text)
-    except OSError as own:
-        warn(f"this end is not recorded in {folder}: {own}")
+    def __init__(self, run: Run) -> None:
+        self._run = run
 
+    @classmethod
+    def for_run(cls, run: EvaluationRun) -> CrashLoop | None:
+        settings = run.settings.checkpoints
+        is_recorded = settings.every is not None and settings.checkpointer is None and is_main_process()
+        return cls(run) if is_recorded and isinstance(run, Run) else None
 
-def _is_recorded(run: Run) -> bool:
-    settings = run.settings.checkpoints
-    return settings.every is not None and settings.checkpointer is None and is_main_process()
+    def on_start(self) -> None:
+        """Record that the run starts, and warn if it has failed here too often; one that does not resume never has."""
+        run = self._run
+        folder, step = run.checkpoints.folder, run.state.global_step
+        try:
+            if not run.is_resumed and run.settings.checkpoints.resume is False:
+                forget_starts(folder)
+            message = describe_crash_loop(record_start(folder, step), step, folder)
+        except OSError as error:
+            warn(f"this start is not recorded in {folder}: {error}")
+            return
+        if message is not None:
+            warn(message)
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Record how the run ended."""
+        folder = self._run.checkpoints.folder
+        try:
+            if error is None or isinstance(error, KeyboardInterrupt | Preempted):
+                forget_starts(folder)
+            else:
+                text = hide_text("".join(traceback.format_exception_only(error)).strip())[:_MAX_TEXT]
+                record_failure(folder, self._run.state.global_step, text)
+        except OSError as own:
+            warn(f"this end is not recorded in {folder}: {own}")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,29 @@
+"""The list of all features."""
+
+from __future__ import annotations
+
+from accmt.features.averages import Averages
+from accmt.features.bad_samples import BadSampleCounts
+from accmt.features.batch_notes import BatchNotes
+from accmt.features.crash_loop import CrashLoop
+from accmt.features.hooks import Feature
+from accmt.features.loss_guard import LossGuard
+from accmt.features.manual import ManualOptimization
+from accmt.features.out_of_memory import OutOfMemory
+from accmt.features.own_loss import OwnLoss
+from accmt.features.packing_check import PackingCheck
+from accmt.features.quantized_weights import QuantizedWeights
+
+FEATURES: tuple[type[Feature], ...] = (
+    BadSampleCounts,
+    OutOfMemory,
+    LossGuard,
+    PackingCheck,
+    OwnLoss,
+    ManualOptimization,
+    BatchNotes,
+    QuantizedWeights,
+    Averages,
+    CrashLoop,
+)
+"""All features, in the order in which they act at each hook."""

@@ -1,0 +1,288 @@
+"""Watches the losses of training: whether each is finite, and none stands far above the ones before it.
+
+Losses stay on the device until something else waits for it: a row of the log, an evaluation, a checkpoint. So a
+checkpoint never holds what a loss that is not finite has made of the weights, and seeing one costs no waiting. Only
+`"on_nonfinite": "skip"` has to know before the optimizer steps, and waits once per step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+
+from accmt.checkpoint.engine import read_others
+from accmt.errors import ArgumentError, NonFiniteError, explain
+from accmt.features.hooks import Feature
+from accmt.loop.weighting import AccumulationWindow
+from accmt.messages import warn, warn_once
+from accmt.metrics.weighted_sum import COMPACT_AT, Weight, stack
+from accmt.module import AcceleratorModule
+from accmt.options import Settings
+from accmt.processes import data_index, gather_from_data, num_data_processes, process_index
+from accmt.recovery.restart import restart
+from accmt.run import EvaluationRun, Run
+from accmt.sharded_tensors import total_norm
+from accmt.state import Place
+
+_RECENT = 100
+_ENOUGH = 20
+_MAX_NAMED = 16
+MAX_ROLLBACKS = 10
+"""How often in a row a run goes back to the same checkpoint before it gives up."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A loss that is wrong.
+
+    Attributes:
+        place: Where its batch was.
+        what: What is wrong with it.
+        is_spike: Whether it is finite.
+        process: The process that had the batch.
+        samples: The indices of the batch's samples in the dataset; None where the data have none.
+    """
+
+    place: Place
+    what: str
+    is_spike: bool
+    process: int
+    samples: list[int] | None
+
+    def __str__(self) -> str:
+        place = self.place
+        where = f"step {place.step} (epoch {place.epoch + 1}, batch {place.micro_batch}) on process {self.process}"
+        if self.samples is None:
+            return f"{self.what} at {where}"
+        named = ", ".join(map(str, self.samples[:_MAX_NAMED])) + (", ..." if len(self.samples) > _MAX_NAMED else "")
+        return f"{self.what} at {where}, samples [{named}]"
+
+
+class LossGuard(Feature):
+    """The losses of this process that nobody has looked at yet, and the recent ones to compare them with.
+
+    Args:
+        run: The run.
+        policy: What is done about a wrong loss: "stop", "skip", "rollback"; None is a warning.
+        spike_guard: Deviations above the mean of the last 100 losses from which a loss is a spike; None is off.
+    """
+
+    name = "loss_guard"
+
+    def __init__(self, run: Run, policy: str | None, spike_guard: float | None) -> None:
+        self._run = run
+        self._policy = policy
+        self._spike_guard = spike_guard
+        self._losses: list[torch.Tensor] = []
+        self._chunks: list[torch.Tensor] = []
+        self._weights: list[Weight] = []
+        self._places: list[Place] = []
+        self._harmless: set[int] = set()
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._skipped: dict[int, int] = {}  # the steps skipped since the last look, by the samples before their windows
+
+    @classmethod
+    def for_run(cls, run: EvaluationRun) -> LossGuard | None:
+        if not isinstance(run, Run):
+            return None
+        failures = run.settings.failures
+        checks_steps = failures.on_nonfinite == "skip" or cls.name in run.recovery.lessons
+        return (StepGuard if checks_steps else LossGuard)(run, failures.on_nonfinite, failures.spike_guard)
+
+    @classmethod
+    def check(cls, settings: Settings, module: AcceleratorModule, train_data: Any) -> None:
+        policy = settings.failures.on_nonfinite
+        where, expected = f'Trainer(failures={{"on_nonfinite": {policy!r}}})', "a run that can recover like this"
+        if policy in ("skip", "rollback") and module.uses_manual_optimization:
+            got, do = "a module that steps by itself beside it", 'failures={"on_nonfinite": "stop"}'
+            raise ArgumentError(explain(where, got, expected, do))
+        if policy == "rollback" and settings.checkpoints.every is None:
+            got, do = "checkpoint_every=None beside it", 'checkpoint_every="epoch"'
+            raise ArgumentError(explain(where, got, expected, do))
+
+    def on_training_start(self) -> None:
+        """Save what a first step that goes wrong is rolled back to."""
+        if self._policy == "rollback" and not self._run.is_resumed:
+            self._run.checkpoints.save_snapshot(self._run)
+
+    def after_batch(self, loss: torch.Tensor, weight: Weight, place: Place) -> None:
+        """Note the loss of one batch, without waiting for it."""
+        self._losses.append(loss)
+        self._weights.append(weight)
+        self._places.append(place)
+        if len(self._losses) >= COMPACT_AT:
+            self._chunks.append(stack(self._losses).float())
+            self._losses = []
+
+    def on_skipped_step(self, window: AccumulationWindow) -> None:
+        """Ignore the losses of a window that a gradient scaler made no step of: it is there for overflows."""
+        if self._run.accelerator.scaler is not None:
+            self._harmless.add(window.samples_before)
+
+    def after_row(self, row: Mapping[str, float]) -> None:
+        """Look at the losses where the row does not show that all are right; a finite mean may hide a spike."""
+        loss = row.get(self._run.settings.tracking.train_loss_metric_name, 0.0)
+        if self._spike_guard is not None or self._skipped or not math.isfinite(loss):
+            self.before_use()
+        else:
+            self.forget()
+
+    def before_use(self) -> None:
+        """React to what is wrong with the losses since the last look.
+
+        Processes: collective.
+        """
+        samples_of, process = self._run.train_loader.samples_of, process_index()
+        own = [
+            Finding(place, what, math.isfinite(loss), process, samples_of(place.epoch, place.micro_batch))
+            for place, loss, what in self.find()[:_MAX_NAMED]
+        ]
+        found = sorted(chain.from_iterable(gather_from_data(own)), key=lambda finding: finding.place.samples_before)
+        skipped, self._skipped = self._skipped, {}
+        _warn_of_skipped([finding for finding in found if finding.place.samples_before in skipped], skipped)
+        made = [finding for finding in found if finding.place.samples_before not in skipped]
+        if made:
+            self._react(made[0])
+
+    def _react(self, first: Finding) -> None:
+        if self._policy in (None, "skip"):  # a spike that was checked against fewer losses before the step
+            warn_once(f"{first}: lower the learning rate, or pass clip_grad=1.0", about="wrong losses")
+            return
+        self._run.snapshot.invalidate()  # no checkpoint of this
+        if self._policy == "rollback":
+            self._roll_back(first)
+        skipping = 'failures={"on_nonfinite": "skip"} or "rollback"'
+        do = f"lower the learning rate, pass clip_grad=1.0, or skip such steps: {skipping}"
+        expected = "finite losses; the newest checkpoint is older than this one"
+        raise NonFiniteError(explain("the training loss", str(first), expected, do))
+
+    def _roll_back(self, first: Finding) -> NoReturn:
+        """End the run, to continue from its newest checkpoint and skip a step.
+
+        A loss that is not finite may come from the step before it, whose gradients were not. So the windows up to this
+        one are trained on again, each checked before the optimizer steps.
+
+        Processes: collective; the same window on all.
+        """
+        run, recovery, window = self._run, self._run.recovery, first.place.samples_before
+        checkpoint = run.checkpoints.newest()
+        step = read_others(checkpoint)["parts"]["state"]["global_step"]
+        recovery.rollbacks = recovery.rollbacks + 1 if step == recovery.rolled_back_to else 1
+        recovery.rolled_back_to = step
+        if recovery.rollbacks > MAX_ROLLBACKS:
+            got = f"{first}, after {MAX_ROLLBACKS} rollbacks to step {step}"
+            do = "look at the data and at the learning rate: skipping single steps does not help"
+            raise NonFiniteError(explain("the training loss", got, "finite losses after skipping a few steps", do))
+        known = set(recovery.lessons.get(self.name, {}).get("skipped_windows", ()))
+        known |= {window} if first.is_spike else set()
+        recovery.lessons[self.name] = {"skipped_windows": sorted(known), "check_until": window + 1}
+        warn(f"{first}: back to the checkpoint of step {step}, from where the faulty step is skipped")
+        restart(run, checkpoint)
+
+    def find(self) -> list[tuple[Place, float, str]]:
+        """Look at the losses that were added since the last call, and return where one is wrong.
+
+        Waits for the device.
+        """
+        losses = chain.from_iterable(chunk.tolist() for chunk in self._chunks)
+        last = stack(self._losses).tolist() if self._losses else []
+        pairs = zip(chain(losses, last), _read(self._weights), self._places, strict=True)
+        judged = (
+            (loss, place) for loss, weight, place in pairs if weight and place.samples_before not in self._harmless
+        )
+        found = [(place, loss, what) for loss, place in judged if (what := self._judge(loss))]
+        self.forget()
+        return found
+
+    def forget(self) -> None:
+        """Drop the losses that were added since the last look: a row with a finite mean has shown that all are."""
+        self._losses, self._chunks, self._weights, self._places, self._harmless = [], [], [], [], set()
+
+    def _judge(self, loss: float) -> str | None:
+        """Return what is wrong with a loss; one that is right is among those that the next is compared with."""
+        if not math.isfinite(loss):
+            return f"loss {loss}"
+        if loss > (highest := self._highest()):
+            return f"loss {loss:.4g}, a spike above {highest:.4g}"
+        if self._spike_guard is not None:
+            self._recent.append(loss)
+        return None
+
+    def _highest(self) -> float:
+        if self._spike_guard is None or len(self._recent) < _ENOUGH:
+            return math.inf
+        mean = math.fsum(self._recent) / len(self._recent)
+        variance = math.fsum((loss - mean) ** 2 for loss in self._recent) / len(self._recent)
+        return mean + self._spike_guard * math.sqrt(variance)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the recent losses of all processes.
+
+        Processes: collective where there is a spike guard.
+        """
+        recent = None if self._spike_guard is None else gather_from_data(list(self._recent))
+        return {"recent": recent, "lessons": self._run.recovery.lessons.get(self.name, {})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the recent losses; with another number of processes, start the comparison again."""
+        if state["recent"] is not None and len(state["recent"]) == num_data_processes():
+            self._recent.extend(state["recent"][data_index()])
+
+
+class StepGuard(LossGuard):
+    """A loss guard that checks losses and gradients before the optimizer steps, and skips windows that are known.
+
+    With the policy "skip" it checks every window; after a rollback those up to where the loss was wrong.
+    """
+
+    def __init__(self, run: Run, policy: str | None, spike_guard: float | None) -> None:
+        super().__init__(run, policy, spike_guard)
+        lessons = run.recovery.lessons.get(self.name, {})
+        self._skipped_windows = set(lessons.get("skipped_windows", ()))
+        self._check_until = math.inf if policy == "skip" else lessons.get("check_until", 0)
+
+    def skips_window(self, samples_before: int) -> bool:
+        return samples_before in self._skipped_windows
+
+    def scale_loss(self, window: AccumulationWindow, loss: torch.Tensor, factor: Weight) -> Weight:
+        """Return the factor of a loss; for a wrong one it is NaN, so that gradients show it to all processes."""
+        if window.samples_before >= self._check_until or (isinstance(factor, float) and factor == 0.0):
+            return factor
+        highest = min(self._highest(), torch.finfo(loss.dtype).max)
+        return torch.where(loss.detach() <= highest, factor, math.nan)
+
+    def allows_step(self, window: AccumulationWindow) -> bool:
+        """Return whether the gradients are finite; a gradient scaler sees to that by itself.
+
+        Waits for the device.
+        """
+        run = self._run
+        if window.samples_before >= self._check_until or run.accelerator.scaler is not None:
+            return True
+        gradients = [parameter.grad for parameter in run.stepper.parameters if parameter.grad is not None]
+        is_finite = bool(torch.isfinite(total_norm(gradients)))
+        if not is_finite:
+            self._skipped[window.samples_before] = run.state.global_step + 1
+        return is_finite
+
+
+def _read(weights: list[Weight]) -> list[float]:
+    """Return the values of weights; those on the device are read together."""
+    on_device = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    values = iter(stack(on_device).tolist() if on_device else ())
+    return [next(values) if isinstance(weight, torch.Tensor) else weight for weight in weights]
+
+
+def _warn_of_skipped(found: list[Finding], skipped: dict[int, int]) -> None:
+    for finding in found:
+        warn(f"{finding}: the step is skipped")
+    named = {finding.place.samples_before for finding in found}
+    for samples_before, step in skipped.items():
+        if samples_before not in named:
+            warn(f"the gradients of step {step} are not finite, though its losses are: it is skipped")

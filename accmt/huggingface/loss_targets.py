@@ -1,0 +1,118 @@
+"""What the loss that a transformers model computes itself is a mean over: of labels for each token, pixel or frame."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from accmt.huggingface.model_kinds import begins_with_prompt, predicts_next_token
+from accmt.messages import say_once
+
+_IGNORED = -100
+SAY_WHAT_COUNTS = frozenset(
+    {
+        "input_ids",
+        "attention_mask",
+        "labels",
+        "start_positions",
+        "bool_masked_pos",
+        "future_values",
+        "future_observed_mask",
+    }
+)
+"""What of the arguments of a call says how many targets it has."""
+
+_DETECT_REPLACED_TOKENS = frozenset({"ElectraForPreTraining", "FunnelForPreTraining"})
+
+
+def count_targets(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the target tokens, pixels, frames or values of a batch, which its mean loss is over.
+
+    Args:
+        model: A transformers model.
+        inputs: What it was called with, by name.
+
+    Returns:
+        None where the loss is a mean over samples.
+    """
+    labels: Any = inputs.get("labels")
+    is_target: torch.Tensor
+    match kind_of_targets(model, inputs):
+        case "target pixels":
+            is_target = labels != model.config.semantic_loss_ignore_index
+        case "target frames":
+            is_target = labels[..., 0] != _IGNORED
+        case "observed values":
+            # Of several series the models count a point in time only where all of them were observed.
+            mask = inputs["future_observed_mask"]
+            is_target = mask if mask.ndim == 2 else mask.amin(-1)
+        case "answers":
+            is_target = inputs["start_positions"] < inputs["input_ids"].shape[-1]  # others were cut off
+        case "masked patches":
+            is_target = inputs["bool_masked_pos"]
+        case "real tokens":
+            is_target = inputs["attention_mask"] == 1
+        case "target tokens":
+            is_first_none = predicts_next_token(model) and not begins_with_prompt(model)
+            is_target = (labels[:, 1:] if is_first_none else labels) != _IGNORED
+        case _:
+            return None
+    count: torch.Tensor = is_target.sum()
+    return count
+
+
+def kind_of_targets(model: Any, inputs: Mapping[str, Any]) -> str | None:
+    """Return what the loss of a model is a mean over, in words; None where it is the samples, or nobody knows."""
+    labels, name = inputs.get("labels"), type(model).__name__
+    if name in _DETECT_REPLACED_TOKENS and inputs.get("attention_mask") is not None:
+        return "real tokens"
+    if _is_of_tokens(model, labels):
+        return "target tokens"
+    if _is_of_pixels(model, labels):
+        return "target pixels"
+    if _is_of_frames(model, labels):
+        return "target frames"
+    mask = inputs.get("future_observed_mask")
+    if isinstance(mask, torch.Tensor) and inputs.get("future_values") is not None and hasattr(model, "config"):
+        return "observed values"
+    if getattr(inputs.get("start_positions"), "ndim", 0) == getattr(inputs.get("input_ids"), "ndim", 0) - 1 == 1:
+        return "answers"
+    if name.endswith("ForMaskedImageModeling") and inputs.get("bool_masked_pos") is not None:
+        return "masked patches"
+    return None
+
+
+def hint_at_weights(batch: Any) -> None:
+    """Say how a step returns a weight, where a batch has tokens that are no targets and its step returned none."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or labels.is_floating_point():
+        return
+    if (labels == _IGNORED).any():
+        say_once(
+            "labels are -100 at some tokens, and each batch weighs its samples: where the loss is a mean over tokens, "
+            'return {"loss": loss, "weight": (labels != -100).sum()}'
+        )
+
+
+def _is_of_pixels(model: Any, labels: Any) -> bool:
+    """Return whether each pixel has one of several classes."""
+    if getattr(labels, "ndim", 0) != 3 or labels.is_floating_point():
+        return False
+    return hasattr(model.config, "semantic_loss_ignore_index") and model.config.num_labels > 1
+
+
+def _is_of_frames(model: Any, labels: Any) -> bool:
+    """Return whether the labels are spectrograms, padded to the longest; no other model has labels of such a shape."""
+    if getattr(labels, "ndim", 0) != 3 or not labels.is_floating_point():
+        return False
+    return bool(getattr(model.config, "num_mel_bins", None) == labels.shape[-1])
+
+
+def _is_of_tokens(model: Any, labels: Any) -> bool:
+    """Return whether each token has a label; the loss of a CTC model is none over them."""
+    if getattr(labels, "ndim", 0) != 2 or labels.is_floating_point() or labels.is_complex():
+        return False
+    is_multi_label = getattr(model.config, "problem_type", None) == "multi_label_classification"
+    return not is_multi_label and not hasattr(model.config, "ctc_loss_reduction")
