@@ -9,10 +9,13 @@ Every message has four parts, which `explain` joins: where, what was got, what w
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
 from accmt.secrets import hide_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _LONGEST_VALUE = 300
 _RAISING = (dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"])

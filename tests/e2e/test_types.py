@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import accmt
-from accmt import AcceleratorModule, Callback, EMA, ExtendedAcceleratorModule, Handler, MLFlow, Monitor, Trainer
+from accmt import AcceleratorModule, Callback, Delivery, EMA, ExtendedAcceleratorModule, Failures, Handler, MLFlow
+from accmt import Monitor, Trainer
 
 
 class Net(ExtendedAcceleratorModule):
@@ -73,7 +74,9 @@ trainer = Trainer(
     metric_options={"means": {"mean_f1": lambda name: name.startswith("f1")}},
     torch_flags={"deterministic": "warn"},
     callbacks=[Watcher(), EMA(decay=0.9)],
-    failures={"on_nonfinite": "rollback", "spike_guard": 8},
+    failures=Failures(on_nonfinite="rollback", spike_guard=8),
+    tracker_delivery=Delivery(offline=True),
+    parallelism={"shard": 2},
     mixed_precision="bf16",
     profiler="simple",
     mlflow={"tags": {"team": "news"}},
@@ -92,12 +95,12 @@ except accmt.WeightsError:
 """
 
 WRONG = {
-    'Trainer({}, "out", failures={"on_nonfinit": "skip"})': "failures",
-    'Trainer({}, "out", failures={"on_nonfinite": "skipp"})': "failures",
-    'Trainer({}, "out", limit_batches={"valid": 3})': "limit_batches",
+    'Trainer({}, "out", failures=Failures(on_nonfinit="skip"))': "on_nonfinit",
+    'Trainer({}, "out", failures=Failures(on_nonfinite="skipp"))': "on_nonfinite",
+    'Trainer({}, "out", limit_batches=Limits(valid=3))': "valid",
     'Trainer({}, "out", mixed_precision="fp17")': "mixed_precision",
     'Trainer({}, "out", callbacks=3)': "callbacks",
-    'Trainer({}, "out", checkpoint_every=3)': "checkpoint_every",
+    'Trainer({}, "out", checkpoint_every=[3])': "checkpoint_every",
     'Trainer({}, "out").fit(3)': '"fit"',
     'Trainer({}, "out").state.metrics = 3': "",
     'Trainer({}, "out").bset': "bset",
@@ -142,7 +145,7 @@ def test_a_users_strict_mypy_accepts_right_code_and_finds_each_mistake(tmp_path:
     write_files(ROOT / "README.md", tmp_path)
     right, wrong = tmp_path / "right.py", tmp_path / "wrong.py"
     right.write_text(RIGHT)
-    wrong.write_text("from accmt import Trainer\n" + "\n".join(WRONG) + "\n")
+    wrong.write_text("from accmt import Failures, Limits, Trainer\n" + "\n".join(WRONG) + "\n")
     said = check(tmp_path / "train.py", right, wrong)
     assert [line for line in said if not line.startswith("wrong.py")] == []
     for number, (line, word) in enumerate(WRONG.items(), 2):
