@@ -11,7 +11,7 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn, update_bn
 
 from accmt.callbacks.averaging import WeightAverage, copy_into
 from accmt.data import derive_seed, seed_generators
-from accmt.data.sized import BatchLoader, SizedLoader
+from accmt.data.planned import PlannedSource
 from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import is_batch_norm
 from accmt.loop.evaluation import in_evaluation_mode
@@ -164,7 +164,7 @@ class BatchNormStatistics:
         faults = {
             "a sharded model": run.engine.needs_all,
             "a module that steps by itself": run.module.uses_manual_optimization,
-            "training data that are a stream": not isinstance(run.train_loader.source, SizedLoader | BatchLoader),
+            "training data that are a stream": not isinstance(run.train_loader.source, PlannedSource),
         }
         for got, is_there in faults.items():
             if is_there:

@@ -55,7 +55,7 @@ _THREADS_OF_LIBRARIES = (
 @pytest.fixture
 def without_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read no sample to compare data: for tests that count what is read."""
-    monkeypatch.setattr("accmt.data.sized.read_rows", lambda *_, **__: {})
+    monkeypatch.setattr("accmt.data.planned.read_rows", lambda *_, **__: {})
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

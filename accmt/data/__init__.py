@@ -9,10 +9,8 @@ from accmt.data.fetching import BadSample as BadSample
 from accmt.data.length_groups import StreamGroups as StreamGroups
 from accmt.data.length_groups import group_dataset as group_dataset
 from accmt.data.lengths import known_lengths as known_lengths
-from accmt.data.loaders import build_source as build_source
-from accmt.data.loaders import is_stream as is_stream
-from accmt.data.options import LoaderOptions as LoaderOptions
 from accmt.data.options import Source as Source
+from accmt.data.options import SourceOptions as SourceOptions
 from accmt.data.packing import DocumentPacker as DocumentPacker
 from accmt.data.packing import pack_by_tokens as pack_by_tokens
 from accmt.data.packing import packed_tokens as packed_tokens
@@ -22,11 +20,13 @@ from accmt.data.seeding import preserve_generators as preserve_generators
 from accmt.data.seeding import seed_generators as seed_generators
 from accmt.data.seeding import set_seed as set_seed
 from accmt.data.sharding import Shard as Shard
+from accmt.data.sources import build_source as build_source
+from accmt.data.sources import is_stream as is_stream
 from accmt.data.temperature import TemperatureSampler as TemperatureSampler
 from accmt.data.token_cut import TokenBudget as TokenBudget
 from accmt.data.token_cut import cut_by_tokens as cut_by_tokens
 from accmt.data.token_cut import padded_tokens as padded_tokens
-from accmt.data.unsharded import UnshardedLoader as UnshardedLoader
+from accmt.data.unsharded import UnshardedSource as UnshardedSource
 from accmt.data.windows import ByCount as ByCount
 from accmt.data.windows import ByPackedRows as ByPackedRows
 from accmt.data.windows import ByTokens as ByTokens

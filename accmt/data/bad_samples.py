@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from accmt.data.batches import MicroBatch
 from accmt.data.fetching import BadSample
-from accmt.data.options import LoaderOptions
+from accmt.data.options import SourceOptions
 from accmt.errors import DataError, explain
 from accmt.processes import gather_objects, num_data_processes, num_processes, sum_over_data
 
@@ -40,7 +40,7 @@ class BadSamples:
 
 
 def without_bad_samples(
-    micro_batches: Iterator[MicroBatch], options: LoaderOptions, *, is_whole_epoch: bool, knows_samples: bool
+    micro_batches: Iterator[MicroBatch], options: SourceOptions, *, is_whole_epoch: bool, knows_samples: bool
 ) -> Iterator[MicroBatch]:
     """Unpack the batches of micro-batches, which are `Kept`, and set what the micro-batches say of their samples.
 
@@ -66,7 +66,7 @@ def _take_bad(micro_batch: MicroBatch) -> None:
     micro_batch.own_samples = 0 if micro_batch.batch is None else read
 
 
-def _count(micro_batch: MicroBatch, options: LoaderOptions) -> int | None:
+def _count(micro_batch: MicroBatch, options: SourceOptions) -> int | None:
     """Set what the processes agree on, and return how many samples were read; None where each counts its own."""
     if num_data_processes() < num_processes():
         _require_same_in_groups(micro_batch)
@@ -95,7 +95,7 @@ def _require_same_in_groups(micro_batch: MicroBatch) -> None:
         raise DataError(explain("the data", got, expected, "look at the disk or the network that they are read from"))
 
 
-def _nothing_is_read(options: LoaderOptions, unread: int, micro_batch: MicroBatch) -> DataError:
+def _nothing_is_read(options: SourceOptions, unread: int, micro_batch: MicroBatch) -> DataError:
     last = f"; the last is sample {micro_batch.bad[-1].index}: {micro_batch.bad[-1].error}" if micro_batch.bad else ""
     got = f"{unread} samples in a row that cannot be read{last}"
     expected = 'single samples that cannot be read, which failures={"on_bad_sample": "skip"} skips'

@@ -1,4 +1,4 @@
-"""The options of every loader, and what it offers to the loop."""
+"""The options of every source of micro-batches, and what it offers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Source(Protocol):
     def position(self, epoch: int, num_micro_batches: int) -> dict[str, Any]:
         """Return the position after `num_micro_batches` of an epoch: JSON values, and a stream's own state.
 
-        Loaders of streams keep it for the last few micro-batches only.
+        Sources of streams keep it for the last few micro-batches only.
 
         Processes: collective where each has data of its own; else the same on all.
         """
@@ -72,8 +72,8 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoaderOptions:
-    """What all loaders of a kind of data have in common.
+class SourceOptions:
+    """What all sources of a kind of data have in common.
 
     Attributes:
         purpose: "train", "validate", "test" or "predict"; each has randomness of its own.
@@ -151,7 +151,7 @@ class LoaderOptions:
             "persistent_workers": persists and not hasattr(dataset, "set_epoch"),
         }
 
-    def without_second_sharding(self, *samplers: Any) -> LoaderOptions:
+    def without_second_sharding(self, *samplers: Any) -> SourceOptions:
         """Return the options for these samplers: data that one of them already shards are not sharded again.
 
         Then each process has data of its own, as with `shard_dataloaders=False`, and a seed of its own.
@@ -160,7 +160,7 @@ class LoaderOptions:
         sharding = next((part for part in parts if isinstance(part, DistributedSampler)), None)
         return self if sharding is None else self._of_process(sharding.rank)
 
-    def without_split_stream(self, stream: Any) -> LoaderOptions:
+    def without_split_stream(self, stream: Any) -> SourceOptions:
         """Return the options for a stream: one of which `split_dataset_by_node` gave each process its part stays so.
 
         Processes: collective where they share data.
@@ -171,12 +171,12 @@ class LoaderOptions:
         is_split = splits == [(index, self.shard.count) for index in range(self.shard.count)]
         return self._of_process(self.shard.index) if is_split else self
 
-    def _of_process(self, rank: int) -> LoaderOptions:
+    def _of_process(self, rank: int) -> SourceOptions:
         seed = derive_seed(self.seed, "process", rank)
         return replace(self, shard=Shard(), seed=seed, agrees_each_batch=False)
 
 
-def require_batch(batch: Any, options: LoaderOptions) -> None:
+def require_batch(batch: Any, options: SourceOptions) -> None:
     """Check that the collate function made a batch, where other processes rely on this one to have one."""
     if batch is not None or not options.agrees_each_batch or options.skips_bad:
         return
@@ -185,13 +185,13 @@ def require_batch(batch: Any, options: LoaderOptions) -> None:
     raise DataError(explain(f"a batch of the {options.kind} data", got, "a batch on each of the processes", do))
 
 
-def require_same_rows(options: LoaderOptions, rows: Rows | None) -> None:
+def require_same_rows(options: SourceOptions, rows: Rows | None) -> None:
     """Check that processes which shard data hold the same samples.
 
     Where the script has already given each process its own, part of each part would be used, and the rest never.
 
     Args:
-        options: Those of the loader.
+        options: Those of the source.
         rows: Samples at equal indices; None where there are none.
 
     Processes: collective.
@@ -215,7 +215,7 @@ def _differ(one: Rows | None, other: Rows | None) -> bool:
 
 
 def _find_other(
-    options: LoaderOptions, own: Any, differ: Callable[[Any, Any], bool] = operator.ne
+    options: SourceOptions, own: Any, differ: Callable[[Any, Any], bool] = operator.ne
 ) -> tuple[int, int, Any, Any] | None:
     """Return the first process that has something else than the first of those that share its data.
 
@@ -235,7 +235,7 @@ def _find_other(
     return next(((first, rank, every[first], every[rank]) for first, rank in found), None)
 
 
-def require_same_everywhere(options: LoaderOptions, has: str, order: str) -> None:
+def require_same_everywhere(options: SourceOptions, has: str, order: str) -> None:
     """Check that processes which shard data have the same data in an epoch, in the same order.
 
     That was so when the run began; a dataset may have grown since, and a sampler may draw another order.
@@ -254,7 +254,7 @@ def require_same_everywhere(options: LoaderOptions, has: str, order: str) -> Non
     raise DataError(explain(f"the {options.kind} data", got, expected, do))
 
 
-def require_same_end(options: LoaderOptions, read: str) -> None:
+def require_same_end(options: SourceOptions, read: str) -> None:
     """Check that processes which share a stream out among themselves are at its end together.
 
     Processes: collective.
@@ -268,7 +268,7 @@ def require_same_end(options: LoaderOptions, read: str) -> None:
         raise DataError(explain(f"the {options.kind} data, which can only be read from the start", got, expected, do))
 
 
-def require_not_empty(count: int, options: LoaderOptions, got: str) -> None:
+def require_not_empty(count: int, options: SourceOptions, got: str) -> None:
     """Check that an epoch has anything in it."""
     if count == 0:
         do = "check the path or the filter of the data, the sampler, and drop_last"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accmt.data.fingerprints import Rows, compare
-from accmt.data.options import LoaderOptions, require_not_empty
+from accmt.data.options import SourceOptions, require_not_empty
 from accmt.data.sharding import Plan
 from accmt.errors import DataError, explain
 from accmt.messages import say, say_once
@@ -38,7 +38,7 @@ EPOCH_START = EpochStart()
 
 
 def read_start(
-    epoch: int, first_micro_batch: int, position: Mapping[str, Any], *, kind: str, unit: str, options: LoaderOptions
+    epoch: int, first_micro_batch: int, position: Mapping[str, Any], *, kind: str, unit: str, options: SourceOptions
 ) -> EpochStart:
     """Read where an epoch resumes; after 0 micro-batches any position will do."""
     if first_micro_batch == 0:
@@ -51,21 +51,21 @@ def read_start(
     return EpochStart(epoch, first_micro_batch, position[unit], position)
 
 
-def require_same_number(start: EpochStart, number: int, unit: str, options: LoaderOptions) -> None:
+def require_same_number(start: EpochStart, number: int, unit: str, options: SourceOptions) -> None:
     """Check that an epoch has as much as when it began; otherwise its order would differ."""
     if start.position and start.position["of"] != number:
         expected = f"the {start.position['of']} {unit} with which the epoch began, {start.consumed} of them trained on"
         raise cannot_resume(options, f"{number} {unit}", expected)
 
 
-def require_same_order(start: EpochStart, order: str, options: LoaderOptions) -> None:
+def require_same_order(start: EpochStart, order: str, options: SourceOptions) -> None:
     """Check that an epoch has the order with which it began; otherwise samples would be repeated and missed."""
     if start.position["order"] != order:
         got = "another order than the one in which the epoch began: shuffling, sampler, its seed, or batches changed"
         raise cannot_resume(options, got, f"that order, {start.consumed} of {start.position['of']} trained on")
 
 
-def compare_rows(position: Mapping[str, Any], rows: Rows, options: LoaderOptions, *, is_in_epoch: bool) -> None:
+def compare_rows(position: Mapping[str, Any], rows: Rows, options: SourceOptions, *, is_in_epoch: bool) -> None:
     """Check that an epoch continues with the samples with which it began, and say it where a later one has others."""
     result = compare(rows, position.get("rows", {}))
     if result == "different" and is_in_epoch:
@@ -79,7 +79,7 @@ def compare_rows(position: Mapping[str, Any], rows: Rows, options: LoaderOptions
         say(f"the {options.kind} data are not those of before the interruption: samples at the same indices differ")
 
 
-def say_not_compared(options: LoaderOptions) -> None:
+def say_not_compared(options: SourceOptions) -> None:
     """Say of data that resume by their own state that nothing of them can be compared: nothing is read again."""
     kind = f"the {options.kind} data"
     say_once(
@@ -87,13 +87,13 @@ def say_not_compared(options: LoaderOptions) -> None:
     )
 
 
-def cannot_resume(options: LoaderOptions, got: str, expected: str, do: str | None = None) -> DataError:
+def cannot_resume(options: SourceOptions, got: str, expected: str, do: str | None = None) -> DataError:
     """Return the error about data with which an interrupted epoch cannot be resumed."""
     do = do or "resume with the data, sampler and batches as they were, or begin a new run: resume=False"
     return DataError(explain(f"the {options.kind} data, in an epoch that is resumed", got, expected, do))
 
 
-def plan_epoch(num_samples: int, options: LoaderOptions, *, multiple: int = 1, start: EpochStart = EPOCH_START) -> Plan:
+def plan_epoch(num_samples: int, options: SourceOptions, *, multiple: int = 1, start: EpochStart = EPOCH_START) -> Plan:
     """Plan an epoch's micro-batches after `drop_last` and limits, which count from its beginning also on a resume.
 
     Args:

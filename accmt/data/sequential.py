@@ -1,4 +1,4 @@
-"""What loaders of data that can only be read from the start have in common: every process reads all of it."""
+"""What sources of data that can only be read from the start have in common: every process reads all of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from accmt.data.batches import MicroBatch
-from accmt.data.options import LoaderOptions, require_not_empty, require_same_end
+from accmt.data.options import SourceOptions, require_not_empty, require_same_end
 from accmt.data.position import EPOCH_START, EpochStart, plan_epoch, read_start
 from accmt.data.samplers import UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
@@ -25,7 +25,7 @@ ReadBatch = tuple[MicroBatch, dict[str, Any]]  # a micro-batch, and the position
 _KEPT_POSITIONS = 4
 
 
-class SequentialLoader:
+class SequentialSource:
     """Micro-batches of what a DataLoader yields, in the order in which it comes.
 
     Args:
@@ -42,7 +42,7 @@ class SequentialLoader:
     def __init__(
         self,
         dataloader: DataLoader[Any],
-        options: LoaderOptions,
+        options: SourceOptions,
         randomness: UserRandomness,
         length: int | None,
         *,
@@ -207,7 +207,7 @@ class SequentialLoader:
         )
 
 
-def _bound(length: int | None, options: LoaderOptions) -> int | None:
+def _bound(length: int | None, options: SourceOptions) -> int | None:
     """Return the length, else as much as the limit could ask for; None where nothing bounds an epoch."""
     if length is not None:
         require_not_empty(length, options, "a length of 0")

@@ -1,4 +1,4 @@
-"""Loaders of data that can only be read from the start: every process reads all of it and keeps its own."""
+"""Sources of data that can only be read from the start: every process reads all of it and keeps its own."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from accmt.data.batches import MicroBatch
 from accmt.data.collate import Collate, keeps_number
 from accmt.data.fingerprints import Rows, rows_of_samples
-from accmt.data.options import LoaderOptions, length_of, require_batch, require_same_rows
+from accmt.data.options import SourceOptions, length_of, require_batch, require_same_rows
 from accmt.data.own_generators import call_first
 from accmt.data.position import EPOCH_START, EpochStart, cannot_resume, compare_rows, say_not_compared
 from accmt.data.samplers import UserRandomness
 from accmt.data.seeding import derive_seed, seed_generators
-from accmt.data.sequential import ReadBatch, SequentialLoader
+from accmt.data.sequential import ReadBatch, SequentialSource
 from accmt.data.sharding import Plan, Shard
 from accmt.data.stream_state import StreamState
 from accmt.errors import DataError, explain
 from accmt.messages import warn_once
 
 
-class StreamLoader(SequentialLoader):
+class StreamSource(SequentialSource):
     """Micro-batches of an iterable: each process keeps its part of every global batch.
 
     So the order is defined, all processes end together, and each sample is trained on once. With more than one worker
@@ -38,7 +38,7 @@ class StreamLoader(SequentialLoader):
     _kind = "stream"
     _unit = "samples"
 
-    def __init__(self, data: Any, options: LoaderOptions) -> None:
+    def __init__(self, data: Any, options: SourceOptions) -> None:
         if not isinstance(data, IterableDataset):
             options = replace(options, num_workers=min(options.num_workers, 1))
         source = data
@@ -56,7 +56,7 @@ class StreamLoader(SequentialLoader):
         dataloader = self._make_dataloader(data if isinstance(data, IterableDataset) else _Rest(data), options)
         super().__init__(dataloader, options, UserRandomness(data), length, multiple=multiple)
 
-    def _make_dataloader(self, data: IterableDataset[Any], options: LoaderOptions) -> DataLoader[Any]:
+    def _make_dataloader(self, data: IterableDataset[Any], options: SourceOptions) -> DataLoader[Any]:
         torch_options = options.torch_options(data)
         torch_options["persistent_workers"] = False  # each epoch's workers begin with the epoch's seed
         self._knows_samples = keeps_number(torch_options["collate_fn"])
@@ -215,7 +215,7 @@ class _CollateShard:
 class _Workers:
     """Finds out that each of several workers reads all of a stream, so that every sample comes several times."""
 
-    def __init__(self, options: LoaderOptions, number: int) -> None:
+    def __init__(self, options: SourceOptions, number: int) -> None:
         self._options = options
         self._number = number
         self._first: Rows = {}
@@ -241,7 +241,7 @@ class _Workers:
         warn_once(message, about=where)
 
 
-class UserDataLoader(SequentialLoader):
+class UserLoaderSource(SequentialSource):
     """Micro-batches of a user's DataLoader that can only be read through: batch i goes to process i mod processes.
 
     It reads a stream, makes no batches or batches without a length, or is of a class with an `__iter__` of its own.
@@ -250,7 +250,7 @@ class UserDataLoader(SequentialLoader):
     _kind = "DataLoader that is read through"
     _unit = "batches"
 
-    def __init__(self, user_loader: DataLoader[Any], options: LoaderOptions) -> None:
+    def __init__(self, user_loader: DataLoader[Any], options: SourceOptions) -> None:
         is_stream = isinstance(user_loader.dataset, IterableDataset)
         self._reader = _make_reader(user_loader, options)
         readers = _count_readers(user_loader.num_workers) if is_stream else 1
@@ -356,7 +356,7 @@ class _CollateAndCount:
         return _Counted(batch, len(samples), rows)
 
 
-def _make_reader(user_loader: DataLoader[Any], options: LoaderOptions) -> DataLoader[Any]:
+def _make_reader(user_loader: DataLoader[Any], options: SourceOptions) -> DataLoader[Any]:
     """Return a copy of a user's DataLoader that counts the samples of each batch and starts workers for each epoch.
 
     So the user's own stays as it is, even if something else reads it meanwhile. One with an `__iter__` of its own is
@@ -378,7 +378,7 @@ def _make_reader(user_loader: DataLoader[Any], options: LoaderOptions) -> DataLo
     return reader
 
 
-def _state_of_loader(user_loader: DataLoader[Any], options: LoaderOptions, *, is_stream: bool) -> StreamState:
+def _state_of_loader(user_loader: DataLoader[Any], options: SourceOptions, *, is_stream: bool) -> StreamState:
     is_plain = type(user_loader).__iter__ is DataLoader.__iter__
     if is_stream and is_plain:
         return StreamState(user_loader.dataset, num_workers=user_loader.num_workers, also_read=options.also_read)

@@ -23,7 +23,7 @@ class _Sums(NamedTuple):
     bad: int  # samples that were skipped
 
 
-class UnshardedLoader:
+class UnshardedSource:
     """Lets processes with data of their own, of unequal length, end their epochs together.
 
     They agree one batch ahead which of them has another; one at its end has no batch in the others' micro-batches.

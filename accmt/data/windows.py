@@ -170,7 +170,7 @@ class _TokenCut:
         collate: Makes a batch of samples.
         length_of: What the module says is the length of a sample.
         seed: The run's.
-        purpose: As in `LoaderOptions`.
+        purpose: As in `SourceOptions`.
         pins_memory: Whether batches are pinned.
         rejects_long: Whether a sample longer than the budget is an error.
     """

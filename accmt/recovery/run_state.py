@@ -13,8 +13,8 @@ from torch import nn
 
 from accmt.callbacks import Callback, MainProcessCallback
 from accmt.checkpoint.engine import load_state, rejecting_other_forms
-from accmt.data import UnshardedLoader
-from accmt.data.sized import BatchLoader, SizedLoader
+from accmt.data import UnshardedSource
+from accmt.data.planned import PlannedSource
 from accmt.errors import CheckpointError, explain
 from accmt.huggingface import AdaLoraRanks
 from accmt.libraries.private_names import note_optimizer_step
@@ -152,10 +152,10 @@ class LocalState:
         Unsharded data would wait for other processes. Planned data are a function of epoch and micro-batch, except
         between two epochs, where the position tells of the epoch before.
         """
-        loader, state = self._run.train_loader.source, self._run.state
-        if isinstance(loader, UnshardedLoader) or (state.train_step and isinstance(loader, SizedLoader | BatchLoader)):
+        source, state = self._run.train_loader.source, self._run.state
+        if isinstance(source, UnshardedSource) or (state.train_step and isinstance(source, PlannedSource)):
             return None
-        return loader.position(state.epoch, state.train_step)
+        return source.position(state.epoch, state.train_step)
 
 
 def copy_structure(value: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from accmt.data import MicroBatch, UnshardedLoader
+from accmt.data import MicroBatch, UnshardedSource
 from accmt.errors import Preempted, ProcessFailedError, explain, is_out_of_memory
 from accmt.failures import Interruption, Reason, Watch, is_consequence, kind_of, record_for_launcher
 from accmt.messages import say, warn
@@ -141,7 +141,7 @@ def _save_snapshot(run: Run) -> None:
         run.checkpoints.save_snapshot(run)
     elif run.engine.needs_all:
         warn("no emergency checkpoint: the shards of the other processes are gone with them; the newest one stays")
-    elif is_main_process() and not isinstance(run.train_loader.source, UnshardedLoader):
+    elif is_main_process() and not isinstance(run.train_loader.source, UnshardedSource):
         with suppress(RuntimeError):  # its thread still acts with the others, which are gone
             run.checkpoints.wait()
         with acting_alone():

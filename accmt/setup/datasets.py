@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, Dataset
 from accmt.data import (
     ByCount,
     Loader,
-    LoaderOptions,
     MicroBatch,
     Shard,
     Source,
+    SourceOptions,
     StreamGroups,
-    UnshardedLoader,
+    UnshardedSource,
     build_collate,
     build_source,
     group_dataset,
@@ -145,7 +145,7 @@ def build_train_loader(
     cutting = find_cutting(module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="training")
     micro_batches_per_batch = 1 if cutting else _count_micro_batches(data, settings, max_micro_batch_size)
     shard = _shard(data_settings)
-    options = LoaderOptions(
+    options = SourceOptions(
         purpose="train",
         batch_size=settings.hps.train_batch_size // micro_batches_per_batch,
         micro_batches_per_batch=micro_batches_per_batch,
@@ -210,7 +210,7 @@ def build_evaluation_loader(
             module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="evaluation"
         )
     keeps_in_step, skips_bad = must_keep_in_step(module.model), settings.failures.on_bad_sample == "skip"
-    options = LoaderOptions(
+    options = SourceOptions(
         purpose=purpose,
         batch_size=_evaluation_batch_size(settings, purpose),
         shard=_shard(data_settings),
@@ -257,7 +257,7 @@ def _pins_memory(settings: DataSettings, device: torch.device) -> bool:
 def _end_together(source: Source) -> Source:
     """Return a source whose epochs end on all processes together, also where each has data of its own."""
     has_own_data = num_data_processes() > 1 and source.shard.count == 1
-    return UnshardedLoader(source) if has_own_data else source
+    return UnshardedSource(source) if has_own_data else source
 
 
 def _reject_iterator(data: Any, settings: Settings) -> None:

@@ -56,7 +56,7 @@ FAULTS = [
         "order: a batch's seed is that of its process",
         "seed = derive_seed(self._seed, self._purpose, epoch, part.start)",
         "seed = derive_seed(self._seed, self._purpose, epoch, 0)",
-        "unit/test_data_samplers.py unit/test_data_sized.py",
+        "unit/test_data_samplers.py unit/test_data_planned.py",
     ),
     Fault(
         "order: a row of any number of samples",

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accmt import RangeCurriculum, RatioCurriculum, StepsCurriculum
-from accmt.data import LoaderOptions, Shard, build_source
+from accmt.data import Shard, SourceOptions, build_source
 from accmt.data.samplers import Order
 from accmt.errors import DataError
 from tests.tables import each
@@ -106,7 +106,7 @@ def test_all_processes_change_over_at_the_same_update(count):
     loaders = [
         build_source(
             curriculum,
-            LoaderOptions(purpose="train", batch_size=6 // count, shard=Shard(i, count), seed=4, sampler=order),
+            SourceOptions(purpose="train", batch_size=6 // count, shard=Shard(i, count), seed=4, sampler=order),
         )
         for i in range(count)
     ]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accmt.data import LoaderOptions, Shard, build_source
+from accmt.data import Shard, SourceOptions, build_source
 from accmt.errors import DataError
 from accmt.messages import speaking
 
@@ -26,7 +26,7 @@ class Numbers:
 
 
 def options(**settings):
-    return LoaderOptions(**{"purpose": "train", "batch_size": 3, "seed": 3, "skips_bad": True, **settings})
+    return SourceOptions(**{"purpose": "train", "batch_size": 3, "seed": 3, "skips_bad": True, **settings})
 
 
 def read(data, epoch=0, first=0, **settings):

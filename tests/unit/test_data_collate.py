@@ -10,7 +10,7 @@ from transformers import DataCollatorWithFlattening, DefaultDataCollator, defaul
 from accmt import AcceleratorModule
 from accmt.data import DataCollatorForLongestSequence, build_collate
 from accmt.data.collate import collate_or_explain, keeps_number, stack_tuples
-from accmt.data.options import LoaderOptions
+from accmt.data.options import SourceOptions
 from accmt.errors import ArgumentError, DataError
 from tests.tables import each
 from tests.toys import make_trainer
@@ -142,7 +142,7 @@ def test_the_tokens_that_transformers_masks_follow_from_seed_and_epoch_whatever_
 
 @pytest.mark.feature("T22")
 def test_it_is_known_which_collate_functions_keep_the_number_of_samples():
-    ours = LoaderOptions(purpose="train", batch_size=1).torch_options([1])["collate_fn"]
+    ours = SourceOptions(purpose="train", batch_size=1).torch_options([1])["collate_fn"]
     keeping = [default_collate, default_convert, ours, DefaultDataCollator(), default_data_collator]
     keeping += [DataCollatorForLongestSequence(make_tokenizer()), partial(default_data_collator, return_tensors="pt")]
     assert all(map(keeps_number, [*keeping, build_collate(keeping, "collate_fn")]))

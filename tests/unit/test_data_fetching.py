@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from accmt.data import LoaderOptions, build_source
+from accmt.data import SourceOptions, build_source
 from accmt.data.fetching import BadSample, CollateFetched, Fetched, Kept, SeededDataset
 from accmt.data.seeding import BatchIndices
 from accmt.errors import DataError
@@ -71,7 +71,7 @@ def text_of(error):
 
 
 def read(data, **settings):
-    loader = build_source(data, LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, **settings}))
+    loader = build_source(data, SourceOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, **settings}))
     return list(loader.micro_batches(0))
 
 
@@ -118,7 +118,7 @@ def test_an_error_of_a_sample_keeps_its_type_and_says_where_it_was(kind):
 @pytest.mark.parametrize("kind", [Broken, BrokenBatches])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_says_of_which_batch_and_epoch_it_was(kind, workers):
-    loader = build_source(kind({7}), LoaderOptions(purpose="validate", batch_size=2, num_workers=workers))
+    loader = build_source(kind({7}), SourceOptions(purpose="validate", batch_size=2, num_workers=workers))
     with pytest.raises(KeyError) as caught:
         list(loader.micro_batches(4))
     text = text_of(caught.value)

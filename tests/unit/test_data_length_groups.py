@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accmt.curricula import RatioCurriculum
-from accmt.data import LoaderOptions, Shard, StreamGroups, build_source
+from accmt.data import Shard, SourceOptions, StreamGroups, build_source
 from accmt.data.length_groups import LengthGroupedSampler, group_dataset
 from accmt.errors import ArgumentError, DataError
 from tests.pairs import pairs
@@ -114,17 +114,17 @@ def hub_stream() -> Any:
 
 
 def loader_of(data: Any, shard: Shard, batch_size: int) -> Any:
-    options = LoaderOptions(
+    options = SourceOptions(
         purpose="train", batch_size=batch_size, shard=shard, seed=3, collate=lambda samples: samples
     )
     if isinstance(data, IterableDataset):
-        return build_source(data, LoaderOptions(**vars(options) | {"groups": StreamGroups(2)}))
-    return build_source(data, LoaderOptions(**vars(options) | {"sampler": group_dataset(data, None, 2, shuffle=True)}))
+        return build_source(data, SourceOptions(**vars(options) | {"groups": StreamGroups(2)}))
+    return build_source(data, SourceOptions(**vars(options) | {"sampler": group_dataset(data, None, 2, shuffle=True)}))
 
 
 @pytest.mark.parametrize("make_data", [lambda: [Texts()[index] for index in range(NUMBER)], Stream])
 def test_the_order_is_that_of_one_process(make_data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accmt.data.sized.require_same_everywhere", lambda *_: None)  # one process plays both
+    monkeypatch.setattr("accmt.data.planned.require_same_everywhere", lambda *_: None)  # one process plays both
     alone = [s["index"] for m in loader_of(make_data(), Shard(), 4).micro_batches(1) for s in m.batch]
     halves = [list(loader_of(make_data(), Shard(rank, 2), 2).micro_batches(1)) for rank in (0, 1)]
     together = [s["index"] for both in zip(*halves, strict=True) for half in both for s in half.batch or []]

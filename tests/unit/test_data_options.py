@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
-from accmt.data import LoaderOptions, Shard
+from accmt.data import Shard, SourceOptions
 from accmt.data.options import length_of, require_not_empty
 from accmt.data.workers import WorkerStart
 from accmt.errors import DataError
@@ -12,7 +12,7 @@ from tests.tables import each
 
 
 def options(**settings):
-    return LoaderOptions(**{"purpose": "train", "batch_size": 2, **settings})
+    return SourceOptions(**{"purpose": "train", "batch_size": 2, **settings})
 
 
 @pytest.mark.feature("L32", "L33")

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from accmt.checkpoint.typed_json import decode, encode
-from accmt.data import LoaderOptions, Shard, build_source
+from accmt.data import Shard, SourceOptions, build_source
 from accmt.data.position import EPOCH_START, EpochStart, plan_epoch, read_start
 from accmt.errors import DataError
 from tests.tables import each
@@ -43,7 +43,7 @@ def by_loader_with_generator(length):
 
 
 def options(**settings):
-    return LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, "shuffle": True, **settings})
+    return SourceOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, "shuffle": True, **settings})
 
 
 def build_all(make, count, **settings):

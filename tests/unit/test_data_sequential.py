@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accmt.checkpoint.typed_json import decode, encode
-from accmt.data import LoaderOptions, Shard, build_source
+from accmt.data import Shard, SourceOptions, build_source
 from accmt.errors import DataError
 from accmt.messages import speaking
 from tests.pairs import pairs
@@ -137,7 +137,7 @@ def noisy(samples):
 
 
 def options(**settings):
-    return LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, "collate": stack, **settings})
+    return SourceOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, "collate": stack, **settings})
 
 
 def build_all(make, length, count, **settings):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_worker_info
 
-from accmt.data import LoaderOptions, Shard, build_source
-from accmt.data.streams import StreamLoader, UserDataLoader
+from accmt.data import Shard, SourceOptions, build_source
+from accmt.data.streams import StreamSource, UserLoaderSource
 from accmt.errors import DataError
 from accmt.messages import speaking
 from tests.tables import each
@@ -63,7 +63,7 @@ class Plain:
 
 
 def options(**settings):
-    return LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, **settings})
+    return SourceOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, **settings})
 
 
 def build_all(make, count, **settings):
@@ -115,7 +115,7 @@ def test_the_last_round_of_a_stream_is_split_as_evenly_as_can_be():
 def test_anything_that_can_be_iterated_is_a_stream(data):
     expected = list(data())
     loader = build_source(data(), options())
-    assert isinstance(loader, StreamLoader)
+    assert isinstance(loader, StreamSource)
     assert in_global_order([loader]) == expected
 
 
@@ -297,7 +297,7 @@ def test_a_fraction_of_an_unknown_length_is_rejected(data):
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_stream_with_a_length_has_a_known_number_of_rounds(count):
     loaders = build_all(lambda: Sized(16), count)
-    assert isinstance(loaders[0], StreamLoader)
+    assert isinstance(loaders[0], StreamSource)
     assert loaders[0].num_micro_batches == 8 // count
     assert in_global_order(build_all(lambda: Sized(16), count, limit=0.25)) == list(range(4))
     given = build_all(lambda: DataLoader(Sized(15), batch_size=2), count)
@@ -387,7 +387,7 @@ def test_samples_of_a_stream_are_not_known_beforehand():
 )
 def test_a_user_dataloader_that_cannot_be_cut_is_read_by_all_and_shared_by_batches(make, count):
     loaders = build_all(make, count, batch_size=99)
-    assert isinstance(loaders[0], UserDataLoader)
+    assert isinstance(loaders[0], UserLoaderSource)
     assert sorted(in_global_order(loaders)) == list(range(11))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accmt import TemperatureSampler
-from accmt.data import LoaderOptions, Shard, build_source
+from accmt.data import Shard, SourceOptions, build_source
 from accmt.data.samplers import Order
 from accmt.errors import ArgumentError, DataError
 from tests.resume.unbroken import Augmented, assert_same, state_of, train
@@ -119,7 +119,7 @@ def test_any_number_of_processes_has_the_same_global_order(count):
     labels = [index % 5 == 0 for index in range(23)]
     expected = Order(23, 4, sampler=TemperatureSampler(labels, 5)).at(1).tolist()
     options = [
-        LoaderOptions(
+        SourceOptions(
             purpose="train", batch_size=2, shard=Shard(i, count), seed=4, sampler=TemperatureSampler(labels, 5)
         )
         for i in range(count)
@@ -146,7 +146,7 @@ def test_a_run_continues_within_an_epoch_bit_for_bit(tmp_path):
 @pytest.mark.feature("N46")
 def test_it_orders_the_batches_of_a_dataloader_too():
     given = DataLoader(TensorDataset(torch.arange(1000.0)), 250, sampler=TemperatureSampler(LABELS, 1))
-    loader = build_source(given, LoaderOptions(purpose="train", batch_size=1, seed=3))
+    loader = build_source(given, SourceOptions(purpose="train", batch_size=1, seed=3))
     read = torch.cat([part.batch[0] for part in loader.micro_batches(0)]).long().tolist()
     assert read == Order(1000, 3, sampler=TemperatureSampler(LABELS, 1)).at(0).tolist()
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from accmt.data import LoaderOptions, UnshardedLoader, build_source
+from accmt.data import SourceOptions, UnshardedSource, build_source
 from accmt.errors import DataError
 from tests.launching import launch
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
-from accmt.data import LoaderOptions, UnshardedLoader, build_source
+from accmt.data import SourceOptions, UnshardedSource, build_source
 
 class Stream(IterableDataset):
     def __init__(self, numbers):
@@ -27,8 +27,8 @@ class Stream(IterableDataset):
 def make(kind, rank):
     numbers = list(range(100 * rank, 100 * rank + (5, 12)[rank]))
     data = Stream(numbers) if kind == "stream" else numbers
-    options = LoaderOptions(purpose="train", batch_size=2, shuffle=True)
-    return UnshardedLoader(build_source(data, options))
+    options = SourceOptions(purpose="train", batch_size=2, shuffle=True)
+    return UnshardedSource(build_source(data, options))
 
 def take(loader, first, last=None):
     batches = []
@@ -65,7 +65,7 @@ class Stream(IterableDataset):
 
 
 def make(data, **settings):
-    return UnshardedLoader(build_source(data, LoaderOptions(purpose="train", batch_size=2, **settings)))
+    return UnshardedSource(build_source(data, SourceOptions(purpose="train", batch_size=2, **settings)))
 
 
 def numbers(micro_batches):
@@ -108,7 +108,7 @@ def test_one_process_with_data_of_its_own_goes_on_too(make_data):
 
 def test_the_rounds_of_a_resumed_epoch_are_those_of_that_epoch_alone():
     position = make(list(range(40))).position(0, 3)
-    loader = UnshardedLoader(build_source(list(range(40)), LoaderOptions(purpose="train", batch_size=5)))
+    loader = UnshardedSource(build_source(list(range(40)), SourceOptions(purpose="train", batch_size=5)))
     assert loader.num_micro_batches == 8
     loader.resume_from(0, 3, position)
     assert loader.num_micro_batches == 3 + 7

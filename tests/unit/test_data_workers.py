@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from accmt.data import LoaderOptions, build_source, note_dead_worker
+from accmt.data import SourceOptions, build_source, note_dead_worker
 from accmt.data.workers import _wait_at_each_fork, leave_signals_to_parent
 
 
@@ -38,7 +38,7 @@ class Stream(IterableDataset):
 
 
 def build(data, workers=2):
-    return build_source(data, LoaderOptions(purpose="train", batch_size=2, num_workers=workers))
+    return build_source(data, SourceOptions(purpose="train", batch_size=2, num_workers=workers))
 
 
 def workers_of(micro_batches):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer, read_history
-from accmt.data import ByTokens, Loader, LoaderOptions, TokenBudget, build_source, keep_samples
+from accmt.data import ByTokens, Loader, SourceOptions, TokenBudget, build_source, keep_samples
 from accmt.errors import ArgumentError, DataError
 
 NUMBER = 45
@@ -352,7 +352,7 @@ class Pinned(dict[str, Any]):
 @pytest.mark.parametrize("pins", [True, False])
 def test_micro_batches_are_pinned_as_batches_are(pins: bool) -> None:
     samples = [Texts()[index] for index in range(8)]
-    source = build_source(samples, LoaderOptions(purpose="train", batch_size=8, collate=keep_samples))
+    source = build_source(samples, SourceOptions(purpose="train", batch_size=8, collate=keep_samples))
     maker = ByTokens(
         TokenBudget(TOKENS, 100),
         collate=lambda samples: Pinned(pad(samples)),

@@ -19,7 +19,7 @@ import torchmetrics
 from torchmetrics import classification, regression, retrieval, text, wrappers
 
 import tests.many_runs  # noqa: F401
-from accmt.data import LoaderOptions, Shard, build_source
+from accmt.data import Shard, SourceOptions, build_source
 from accmt.errors import MetricError
 from accmt.metrics import (
     AUROC,
@@ -176,7 +176,7 @@ def validate(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 def batches_of(length: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     share = Shard(process_index(), num_processes())
-    options = LoaderOptions(purpose="validate", batch_size=BATCH_SIZE, shard=share, seed=0, shuffle=False, collate=list)
+    options = SourceOptions(purpose="validate", batch_size=BATCH_SIZE, shard=share, seed=0, shuffle=False, collate=list)
     for micro_batch in build_source([make_sample(index) for index in range(length)], options).micro_batches(0):
         if micro_batch.batch is not None:
             yield micro_batch.index, micro_batch.batch

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler
 
-from accmt.data import LoaderOptions, Shard, build_source
+from accmt.data import Shard, SourceOptions, build_source
 from accmt.metrics import gather_on_cpu
 from accmt.processes import (
     broadcast_object,
@@ -68,8 +68,8 @@ def read_with_own_generators() -> dict[str, list[int]]:
     sampler = RandomSampler(range(13), generator=torch.Generator().manual_seed(rank))
     given = DataLoader(range(13), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(rank))
     loaders = {
-        "sampler": build_source(range(13), LoaderOptions(**options, sampler=sampler)),
-        "loader": build_source(given, LoaderOptions(**options)),
+        "sampler": build_source(range(13), SourceOptions(**options, sampler=sampler)),
+        "loader": build_source(given, SourceOptions(**options)),
     }
     return {
         name: [

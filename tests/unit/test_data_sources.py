@@ -3,9 +3,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from accmt.data import LoaderOptions, build_source
-from accmt.data.sized import BatchLoader, SizedLoader
-from accmt.data.streams import StreamLoader, UserDataLoader
+from accmt.data import SourceOptions, build_source
+from accmt.data.planned import BatchesSource, DatasetSource
+from accmt.data.streams import StreamSource, UserLoaderSource
 from accmt.errors import DataError
 from tests.tables import each
 
@@ -29,24 +29,24 @@ class WithoutLength(Dataset):
 
 
 def options(**settings):
-    return LoaderOptions(**{"purpose": "validate", "batch_size": 2, **settings})
+    return SourceOptions(**{"purpose": "validate", "batch_size": 2, **settings})
 
 
 @pytest.mark.feature("A60", "T03", "L01")
 @each(
     ("make", "kind"),
     [
-        (lambda: TENSORS, SizedLoader),
-        (lambda: [1, 2], SizedLoader),
-        (lambda: TABLE, SizedLoader),
-        (lambda: TABLE.to_iterable_dataset(), StreamLoader),
-        (lambda: Stream(), StreamLoader),
-        (lambda: SizedStream(), StreamLoader),
-        (lambda: {1, 2}, StreamLoader),
-        (lambda: DataLoader(TENSORS), BatchLoader),
-        (lambda: DataLoader(TABLE), BatchLoader),
-        (lambda: DataLoader(Stream()), UserDataLoader),
-        (lambda: DataLoader(TENSORS, batch_size=None), UserDataLoader),
+        (lambda: TENSORS, DatasetSource),
+        (lambda: [1, 2], DatasetSource),
+        (lambda: TABLE, DatasetSource),
+        (lambda: TABLE.to_iterable_dataset(), StreamSource),
+        (lambda: Stream(), StreamSource),
+        (lambda: SizedStream(), StreamSource),
+        (lambda: {1, 2}, StreamSource),
+        (lambda: DataLoader(TENSORS), BatchesSource),
+        (lambda: DataLoader(TABLE), BatchesSource),
+        (lambda: DataLoader(Stream()), UserLoaderSource),
+        (lambda: DataLoader(TENSORS, batch_size=None), UserLoaderSource),
     ],
 )
 def test_each_kind_of_data_gets_its_loader(make, kind):
@@ -59,7 +59,7 @@ def test_each_kind_of_data_gets_its_loader(make, kind):
 @pytest.mark.feature("N13")
 def test_a_batch_sampler_makes_a_loader_of_batches():
     loader = build_source(TENSORS, options(batch_sampler=[[0], [1, 2, 3]], collate=len))
-    assert type(loader) is BatchLoader
+    assert type(loader) is BatchesSource
     assert [r.batch for r in loader.micro_batches(0)] == [1, 3]
 
 

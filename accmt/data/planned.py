@@ -1,4 +1,4 @@
-"""Loaders of data whose samples can be fetched by index, so that what is skipped is never read."""
+"""Sources of data whose samples can be fetched by index, so that what is skipped is never read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accmt.data.collate import keeps_number
 from accmt.data.fetching import CollateFetched, SeededDataset
 from accmt.data.fingerprints import Rows, read_rows
 from accmt.data.options import (
-    LoaderOptions,
+    SourceOptions,
     length_of,
     require_batch,
     require_not_empty,
@@ -38,8 +38,8 @@ from accmt.data.workers import WorkerStart, end_workers, note_dead_worker, start
 from accmt.messages import say, warn
 
 
-class _PlannedLoader:
-    """What the loaders below have in common: all micro-batches of an epoch are known when it begins.
+class PlannedSource:
+    """What the sources below have in common: all micro-batches of an epoch are known when it begins.
 
     Args:
         dataset: What is fetched from.
@@ -57,7 +57,7 @@ class _PlannedLoader:
     def __init__(
         self,
         dataset: Any,
-        options: LoaderOptions,
+        options: SourceOptions,
         order: Order | UserBatches,
         torch_options: Mapping[str, Any],
         *,
@@ -118,22 +118,25 @@ class _PlannedLoader:
         require_same_everywhere(self._options, self._describe(), self._order.digest(epoch))
         batches = self._reading = self._read()
         last, num_processes = plan.num_micro_batches - 1, plan.shard.count
-        count = self._order.num_samples
+        count = None if isinstance(self._order, Order) else self._order.num_samples  # a batch may have any number
         for index, (everywhere, own) in enumerate(plan.cut(range(first, last + 1)), first):
-            batch = self._next(batches, epoch, index) if own else None
-            if own and batch is None:
-                require_batch(batch, self._options)
-            is_partial = len(everywhere) < num_processes
-            num_samples = count(epoch, everywhere) if self._knows_samples else None
-            yield MicroBatch(index, batch, num_samples, count(epoch, own), index == last, is_partial)
-
-    def _next(self, batches: Iterator[Any], epoch: int, index: int) -> Any:
-        try:
-            return next(batches)
-        except Exception as error:
-            note_dead_worker(error, batches)
-            error.add_note(f"This was read for batch {index} of epoch {epoch + 1} of the {self._options.kind} data.")
-            raise
+            batch = None
+            if own:
+                try:
+                    batch = next(batches)
+                except Exception as error:
+                    note_dead_worker(error, batches)
+                    where = f"batch {index} of epoch {epoch + 1} of the {self._options.kind} data"
+                    error.add_note(f"This was read for {where}.")
+                    raise
+                if batch is None:
+                    require_batch(batch, self._options)
+            num_samples = len(everywhere) if count is None else count(epoch, everywhere)
+            own_samples = len(own) if count is None else count(epoch, own)
+            is_last, is_partial = index == last, len(everywhere) < num_processes
+            yield MicroBatch(
+                index, batch, num_samples if self._knows_samples else None, own_samples, is_last, is_partial
+            )
 
     def _read(self) -> Iterator[Any]:
         """Yield what the DataLoader would; without workers its iterator costs as much as a small batch itself."""
@@ -141,7 +144,7 @@ class _PlannedLoader:
         if loader.num_workers or loader.pin_memory:
             return start_reading(loader)
         collate: Callable[[Any], Any] = loader.collate_fn
-        return (collate(self._seeded.__getitems__(indices)) for indices in self._sampler)
+        return map(collate, map(self._seeded.__getitems__, self._sampler))
 
     def samples_in(self, first: int, last: int) -> int | None:
         if self._options.skips_bad or not self._knows_samples:
@@ -218,14 +221,14 @@ class _PlannedLoader:
         raise NotImplementedError
 
 
-class SizedLoader(_PlannedLoader):
+class DatasetSource(PlannedSource):
     """Micro-batches of a dataset with a length, ordered and sharded by (seed, epoch, position)."""
 
     _kind = "dataset with a length"
     _unit = "samples"
     _order: Order
 
-    def __init__(self, dataset: Any, options: LoaderOptions) -> None:
+    def __init__(self, dataset: Any, options: SourceOptions) -> None:
         require_not_empty(len(dataset), options, "a dataset of length 0")
         sampler = options.sampler
         if callable(sampler) and not isinstance(sampler, Sampler):
@@ -255,13 +258,13 @@ class SizedLoader(_PlannedLoader):
         return f"{self._size} samples in batches of {self._options.batch_size}"
 
 
-class BatchLoader(_PlannedLoader):
+class BatchesSource(PlannedSource):
     """Micro-batches of a user's DataLoader that can be cut by index: its batch i goes to process i mod processes."""
 
     _kind = "DataLoader with a length"
     _unit = "batches"
 
-    def __init__(self, user_loader: DataLoader[Any], options: LoaderOptions) -> None:
+    def __init__(self, user_loader: DataLoader[Any], options: SourceOptions) -> None:
         check_labels(user_loader.sampler, user_loader.dataset)
         batch_sampler: Any = user_loader.batch_sampler
         order = UserBatches(batch_sampler, options.seed)

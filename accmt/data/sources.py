@@ -1,4 +1,4 @@
-"""Chooses the loader that fits the user's data; none of them repeats a sample to fill a batch."""
+"""Chooses the source that fits the user's data; none of them repeats a sample to fill a batch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accmt.data.options import LoaderOptions, Source, length_of
-from accmt.data.sized import BatchLoader, SizedLoader
-from accmt.data.streams import StreamLoader, UserDataLoader
+from accmt.data.options import Source, SourceOptions, length_of
+from accmt.data.planned import BatchesSource, DatasetSource
+from accmt.data.streams import StreamSource, UserLoaderSource
 from accmt.errors import DataError, explain
 
 
-def build_source(data: Any, options: LoaderOptions) -> Source:
-    """Build the loader for a dataset or iterable, which we order and shard, or a DataLoader, which keeps its batches.
+def build_source(data: Any, options: SourceOptions) -> Source:
+    """Build the source for a dataset or iterable, which we order and shard, or a DataLoader, which keeps its batches.
 
     Processes: collective.
     """
@@ -24,12 +24,12 @@ def build_source(data: Any, options: LoaderOptions) -> Source:
         raise _wrong_kind(data, options)
     if not is_stream(data):
         if options.batch_sampler is None:
-            return SizedLoader(data, options)
+            return DatasetSource(data, options)
         torch_options = options.torch_options(data)
         return _wrap_user_loader(DataLoader(data, batch_sampler=options.batch_sampler, **torch_options), options)
     if not hasattr(data, "__iter__"):
         raise _wrong_kind(data, options)
-    return StreamLoader(data, options.without_split_stream(data))
+    return StreamSource(data, options.without_split_stream(data))
 
 
 def is_stream(data: Any) -> bool:
@@ -37,14 +37,14 @@ def is_stream(data: Any) -> bool:
     return isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
 
 
-def _wrong_kind(data: Any, options: LoaderOptions) -> DataError:
+def _wrong_kind(data: Any, options: SourceOptions) -> DataError:
     got = type(data).__name__ + (f" with the keys {list(data)}" if isinstance(data, Mapping) else "")
     expected = "a Dataset (with __len__ and __getitem__), an IterableDataset, a datasets.Dataset or a DataLoader"
     do = 'pass one of these to fit; of a dict of datasets one of its values, such as data["train"]'
     return DataError(explain(f"the {options.kind} data", got, expected, do))
 
 
-def _wrap_user_loader(user_loader: DataLoader[Any], options: LoaderOptions) -> Source:
+def _wrap_user_loader(user_loader: DataLoader[Any], options: SourceOptions) -> Source:
     from accelerate.data_loader import DataLoaderStateMixin
 
     if isinstance(user_loader, DataLoaderStateMixin):
@@ -55,5 +55,5 @@ def _wrap_user_loader(user_loader: DataLoader[Any], options: LoaderOptions) -> S
         user_loader.dataset, IterableDataset
     )
     if is_plain and length_of(user_loader.batch_sampler) is not None:
-        return BatchLoader(user_loader, options)
-    return UserDataLoader(user_loader, options.without_split_stream(user_loader.dataset))
+        return BatchesSource(user_loader, options)
+    return UserLoaderSource(user_loader, options.without_split_stream(user_loader.dataset))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
 
-from accmt.data import LoaderOptions, Shard, build_source
-from accmt.data.sized import BatchLoader, SizedLoader
+from accmt.data import Shard, SourceOptions, build_source
+from accmt.data.planned import BatchesSource, DatasetSource
 from accmt.errors import DataError
 from tests.tables import each
 
@@ -52,7 +52,7 @@ class Scheduled(Augmented):
 
 
 def options(**settings):
-    return LoaderOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, **settings})
+    return SourceOptions(**{"purpose": "train", "batch_size": 2, "seed": 3, **settings})
 
 
 def build_all(make, count, **settings):
@@ -308,7 +308,7 @@ def test_a_user_dataloader_keeps_batches_sampler_and_collate_function():
         data, batch_size=3, sampler=[6, 5, 4, 3, 2, 1, 0], collate_fn=lambda rows: [int(r[0]) for r in rows]
     )
     loader = build_source(given, options(batch_size=99))
-    assert isinstance(loader, BatchLoader)
+    assert isinstance(loader, BatchesSource)
     assert [r.batch for r in loader.micro_batches(0)] == [[6, 5, 4], [3, 2, 1], [0]]
     assert [r.own_samples for r in loader.micro_batches(0)] == [3, 3, 1]
     assert loader.num_micro_batches == 3
@@ -445,4 +445,4 @@ def test_no_samples_and_no_batches_are_errors():
 
 
 def test_the_loader_of_a_dataset_is_a_sized_one():
-    assert isinstance(build_source([1], options()), SizedLoader)
+    assert isinstance(build_source([1], options()), DatasetSource)
