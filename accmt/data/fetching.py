@@ -133,20 +133,16 @@ class CollateFetched:
     _is_first: bool = field(default=True, init=False)
 
     def __call__(self, fetched: Fetched) -> Any:
-        if not self.skips_bad:
-            return self._collate(fetched)
-        return Kept(self._collate(fetched) if fetched.samples else None, fetched.bad)
-
-    def _collate(self, fetched: Fetched) -> Any:
+        batch, samples = None, fetched.samples
         try:
-            if fetched.seed is not None:
-                if self.collate is collate_or_explain and (stacked := stack_tuples(fetched.samples)) is not None:
-                    return stacked
-                seed_generators(fetched.seed)
-            if self._is_first:
-                self._is_first = False
-                return call_first(self.collate, fetched.samples, self.collate)
-            return self.collate(fetched.samples)
+            if fetched.seed is not None and self.collate is collate_or_explain and samples:
+                batch = stack_tuples(samples)
+            if batch is None and (samples or not self.skips_bad):
+                if fetched.seed is not None:
+                    seed_generators(fetched.seed)
+                is_first, self._is_first = self._is_first, False
+                batch = call_first(self.collate, samples, self.collate) if is_first else self.collate(samples)
+            return Kept(batch, fetched.bad) if self.skips_bad else batch
         except Exception as error:
             if not _is_out_of_memory(error):
                 skipped = {bad.index for bad in fetched.bad}
