@@ -11,7 +11,8 @@ from tests.distributed.scripts.evaluation import BATCH_SIZE, LENGTHS, OTHER_LENG
 from tests.launching import SCRIPTS, launch
 
 SHARING = ("tpfsdp-4",)  # processes that share each batch
-SEVERAL = (2, 3, "fsdp-2", "fsdp-4", "hsdp-4", *SHARING)
+RARELY = (2, "fsdp-2", "fsdp-4")
+SEVERAL = (3, "hsdp-4", *SHARING, *(pytest.param(way, marks=pytest.mark.slow) for way in RARELY))
 LAUNCHES = (1, *SEVERAL)
 
 Answers = dict[int | str, list[dict[str, Any]]]
@@ -26,17 +27,24 @@ def num_data_of(launch: int | str) -> int:
     return count_of(launch) // 2 if launch in SHARING else count_of(launch)
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """Return what each process got, by the number of processes."""
-    answers = {}
-    for processes in LAUNCHES:
-        folder = tmp_path_factory.mktemp("evaluation")
+class Launches(dict[int | str, list[dict[str, Any]]]):
+    """What each process got, by the number of processes; a launch is made when it is asked for."""
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self._folders = folders
+
+    def __missing__(self, processes: int | str) -> list[dict[str, Any]]:
+        folder = self._folders.mktemp("evaluation")
         path = folder / "result.json"
         launch(SCRIPTS / "evaluation.py", str(path), str(folder), processes=processes, result=path)
-        answers[processes] = json.loads(path.read_text())
-        assert len(answers[processes]) == count_of(processes)
-    return answers
+        self[processes] = json.loads(path.read_text())
+        assert len(self[processes]) == count_of(processes)
+        return self[processes]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    return Launches(tmp_path_factory)
 
 
 @pytest.mark.parametrize("processes", SEVERAL)

@@ -40,27 +40,44 @@ OF_FSDP = tuple(name for name in CASES if name not in LEFT_OUT)
 LAUNCHES = {1: CASES, "ddp-2": OF_DDP, "fsdp-2": OF_FSDP, "fsdp-4": SOME, "hsdp-4": SOME}
 LAUNCHES |= {"hsdp-4": (*SOME, "built_gpt2")} if HAS_PLANS else {}
 LAUNCHES |= {"tp-2": SPLIT, "tpfsdp-4": (*SOME, "accumulated", "grouped", "built_in_fit")} if HAS_PLANS else {}
-SHARDED = [(way, name) for way, names in LAUNCHES.items() if way != 1 for name in names if name != "refused"]
+
+
+def is_slow(way: str, name: str) -> bool:
+    """Return whether a case is one that others stand for, but in `make test-all`."""
+    return way == "fsdp-4" or (way == "tp-2" and name in SPLIT[1::2] and name not in SOME)
+
+
+SHARDED = [
+    pytest.param(way, name, marks=[pytest.mark.slow] if is_slow(way, name) else [])
+    for way, names in LAUNCHES.items()
+    if way != 1
+    for name in names
+    if name != "refused"
+]
 
 
 class Outcomes(dict[Any, Any]):
-    """What came of each launch, which is made when it is asked for."""
+    """What came of each launch, which is made when it is asked for, of the cases that will be looked at."""
 
-    def __init__(self, folders: pytest.TempPathFactory) -> None:
+    def __init__(self, folders: pytest.TempPathFactory, chosen: set[tuple[str, str]]) -> None:
         self._folders = folders
+        self._chosen = chosen
 
     def __missing__(self, way: int | str) -> Any:
         folder = self._folders.mktemp("sharded")
         path = folder / "result.json"
-        names = LAUNCHES[way]
+        wanted = {name for of_way, name in self._chosen if way in (1, of_way)} | {"plain", "refused"}
+        names = [name for name in LAUNCHES[way] if name in wanted]
         launch(SCRIPTS / "sharded.py", str(path), str(folder), *names, processes=way, result=path, timeout_s=TIMEOUT_S)
         self[way] = json.loads(path.read_text())
         return self[way]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return Outcomes(tmp_path_factory)
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    here = [item for item in request.session.items if item.path == Path(__file__) and hasattr(item, "callspec")]
+    given = [item.callspec.params for item in here]
+    return Outcomes(tmp_path_factory, {(params["way"], params["name"]) for params in given if "name" in params})
 
 
 @pytest.mark.parametrize(("way", "name"), SHARDED)

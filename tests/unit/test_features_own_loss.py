@@ -285,7 +285,8 @@ WHOLE, REGIONS = {"compile": {"backend": "eager"}}, {"compile": {"backend": "eag
     ("kind", "settings"),
     [
         *((kind, {}) for kind in (Own, InADict, InATuple, Inside)),
-        *((kind, WHOLE) for kind in (Own, InADict, InATuple)),
+        (Own, WHOLE),
+        *(pytest.param(kind, WHOLE, marks=pytest.mark.slow) for kind in (InADict, InATuple)),
         *((kind, REGIONS) for kind in (Own, Inside)),
     ],
 )
