@@ -264,13 +264,13 @@ FAULTS = [
         "losses: a spike is any loss",
         "return mean + self._spike_guard * math.sqrt(variance)",
         "return mean",
-        "unit/test_recovery_loss_guard.py",
+        "unit/test_features_loss_guard.py",
     ),
     Fault(
         "losses: a step with gradients that are not finite",
         "is_finite = bool(torch.isfinite(total_norm(gradients)))",
         "is_finite = True",
-        "unit/test_recovery_loss_guard.py",
+        "unit/test_features_loss_guard.py",
     ),
     # Options.
     Fault(
