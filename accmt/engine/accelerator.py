@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from accmt.engine.parallelism import (
     require_effect,
     shard_on_cpu,
 )
-from accmt.engine.shards import is_sharded
+from accmt.engine.shards import as_shard, is_sharded
 from accmt.engine.tensor_parallel import tensor_parallel_size
 from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import share_other_precision, shared_state
@@ -131,11 +131,11 @@ def current_accelerator() -> Accelerator | None:
     return found if found is not None and found.state.initialized else None
 
 
-def must_keep_in_step(model: nn.Module) -> bool:
-    """Return whether each forward of a model needs all processes, in the run that begins."""
+def as_trained(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what makes of a tensor one as those of a model are trained in the run that begins: whole, or a shard."""
     accelerator = current_accelerator()
     is_asked = accelerator is not None and (accelerator.is_fsdp2 or tensor_parallel_size(accelerator) > 1)
-    return is_sharded(model) or is_asked
+    return as_shard if is_asked or is_sharded(model) else torch.clone
 
 
 def close_group() -> None:

@@ -9,12 +9,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from accmt.checkpoint.frozen import find_read_only
 from accmt.data import MicroBatch
-from accmt.engine.reduction import broadcast_buffers
-from accmt.engine.sync_batchnorm import synchronized_layers, without_synchronization
-from accmt.libraries.private_names import count_writes
+from accmt.engine.meta import fill, is_on_meta
+from accmt.engine.reduction import broadcast_buffers, broadcast_weights, is_container, require_same_tensors
+from accmt.engine.sync_batchnorm import restore_batch_norm, synchronized_layers, without_synchronization
+from accmt.errors import ModuleContractError, explain
+from accmt.huggingface import try_quantized_layers
+from accmt.libraries.private_names import buffers_of, count_writes, forget_prepared, prepare_alone
 from accmt.module import AcceleratorModule
+from accmt.options import Settings
+from accmt.precision import autocast, hold_in_float32
+from accmt.processes import num_processes
 from accmt.saving.streaming import ShardedState, WholeState
+from accmt.sharded_tensors import is_expanded
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -32,10 +40,10 @@ class Engine:
     Args:
         module: The module, whose `model` its steps call.
         accelerator: The Accelerator of the run.
-        model: The model as it is trained.
-        unwrapped_model: The user's model itself.
 
     Attributes:
+        model: The model as it is trained.
+        unwrapped_model: The user's model itself.
         needs_all: Whether each forward of the model needs every process.
         no_sync: Returns the context of a micro-batch after which others follow in its window, where one that reduces
             gradients in each backward can leave that out; else None.
@@ -48,13 +56,92 @@ class Engine:
     notes_trained: bool = False
     inference_mode: type[torch.inference_mode | torch.no_grad] = torch.inference_mode
 
-    def __init__(
-        self, module: AcceleratorModule, accelerator: Accelerator, model: nn.Module, unwrapped_model: nn.Module
-    ) -> None:
+    def __init__(self, module: AcceleratorModule, accelerator: Accelerator) -> None:
         self._module = module
         self.accelerator = accelerator
+        self.model: nn.Module = module.model
+        self.unwrapped_model: nn.Module = module.model
+
+    def require_trainable(self, settings: Settings) -> None:
+        """Check, before anything is done to the model, that it can be trained as the settings say."""
+
+    def spread(self) -> None:
+        """Spread what has to be spread before the optimizer is built, which then has the parameters as trained.
+
+        That is a model that is split by tensor parallelism, and sharded where processes are left for that; and a model
+        that has no values yet.
+
+        Processes: collective.
+        """
+        if is_on_meta(self.unwrapped_model):
+            fill(self.unwrapped_model, self.accelerator.device)
+
+    def distribute(self) -> None:
+        """Bring the model to where, and into the precision in which, it is trained, before its optimizer is built.
+
+        Processes: collective.
+        """
+        model, places = self.unwrapped_model, self.accelerator.device_placement
+        require_same_tensors(model)  # before anything of a type is exchanged, as in the trial of the optimizer
+        self.spread()
+        if places:
+            move(model, self.accelerator.device)
+        self._require_writable()
+        if self.accelerator.mixed_precision in ("fp16", "bf16"):
+            hold_in_float32(model)
+        if places:
+            with autocast(self.accelerator):
+                try_quantized_layers(model)
+
+    def _require_writable(self) -> None:
+        fixed = find_read_only(self.unwrapped_model) if num_processes() > 1 else {}
+        if fixed:
+            got = (
+                f"{next(iter(fixed))} is in memory that is mapped read-only, and processes exchange weights and buffers"
+            )
+            do = "copy it: torch.from_numpy(np.array(table)); or train on one process"
+            raise ModuleContractError(explain("self.model", got, "memory that can be written", do))
+
+    def require_optimizer(self, optimizer: Any) -> None:
+        """Check that an optimizer can step the parameters as they are trained."""
+
+    def wrap(self, optimizer: Any, *, set_to_none: bool) -> None:
+        """Make `model` what is trained, and check that it begins alike on all processes.
+
+        Processes: collective.
+
+        Args:
+            optimizer: Its optimizer.
+            set_to_none: Whether gradients are dropped after each step.
+        """
+        own = self.unwrapped_model
+        if is_container(own):
+            self._use(prepare_alone(own, self.accelerator))
+        else:
+            self._use(self.accelerator.prepare(own, optimizer)[0])
+
+    def wrap_for_evaluation(self) -> None:
+        """Make `model` what is evaluated, where nothing is trained.
+
+        Processes: collective; every process gets the main process's weights, as training would give them.
+        """
+        self._use(prepare_alone(self.unwrapped_model, self.accelerator))
+        broadcast_weights(self.model)
+
+    def _use(self, model: nn.Module) -> None:
         self.model = model
-        self.unwrapped_model = unwrapped_model
+        self.unwrapped_model = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+
+    def detach(self) -> None:
+        """Give the module its own model back, without the wrappers of the run, and let the Accelerator forget it."""
+        own = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False, keep_torch_compile=False)
+        forget_prepared(own, self.model, self.accelerator)
+        restore_batch_norm(own)
+        self._module.model = own
+
+    def around_backward(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Return what gives the context of each backward; None for none."""
+        return None
 
     def begin_epoch(self, *, reduces_at_end: bool) -> None:
         """Begin an epoch of training.
@@ -186,3 +273,23 @@ class Engine:
 
 class Alone(Engine):
     """One process."""
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """Bring a model to a device; buffers that are views of one memory stay so, which `nn.Module.to` parts."""
+    shared: dict[int, list[tuple[nn.Module, str, torch.Tensor]]] = {}
+    for part in model.modules():
+        for name, buffer in buffers_of(part).items():
+            if type(buffer) is torch.Tensor and buffer.layout == torch.strided and buffer.numel():
+                shared.setdefault(buffer.untyped_storage().data_ptr(), []).append((part, name, buffer))
+    model.to(device)
+    for places in shared.values():
+        owners = {id(buffer): buffer for _, _, buffer in places}
+        part, name, first = places[0]
+        is_view = len(places) > 1 or is_expanded(first)
+        if not is_view or buffers_of(part)[name] is first or any(one.dtype != first.dtype for one in owners.values()):
+            continue
+        whole = torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage()).to(device)
+        moved = {key: whole.as_strided(one.size(), one.stride(), one.storage_offset()) for key, one in owners.items()}
+        for part, name, buffer in places:
+            buffers_of(part)[name] = moved[id(buffer)]

@@ -4,41 +4,42 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from accmt.engine.base import Alone, Engine
 from accmt.engine.data_parallel import DataParallel
 from accmt.engine.sharded import Sharded, Split
-from accmt.engine.shards import is_sharded
+from accmt.engine.shards import is_by_fsdp, is_sharded
+from accmt.engine.tensor_parallel import ranks_of_batch, require_whole_heads, tensor_parallel_size
+from accmt.errors import ArgumentError, explain
 from accmt.module import AcceleratorModule
-from accmt.processes import num_data_processes, num_processes
+from accmt.options import Settings
+from accmt.processes import share_batches
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from torch.optim import Optimizer
 
 
-def choose_engine(
-    module: AcceleratorModule,
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    *,
-    set_to_none: bool = True,
-) -> Engine:
-    """Return the engine that works with a model as it was prepared.
+def choose_engine(module: AcceleratorModule, accelerator: Accelerator, settings: Settings) -> Engine:
+    """Return the engine that works with a module's model, and let the processes of a split model share their batches.
 
-    Args:
-        module: The module.
-        accelerator: The Accelerator of the run.
-        model: The model as it is trained.
-        optimizer: Its optimizer; None where it is only evaluated.
-        set_to_none: Whether gradients are dropped after each step.
+    Raises:
+        ArgumentError: Each process has data of its own, where tensors of the model are split over several.
     """
-    unwrapped: nn.Module = accelerator.unwrap_model(model, keep_torch_compile=False)
-    if is_sharded(unwrapped):
-        kind = Split if num_data_processes() < num_processes() else Sharded
-        return kind(module, accelerator, model, unwrapped)
-    if num_processes() == 1 and model is unwrapped:  # a launcher may start one process, which Accelerate wraps, too
-        return Alone(module, accelerator, model, unwrapped)
-    return DataParallel(module, accelerator, model, unwrapped, optimizer, set_to_none=set_to_none)
+    asked = tensor_parallel_size(accelerator)
+    size = ranks_of_batch(module.model, asked)
+    share_batches(size)
+    if size > 1:
+        require_whole_heads(module.model, size)
+    if size != asked and accelerator.is_fsdp2 and not is_by_fsdp(module.model):
+        got = f"a model that comes split over {size} processes, and FSDP2 over all"
+        do = f'Trainer(parallelism={{"tp": {size}}}): the other processes shard'
+        raise ArgumentError(explain("Trainer(parallelism=...)", got, "FSDP2 over the others", do))
+    if size > 1 and not settings.data.shard_dataloaders:
+        got = f"data of its own for each process, {size} of which have to see the same: they hold one model"
+        do = "leave shard_dataloaders out: every process passes the same data, which accmt shards"
+        raise ArgumentError(explain("Trainer(shard_dataloaders=False)", got, "data that all processes share", do))
+    if size > 1:
+        return Split(module, accelerator)
+    if accelerator.is_fsdp2 or is_sharded(module.model):
+        return Sharded(module, accelerator)
+    is_alone = accelerator.distributed_type.value == "NO"  # a launcher may start one process, which is wrapped
+    return Alone(module, accelerator) if is_alone else DataParallel(module, accelerator)

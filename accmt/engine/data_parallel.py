@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from accmt.data import MicroBatch
 from accmt.engine.base import Engine
@@ -16,15 +17,23 @@ from accmt.engine.reduction import (
     TransparentWrapper,
     add_note_of_unused,
     average_gradients,
+    broadcast_buffers,
+    broadcast_weights,
+    is_container,
     rebuild_reducer,
     reduce_nothing,
     reduces_only_whole,
     require_all_gradients,
+    sending_quantized_weights,
+    settle_buckets,
 )
+from accmt.engine.replicas import reject_renormalization, require_equal_weights
 from accmt.engine.step_collectives import meet, running_borrowed_step, running_step
 from accmt.errors import ArgumentError, explain
+from accmt.libraries.private_names import left_out_by_ddp
 from accmt.module import AcceleratorModule
 from accmt.processes import num_processes
+from accmt.sharded_tensors import is_expanded
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -38,24 +47,35 @@ class DataParallel(Engine):
     window ends. So they are where a micro-batch does not reach every process.
     """
 
-    def __init__(
-        self,
-        module: AcceleratorModule,
-        accelerator: Accelerator,
-        model: nn.Module,
-        unwrapped_model: nn.Module,
-        optimizer: Optimizer | None,
-        *,
-        set_to_none: bool = True,
-    ) -> None:
-        super().__init__(module, accelerator, model, unwrapped_model)
-        self._wrapper = model if isinstance(model, TransparentWrapper) else None
+    def __init__(self, module: AcceleratorModule, accelerator: Accelerator) -> None:
+        super().__init__(module, accelerator)
+        self._has_others = num_processes() > 1  # a launcher may start one process, which Accelerate wraps, too
+        self._wrapper: TransparentWrapper | None = None
+        self._optimizer: Optimizer | None = None
+        self._set_to_none = True
+        self._reduces_at_end = self._is_unreduced = True
+
+    def wrap(self, optimizer: Optimizer, *, set_to_none: bool) -> None:
+        """Wrap the model, unless it is a container of what the steps call."""
+        own = self.unwrapped_model
         self._optimizer, self._set_to_none = optimizer, set_to_none
-        self._reduces_at_end = self._is_unreduced = self._wrapper is None
-        self.notes_trained = self._wrapper is not None
-        self._has_others = num_processes() > 1
-        if self._wrapper is not None and self._has_others:
-            self.no_sync = self._no_sync
+        if is_container(own):
+            super().wrap(optimizer, set_to_none=set_to_none)
+            broadcast_weights(self.model)
+            broadcast_buffers(self.model)
+        else:
+            views = {name: buffer for name, buffer in own.named_buffers() if is_expanded(buffer)}  # nothing writes them
+            with sending_quantized_weights(own), left_out_by_ddp(own, views) if views else nullcontext():
+                super().wrap(optimizer, set_to_none=set_to_none)
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.__class__ = TransparentWrapper
+        if isinstance(self.model, TransparentWrapper):
+            self._wrapper, self.notes_trained = self.model, True
+            self._reduces_at_end = self._is_unreduced = False
+            self.no_sync = self._no_sync if self._has_others else None
+        reject_renormalization(self.unwrapped_model)
+        require_equal_weights(self.unwrapped_model)
+        settle_buckets(self.model, set_to_none=set_to_none)
 
     def _no_sync(self) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = self.accelerator.no_sync(self.model)

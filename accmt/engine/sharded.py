@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from accmt.data import MicroBatch
 from accmt.engine.base import Engine
+from accmt.engine.building import device_of_shards
 from accmt.engine.calls import explaining_parts
-from accmt.engine.shards import reshard
+from accmt.engine.meta import fill, is_on_meta
+from accmt.engine.reduction import is_container, require_same_tensors
+from accmt.engine.replicas import reject_renormalization
+from accmt.engine.shards import (
+    is_by_fsdp,
+    is_sharded,
+    require_known_shards,
+    reshard,
+    shard_model,
+    try_steps_of_shards,
+)
 from accmt.engine.step_collectives import meet, running_borrowed_step, running_step
-from accmt.errors import ModuleContractError, explain
+from accmt.engine.tensor_parallel import beginning_anew, partial_gradients, share_weights, split_tensors
+from accmt.errors import ArgumentError, ModuleContractError, explain
+from accmt.huggingface import reject_sharding_quantized_weights
+from accmt.options import Settings
+from accmt.precision import hold_in_float32
 from accmt.processes import num_processes
 from accmt.saving.streaming import ShardedState, WholeState
 
@@ -23,6 +40,54 @@ class Sharded(Engine):
 
     needs_all: ClassVar[bool] = True
     inference_mode = torch.no_grad  # what FSDP2 makes whole has memory that is used in training again
+
+    def require_trainable(self, settings: Settings) -> None:
+        if self.accelerator.is_fsdp2:
+            reject_sharding_quantized_weights(self.unwrapped_model)
+        if settings.optimization.auto_micro_batch:
+            got = "a sharded model: a process without memory cannot leave what it does together with the others"
+            do = "leave it out (`tune` uses it too), and take a smaller batch size or gradient_checkpointing=True"
+            raise ArgumentError(
+                explain("Trainer(auto_micro_batch=True)", got, "a model that each process has whole", do)
+            )
+
+    def spread(self) -> None:
+        model = self.unwrapped_model
+        if is_on_meta(model):
+            if self.accelerator.is_fsdp2 and not is_by_fsdp(model):
+                _require_forward(model)
+                shard_model(model, self.accelerator, None)
+            fill(model, device_of_shards(self.accelerator))
+
+    def distribute(self) -> None:
+        model = self.unwrapped_model
+        if not is_sharded(model):
+            require_same_tensors(model)
+        self.spread()
+        self._require_writable()
+        if self.accelerator.mixed_precision in ("fp16", "bf16") and not self.accelerator.is_fsdp2:
+            hold_in_float32(model)
+
+    def require_optimizer(self, optimizer: Any) -> None:
+        reject_low_bit_states(optimizer)
+
+    def wrap(self, optimizer: Any, *, set_to_none: bool) -> None:
+        """Shard the model, unless it is: by a run before, by the program, or by tensor parallelism."""
+        self._shard(optimizer)
+        reject_renormalization(self.unwrapped_model)
+        try_steps_of_shards(optimizer)
+
+    def wrap_for_evaluation(self) -> None:
+        self._shard(None)
+
+    def _shard(self, optimizer: Any) -> None:
+        own = self.unwrapped_model
+        if is_sharded(own):
+            require_known_shards(own)
+        else:
+            _require_forward(own)
+            shard_model(own, self.accelerator, optimizer)
+        self._use(own)
 
     def own_or_borrowed(self, step: str, micro_batch: MicroBatch) -> Any:
         if not micro_batch.is_partial or num_processes() == 1:
@@ -66,3 +131,41 @@ class Sharded(Engine):
 
 class Split(Sharded):
     """Tensors that are split over processes which share each batch (tensor parallelism), FSDP2 over the others."""
+
+    def spread(self) -> None:
+        model, accelerator = self.unwrapped_model, self.accelerator
+        comes_split, is_empty = is_sharded(model), is_on_meta(model)
+        if not comes_split:
+            split_tensors(model, accelerator)
+        if accelerator.device_placement and not is_empty:
+            model.to(accelerator.device)
+        if not is_by_fsdp(model):
+            if comes_split and not is_empty:
+                share_weights(model, accelerator)
+            if accelerator.is_fsdp2:
+                shard_model(model, accelerator, None)
+        super().spread()
+
+    def around_backward(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Return what keeps gradients from being added up twice that transformers adds up over the processes."""
+        summed = partial_gradients(self.unwrapped_model)
+        return partial(beginning_anew, summed) if summed else None
+
+
+def _require_forward(model: nn.Module) -> None:
+    """Reject to shard a container: its parts are called without it, and only its call would make them whole."""
+    if is_container(model):
+        got = f"a {type(model).__name__} without a forward of its own, sharded by FSDP2"
+        do = "give it a forward that calls its parts, or train it without `parallelism`"
+        raise ModuleContractError(explain("self.model", got, "a model that is called itself", do))
+
+
+def reject_low_bit_states(optimizer: Any) -> None:
+    """Reject optimizers for sharded weights that cannot step them, or whose states of them cannot be stored."""
+    for one in getattr(optimizer, "optimizers", [optimizer]):
+        library, name = type(one).__module__.partition(".")[0], type(one).__name__
+        if library == "bitsandbytes" or (library == "torchao" and not name.startswith("_")):  # those keep whole numbers
+            got = f"{name} of {library}, and a model whose weights are shards (FSDP2, tensor parallelism)"
+            expected = "an optimizer of torch for shards; or each weight whole, as without FSDP2"
+            do = "write `type: AdamW` in `optim`; or launch with `accmt launch --strat ddp`"
+            raise ModuleContractError(explain("the optimizer", got, expected, do))

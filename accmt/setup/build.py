@@ -13,6 +13,8 @@ from accmt.callbacks import Callback, Hooks, build_callbacks
 from accmt.data import Loader, Source, derive_seed, draw_seed, seed_generators
 from accmt.data.own_generators import seed_with_global
 from accmt.engine.accelerator import build_accelerator
+from accmt.engine.base import Engine
+from accmt.engine.choice import choose_engine
 from accmt.engine.replicas import Replicas
 from accmt.errors import ArgumentError, explain
 from accmt.failures import Board, Clock, Interruption, Watch, find_machines
@@ -39,7 +41,7 @@ from accmt.saving import Selection
 from accmt.setup.callbacks import make_builtin_callbacks
 from accmt.setup.dataloaders import Loaders, at_epoch_of_building, check_reloading
 from accmt.setup.inputs import Inputs, check_inputs, find_monitored
-from accmt.setup.model import Prepared, attach_run, configure_model, prepare, share_batches_if_split
+from accmt.setup.model import Prepared, attach_run, configure_model, prepare
 from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module
 from accmt.setup.run_length import measure_run
 from accmt.setup.same_on_processes import require_same_settings
@@ -62,13 +64,13 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     accelerator = build_accelerator(settings.running)
     configure_model(module, accelerator)
     check_module(module)
-    share_batches_if_split(module, accelerator, settings)
+    engine = choose_engine(module, accelerator, settings)
     check_reloading(settings.data, module, user_data)
     resumed = _find_start(trainer, module, recovery)
     inputs = _find_inputs(trainer, module, user_data, accelerator, resumed)
     seed = _choose_seed(settings, resumed)
     steps = adapt_training_step(module, state), adapt_validation_step(module, "validation_step", inputs.metrics)
-    loaders = Loaders(trainer, module, user_data, recovery, seed=seed, device=accelerator.device)
+    loaders = Loaders(trainer, module, user_data, recovery, engine, seed=seed)
     loaders.build(inputs.train_data, inputs.val_data)
     saver = ModelSaver(inputs.selection, inputs.patience)
     callbacks = gather_callbacks(trainer, module)
@@ -78,11 +80,11 @@ def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recove
     hooks = connect_hooks(trainer, module, [*callbacks, *builtin], seed=seed, device=accelerator.device)
     cadence = Cadence.of(settings)
     length = _place(trainer, module, loaders.train.source, cadence, resumed)
-    prepared = prepare(module, accelerator, settings, cadence, length, callbacks)
+    prepared = prepare(module, engine, settings, cadence, length, callbacks)
     _settle_monitor(prepared.scheduler, settings, inputs.selection, loaders.validation)
     state.num_processes, state.best = num_processes(), inputs.selection.best
     attach_run(trainer, module, accelerator, prepared)
-    parts = _make_parts(trainer, module, accelerator, prepared, recovery)
+    parts = _make_parts(trainer, module, engine, prepared, recovery)
     run = Run(
         **parts,
         training_step=logging_step(steps[0], module.logs.of_training),
@@ -134,7 +136,7 @@ def _find_inputs(
 def _make_parts(
     trainer: TrainerProtocol,
     module: AcceleratorModule,
-    accelerator: Accelerator,
+    engine: Engine,
     prepared: Prepared,
     recovery: Recovery,
 ) -> dict[str, Any]:
@@ -143,11 +145,12 @@ def _make_parts(
     failures = settings.failures
     saves = settings.checkpoints.every is not None or bool(settings.handling.kinds)
     watch = make_watch(settings, trainer.state, is_listening=saves, hang_timeout_s=settings.failures.hang_timeout_s)
-    engine, optimizer = prepared.engine, prepared.stepper.optimizer
+    optimizer = prepared.stepper.optimizer
     compares = num_processes() > 1 and failures.compare_replicas
     return {
         "settings": settings,
-        "accelerator": accelerator,
+        "engine": engine,
+        "accelerator": engine.accelerator,
         "module": module,
         "state": trainer.state,
         **vars(prepared),

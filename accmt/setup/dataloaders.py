@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from accmt.data import Loader
 from accmt.data.largest import LargestBatch
+from accmt.engine.base import Engine
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.features.listed import FEATURES
 from accmt.loop.cadence import Cadence
@@ -34,8 +33,8 @@ class Loaders:
         module: The module, whose own data come first.
         user_data: What the user passed to `fit`.
         recovery: What was found to fit in memory.
+        engine: How the processes work with the model.
         seed: Seed of everything random.
-        device: Where batches go.
 
     Attributes:
         train: That of the training data.
@@ -50,9 +49,9 @@ class Loaders:
         module: AcceleratorModule,
         user_data: UserData,
         recovery: Recovery,
+        engine: Engine,
         *,
         seed: int,
-        device: torch.device,
     ) -> None:
         self.validation: dict[str, Loader] = {}
         self._train_data: Any = None
@@ -61,7 +60,7 @@ class Loaders:
         self._module = module
         self._user_data = user_data
         self._seed = seed
-        self._device = device
+        self._engine = engine
         self._recovery = recovery
         self._built_for = _epoch_of_building(trainer.state.epoch, trainer.settings.data)
 
@@ -70,7 +69,7 @@ class Loaders:
 
         Processes: collective.
         """
-        settings, seed, device = self._trainer.settings, self._seed, self._device
+        settings = self._trainer.settings
         self._train_data = train_data
         for feature in FEATURES:
             feature.check(settings, self._module, train_data)
@@ -83,8 +82,8 @@ class Loaders:
                 data,
                 settings,
                 "validate",
-                seed=seed,
-                device=device,
+                self._engine,
+                seed=self._seed,
                 through=partial(stopping_if_asked, trainer=self._trainer),
             )
 
@@ -100,7 +99,7 @@ class Loaders:
             self._train_data,
             settings,
             seed=self._seed,
-            device=self._device,
+            device=self._engine.accelerator.device,
             max_micro_batch_size=lessons.get("max_micro_batch_size"),
             also_read=self._also_read,
         )

@@ -27,7 +27,7 @@ from accmt.data import (
 )
 from accmt.data.largest import LargestBatch
 from accmt.data.own_generators import seed_with_global
-from accmt.engine.accelerator import must_keep_in_step
+from accmt.engine.base import Engine
 from accmt.errors import ArgumentError, DataError, explain
 from accmt.messages import warn
 from accmt.module import AcceleratorModule, defines
@@ -189,9 +189,9 @@ def build_evaluation_loader(
     data: Any,
     settings: Settings,
     purpose: Evaluation,
+    engine: Engine,
     *,
     seed: int,
-    device: torch.device,
     through: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] | None = None,
 ) -> Loader:
     """Build the loader of the batches of one set that is validated, tested or predicted; they go `through` something.
@@ -202,14 +202,16 @@ def build_evaluation_loader(
     is_validation = purpose == "validate"
     # Losses that are logged batch by batch are those of batches as read.
     logs_batches = is_validation and not settings.evaluation.report_loss_after_eval
-    collate, pins_memory = _collate(module, settings, data, "collate_fn_val"), _pins_memory(data_settings, device)
+    collate = _collate(module, settings, data, "collate_fn_val")
+    pins_memory = _pins_memory(data_settings, engine.accelerator.device)
     _seed_own_generators(data, collate)
     cutting = None
     if not logs_batches:
         cutting = find_cutting(
             module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="evaluation"
         )
-    keeps_in_step, skips_bad = must_keep_in_step(module.model), settings.failures.on_bad_sample == "skip"
+    skips_bad = settings.failures.on_bad_sample == "skip"
+    agrees_on_bad = skips_bad and data_settings.shard_dataloaders and num_data_processes() > 1
     options = SourceOptions(
         purpose=purpose,
         batch_size=_evaluation_batch_size(settings, purpose),
@@ -223,7 +225,7 @@ def build_evaluation_loader(
         persistent_workers=data_settings.dataloader_persistent_workers,
         pin_memory=pins_memory and not cutting,
         skips_bad=skips_bad,
-        agrees_each_batch=keeps_in_step or (skips_bad and data_settings.shard_dataloaders and num_data_processes() > 1),
+        agrees_each_batch=engine.needs_all or agrees_on_bad,
     )
     source = _end_together(build_source(cutting.data if cutting else data, options))
     maker = cutting.of_evaluation(purpose, batch_size=options.batch_size) if cutting else None

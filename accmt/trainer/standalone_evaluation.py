@@ -15,6 +15,7 @@ from accmt.callbacks.progress import draw_batches
 from accmt.data import Loader, MicroBatch, draw_seed
 from accmt.engine.accelerator import build_accelerator
 from accmt.engine.base import Engine
+from accmt.engine.choice import choose_engine
 from accmt.errors import ArgumentError, explain
 from accmt.features.listed import FEATURES
 from accmt.files import dumps, require_writable_folder, write_text
@@ -31,10 +32,8 @@ from accmt.setup.inputs import metrics_of_sets
 from accmt.setup.model import (
     attach_evaluation,
     configure_model,
-    detach_model,
     is_prepared,
     prepare_for_evaluation,
-    share_batches_if_split,
 )
 from accmt.setup.module_checks import adapt_validation_step, check_untrained_module, check_validation
 from accmt.setup.same_on_processes import find_same_data
@@ -238,16 +237,14 @@ def _lending_engine(request: Request) -> Iterator[Engine]:
         yield in_work.engine
         return
     accelerator = build_accelerator(settings.running)
-    model = module.model
     with watching_evaluation(**make_watch(settings, request.trainer.state, is_listening=False, hang_timeout_s=None)):
-        share_batches_if_split(module, accelerator, settings)
+        engine = choose_engine(module, accelerator, settings)
         try:
-            engine = prepare_for_evaluation(module, accelerator, settings)
-            model = engine.model
-            attach_evaluation(request.trainer, module, accelerator, model)
+            prepare_for_evaluation(engine, settings)
+            attach_evaluation(request.trainer, module, accelerator, engine.model)
             yield engine
         finally:
-            detach_model(module, model, accelerator)
+            engine.detach()
 
 
 @contextmanager
@@ -275,9 +272,7 @@ def _build(request: Request, sets: Mapping[str, Any], engine: Engine) -> Evaluat
         model=engine.model,
         unwrapped_model=engine.unwrapped_model,
         validation_step=adapt_validation_step(module, _STEPS[function], metrics),
-        val_loaders={
-            name: _build_loader(request, name, module, data, seed=seed, device=device) for name, data in sets.items()
-        },
+        val_loaders={name: _build_loader(request, name, engine, data, seed=seed) for name, data in sets.items()},
         metrics=metrics,
         callbacks=() if last is None or request.ckpt_path is not None else last.callbacks,
         hooks=connect_hooks(trainer, module, acting, seed=seed, device=device),
@@ -288,7 +283,7 @@ def _build(request: Request, sets: Mapping[str, Any], engine: Engine) -> Evaluat
     )
 
 
-def _build_loader(request: Request, name: str, module: AcceleratorModule, data: Any, **others: Any) -> Loader:
+def _build_loader(request: Request, name: str, engine: Engine, data: Any, *, seed: int) -> Loader:
     """Build a loader whose micro-batches are drawn as they are evaluated."""
 
     def draw(micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
@@ -300,7 +295,8 @@ def _build_loader(request: Request, name: str, module: AcceleratorModule, data: 
             count=attrgetter("num_finished"),
         )
 
-    loader = build_evaluation_loader(module, data, request.trainer.settings, request.function, **others, through=draw)
+    settings, function = request.trainer.settings, request.function
+    loader = build_evaluation_loader(request.module, data, settings, function, engine, seed=seed, through=draw)
     return loader
 
 

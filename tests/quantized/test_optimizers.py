@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from accmt import ChainedOptimizer
+from accmt.engine.sharded import reject_low_bit_states
 from accmt.errors import ModuleContractError
-from accmt.setup.model import reject_low_bit_states
 from tests.quantized import test_matrix as matrix
 from tests.quantized.test_matrix import NEEDS_COMPILER, Model, fit, has_low_bit_state, trained_weights
 from tests.resume.unbroken import InterruptAt

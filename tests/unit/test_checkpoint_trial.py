@@ -15,8 +15,8 @@ from torch.optim import SGD, AdamW
 from accmt import Callback
 from accmt.checkpoint.engine import StateCollector, load_state
 from accmt.checkpoint.trial import try_model, try_optimizer
+from accmt.engine.base import move
 from accmt.errors import CheckpointError, ModuleContractError, WeightsError
-from accmt.setup.model import _move
 from tests.checkpoints import save_state
 from tests.low_bit import Rounded, RoundedMomentum
 from tests.tables import each
@@ -551,7 +551,7 @@ def test_buffers_that_share_memory_stay_so_on_another_device():
         model = nn.Sequential(nn.Linear(1, 1), Views(make))
         model[0].register_buffer("alone", torch.ones(1))
         before = model[1].scale
-        _move(model, torch.device("cpu", 0))  # which torch takes for another
+        move(model, torch.device("cpu", 0))  # which torch takes for another
         model[1].scale.add_(1)
         assert torch.equal(model[1].view, make(model[1].scale))
         assert model[1].view.shape == make(before).shape
