@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from accmt.options.running import ParallelismOptions as ParallelismOptions
     from accmt.options.running import TorchFlags as TorchFlags
     from accmt.options.saving import Checkpointer as Checkpointer
+    from accmt.options.saving import PatienceOptions as PatienceOptions
     from accmt.options.tracking import Delivery as Delivery
     from accmt.precision import allow_tf32 as allow_tf32
     from accmt.processes import on_last_process as on_last_process
@@ -149,6 +150,7 @@ _HOMES = {
     "OutputCollector": "accmt.metrics",
     "PackageConflictError": "accmt.errors",
     "ParallelismOptions": "accmt.options.running",
+    "PatienceOptions": "accmt.options.saving",
     "Perplexity": "accmt.metrics",
     "Precision": "accmt.metrics",
     "Preempted": "accmt.errors",

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import inf, isfinite
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from accmt.errors import nearest
-from accmt.options.checks import raise_wrong_value, require_flags, require_int
+from accmt.options.checks import Options, raise_wrong_value, require_flags, require_int, set_field, write_argument
+from accmt.options.numbers import is_number
 from accmt.options.units import Every, read_every, read_size
 from accmt.registry import find, names
 
@@ -40,6 +43,51 @@ class Checkpointer(Protocol):
         """Return a folder with the files of the checkpoint to continue from; None where there is none."""
 
 
+def _require_evaluations(name: str, value: Any) -> None:
+    read_every(name, value, ["eval"], plain="eval")
+
+
+def _require_finite(name: str, value: Any, least: float = -inf) -> None:
+    if not is_number(value) or not isfinite(value) or value < least:
+        expected = "a number from 0" if least == 0 else "a number"
+        raise_wrong_value(name, value, expected, write_argument(name, 0.01))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatienceOptions(Options):
+    """What ends training by one value, in place of a number of evaluations.
+
+    Args:
+        patience: Evaluations in a row without a better value; without it their number does not end training.
+        min_delta: By how much a value has to be better than the best one, to count as better.
+        stopping_threshold: Training ends as soon as the value is as good as this.
+        check_finite: Whether training ends as soon as the value is NaN or infinite.
+    """
+
+    patience: Annotated[int | str, _require_evaluations] | None = None
+    min_delta: Annotated[float, partial(_require_finite, least=0)] = 0.0
+    stopping_threshold: Annotated[float, _require_finite] | None = None
+    check_finite: bool = False
+
+    def check(self, name: str) -> None:
+        """Refuse what would never end training."""
+        if self.patience is None and not self.may_end:
+            expected = "patience, stopping_threshold or check_finite"
+            do = 'patience={"valid_loss": PatienceOptions(patience=3, min_delta=0.01)}, for example'
+            raise_wrong_value(name, self.to_dict(), expected, do)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether one evaluation can end training, whatever the number of those before."""
+        return self.stopping_threshold is not None or self.check_finite
+
+    @property
+    def evaluations(self) -> int | None:
+        """`patience` as a number."""
+        every = self.patience
+        return None if every is None else int(read_every("patience", every, ["eval"], plain="eval").number)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SavingSettings:
     """When and where the model is saved.
@@ -57,11 +105,11 @@ class SavingSettings:
         safe_serialization: True writes safetensors, tied weights included; False writes `pytorch_model*.bin`.
         save_last: Whether the last weights are saved to `<model_path>/last` too; with `EMA` or `SWA` their average.
         patience: Evaluations in a row without a better value before training ends: a number, or text such as
-            "3 evals"; a dict, such as `{"accuracy": 3}`, counts each value for itself, and may hold a dict for each:
-            `{"accuracy": {"patience": 3, "min_delta": 0.001, "stopping_threshold": 0.99, "check_finite": True}}`. A
-            value that is better by less than "min_delta" does not count as better; training ends at once where it is as
-            good as "stopping_threshold", or with "check_finite" where it is NaN or infinite. `min_length` holds it
-            back.
+            "3 evals"; a dict, such as `{"accuracy": 3}`, counts each value for itself, and may hold options of each,
+            `{"accuracy": PatienceOptions(patience=3, min_delta=0.001, stopping_threshold=0.99, check_finite=True)}`, or
+            dicts of these. A value that is better by less than `min_delta` does not count as better; training ends at
+            once where it is as good as `stopping_threshold`, or with `check_finite` where it is NaN or infinite.
+            `min_length` holds it back.
     """
 
     model_path: str | PathLike[str]
@@ -71,7 +119,7 @@ class SavingSettings:
     max_shard_size: int | str = "10GB"
     safe_serialization: bool = True
     save_last: bool = False
-    patience: int | str | Mapping[str, int | str | Mapping[str, Any]] | None = None
+    patience: int | str | Mapping[str, int | str | PatienceOptions | Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         require_flags(self)
@@ -82,6 +130,12 @@ class SavingSettings:
             do = "mount the remote storage, or copy the folder after training"
             raise_wrong_value("model_path", path, "a folder of this machine", do)
         read_size("max_shard_size", self.max_shard_size)
+        if isinstance(self.patience, Mapping):
+            items = self.patience.items()
+            read = {
+                name: PatienceOptions.read("patience", one) if isinstance(one, Mapping) else one for name, one in items
+            }
+            set_field(self, "patience", read)
         saving: Any = self.model_saving
         rules = saving if isinstance(saving, list | tuple) else [saving]
         if not all(rule is None or isinstance(rule, str) for rule in rules):
@@ -94,11 +148,8 @@ class SavingSettings:
         """`patience` with numbers for text such as "3 evals"."""
 
         def read(value: Any) -> Any:
-            if isinstance(value, Mapping):
-                return {key: read(item) if key == "patience" else item for key, item in value.items()}
-            return (
-                int(read_every("patience", value, ["eval"], plain="eval").number) if isinstance(value, str) else value
-            )
+            is_text = isinstance(value, str)
+            return int(read_every("patience", value, ["eval"], plain="eval").number) if is_text else value
 
         patience = self.patience
         return {n: read(v) for n, v in patience.items()} if isinstance(patience, Mapping) else read(patience)

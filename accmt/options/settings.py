@@ -133,6 +133,8 @@ class Settings:
                 value = getattr(group, each.name)
                 if isinstance(value, Options) and not (value := value.to_dict()):
                     continue
+                if isinstance(value, Mapping):
+                    value = {key: one.to_dict() if isinstance(one, Options) else one for key, one in value.items()}
                 if type(value) is not type(each.default) or value != each.default:  # a limit of 1 is not one of 1.0
                     arguments[each.name] = value
         arguments.update(arguments.pop("tracker_kwargs"))

@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, cast
+from typing import Any
 
-from accmt.errors import nearest
+from accmt.options.saving import PatienceOptions
 from accmt.saving.rules import TRAIN_LOSS, Argument, IsBetter, Quantities, Rule
 from accmt.state import Counters
 
 _PATIENCE = Argument("patience")
 _MODEL_SAVING = Argument("model_saving")
-_ENDING = {"stopping_threshold", "check_finite"}
-"""What ends training at one evaluation, whatever the number of those before."""
-
-
-class PatienceOptions(TypedDict, total=False):
-    """What ends training by one value, in place of a number of evaluations.
-
-    Attributes:
-        patience: Evaluations in a row without a better value; without it their number does not end training.
-        min_delta: By how much a value has to be better than the best one, to count as better.
-        stopping_threshold: Training ends as soon as the value is as good as this.
-        check_finite: Whether training ends as soon as the value is NaN or infinite.
-    """
-
-    patience: int
-    min_delta: float
-    stopping_threshold: float
-    check_finite: bool
 
 
 class Patience:
@@ -49,7 +31,7 @@ class Patience:
 
     def __init__(
         self,
-        patience: int | Mapping[str, int | PatienceOptions],
+        patience: int | Mapping[str, int | PatienceOptions | Mapping[str, Any]],
         rule: str | Sequence[str] | None,
         directions: Mapping[str, IsBetter],
         *,
@@ -76,7 +58,7 @@ class Patience:
 
     def describe_exhausted(self) -> str:
         spent = [name for name, left in self._left.items() if left == 0]
-        lines = [f"{name} has not improved for {self._options[name]['patience']} evaluation(s)" for name in spent]
+        lines = [f"{name} has not improved for {self._options[name].evaluations} evaluation(s)" for name in spent]
         return "; ".join([*(f"{name} {why}" for name, why in self._ended_by.items()), *lines])
 
     @property
@@ -93,11 +75,11 @@ class Patience:
         self.require(values)
         for name, rules in self._watched.items():
             options = self._options[name]
-            is_better = [rule.update(self.best, values, min_delta=options.get("min_delta", 0.0)) for rule in rules]
+            is_better = [rule.update(self.best, values, min_delta=options.min_delta) for rule in rules]
             self._without_better[name] = 0 if any(is_better) else self._without_better[name] + 1
             for quantity in (quantity for rule in rules for quantity in rule.quantities):
-                value, threshold = quantity.read(values), options.get("stopping_threshold")
-                if options.get("check_finite") and not math.isfinite(value):
+                value, threshold = quantity.read(values), options.stopping_threshold
+                if options.check_finite and not math.isfinite(value):
                     self._ended_by[name] = f"is {value}"
                 elif threshold is not None and quantity.sign * value >= quantity.sign * threshold:
                     self._ended_by[name] = f"has reached {threshold:g}: {value:.6g}"
@@ -117,7 +99,7 @@ class Patience:
             self._without_better[name] = state["without_better"].get(name, 0)
         keys = {key for rule in self._rules for key in rule.keys}
         self.best = {key: value for key, value in state["best"].items() if key in keys}
-        may_end = {name for name, options in self._options.items() if options.keys() & _ENDING}
+        may_end = {name for name, options in self._options.items() if options.may_end}
         self._ended_by = {name: why for name, why in state.get("ended_by", {}).items() if name in may_end}
 
     @property
@@ -126,33 +108,17 @@ class Patience:
 
     @property
     def _left(self) -> dict[str, int]:
-        allowed = {name: options["patience"] for name, options in self._options.items() if "patience" in options}
-        return {name: max(0, number - self._without_better[name]) for name, number in allowed.items()}
+        allowed = {name: options.evaluations for name, options in self._options.items()}
+        return {name: max(0, most - self._without_better[name]) for name, most in allowed.items() if most is not None}
 
 
 def _read_options(patience: Any, value: Any) -> PatienceOptions:
     """Return what ends training by one value: a number of evaluations, or options."""
-    options = dict(value) if isinstance(value, Mapping) else {"patience": value}
-    known = list(PatienceOptions.__annotations__)
-    for key in options:
-        if key not in known:
-            do = f"did you mean {nearest(key, known, cutoff=0)!r}?"
-            _PATIENCE.reject(f"the key {key!r}", f"any of {', '.join(known)}", do)
-    number = options.get("patience", 1)
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+    if isinstance(value, Mapping | PatienceOptions):
+        return PatienceOptions.read("patience", value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         _PATIENCE.reject(repr(patience), "whole numbers from 1", "patience=3, for example")
-    for key in ("min_delta", "stopping_threshold"):
-        bound = options.get(key, 0.0)
-        is_number = isinstance(bound, int | float) and not isinstance(bound, bool) and math.isfinite(bound)
-        if not is_number or (key == "min_delta" and bound < 0):
-            expected = "a number from 0" if key == "min_delta" else "a number"
-            _PATIENCE.reject(f"{key} = {bound!r}", expected, f'patience={{"valid_loss": {{"{key}": 0.01, ...}}}}')
-    if not isinstance(options.get("check_finite", False), bool):
-        _PATIENCE.reject(f"check_finite = {options['check_finite']!r}", "True or False", '"check_finite": True')
-    if "patience" not in options and not options.keys() & _ENDING:
-        do = '{"valid_loss": {"patience": 3, "min_delta": 0.01}}, for example'
-        _PATIENCE.reject(repr(patience), "patience, stopping_threshold or check_finite", do)
-    return cast(PatienceOptions, options)
+    return PatienceOptions(patience=value)
 
 
 def _check(patience: Any, groups: list[list[Rule]]) -> None:

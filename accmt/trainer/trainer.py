@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from accmt.checkpoint.manifest import Checkpoint
     from accmt.options import Checkpointer, Clipping, Delivery, Failures, Handler, Limits, MetricOptions, Monitor
     from accmt.options.running import ParallelismOptions, TorchFlags
+    from accmt.options.saving import PatienceOptions
     from accmt.protocols import Data
     from accmt.recovery.restart import Recovery
     from accmt.setup.user_data import UserData
@@ -135,10 +136,11 @@ class Trainer(TrainerProperties):
         num_sanity_val_steps: Validation batches tried before training, so that a mistake there shows at once; it leaves
             no trace. 0 is off, -1 is all batches.
         patience: Evaluations in a row without a better value before training ends: a number, or text such as "3 evals";
-            a dict, such as `{"accuracy": 3}`, counts each value for itself, and may hold a dict for each: `{"accuracy":
-            {"patience": 3, "min_delta": 0.001, "stopping_threshold": 0.99, "check_finite": True}}`. A value that is
-            better by less than "min_delta" does not count as better; training ends at once where it is as good as
-            "stopping_threshold", or with "check_finite" where it is NaN or infinite. `min_length` holds it back.
+            a dict, such as `{"accuracy": 3}`, counts each value for itself, and may hold options of each, `{"accuracy":
+            PatienceOptions(patience=3, min_delta=0.001, stopping_threshold=0.99, check_finite=True)}`, or dicts of
+            these. A value that is better by less than `min_delta` does not count as better; training ends at once where
+            it is as good as `stopping_threshold`, or with `check_finite` where it is NaN or infinite. `min_length`
+            holds it back.
         seed: Seed of everything random; None draws one.
         torch_flags: What is set in torch during the run: `TorchFlags(deterministic=True)`, or a dict of its arguments.
         inference_mode: Whether validation runs under `torch.inference_mode`; False: `torch.no_grad`.
@@ -248,7 +250,7 @@ class Trainer(TrainerProperties):
         min_length: str | Sequence[str] | None = None,
         max_time: str | timedelta | Mapping[str, float] | None = None,
         num_sanity_val_steps: int = 2,
-        patience: int | str | Mapping[str, int | str | Mapping[str, Any]] | None = None,
+        patience: int | str | Mapping[str, int | str | PatienceOptions | Mapping[str, Any]] | None = None,
         seed: int | None = None,
         torch_flags: TorchFlags | Mapping[str, Any] | None = None,
         inference_mode: bool = True,

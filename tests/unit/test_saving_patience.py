@@ -234,11 +234,11 @@ def test_what_ended_training_is_known_after_a_resume():
     ("options", "message"),
     [
         ({"min_delta": 0.1}, "expected: patience, stopping_threshold or check_finite"),
-        ({"patience": 0}, "whole numbers from 1"),
-        ({"patience": 3, "min_delta": -0.1}, "min_delta = -0.1"),
-        ({"stopping_threshold": "high"}, "stopping_threshold = 'high'"),
-        ({"check_finite": 1}, "check_finite = 1"),
-        ({"patience": 3, "mindelta": 0.1}, "did you mean 'min_delta'"),
+        ({"patience": 0}, "a whole number of evals from 1"),
+        ({"patience": 3, "min_delta": -0.1}, "expected: a number from 0"),
+        ({"stopping_threshold": "high"}, "got: 'high' (str)"),
+        ({"check_finite": 1}, "expected: True or False"),
+        ({"patience": 3, "mindelta": 0.1}, "did you mean min_delta?"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):
