@@ -57,7 +57,9 @@ class Feature:
         """Check, before a run is built, that the feature can do what the settings ask."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to survive a crash: JSON values; "lessons" are known before the next run is built.
+        """Return what has to survive a crash: JSON values.
+
+        What the next run has to know before it is built belongs in `run.recovery.lessons`.
 
         Processes: collective, unless the main one acts alone.
         """

@@ -226,8 +226,7 @@ class LossGuard(Feature):
 
         Processes: collective where there is a spike guard.
         """
-        recent = None if self._spike_guard is None else gather_from_data(list(self._recent))
-        return {"recent": recent, "lessons": self._run.recovery.lessons.get(self.name, {})}
+        return {"recent": None if self._spike_guard is None else gather_from_data(list(self._recent))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the recent losses; with another number of processes, start the comparison again."""

@@ -43,9 +43,6 @@ class OutOfMemory(Feature):
             do = "give the dataset itself, and its sizes in the hyper-parameters"
             raise ArgumentError(explain(where, got, expected, do))
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"lessons": self._run.recovery.lessons.get(self.name, {})}
-
     def why_not_tried(self) -> str:
         return "auto_micro_batch finds out what fits"
 

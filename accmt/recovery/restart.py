@@ -27,7 +27,7 @@ class Recovery:
     """What the runs of one call of `fit` know of those before them.
 
     Attributes:
-        lessons: What each feature has learned, by its name; a checkpoint holds it in the states of features.
+        lessons: What features have learned, by their names: JSON values, which a checkpoint holds.
         rollbacks: How often in a row the run went back to the same checkpoint.
         rolled_back_to: The step of that checkpoint.
         checkpoint: The checkpoint that the next run continues from; None where no other run is due.
@@ -40,15 +40,9 @@ class Recovery:
     checkpoint: Path | None = None
     is_temporary: bool = False
 
-    def learn(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Take what the run of a checkpoint had learned, unless this one has learned more since.
-
-        Args:
-            states: Those of the features.
-        """
-        for name, state in states.items():
-            if state.get("lessons"):
-                self.lessons.setdefault(name, state["lessons"])
+    def learn(self, lessons: Mapping[str, dict[str, Any]]) -> None:
+        """Take what the run of a checkpoint had learned, unless this one has learned more since."""
+        self.lessons = {**lessons, **self.lessons}
 
     def take_checkpoint(self) -> Path | None:
         """Return the checkpoint to continue from, once."""

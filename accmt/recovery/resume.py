@@ -54,8 +54,8 @@ def find_resumed(settings: Settings, override: Path | None = None) -> Resumed | 
     resets_optimizer = settings.checkpoints.reset_optimizer_on_resume
     hps = settings.hps.to_dict()["hps"]
     with rejecting_other_forms(folder):
-        others = read_others(folder, whole=["data"])  # the position holds what a stream returned as its state
-        others = {**others, "features": states_of_features(others)}
+        # The position of the data holds what a stream returned as its state.
+        others = with_features(read_others(folder, whole=["data"]))
         _require_form(others)
         changes = compare(hide(others["hps"]), hide(hps), resets_optimizer=resets_optimizer)
     require_allowed(changes, f"continuing from {folder}")
@@ -65,26 +65,23 @@ def find_resumed(settings: Settings, override: Path | None = None) -> Resumed | 
     return resumed
 
 
-def states_of_features(others: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the states of features in a checkpoint; before each had one by its name, two entries held them."""
+def with_features(others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of a checkpoint with those of features by name, where it was written before these had names."""
     if "features" in others:
-        states: dict[str, dict[str, Any]] = others["features"]
-        return states
-    learned = others["recovery"]
-    size, until, windows = learned["max_micro_batch_size"], learned["careful_until"], learned["skipped_windows"]
-    return {
-        "loss_guard": {
-            "recent": others["guard"]["recent"],
-            "lessons": {"skipped_windows": windows, "check_until": until} if until or windows else {},
-        },
-        "out_of_memory": {"lessons": {} if size is None else {"max_micro_batch_size": size}},
-    }
+        return dict(others)
+    learned, lessons = others["recovery"], {}
+    if learned["careful_until"] or learned["skipped_windows"]:
+        windows, until = learned["skipped_windows"], learned["careful_until"]
+        lessons["loss_guard"] = {"skipped_windows": windows, "check_until": until}
+    if learned["max_micro_batch_size"] is not None:
+        lessons["out_of_memory"] = {"max_micro_batch_size": learned["max_micro_batch_size"]}
+    return {**others, "features": {"loss_guard": others["guard"]}, "lessons": lessons}
 
 
 def _require_form(others: Mapping[str, Any]) -> None:
     """Check what a run is built by, before anything of it is used."""
     kinds = {"seed": int, "run_name": str, "run_id": str}
-    kinds |= dict.fromkeys(("hps", "data", "features", "parts", "callbacks"), dict)
+    kinds |= dict.fromkeys(("hps", "data", "features", "lessons", "parts", "callbacks"), dict)
     for name, kind in kinds.items():
         if not isinstance(others[name], kind):
             raise TypeError(f"{name} is a {type(others[name]).__name__}, no {kind.__name__}")

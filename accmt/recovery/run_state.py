@@ -22,7 +22,7 @@ from accmt.messages import say, warn
 from accmt.optimization.resuming import group_arguments, restore_scheduler
 from accmt.options.changes import Change, changed_arguments
 from accmt.processes import num_processes, process_index
-from accmt.recovery.resume import Resumed, states_of_features
+from accmt.recovery.resume import Resumed, with_features
 from accmt.run import Run
 from accmt.secrets import hide
 from accmt.state import Stateful
@@ -98,6 +98,7 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
         "data": run.train_loader.source.position(*place) if local["data"] is None else local["data"],
         "parts": parts,
         "features": run.features.state_dict(),
+        "lessons": run.recovery.lessons,
         "next_stage": run.snapshot.next_stage,
         "made_step": run.snapshot.made_step,
         "own": {"module": parts["module"], "trainer": local["trainer"], "callbacks": _of_each_process(run, local)},
@@ -185,7 +186,7 @@ def restore(run: Run, resumed: Resumed) -> None:
     with rejecting_other_forms(resumed.folder):
         others = load_state(run.model, None if resets_optimizer else [run.stepper.optimizer], resumed.folder)
         built += group_arguments(run.stepper.optimizer)[len(built) :]
-        others = _with_own({**others, "features": states_of_features(others)})
+        others = _with_own(with_features(others))
         if not resets_optimizer:
             _restore_scheduler(run, others, built, resumed.changes)
         callbacks, of_trainer = others["callbacks"], others["trainer"]

@@ -115,7 +115,7 @@ def _find_start(trainer: TrainerProtocol, module: AcceleratorModule, recovery: R
     folder = recovery.take_checkpoint() or find_relaunched(trainer.settings) or trainer.chosen_checkpoint
     resumed = find_resumed(trainer.settings, folder)
     if resumed is not None:
-        recovery.learn(resumed.others["features"])
+        recovery.learn(resumed.others["lessons"])
         trainer.state.load_state_dict(resumed.counters)
     module.trainer, module.state = trainer, trainer.state
     return resumed
