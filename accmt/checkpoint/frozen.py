@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from accmt.checkpoint.nested_tensors import local_part, plain_parts
 from accmt.checkpoint.torch_state_dicts import kept_buffers, model_state, plain_parameter_names
 from accmt.errors import CheckpointError, explain
 from accmt.processes import gather_objects
+from accmt.sharded_tensors import make_whole
 
 _MAPS = Path("/proc/self/maps")  # on Linux
 _SHOWN = 3
@@ -151,8 +151,7 @@ def digest_of(weight: Tensor) -> str:
 
     Processes: collective where it is sharded.
     """
-    whole = weight.detach()
-    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    whole = make_whole(weight.detach())
     return "-".join(map(_digest, plain_parts(whole)))
 
 

@@ -45,7 +45,7 @@ class PackingCheck(Feature):
         model: The model, without the wrapper of the launch. Transformers models in it are watched, else itself.
         wrapped: The model as steps call it; None is itself.
         precision: Returns the context in which the steps of the run compute.
-        is_sharded: Whether each forward needs all processes. Packed rows may come to one process alone, so the trial is
+        needs_all: Whether each forward needs all processes. Packed rows may come to one process alone, so the trial is
             then made in the first call already, which all processes make together.
     """
 
@@ -57,13 +57,13 @@ class PackingCheck(Feature):
         *,
         wrapped: nn.Module | None = None,
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        is_sharded: bool = False,
+        needs_all: bool = False,
     ) -> None:
         self._model = model
         self._is_compiled = _is_compiled(model if wrapped is None else wrapped)
         self._watched = _find_watched(model, is_compiled=self._is_compiled)  # with the arguments that each takes
         self._precision = precision
-        self._is_sharded = is_sharded
+        self._needs_all = needs_all
         self._verdicts: dict[tuple[Any, ...], Verdict] = {}
         self._caller: nn.Module | None = None
         self._is_in_root = False
@@ -75,7 +75,7 @@ class PackingCheck(Feature):
         if run.state.fn == "predict":
             return None
         precision = partial(autocast, run.accelerator)
-        return cls(run.unwrapped_model, wrapped=run.model, precision=precision, is_sharded=run.engine.needs_all)
+        return cls(run.unwrapped_model, wrapped=run.model, precision=precision, needs_all=run.engine.needs_all)
 
     @contextmanager
     def during(self) -> Iterator[None]:
@@ -91,7 +91,7 @@ class PackingCheck(Feature):
             meanwhile.
         """
         with ExitStack() as stack:
-            if self._is_sharded:
+            if self._needs_all:
                 stack.callback(self._model.register_forward_pre_hook(self._note_root).remove)
                 stack.callback(self._model.register_forward_hook(self._note_root, always_call=True).remove)
             for model, takes in self._watched.items():
@@ -155,7 +155,7 @@ class PackingCheck(Feature):
             self._caller = None
 
     def _look_at_call(self, model: Any, arguments: Mapping[str, Any]) -> None:
-        if self._is_sharded and self._is_in_root:  # a part that is called by itself cannot compute at all
+        if self._needs_all and self._is_in_root:  # a part that is called by itself cannot compute at all
             self._try_together(model, arguments)
         mask = arguments.get("attention_mask")
         says_who_attends = mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2)
@@ -189,7 +189,7 @@ class PackingCheck(Feature):
 
     def _find_verdict(self, model: nn.Module, arguments: Mapping[str, Any]) -> Verdict:
         call = PackedCall(model, arguments)
-        if self._is_sharded:
+        if self._needs_all:
             self._try_together(model, arguments)  # nothing, since the first call
             call = _plain_call(model, arguments, call.rows)
         elif call.key not in self._verdicts:

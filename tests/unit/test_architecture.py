@@ -301,3 +301,47 @@ def test_the_library_neither_prints_nor_exits_nor_asserts() -> None:
 def test_the_check_of_forbidden_things_sees_each() -> None:
     source = "assert x\nprint(1)\nsys.exit(2)\ntry:\n    pass\nexcept:\n    pass\nsys.excepthook = None\n"
     assert len(forbidden_in(ast.parse(source))) == 5
+
+
+OF_AN_ENGINE = {
+    *("is_sharded", "is_wrapped", "is_in_parts", "reduces_by_hand", "must_keep_in_step", "keeps_in_step"),
+    *("needs_all", "_needs_all", "notes_trained", "is_fsdp2", "is_container", "is_by_fsdp"),
+    *("is_dtensor", "DTensor", "DistributedDataParallel"),
+}
+QUESTIONS_LEFT = {
+    # What is tried before training, or saved when others are gone, is another thing where a process cannot act alone.
+    "loop/preflight.py": 3,
+    "recovery/shutdown.py": 1,
+    "features/packing_check.py": 3,
+    "loop/trained_parameters.py": 1,
+    # Of single tensors, in layers below the engine.
+    "sharded_tensors.py": 5,
+    "checkpoint/engine.py": 2,
+    "checkpoint/nested_tensors.py": 2,
+    "checkpoint/torch_state_dicts.py": 1,
+    "checkpoint/trial.py": 1,
+    "optimization/stepper.py": 1,
+    "precision.py": 1,
+    "trainer/chosen_weights.py": 1,
+    "saving/weights.py": 3,  # of huggingface_hub: whether weights are in several files
+}
+
+
+def questions_about_the_engine(tree: ast.AST) -> int:
+    """Count the conditions that ask how processes share a model."""
+    conditions = [node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp | ast.While)]
+    names = [
+        {getattr(inner, "id", None) or getattr(inner, "attr", None) for inner in ast.walk(condition)}
+        for condition in conditions
+    ]
+    return sum(bool(found & OF_AN_ENGINE) for found in names)
+
+
+def test_only_the_engine_asks_how_processes_share_a_model() -> None:
+    found = offenders(lambda path: room_of(path) != "engine" and questions_about_the_engine(parse(path)))
+    assert {name: count for name, count in found.items() if count > QUESTIONS_LEFT.get(name, 0)} == {}
+
+
+def test_the_check_of_questions_about_the_engine_sees_each() -> None:
+    source = "if run.is_sharded:\n    pass\nx = 1 if isinstance(m, DistributedDataParallel) else 2\nif a: pass\n"
+    assert questions_about_the_engine(ast.parse(source)) == 2
