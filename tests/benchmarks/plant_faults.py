@@ -75,13 +75,13 @@ FAULTS = [
         "weights: processes are forgotten",
         "return weight * self._num_data_processes / (window.known_samples or 1)",
         "return weight / (window.known_samples or 1)",
-        "distributed/test_windows.py -k 2-processes",
+        "distributed/test_windows.py -k 3-processes",
     ),
     Fault(
         "weights: the reference is of the window before",
         "factor = self._num_data_processes * self.reference / total",
         "factor = self._num_data_processes / total",
-        "distributed/test_windows.py -k 2-processes",
+        "distributed/test_windows.py -k 3-processes",
     ),
     Fault(
         "weights: gradients are summed", "flat.div_(num_processes())", "flat.div_(1)", "distributed/test_containers.py"

@@ -15,7 +15,7 @@ from tests.launching import SCRIPTS, launch, run_together
 SCRIPT = SCRIPTS / "unfreezing.py"
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda r: f"{r}-processes")
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow), 3], ids=lambda r: f"{r}-processes")
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("unfreezing")
     path = folder / "result.json"

@@ -25,14 +25,14 @@ def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return json.loads(path.read_text())
 
 
-@pytest.fixture(scope="module", params=["tp-2", "tpfsdp-4"])
+@pytest.fixture(scope="module", params=[pytest.param("tp-2", marks=pytest.mark.slow), "tpfsdp-4"])
 def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("windows") / "result.json"
     launch(SCRIPTS / "windows.py", str(path), processes=request.param, result=path, timeout_s=240)
     return json.loads(path.read_text())
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda r: f"{r}-processes")
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow), 3], ids=lambda r: f"{r}-processes")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("windows") / "result.json"
     launch(SCRIPTS / "windows.py", str(path), processes=request.param, result=path, timeout_s=240)
