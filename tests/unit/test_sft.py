@@ -19,6 +19,7 @@ from accmt.huggingface.chat import IGNORED, mask_row
 from accmt.huggingface.sft_rows import Masking, PadRows, SFTRows
 from tests import conversations
 from tests.conversations import draw_conversations, make_tokenizer
+from tests.pairs import pairs
 from tests.resume.unbroken import InterruptAt, InterruptionError
 
 pytestmark = pytest.mark.feature("N68")
@@ -136,9 +137,10 @@ def streaming(data: list[Any]) -> Any:
     return IterableDataset.from_generator(lambda: iter(data))
 
 
-@pytest.mark.parametrize("per_turn", [False, True])
-@pytest.mark.parametrize("kind", [Resuming, streaming, Stream])
-@pytest.mark.parametrize("hps", [{}, {"max_tokens": 600, "packing": True}], ids=["batches", "packing"])
+@pytest.mark.parametrize(
+    ("hps", "kind", "per_turn"),
+    pairs([{}, {"max_tokens": 600, "packing": True}], [Resuming, streaming, Stream], [False, True]),
+)
 def test_a_run_on_a_stream_resumes_with_equal_bits(tmp_path: Path, kind: Any, per_turn: bool, hps: dict[str, Any]):
     data = [NO_ANSWER, *rows(13), NO_ANSWER, *rows(6)]
 
