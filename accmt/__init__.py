@@ -12,15 +12,24 @@ from accmt.installation import require_own_folder
 from accmt.version import __version__
 
 if TYPE_CHECKING:
+    from accmt.addons.curricula import RangeCurriculum as RangeCurriculum
+    from accmt.addons.curricula import RatioCurriculum as RatioCurriculum
+    from accmt.addons.curricula import StepsCurriculum as StepsCurriculum
+    from accmt.addons.hub import PushToHub as PushToHub
+    from accmt.addons.merging import merge_adapter as merge_adapter
+    from accmt.addons.sft.module import SFTModule as SFTModule
+    from accmt.addons.swa import SWA as SWA
+    from accmt.addons.trackers.aim import Aim as Aim
+    from accmt.addons.trackers.clearml import ClearML as ClearML
+    from accmt.addons.trackers.comet_ml import CometML as CometML
+    from accmt.addons.trackers.dvclive import DVCLive as DVCLive
+    from accmt.addons.trackers.swanlab import SwanLab as SwanLab
+    from accmt.addons.trackers.trackio import Trackio as Trackio
     from accmt.callbacks import EMA as EMA
     from accmt.callbacks import BestModels as BestModels
     from accmt.callbacks import Callback as Callback
     from accmt.callbacks import LambdaCallback as LambdaCallback
     from accmt.callbacks import MainProcessCallback as MainProcessCallback
-    from accmt.callbacks import PushToHub as PushToHub
-    from accmt.curricula import RangeCurriculum as RangeCurriculum
-    from accmt.curricula import RatioCurriculum as RatioCurriculum
-    from accmt.curricula import StepsCurriculum as StepsCurriculum
     from accmt.data import TemperatureSampler as TemperatureSampler
     from accmt.data import set_seed as set_seed
     from accmt.engine.step_collectives import gather_with_gradients as gather_with_gradients
@@ -49,7 +58,6 @@ if TYPE_CHECKING:
     from accmt.errors import TrackerError as TrackerError
     from accmt.errors import UnknownArgumentError as UnknownArgumentError
     from accmt.errors import WeightsError as WeightsError
-    from accmt.huggingface import merge_adapter as merge_adapter
     from accmt.metrics import AUROC as AUROC
     from accmt.metrics import F1 as F1
     from accmt.metrics import MAE as MAE
@@ -85,19 +93,11 @@ if TYPE_CHECKING:
     from accmt.processes import on_local_main_process as on_local_main_process
     from accmt.processes import on_main_process as on_main_process
     from accmt.setup.model import create_optimizer as create_optimizer
-    from accmt.sft import SFTModule as SFTModule
     from accmt.state import TrainingState as TrainingState
-    from accmt.swa import SWA as SWA
-    from accmt.tracking import Aim as Aim
-    from accmt.tracking import ClearML as ClearML
-    from accmt.tracking import CometML as CometML
-    from accmt.tracking import DVCLive as DVCLive
-    from accmt.tracking import MLFlow as MLFlow
-    from accmt.tracking import SwanLab as SwanLab
-    from accmt.tracking import TensorBoard as TensorBoard
-    from accmt.tracking import Trackio as Trackio
-    from accmt.tracking import WandB as WandB
     from accmt.tracking import read_history as read_history
+    from accmt.tracking.trackers.mlflow import MLFlow as MLFlow
+    from accmt.tracking.trackers.tensorboard import TensorBoard as TensorBoard
+    from accmt.tracking.trackers.wandb import WandB as WandB
     from accmt.trainer import Trainer as Trainer
 
 _HOMES = {
@@ -105,7 +105,7 @@ _HOMES = {
     "AcceleratorModule": "accmt.module",
     "AccmtError": "accmt.errors",
     "Accuracy": "accmt.metrics",
-    "Aim": "accmt.tracking",
+    "Aim": "accmt.addons.trackers.aim",
     "ArgumentError": "accmt.errors",
     "BestModels": "accmt.callbacks",
     "Callback": "accmt.callbacks",
@@ -114,15 +114,15 @@ _HOMES = {
     "CheckpointError": "accmt.errors",
     "ChainedOptimizer": "accmt.optimization",
     "Checkpointer": "accmt.options.saving",
-    "ClearML": "accmt.tracking",
+    "ClearML": "accmt.addons.trackers.clearml",
     "Clipping": "accmt.options.optimization",
-    "CometML": "accmt.tracking",
-    "DVCLive": "accmt.tracking",
+    "CometML": "accmt.addons.trackers.comet_ml",
+    "DVCLive": "accmt.addons.trackers.dvclive",
     "DataError": "accmt.errors",
     "Delivery": "accmt.options.tracking",
     "DeviceError": "accmt.errors",
     "EMA": "accmt.callbacks",
-    "SWA": "accmt.swa",
+    "SWA": "accmt.addons.swa",
     "ExtendedAcceleratorModule": "accmt.module",
     "F1": "accmt.metrics",
     "Failures": "accmt.options.failures",
@@ -134,7 +134,7 @@ _HOMES = {
     "LambdaCallback": "accmt.callbacks",
     "Limits": "accmt.options.data",
     "MAE": "accmt.metrics",
-    "MLFlow": "accmt.tracking",
+    "MLFlow": "accmt.tracking.trackers.mlflow",
     "MSE": "accmt.metrics",
     "MainProcessCallback": "accmt.callbacks",
     "Metric": "accmt.metrics",
@@ -156,33 +156,33 @@ _HOMES = {
     "Preempted": "accmt.errors",
     "ProcessFailedError": "accmt.errors",
     "ReplicasDifferError": "accmt.errors",
-    "PushToHub": "accmt.callbacks",
+    "PushToHub": "accmt.addons.hub",
     "R2": "accmt.metrics",
     "RMSE": "accmt.metrics",
-    "RangeCurriculum": "accmt.curricula",
-    "RatioCurriculum": "accmt.curricula",
+    "RangeCurriculum": "accmt.addons.curricula",
+    "RatioCurriculum": "accmt.addons.curricula",
     "Recall": "accmt.metrics",
-    "SFTModule": "accmt.sft",
+    "SFTModule": "accmt.addons.sft.module",
     "Scheduler": "accmt.options",
     "SavingError": "accmt.errors",
     "SeveralFaultsError": "accmt.errors",
-    "StepsCurriculum": "accmt.curricula",
-    "SwanLab": "accmt.tracking",
+    "StepsCurriculum": "accmt.addons.curricula",
+    "SwanLab": "accmt.addons.trackers.swanlab",
     "TemperatureSampler": "accmt.data",
-    "TensorBoard": "accmt.tracking",
+    "TensorBoard": "accmt.tracking.trackers.tensorboard",
     "TorchFlags": "accmt.options.running",
     "TrackerError": "accmt.errors",
-    "Trackio": "accmt.tracking",
+    "Trackio": "accmt.addons.trackers.trackio",
     "Trainer": "accmt.trainer",
     "TrainingState": "accmt.state",
     "UnknownArgumentError": "accmt.errors",
-    "WandB": "accmt.tracking",
+    "WandB": "accmt.tracking.trackers.wandb",
     "WeightsError": "accmt.errors",
     "allow_tf32": "accmt.precision",
     "create_optimizer": "accmt.setup.model",
     "gather_on_cpu": "accmt.metrics",
     "gather_with_gradients": "accmt.engine.step_collectives",
-    "merge_adapter": "accmt.huggingface",
+    "merge_adapter": "accmt.addons.merging",
     "on_last_process": "accmt.processes",
     "on_local_main_process": "accmt.processes",
     "on_main_process": "accmt.processes",

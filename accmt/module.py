@@ -309,11 +309,11 @@ class AcceleratorModule(LogsValues):
             HyperParameterError: There is no such section, or something in it is wrong.
             MissingPackageError: A package that it asks for is not installed.
         """
-        from accmt.huggingface import build_from_hps
         from accmt.options import HyperParameters
+        from accmt.registry import addon
 
         hps = HyperParameters.from_config(hps_config)
-        module = HuggingFaceModule(partial(build_from_hps, hps), processor)
+        module = HuggingFaceModule(partial(addon("build_from_hps"), hps), processor)
         module.hps = hps
         if not in_fit:
             module.configure_model()

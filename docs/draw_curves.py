@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from accmt import read_history
-from accmt.notebook import Curve, draw
+from accmt.addons.notebook import Curve, draw
 
 MOST_POINTS = 40
 """Of a curve; neighbours are averaged, so that a picture has a few kilobytes."""

@@ -7,7 +7,6 @@ from accmt.callbacks.base import Callback, LambdaCallback, MainProcessCallback
 from accmt.callbacks.best_models import BestModels
 from accmt.callbacks.dispatch import Hooks, build_callbacks, describe_hooks, find_hooks
 from accmt.callbacks.hooks import ALIASES, HOOKS
-from accmt.callbacks.hub import PushToHub
 from accmt.installation import require_own_folder
 
 # Where the project that is called accmt on the index was installed last, its `accmt/__init__.py` has replaced ours.
@@ -23,7 +22,6 @@ __all__ = [
     "Hooks",
     "LambdaCallback",
     "MainProcessCallback",
-    "PushToHub",
     "build_callbacks",
     "describe_hooks",
     "find_hooks",

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from accmt.huggingface import merge_adapter
+    from accmt.addons.merging import merge_adapter
 
     where = f"accmt merge ... {options.output}"
     if options.output.resolve() == options.adapter.resolve():

@@ -38,10 +38,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from accmt.huggingface import merge_adapter, require_mergeable
-    from accmt.huggingface.sft_files import read_rows
+    from accmt.addons.merging import merge_adapter, require_mergeable
+    from accmt.addons.sft.files import read_rows
+    from accmt.addons.sft.module import SFTModule
     from accmt.options.command_line import HPS_FLAGS
-    from accmt.sft import SFTModule
     from accmt.trainer import Trainer
 
     typed = {f"sft.{name}": value for name in _FLAGS if (value := getattr(options, name)) is not None}

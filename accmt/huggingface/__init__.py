@@ -6,11 +6,7 @@ Nothing here imports transformers or peft before a function that needs it is cal
 from accmt.huggingface.folder import load_model_weights as load_model_weights
 from accmt.huggingface.folder import save_model as save_model
 from accmt.huggingface.folder import to_saved_format as to_saved_format
-from accmt.huggingface.from_hps import build_from_hps as build_from_hps
-from accmt.huggingface.from_hps import load_tokenizer as load_tokenizer
 from accmt.huggingface.gradient_checkpointing import enable_gradient_checkpointing as enable_gradient_checkpointing
-from accmt.huggingface.merging import merge_adapter as merge_adapter
-from accmt.huggingface.merging import require_mergeable as require_mergeable
 from accmt.huggingface.model_kinds import advise_wrapping as advise_wrapping
 from accmt.huggingface.model_kinds import base_model_of as base_model_of
 from accmt.huggingface.model_kinds import describe_model as describe_model

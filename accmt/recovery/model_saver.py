@@ -45,7 +45,7 @@ from accmt.saving.streaming import ShardedState
 from accmt.secrets import write_command
 from accmt.sharded_tensors import class_of
 from accmt.tracking import resolve_trackers
-from accmt.tracking.trackers import TRACKERS
+from accmt.tracking.spec import UserTracker
 from accmt.version import __version__
 
 _SAYS_NOTHING = re.compile(r"(best|checkpoint|final|last|model|out|output|pretrained|save|step|weights)([-_+.].*)?|\d+")
@@ -315,7 +315,7 @@ def describe_trainer(settings: Settings) -> dict[str, Any]:
     if "metrics" in arguments:
         arguments["metrics"] = _name_metrics(arguments["metrics"])
     trackers = resolve_trackers(arguments.pop("log_with", None))
-    if all(tracker.name in TRACKERS for tracker in trackers):
+    if not any(isinstance(tracker, UserTracker) for tracker in trackers):
         own = {tracker.name: tracker.init_kwargs for tracker in trackers if tracker.init_kwargs}
         return arguments | own | ({"log_with": [tracker.name for tracker in trackers]} if trackers else {})
     return {name: value for name, value in arguments.items() if name not in settings.tracking.tracker_kwargs}

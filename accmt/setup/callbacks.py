@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from accmt.callbacks import Callback
 from accmt.callbacks.ending import EndSummary
 from accmt.callbacks.evaluation_report import EvaluationReport
 from accmt.callbacks.graphs import Graphs
 from accmt.callbacks.monitor import build_monitor
-from accmt.callbacks.profiler import build_profiler
 from accmt.callbacks.progress import ProgressBar, is_notebook
 from accmt.callbacks.summary import ModelSummary
 from accmt.loop.evaluation import EvaluationResults
@@ -17,10 +16,8 @@ from accmt.loop.row_logger import RowLogger
 from accmt.options import Settings
 from accmt.processes import is_main_process
 from accmt.recovery.model_saver import ModelSaver
+from accmt.registry import addon
 from accmt.tracking import Tracking
-
-if TYPE_CHECKING:
-    from accmt.notebook import NotebookView
 
 
 def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelSaver) -> list[Callback]:
@@ -28,14 +25,19 @@ def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelS
     running, logging = settings.running, settings.tracking
     loss_name = logging.train_loss_metric_name
     enable_bar = running.verbose if running.enable_progress_bar is None else running.enable_progress_bar
-    view = _build_curve(loss_name, logging.val_loss_metric_name) if enable_bar and is_notebook() else None
+    view: Any = None
+    if enable_bar and is_notebook():
+        view = addon("notebook_curve")(loss_name, logging.val_loss_metric_name)
     bar = ProgressBar(
         enable=None if running.enable_progress_bar is None and enable_bar else enable_bar,
         loss_name=loss_name,
         stream=None if view is None else view.terminal,
     )
     first, last = build_monitor(logging.monitored, loss_name, is_main_process=is_main_process())
-    profiled_first, profiled_last = build_profiler(running.profiler, is_main_process=is_main_process())
+    profiled_first: list[Callback] = []
+    profiled_last: list[Callback] = []
+    if running.profiler is not None:
+        profiled_first, profiled_last = addon("profiler")(running.profiler, is_main_process=is_main_process())
     summaries = [ModelSummary(int(running.enable_model_summary))] if running.enable_model_summary else []
     rows = RowLogger(tracking, bar, logging.monitored)
     ending: list[Callback] = [EndSummary(loss_name)] if running.verbose and not running.fast_dev_run else []
@@ -55,9 +57,3 @@ def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelS
         *last,
         *profiled_last,
     ]
-
-
-def _build_curve(*loss_names: str) -> NotebookView:
-    from accmt.notebook import NotebookView
-
-    return NotebookView(*loss_names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -308,27 +308,20 @@ def _reject_sampler_beside_loader(data: Any, settings: DataSettings) -> None:
 
 
 def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, num_shards: int) -> Any:
-    """Return what orders the training samples, or None."""
-    from accmt.curricula import Curriculum
+    """Return what orders the training samples, or None.
 
-    if not isinstance(data, Curriculum):
-        if isinstance(data, DataLoader) and isinstance(data.dataset, Curriculum):
-            _reject("a DataLoader around it", "fit(module, curriculum)")
-        groups = _find_groups(module, settings)
-        if groups is None or is_stream(data):
-            return settings.data.sampler
-        return group_dataset(data, groups.length_of, groups.batch_size, shuffle=settings.data.shuffle_train)
-    _check_settings(module, settings)
-    max_steps = settings.hps.max_steps
-    if max_steps is None:
-        _reject("a run without max_steps", "max_steps: 1000 in the hyper-parameters, say; epochs may be left out")
-    missed = [number for number, count in enumerate(data.updates(max_steps), 1) if count == 0]
-    if missed:
-        warn(
-            f"max_steps={max_steps} leaves no optimizer step for stage {', '.join(map(str, missed))} of the curriculum"
-        )
-    per_process = settings.hps.train_batch_size * settings.optimization.accumulation_at(0)
-    return data.order(max_steps, samples_per_update=per_process * num_shards, shuffle=settings.data.shuffle_train)
+    A dataset with a method `order_run`, such as a curriculum, orders the samples of the whole run.
+    """
+    if hasattr(data, "order_run"):
+        return data.order_run(module, settings, num_shards=num_shards)
+    if isinstance(data, DataLoader) and hasattr(data.dataset, "order_run"):
+        name = type(data.dataset).__name__
+        got, do = f"a DataLoader around a {name}", f"pass the {name} itself to fit: it decides the order"
+        raise ArgumentError(explain("the training data", got, f"the {name} alone", do))
+    groups = _find_groups(module, settings)
+    if groups is None or is_stream(data):
+        return settings.data.sampler
+    return group_dataset(data, groups.length_of, groups.batch_size, shuffle=settings.data.shuffle_train)
 
 
 def _find_groups(module: AcceleratorModule, settings: Settings) -> StreamGroups | None:
@@ -337,20 +330,3 @@ def _find_groups(module: AcceleratorModule, settings: Settings) -> StreamGroups 
         return None
     length_of = module.length_of if defines(module, "length_of") else None
     return StreamGroups(settings.hps.train_batch_size, length_of)
-
-
-def _check_settings(module: AcceleratorModule, settings: Settings) -> None:
-    data_settings = settings.data
-    if module.uses_manual_optimization:
-        _reject("a module that steps by itself", "accmt.AcceleratorModule, whose steps are known beforehand")
-    if data_settings.group_by_length:
-        _reject("group_by_length=True", "leave it out: a curriculum decides the order")
-    if data_settings.sampler is not None or data_settings.batch_sampler is not None:
-        _reject("sampler= or batch_sampler=", "leave it out: a curriculum decides the order")
-    is_limited = isinstance(data_settings.limits.train, int) or data_settings.limits.train < 1.0  # 1 is one batch
-    if is_limited and not settings.running.fast_dev_run:
-        _reject("limit_batches= or overfit_batches=", "leave it out: max_steps says how long the run is")
-
-
-def _reject(got: str, do: str) -> NoReturn:
-    raise ArgumentError(explain("training on a curriculum", got, "the curriculum alone, and max_steps", do))

@@ -8,13 +8,12 @@ from typing import Any, NoReturn
 
 from accmt.errors import ArgumentError, MissingPackageError, TrackerError, UnknownArgumentError, explain, nearest
 from accmt.messages import say
-from accmt.registry import find, names
+from accmt.registry import find, is_built_in, names
 from accmt.tracking.run_folder import RunPlace
 from accmt.tracking.spec import TrackerSpec, UserTracker
-from accmt.tracking.trackers import TRACKERS
 
-_CLASSES = ", ".join(spec.__name__ for spec in TRACKERS.values())
-_SUPPORTED = f"{_CLASSES}, their names, any accelerate GeneralTracker, or a list of these"
+GROUP = "accmt.trackers"
+"""The extension point of trackers: `log_with` takes the names in it."""
 
 
 def resolve_trackers(log_with: Any) -> list[TrackerSpec]:
@@ -84,10 +83,8 @@ def report_missing_key(spec: TrackerSpec, place: RunPlace, kwargs: Mapping[str, 
 
 
 def _find_spec(entry: Any) -> TrackerSpec:
-    if isinstance(entry, str) and entry.lower() in TRACKERS:
-        return TRACKERS[entry.lower()]()
-    if isinstance(entry, str) and entry in names("accmt.trackers"):  # one of another package
-        return _find_spec(find("accmt.trackers", entry))
+    if isinstance(entry, str):
+        return _find_named(entry)
     if isinstance(entry, TrackerSpec):
         return entry
     if isinstance(entry, type) and issubclass(entry, TrackerSpec):
@@ -98,7 +95,16 @@ def _find_spec(entry: Any) -> TrackerSpec:
     if not issubclass(kind, GeneralTracker):
         _reject_unknown(entry)
     is_accelerates_own = isinstance(entry, type) and entry.__module__ == GeneralTracker.__module__
-    return TRACKERS[entry.name]() if is_accelerates_own and entry.name in TRACKERS else UserTracker(entry)
+    is_known = is_accelerates_own and is_built_in(GROUP, entry.name)
+    return _find_named(entry.name) if is_known else UserTracker(entry)
+
+
+def _find_named(name: str) -> TrackerSpec:
+    try:
+        tracker = find(GROUP, name.lower())
+    except KeyError:
+        _reject_unknown(name)
+    return _find_spec(tracker)
 
 
 def _require_package(spec: TrackerSpec) -> None:
@@ -111,10 +117,12 @@ def _require_package(spec: TrackerSpec) -> None:
 
 
 def _reject_unknown(entry: Any) -> NoReturn:
-    meant = nearest(entry, [*TRACKERS, *names("accmt.trackers")], cutoff=0.5)
+    known = names(GROUP)
+    meant = nearest(entry, known, cutoff=0.5)
     got = f"{entry!r} ({type(entry).__name__})"
+    expected = f"{', '.join(known)}, a tracker's class, any accelerate GeneralTracker, or a list of these"
     do = f"log_with={meant!r}?" if meant else "log_with='tensorboard', for example"
-    raise ArgumentError(explain("Trainer(log_with=...)", got, _SUPPORTED, do))
+    raise ArgumentError(explain("Trainer(log_with=...)", got, expected, do))
 
 
 def _require_accepted(names: Iterable[str], accepted: frozenset[str] | None, where: str) -> None:

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accmt.errors import ArgumentError, explain
+from accmt.registry import is_built_in
 from accmt.secrets import HIDDEN, hide_text
 from accmt.tracking.delivery import Delivery, wait_for_the_end
 from accmt.tracking.history import HISTORY_FILE, History, read_history
 from accmt.tracking.ledger import LEDGER_FILE, Ledger
-from accmt.tracking.log_with import resolve_trackers
+from accmt.tracking.log_with import GROUP, resolve_trackers
 from accmt.tracking.outage import name_error
 from accmt.tracking.replay import count_rows_left
 from accmt.tracking.run_folder import RunPlace
 from accmt.tracking.spec import RunStart
-from accmt.tracking.trackers import TRACKERS
 
 _START_S = 30.0
 
@@ -76,7 +76,7 @@ def _sync(
     left_before = count_rows_left(history.path, account)
     if left_before == 0 and account.status == status:
         return Synced(key, 0, 0)
-    if key not in TRACKERS:
+    if not is_built_in(GROUP, key):
         return Synced(key, 0, left_before, "your own tracker, which only a run can start")
     url = _find_url(account.server, server)
     if url is not None and HIDDEN in url:

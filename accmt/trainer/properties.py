@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from accmt.callbacks.phase_times import PhaseTimes
+    from accmt.addons.phase_times import PhaseTimes
     from accmt.module import AcceleratorModule
     from accmt.options import HyperParameters, Settings
     from accmt.run import Run

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.profiler import profile
     from torch.utils.data import Sampler
 
+    from accmt.addons.tuning import Search, Tuning
     from accmt.callbacks import Callback
     from accmt.checkpoint.manifest import Checkpoint
     from accmt.options import Checkpointer, Clipping, Delivery, Failures, Handler, Limits, MetricOptions, Monitor
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from accmt.recovery.restart import Recovery
     from accmt.setup.user_data import UserData
     from accmt.trainer.argument_types import Bound, Collate, Metrics, Samplers, Trackers
-    from accmt.tuning import Search, Tuning
 
 
 class Trainer(TrainerProperties):
@@ -537,9 +537,11 @@ class Trainer(TrainerProperties):
             ArgumentError: A single sample does not fit in memory, or `batch_size` is something else.
             DataError: There are no training data.
         """
-        from accmt.tuning import tune
+        from accmt.registry import addon
 
-        return tune(self, module, train_dataset, batch_size, (lowest_lr, highest_lr, lr_updates) if lr else None)
+        rates = (lowest_lr, highest_lr, lr_updates) if lr else None
+        tuning: Tuning = addon("tune")(self, module, train_dataset, batch_size, rates)
+        return tuning
 
     def save_model(self, path: str | PathLike[str] | None = None) -> None:
         """Save the current weights, as the best ones are saved.

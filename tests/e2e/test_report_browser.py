@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from accmt.report import read_run, write_report
+from accmt.addons.report import read_run, write_report
 from tests.toys import Linear, make_points, make_trainer
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -11,7 +11,8 @@ import mlflow
 import pytest
 from accelerate.state import PartialState
 
-from accmt.tracking import MLFlow, TensorBoard, read_history, sync_run
+from accmt import MLFlow, TensorBoard
+from accmt.tracking import read_history, sync_run
 from accmt.tracking.history import History
 from accmt.tracking.ledger import LEDGER_FILE
 from tests.faults.tracking import (
@@ -166,7 +167,8 @@ def test_the_state_of_another_run_is_left_alone(store):
 KILLED_SCRIPT = """
 import os, signal, sys, time
 from accelerate.state import PartialState
-from accmt.tracking import MLFlow, TensorBoard, Tracking, resolve_trackers
+from accmt.tracking import Tracking, resolve_trackers
+from accmt import MLFlow, TensorBoard
 PartialState(cpu=True)
 tracking = Tracking(resolve_trackers([TensorBoard, MLFlow]), track_name="track", run_name="killed",
                     logging_dir=sys.argv[1], tracker_kwargs={}, is_main_process=True, verbose=False)

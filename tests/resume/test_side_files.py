@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from accmt import Callback, read_history
-from accmt.report import read_run
+from accmt.addons.report import read_run
 from tests.toys import Linear, make_points, make_trainer
 
 RUN = "logs/model/run"

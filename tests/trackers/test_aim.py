@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accmt.tracking import Aim
+from accmt import Aim
 from tests.trackers.contract import TrackerContract
 
 READ = """

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accmt.tracking import ClearML
+from accmt import ClearML
 from tests.toys import Linear, make_points, make_trainer
 from tests.trackers.conftest import LEFT_BY_CLEARML
 from tests.trackers.contract import TrackerContract
@@ -96,7 +96,7 @@ class TestClearML(TrackerContract):
 
     def test_a_key_in_clearmls_own_file_is_found(self, tmp_path):
         (tmp_path / "clearml.conf").write_text(CONFIGURATION)
-        script = "import sys; from accmt.tracking import ClearML; sys.exit(not ClearML().has_key({}))"
+        script = "import sys; from accmt import ClearML; sys.exit(not ClearML().has_key({}))"
         root = Path(__file__).parents[2]
         for file, found in (("clearml.conf", True), ("no.conf", False)):
             environment = {**os.environ, "CLEARML_CONFIG_FILE": str(tmp_path / file)}

@@ -10,7 +10,8 @@ from zipfile import ZipFile
 
 import pytest
 
-from accmt.tracking import CometML, Tracking
+from accmt import CometML
+from accmt.tracking import Tracking
 from tests.trackers.contract import TrackerContract
 
 

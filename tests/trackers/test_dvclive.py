@@ -9,7 +9,8 @@ import pytest
 os.environ["ITERATIVE_DO_NOT_TRACK"] = "true"  # no usage reports
 
 
-from accmt.tracking import DVCLive, Tracking, resolve_trackers
+from accmt import DVCLive
+from accmt.tracking import Tracking, resolve_trackers
 from tests.trackers.contract import log_media
 
 

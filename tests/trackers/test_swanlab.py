@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import yaml
 
-from accmt.tracking import SwanLab, Tracking
+from accmt import SwanLab
+from accmt.tracking import Tracking
 from tests.trackers.contract import TrackerContract
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from accmt.tracking import Tracking, Trackio
+from accmt import Trackio
+from accmt.tracking import Tracking
 from tests.trackers.contract import TrackerContract
 
 

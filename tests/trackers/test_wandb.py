@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from accmt.tracking import Tracking, WandB
+from accmt import WandB
+from accmt.tracking import Tracking
 from tests.trackers.contract import TrackerContract
 from tests.trackers.killed import make
 

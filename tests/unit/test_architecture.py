@@ -30,20 +30,15 @@ LAYERS = [
     {"options", "protocols"},
     {"data", "optimization", "checkpoint", "saving", "metrics", "tracking", "failures", "callbacks"},
     {
-        "curricula",
-        "notebook",
         "module",
         "module_log",
-        "sft",
         "huggingface",
         "engine",
         "without_trace",
     },
     {"run", "features", "recovery", "loop", "setup"},
-    {"swa", "tuning"},
     {"trainer"},
     {"addons", "compat"},
-    {"report"},
     {"cli"},
 ]
 PARTS = LAYERS[2]
@@ -132,7 +127,7 @@ def load():
     assert may_import("loop", "data")
 
 
-OUTSIDE_THE_CORE = {"addons", "compat", "tuning", "notebook", "curricula", "report"}
+OUTSIDE_THE_CORE = {"addons", "compat"}
 
 
 def early_extras(path: Path) -> set[str]:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from accmt.huggingface import chat
-from accmt.huggingface.chat import mask_row
+from accmt.addons.sft import chat
+from accmt.addons.sft.chat import mask_row
 from tests.conversations import TAG, draw_conversations, in_parts, make_tokenizer, shipped_templates, trained_texts
 
 pytestmark = pytest.mark.feature("N67")

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from accmt.huggingface.chat import IGNORED, mask_row
+from accmt.addons.sft.chat import IGNORED, mask_row
 from tests import conversations
 from tests.conversations import draw_conversations, trained_texts
 from tests.tables import each

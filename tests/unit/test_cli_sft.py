@@ -17,10 +17,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from accmt import SFTModule, Trainer, merge_adapter
+from accmt.addons.sft.files import JsonLines, read_rows
 from accmt.cli import launch
 from accmt.cli.main import main
 from accmt.errors import MissingPackageError, WeightsError
-from accmt.huggingface.sft_files import JsonLines, read_rows
 from tests import conversations
 from tests.conversations import draw_conversations, make_tokenizer
 

@@ -8,8 +8,9 @@ import mlflow
 import pytest
 from accelerate.state import PartialState
 
+from accmt import MLFlow, TensorBoard
 from accmt.cli.main import main
-from accmt.tracking import MLFlow, TensorBoard, Tracking, resolve_trackers
+from accmt.tracking import Tracking, resolve_trackers
 from accmt.tracking.ledger import Ledger
 from tests.faults.tracking import Faulty, kill, points_of, tensorboard_points, wait_until
 

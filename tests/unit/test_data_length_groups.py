@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accmt.curricula import RatioCurriculum
+from accmt.addons.curricula import RatioCurriculum
 from accmt.data import Shard, SourceOptions, StreamGroups, build_source
 from accmt.data.length_groups import LengthGroupedSampler, group_dataset
 from accmt.errors import ArgumentError, DataError

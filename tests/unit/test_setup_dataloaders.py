@@ -195,7 +195,7 @@ def test_data_that_cannot_be_asked_for_again_are_refused():
 @pytest.mark.feature("L57")
 @pytest.mark.parametrize("value", [-1, 1.5, True, "2"])
 def test_only_a_number_of_epochs_is_taken(value):
-    with pytest.raises(ArgumentError, match="(?s)reload_dataloaders_every_n_epochs.*a whole number from 0"):
+    with pytest.raises(ArgumentError, match="(?s)reload_dataloaders_every_n_epochs.*a whole number of epochs from 1"):
         make_trainer(reload_dataloaders_every_n_epochs=value)
 
 

@@ -154,7 +154,6 @@ class ByHand(ExtendedAcceleratorModule):
     ("got", "data", "settings"),
     [
         ("a run without max_steps", STAGES["steps"], {"hps": {}}),
-        ("a DataLoader around it", DataLoader(STAGES["steps"]), {}),
         ("sampler= or batch_sampler=", STAGES["steps"], {"sampler": [0, 1]}),
         ("sampler= or batch_sampler=", STAGES["steps"], {"batch_sampler": [[0, 1]]}),
         ("limit_batches= or overfit_batches=", STAGES["steps"], {"limit_batches": {"train": 0.5}}),
@@ -168,3 +167,9 @@ def test_what_does_not_go_with_a_curriculum_is_refused(got, data, settings):
     module = settings.pop("module")()
     with pytest.raises(ArgumentError, match=f"training on a curriculum\n  got: {got}"):
         make_trainer(settings.pop("hps"), **settings).fit(module, data)
+
+
+def test_a_data_loader_around_a_curriculum_is_refused():
+    got = "the training data\n  got: a DataLoader around a StepsCurriculum"
+    with pytest.raises(ArgumentError, match=got):
+        make_trainer({"max_steps": 10, "epochs": -1}).fit(Scripted(), DataLoader(STAGES["steps"]))

@@ -85,7 +85,7 @@ def test_an_unknown_name_is_an_error_with_the_nearest(wrong, nearest):
 
 @pytest.mark.parametrize("wrong", [3, object, {"mlflow": {}}])
 def test_what_is_no_tracker_is_an_error(wrong):
-    with pytest.raises(ArgumentError, match="expected: TensorBoard, MLFlow"):
+    with pytest.raises(ArgumentError, match="expected: tensorboard, mlflow"):
         resolve_trackers(wrong)
 
 

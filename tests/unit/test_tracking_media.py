@@ -14,8 +14,9 @@ from accelerate.state import PartialState
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from accmt import MLFlow, TensorBoard
 from accmt.errors import ArgumentError, DataError
-from accmt.tracking import MLFlow, TensorBoard, read_history, sync_run
+from accmt.tracking import read_history, sync_run
 from accmt.tracking.media import Media
 from tests.faults.tracking import Faulty, kill, log_steps, make, tensorboard_points, wait_until, warnings_of
 

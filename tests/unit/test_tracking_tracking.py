@@ -10,6 +10,7 @@ from accelerate.tracking import GeneralTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
+from accmt import MLFlow, TensorBoard
 from accmt.errors import (
     ArgumentError,
     MetricError,
@@ -18,7 +19,7 @@ from accmt.errors import (
     TrackerError,
     UnknownArgumentError,
 )
-from accmt.tracking import MLFlow, TensorBoard, Tracking, read_history, resolve_trackers
+from accmt.tracking import Tracking, read_history, resolve_trackers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*:DeprecationWarning")
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
+from accmt.addons.sft.chat import IGNORED, MaskedRow, find_answers, find_messages, mask_row
 from accmt.data.samplers import call_set_epoch
 from accmt.errors import DataError, explain
-from accmt.huggingface.chat import IGNORED, MaskedRow, find_answers, find_messages, mask_row
 from accmt.huggingface.model_kinds import is_peft_model
 from accmt.messages import say_once, warn_once
 

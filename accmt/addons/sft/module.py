@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from accmt.addons.sft.chat import IGNORED
+from accmt.addons.sft.rows import Masking, PadRows, SFTRows, SFTStream, is_table, look_at, make_stream
 from accmt.data import is_stream
 from accmt.errors import ArgumentError, explain
-from accmt.huggingface.chat import IGNORED
 from accmt.huggingface.model_kinds import begins_with_prompt
-from accmt.huggingface.sft_rows import Masking, PadRows, SFTRows, SFTStream, is_table, look_at, make_stream
 from accmt.module import HuggingFaceModule
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class SFTModule(HuggingFaceModule):
             FileNotFoundError: There is no tokenizer, or no such chat template.
             MissingPackageError: A package that it asks for is not installed.
         """
-        from accmt.huggingface import build_from_hps, load_tokenizer
+        from accmt.addons.model_from_hps import build_from_hps, load_tokenizer
         from accmt.options import HyperParameters
         from accmt.options.sft_section import SFTSection
 

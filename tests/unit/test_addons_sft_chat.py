@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 
+from accmt.addons.sft import chat
+from accmt.addons.sft.chat import mask_row
+from accmt.addons.sft.rows import Masking
 from accmt.errors import DataError
-from accmt.huggingface import chat
-from accmt.huggingface.chat import mask_row
-from accmt.huggingface.sft_rows import Masking
 from tests import conversations
 from tests.conversations import draw_conversations, in_parts, make_tokenizer, shipped_templates, trained_texts
 from tests.tables import each

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accmt.addons.phase_times import PhaseTimes
 from accmt.callbacks.base import Callback
-from accmt.callbacks.phase_times import PhaseTimes
 from accmt.callbacks.stopwatch import StopwatchOfCallbacks
 from accmt.errors import ArgumentError, explain
 from accmt.files import dumps, write_text

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from accmt import AcceleratorModule, HyperParameters, Trainer
+from accmt.addons.tuning import find_batch_size, suggest_rate
 from accmt.errors import ArgumentError
-from accmt.tuning import find_batch_size, suggest_rate
 from tests.toys import Linear, Recorder, make_points, make_trainer
 
 

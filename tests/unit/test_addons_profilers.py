@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
 
 from accmt import Callback
+from accmt.addons.profilers import build_profiler
 from accmt.callbacks import HOOKS
-from accmt.callbacks.profiler import build_profiler
 from accmt.errors import ArgumentError
 from tests.toys import Linear, make_points, make_trainer
 

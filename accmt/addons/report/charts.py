@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from accmt.addons.report.records import SPLIT_PREFIX, Curve, RunRecord
 from accmt.errors import MissingPackageError, explain
-from accmt.report.records import SPLIT_PREFIX, Curve, RunRecord
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

@@ -14,9 +14,9 @@ from torch.utils.data import IterableDataset
 from transformers import GenerationConfig
 
 from accmt import SFTModule, Trainer
+from accmt.addons.sft.chat import IGNORED, mask_row
+from accmt.addons.sft.rows import Masking, PadRows, SFTRows
 from accmt.errors import ArgumentError, DataError
-from accmt.huggingface.chat import IGNORED, mask_row
-from accmt.huggingface.sft_rows import Masking, PadRows, SFTRows
 from tests import conversations
 from tests.conversations import draw_conversations, make_tokenizer
 from tests.pairs import pairs

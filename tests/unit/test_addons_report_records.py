@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from accmt import Metric
+from accmt.addons.report import read_run
+from accmt.addons.report.page import build_page
+from accmt.addons.report.records import Event
 from accmt.errors import ArgumentError
-from accmt.report import read_run
-from accmt.report.page import build_page
-from accmt.report.records import Event
 from tests.toys import Numbers, Scripted, make_trainer
 
 

@@ -11,10 +11,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accmt.addons.report.charts import COLOURS, Chart, draw_charts
+from accmt.addons.report.records import RunRecord
 from accmt.errors import DataError
 from accmt.files import write_text
-from accmt.report.charts import COLOURS, Chart, draw_charts
-from accmt.report.records import RunRecord
 from accmt.tracking.media import Media
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def build_page(runs: Sequence[RunRecord]) -> str:
         "EVALUATIONS": "\n".join(_write_evaluations(run) for run in runs if run.evaluations),
         "CONFIG": _write_config(runs),
     }
-    page = files("accmt.report").joinpath("page.html").read_text(encoding="utf-8")
+    page = files("accmt.addons.report").joinpath("page.html").read_text(encoding="utf-8")
     head, *rest = page.split("@@")  # every second part is a name
     filled = (parts[part] if number % 2 == 0 else part for number, part in enumerate(rest))
     return head + "".join(filled)

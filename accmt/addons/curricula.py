@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.utils.data import ConcatDataset, IterableDataset
 
 from accmt.data.samplers import TensorSampler
-from accmt.errors import DataError, explain
+from accmt.errors import ArgumentError, DataError, explain
+from accmt.messages import warn
+from accmt.options import Settings
 
 _REST = -1
 
@@ -52,6 +54,27 @@ class Curriculum(ConcatDataset[Any]):
             got, do = f"stages of {ends[-1]} updates in all", "a longer last stage, or fewer max_steps"
             raise self._wrong(got, f"{max_steps} updates, as max_steps says", do)
         return [min(end, max_steps) - min(begin, max_steps) for begin, end in pairwise([0, *ends])]
+
+    def order_run(self, module: Any, settings: Settings, *, num_shards: int) -> StageOrder:
+        """Return the order of all samples of a run.
+
+        Args:
+            module: The module that is trained.
+            num_shards: How many processes, or groups of them, train on data of their own.
+
+        Raises:
+            ArgumentError: The run has no `max_steps`, steps by itself, or is given another order.
+            DataError: The stages end before the run.
+        """
+        _check_run(module, settings)
+        max_steps = settings.hps.max_steps
+        if max_steps is None:
+            _reject("a run without max_steps", "max_steps: 1000 in the hyper-parameters, say; epochs may be left out")
+        missed = [str(number) for number, count in enumerate(self.updates(max_steps), 1) if count == 0]
+        if missed:
+            warn(f"max_steps={max_steps} leaves no optimizer step for stage {', '.join(missed)} of the curriculum")
+        per_process = settings.hps.train_batch_size * settings.optimization.accumulation_at(0)
+        return self.order(max_steps, samples_per_update=per_process * num_shards, shuffle=settings.data.shuffle_train)
 
     def order(self, max_steps: int, *, samples_per_update: int, shuffle: bool) -> StageOrder:
         """Return the order of all samples of a run, its stages one after the other."""
@@ -201,3 +224,20 @@ class StageOrder(TensorSampler):
             return torch.arange(count) % size
         passes = [torch.randperm(size) for _ in range(0, count, size)]
         return torch.cat([torch.empty(0, dtype=torch.long), *passes])[:count]
+
+
+def _check_run(module: Any, settings: Settings) -> None:
+    data = settings.data
+    if module.uses_manual_optimization:
+        _reject("a module that steps by itself", "accmt.AcceleratorModule, whose steps are known beforehand")
+    if data.group_by_length:
+        _reject("group_by_length=True", "leave it out: a curriculum decides the order")
+    if data.sampler is not None or data.batch_sampler is not None:
+        _reject("sampler= or batch_sampler=", "leave it out: a curriculum decides the order")
+    is_limited = isinstance(data.limits.train, int) or data.limits.train < 1.0  # 1 is one batch
+    if is_limited and not settings.running.fast_dev_run:
+        _reject("limit_batches= or overfit_batches=", "leave it out: max_steps says how long the run is")
+
+
+def _reject(got: str, do: str) -> NoReturn:
+    raise ArgumentError(explain("training on a curriculum", got, "the curriculum alone, and max_steps", do))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from accmt.report import read_run
-from accmt.report.page import MOST_IMAGES, MOST_PIXELS, MOST_STEPS_OF_IMAGES, build_page, write_images
+from accmt.addons.report import read_run
+from accmt.addons.report.page import MOST_IMAGES, MOST_PIXELS, MOST_STEPS_OF_IMAGES, build_page, write_images
 from accmt.tracking import Tracking
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from accmt.addons.report.charts import draw_charts, thin_out
+from accmt.addons.report.page import build_page
+from accmt.addons.report.records import Curve, Event, RunRecord, name_apart
 from accmt.cli.main import main
-from accmt.report.charts import draw_charts, thin_out
-from accmt.report.page import build_page
-from accmt.report.records import Curve, Event, RunRecord, name_apart
 
 
 def make_run(name="steady", config=None, **curves):

@@ -14,6 +14,7 @@ from peft import PeftModel
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from accmt import AcceleratorModule, HyperParameters, Trainer
+from accmt.addons.model_from_hps import load_tokenizer
 from accmt.cli.main import main
 from accmt.engine.building import accelerator_to_build_for, building_for
 from accmt.errors import (
@@ -25,7 +26,6 @@ from accmt.errors import (
     WeightsError,
 )
 from accmt.huggingface import pretrained
-from accmt.huggingface.from_hps import load_tokenizer
 from tests.tables import each
 
 pytestmark = pytest.mark.feature("N72")

@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 import nbformat
 import pytest
 
+from accmt.addons.notebook import MOST_POINTS, Curve, NotebookView, draw
 from accmt.callbacks.progress import is_notebook
-from accmt.notebook import MOST_POINTS, Curve, NotebookView, draw
 from accmt.setup.callbacks import make_builtin_callbacks
 from accmt.state import TrainingState
 from tests.toys import logged, make_points, make_trainer

@@ -1,0 +1,1 @@
+"""Trackers beside TensorBoard, MLflow and Weights & Biases, one file each."""

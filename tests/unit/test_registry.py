@@ -1,0 +1,64 @@
+"""What is found by name: add-ons of accmt, and what other packages add by entry points."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+from accelerate.tracking import GeneralTracker
+
+from accmt.errors import ArgumentError
+from accmt.registry import _BUILT_IN, find, is_built_in, names
+from accmt.tracking import find_specs
+
+TRACKER = """
+from accelerate.tracking import GeneralTracker
+
+class Lines(GeneralTracker):
+    name = "lines"
+    requires_logging_directory = False
+    tracker = None
+    rows = []
+
+    def store_init_configuration(self, values):
+        pass
+
+    def log(self, values, step=None, **kwargs):
+        self.rows.append(values)
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a package with a tracker, as far as Python can tell."""
+    folder = tmp_path / "site"
+    metadata = folder / "lines_tracker-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: lines-tracker\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[accmt.trackers]\nlines = lines_tracker:Lines\n")
+    (folder / "lines_tracker.py").write_text(TRACKER)
+    monkeypatch.syspath_prepend(folder)
+
+
+@pytest.mark.parametrize("group", list(_BUILT_IN))
+def test_all_that_is_built_in_exists(group: str) -> None:
+    for name, place in _BUILT_IN[group].items():
+        assert find(group, name) is getattr(importlib.import_module(place.split(":")[0]), place.split(":")[1])
+
+
+def test_a_package_adds_a_name(package: None) -> None:
+    tracker = find("accmt.trackers", "lines")
+    assert issubclass(tracker, GeneralTracker)
+    assert names("accmt.trackers")[0] == "tensorboard"
+    assert "lines" in names("accmt.trackers")
+    assert not is_built_in("accmt.trackers", "lines")
+    [spec] = find_specs("Lines")
+    assert spec.name == "lines"
+
+
+def test_an_unknown_name_is_an_error_that_lists_those_that_packages_add(package: None) -> None:
+    with pytest.raises(KeyError):
+        find("accmt.trackers", "lanes")
+    with pytest.raises(ArgumentError, match=r"(?s)swanlab, lines, a tracker's class.*log_with='lines'\?"):
+        find_specs("lanes")
