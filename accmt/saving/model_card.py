@@ -71,7 +71,7 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, timedelta):
         return {"seconds": value.total_seconds()}
     if isinstance(value, Monitor):
-        return vars(value)
+        return _to_plain(vars(value))
     if isinstance(value, Mapping):
         return {_to_key(name): _to_plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple | set):
