@@ -81,13 +81,13 @@ if TYPE_CHECKING:
     from accmt.options.evaluation import MetricOptions as MetricOptions
     from accmt.options.failures import Failures as Failures
     from accmt.options.failures import Handler as Handler
-    from accmt.options.monitor import Monitor as Monitor
     from accmt.options.optimization import Clipping as Clipping
     from accmt.options.running import ParallelismOptions as ParallelismOptions
     from accmt.options.running import TorchFlags as TorchFlags
     from accmt.options.saving import Checkpointer as Checkpointer
     from accmt.options.saving import PatienceOptions as PatienceOptions
     from accmt.options.tracking import Delivery as Delivery
+    from accmt.options.tracking import Monitor as Monitor
     from accmt.precision import allow_tf32 as allow_tf32
     from accmt.processes import on_last_process as on_last_process
     from accmt.processes import on_local_main_process as on_local_main_process
@@ -143,7 +143,7 @@ _HOMES = {
     "MissingArgumentError": "accmt.errors",
     "MissingPackageError": "accmt.errors",
     "ModuleContractError": "accmt.errors",
-    "Monitor": "accmt.options.monitor",
+    "Monitor": "accmt.options.tracking",
     "NoCheckpointError": "accmt.errors",
     "NonFiniteError": "accmt.errors",
     "Optimizer": "accmt.options",

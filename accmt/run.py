@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from accmt.callbacks import Callback, Hooks
-from accmt.callbacks.dispatch import find_hooks
+from accmt.callbacks.callback import find_hooks
 from accmt.data import Loader, MicroBatch, find_batch_size
-from accmt.data.largest import LargestBatch
+from accmt.data.lengths import LargestBatch
 from accmt.engine.base import Engine
 from accmt.engine.replicas import Replicas
 from accmt.errors import DataError, ReplicasDifferError, explain
@@ -192,7 +192,7 @@ class EvaluationRun:
 
 
 class LoadersProtocol(Protocol):
-    """The parts of `accmt.setup.dataloaders.Loaders` that a run uses."""
+    """The parts of `accmt.setup.datasets.Loaders` that a run uses."""
 
     train: Loader
 
@@ -248,7 +248,7 @@ class CheckpointsProtocol(Protocol):
 
 
 class SnapshotProtocol(Protocol):
-    """The parts of `accmt.recovery.step_snapshot.StepSnapshot` that a run uses."""
+    """The parts of `accmt.recovery.run_state.StepSnapshot` that a run uses."""
 
     next_stage: int
     made_step: bool

@@ -11,8 +11,7 @@ import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
-from accmt.checkpoint.engine import StateCollector, write_state
-from accmt.checkpoint.snapshot import HostSnapshot
+from accmt.checkpoint.contents import HostSnapshot, StateCollector, write_state
 from accmt.checkpoint.store import CheckpointStore
 from accmt.features.crash_loop import FILE_NAME
 from accmt.files import dumps

@@ -152,5 +152,5 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Ticks:
     from tests.slow import Ticks
 
     ticks = Ticks()
-    monkeypatch.setattr("accmt.callbacks.stopwatch.perf_counter", ticks)
+    monkeypatch.setattr("accmt.callbacks.monitor.perf_counter", ticks)
     return ticks

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accmt.callbacks.base import MainProcessCallback
+from accmt.callbacks.callback import MainProcessCallback
 from accmt.errors import ArgumentError, explain
 from accmt.messages import say, warn
 from accmt.secrets import remember

@@ -16,7 +16,7 @@ from accmt.huggingface.peft_adapters import can_be_merged, read_config
 from accmt.huggingface.pretrained import load_pretrained
 from accmt.libraries.versions import require
 from accmt.options import HyperParameters
-from accmt.saving.layout import ADAPTER_CONFIG
+from accmt.saving.weights import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -14,17 +14,21 @@ from typing import Any, get_type_hints
 import torch
 from torch import nn
 
-from accmt.engine.building import building_for
+from accmt.engine.shards import building_for
 from accmt.errors import AccmtError, HyperParameterError, MissingPackageError, explain, nearest
-from accmt.huggingface.gradient_checkpointing import enable_gradient_checkpointing
 from accmt.huggingface.peft_adapters import read_base_name
-from accmt.huggingface.pretrained import find_model_class, load_pretrained, require_model_folder
+from accmt.huggingface.pretrained import (
+    enable_gradient_checkpointing,
+    find_model_class,
+    load_pretrained,
+    require_model_folder,
+)
 from accmt.libraries.versions import require
 from accmt.options import HyperParameters
-from accmt.options.document import Fault, KeyPath, describe, names_like, suggest
 from accmt.options.model_section import INSTEAD, NAMES, SHORT, ModelSection
 from accmt.options.optimizer_and_scheduler_arguments import annotation_of, fits_as_written
-from accmt.saving.layout import ADAPTER_CONFIG
+from accmt.options.yaml_reader import Fault, KeyPath, describe, names_like, suggest
+from accmt.saving.weights import ADAPTER_CONFIG
 
 _TASKS = {
     "ForCausalLM": "CAUSAL_LM",

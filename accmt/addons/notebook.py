@@ -11,7 +11,7 @@ from statistics import fmean
 from time import perf_counter
 from typing import Any, TypeAlias
 
-from accmt.callbacks.base import MainProcessCallback
+from accmt.callbacks.callback import MainProcessCallback
 
 SECONDS_BETWEEN_DRAWINGS = 1.0
 MOST_POINTS = 200

@@ -3,10 +3,18 @@
 from pathlib import Path
 
 from accmt.callbacks.averaging import EMA
-from accmt.callbacks.base import Callback, LambdaCallback, MainProcessCallback
 from accmt.callbacks.best_models import BestModels
-from accmt.callbacks.dispatch import Hooks, build_callbacks, describe_hooks, find_hooks
-from accmt.callbacks.hooks import ALIASES, HOOKS
+from accmt.callbacks.callback import (
+    ALIASES,
+    HOOKS,
+    Callback,
+    Hooks,
+    LambdaCallback,
+    MainProcessCallback,
+    build_callbacks,
+    describe_hooks,
+    find_hooks,
+)
 from accmt.installation import require_own_folder
 
 # Where the project that is called accmt on the index was installed last, its `accmt/__init__.py` has replaced ours.

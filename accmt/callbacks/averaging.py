@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accmt.callbacks.base import Callback
+from accmt.callbacks.callback import Callback
 from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import approach_
 from accmt.precision import HALVES

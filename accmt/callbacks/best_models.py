@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from accmt.callbacks.base import Callback
+from accmt.callbacks.callback import Callback
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.messages import say, warn
 from accmt.processes import run_on_main_process

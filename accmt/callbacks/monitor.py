@@ -3,20 +3,311 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from time import monotonic, perf_counter, sleep
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from accmt.callbacks.base import Callback, MainProcessCallback
-from accmt.callbacks.operations import ModelOperations
-from accmt.callbacks.stopwatch import Stopwatch, StopwatchOfCallbacks
-from accmt.callbacks.utilization import CpuUse, GpuUse
-from accmt.options.monitor import Monitor
-from accmt.processes import num_data_processes
+from accmt.callbacks.callback import Callback, MainProcessCallback
+from accmt.messages import warn, warn_once
+from accmt.options.tracking import Monitor
+from accmt.processes import num_data_processes, num_processes
 from accmt.registry import find
 from accmt.sharded_tensors import total_norm
+
+# ---- How busy and how full processor and GPUs are, looked at twice a second at most, however often rows are logged.
+
+
+SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_OF_FIRST_LOOK = 0.1
+GB = 1e9
+
+
+class Use(MainProcessCallback):
+    """Measures something that changes slowly; in between, rows get what was seen last.
+
+    Processes: main only.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, float] = {}
+        self._next_look = -math.inf
+
+    def look(self) -> dict[str, float]:
+        """Return what is measured now."""
+        raise NotImplementedError
+
+    def measure(self) -> dict[str, float]:
+        if monotonic() >= self._next_look:
+            self._seen = self.look()
+            self._next_look = monotonic() + SECONDS_BETWEEN_LOOKS
+        return self._seen
+
+
+class CpuUse(Use):
+    """Measures the use of processor and memory."""
+
+    def on_fit_start(self) -> None:
+        import psutil
+
+        self._process = psutil.Process()
+        psutil.cpu_percent()  # what it returns is the use since the last call: this one only begins to measure
+        sleep(SECONDS_OF_FIRST_LOOK)
+        self.measure()
+
+    def look(self) -> dict[str, float]:
+        """Return the memory of this process in GB, and the use of all cores and of the machine's memory in percent."""
+        import psutil
+
+        resident = self._process.memory_info().rss / GB
+        return {"CPU_PROCESS_0": resident, "CPU": psutil.cpu_percent(), "RAM": psutil.virtual_memory().percent}
+
+
+class GpuUse(Use):
+    """Measures the use of the main process's GPU as torch sees it, and of all GPUs of the machine as their driver does.
+
+    Source:
+        https://docs.nvidia.com/deploy/nvml-api/ for the driver's figures.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gpus: list[Any] = []
+
+    def on_fit_start(self) -> None:
+        if not torch.cuda.is_available():
+            warn("monitor: gpu_utilization measures nothing, for there is no GPU; leave it out")
+            return
+        try:
+            import pynvml
+        except ImportError:
+            warn("monitor: memory and use of all GPUs are not measured without nvidia-ml-py: pip install nvidia-ml-py")
+            return
+        try:
+            pynvml.nvmlInit()
+            self._gpus = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
+        except pynvml.NVMLError as error:  # as in containers and virtual machines that have no such access
+            warn(f"monitor: memory and use of all GPUs are not measured: the driver answers: {error}")
+
+    def look(self) -> dict[str, float]:
+        """Return memory in GB, and use in percent, of each GPU."""
+        if not torch.cuda.is_available():
+            return {}
+        own = torch.cuda.current_device()
+        values = {
+            f"GPU_{own}": torch.cuda.memory_reserved() / GB,
+            f"GPU_{own}_allocated": torch.cuda.memory_allocated() / GB,
+        }
+        return values | self._ask_driver()
+
+    def _ask_driver(self) -> dict[str, float]:
+        values = {}
+        for number, gpu in enumerate(self._gpus):
+            import pynvml
+
+            try:
+                values[f"GPU_{number}_used"] = pynvml.nvmlDeviceGetMemoryInfo(gpu).used / GB
+                values[f"GPU_{number}_utilization"] = float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
+            except pynvml.NVMLError as error:  # a part of a GPU (MIG) tells its memory only
+                warn_once(f"monitor: not all of GPU_{number} is measured: the driver answers: {error}", about="NVML")
+        return values
+
+
+# ---- Time per phase of a run, measured at its hooks: no clock is needed in the loop itself.
+
+
+PURPOSES = ("data", "compute", "evaluation", "saving", "other")
+
+
+class Moment(NamedTuple):
+    """What a hook says about the time around it.
+
+    Attributes:
+        before: What the time before it was spent on, where nothing else is known to run.
+        after: What runs after it; None where the next hook says so.
+        callbacks: What the callbacks at this hook take time for.
+        is_certain: Whether `before` holds whatever ran.
+        interrupts: Whether what ran continues after it.
+    """
+
+    before: str
+    after: str | None = None
+    callbacks: str = "other"
+    is_certain: bool = False
+    interrupts: bool = False
+
+
+MOMENTS: dict[str, Moment] = {
+    "on_fit_start": Moment("other"),
+    "on_epoch_start": Moment("other"),
+    "on_before_training_step": Moment("data"),
+    "on_after_training_step": Moment("compute"),
+    "on_update_end": Moment("compute"),
+    "on_log": Moment("compute", interrupts=True),  # reading a row waits for the device
+    "on_evaluation_start": Moment("other", after="evaluation"),
+    "on_evaluation_end": Moment("evaluation"),
+    "on_save_model": Moment("saving", is_certain=True, interrupts=True),
+    "on_save_checkpoint": Moment("saving", is_certain=True, interrupts=True),
+    "on_epoch_end": Moment("other"),
+}
+"""A checkpoint is written while training continues; "saving" is what taking it costs."""
+
+
+class Stopwatch(MainProcessCallback):
+    """Adds up seconds by purpose: what lies between two hooks belongs to one.
+
+    A `StopwatchOfCallbacks` beside it measures what the callbacks between the two take. Where the device works on while
+    the host goes ahead, it is waited for where a row is read.
+
+    Args:
+        moments: The hooks at which it looks at the clock.
+        purposes: All purposes that these name.
+
+    Attributes:
+        seconds: Since the start of the run, by purpose.
+    """
+
+    order = -math.inf
+
+    def __init__(self, moments: Mapping[str, Moment] = MOMENTS, purposes: Sequence[str] = PURPOSES) -> None:
+        self.seconds = dict.fromkeys(purposes, 0.0)
+        self.moments = moments
+        self._last: float | None = None
+        self._in_work: str | None = None
+        self._interrupted: list[str | None] = []
+        for hook in moments:
+            setattr(self, hook, partial(self.arrive, hook))
+
+    def lap(self, purpose: str) -> float:
+        """Give the time since the last lap a purpose, and return it in seconds; the first lap begins."""
+        now = perf_counter()
+        passed = 0.0 if self._last is None else now - self._last
+        self.seconds[purpose] += passed
+        self._last = now
+        return passed
+
+    def arrive(self, hook: str) -> None:
+        """End what came before a hook; its callbacks follow."""
+        moment = self.moments[hook]
+        self.lap(moment.before if moment.is_certain or self._in_work is None else self._in_work)
+        self._interrupted.append(self._in_work)
+        self._in_work = moment.callbacks
+
+    def leave(self, hook: str) -> None:
+        """End the callbacks of a hook."""
+        moment = self.moments[hook]
+        self.lap(moment.callbacks)
+        interrupted = self._interrupted.pop()
+        self._in_work = interrupted if moment.interrupts else moment.after
+
+    @property
+    def training_s(self) -> float:
+        """Seconds in which the run trained: neither evaluated nor saved."""
+        return self.seconds["data"] + self.seconds["compute"] + self.seconds["other"]
+
+
+class StopwatchOfCallbacks(MainProcessCallback):
+    """Gives what the callbacks between a stopwatch and itself took its purpose.
+
+    Args:
+        stopwatch: The stopwatch, which comes before all others as this comes after them.
+    """
+
+    order = math.inf
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        for hook in stopwatch.moments:
+            setattr(self, hook, partial(stopwatch.leave, hook))
+
+
+# ---- Model FLOPs utilization: what share of a device's peak the operations of the model make up.
+
+
+PEAKS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
+"""Dense operations a second in 16 bits, by what the device's name contains; the first that fits.
+
+Source: the data sheets on https://www.nvidia.com/en-us/data-center/
+"""
+
+
+class ModelOperations(MainProcessCallback):
+    """Counts the operations of the first step's batches, and takes those of others to be as many a sample.
+
+    Args:
+        stopwatch: Tells the time in which the run trained.
+        peak: Operations a second of one device; None looks it up by the device's name.
+
+    Processes: main only; the others' work is taken to be alike.
+
+    Source:
+        https://arxiv.org/abs/2204.02311, appendix B, for the quantity; operations are counted by
+        `torch.utils.flop_counter`, so what a model recomputes in backward counts too.
+    """
+
+    def __init__(self, stopwatch: Stopwatch, peak: float | None) -> None:
+        self._stopwatch = stopwatch
+        self._peak = peak or 0.0
+        self._counter: Any = None
+        self._per_sample: float | None = None
+        self._first_samples = self._before = 0
+        self._before_s = 0.0
+
+    def on_fit_start(self) -> None:
+        self._first_samples = self._before = self.state.samples_seen
+        device = self.module.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        self._peak = self._peak or next((peak for part, peak in PEAKS.items() if part in name), 0.0)
+        if not self._peak:
+            warn(f"monitor: mfu is not measured, for the peak of this device ({name}) is not known: mfu=312e12, say")
+        elif self.trainer.settings.running.compiles:
+            self._peak = 0.0
+            warn("monitor: mfu is not measured, for the operations of a compiled model cannot be counted")
+
+    def on_before_training_step(self) -> None:
+        if self._peak and self._per_sample is None and self._counter is None:
+            from torch.utils.flop_counter import FlopCounterMode
+
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
+
+    def on_update_end(self) -> None:
+        samples = self.state.samples_seen - self._first_samples
+        counter = self._stop()
+        if counter is not None and samples:
+            # Operations on a tensor that is split are counted as a whole, on each process that has a part of it.
+            batches = self.state.num_processes * num_data_processes() / num_processes()
+            self._per_sample = counter.get_total_flops() * batches / samples
+
+    def on_fit_end(self) -> None:
+        self._stop()  # where the first step failed
+
+    def measure(self) -> dict[str, float]:
+        now, now_s = self.state.samples_seen, self._stopwatch.training_s
+        samples, passed_s = now - self._before, now_s - self._before_s
+        self._before, self._before_s = now, now_s
+        if self._per_sample is None or passed_s <= 0:
+            return {}
+        return {"mfu": self._per_sample * samples / passed_s / (self._peak * self.state.num_processes)}
+
+    def _stop(self) -> Any:
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            counter.__exit__(None, None, None)
+        return counter
 
 
 class LearningRate(MainProcessCallback):

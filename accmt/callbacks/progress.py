@@ -10,7 +10,7 @@ from contextlib import suppress
 from time import perf_counter
 from typing import Any, Protocol, TextIO, TypeGuard, TypeVar
 
-from accmt.callbacks.base import MainProcessCallback
+from accmt.callbacks.callback import MainProcessCallback
 from accmt.messages import say
 
 T = TypeVar("T")

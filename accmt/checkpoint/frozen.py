@@ -15,8 +15,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from accmt.checkpoint.nested_tensors import local_part, plain_parts
-from accmt.checkpoint.torch_state_dicts import kept_buffers, model_state, plain_parameter_names
+from accmt.checkpoint.state_dicts import kept_buffers, local_part, model_state, plain_parameter_names, plain_parts
 from accmt.errors import CheckpointError, explain
 from accmt.processes import gather_objects
 from accmt.sharded_tensors import make_whole

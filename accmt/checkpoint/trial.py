@@ -18,15 +18,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accmt.checkpoint.frozen import find_frozen
-from accmt.checkpoint.nested_tensors import join_tensors, local_part, plain_parts, split_tensors
-from accmt.checkpoint.torch_state_dicts import (
+from accmt.checkpoint.state_dicts import (
     State,
+    join_tensors,
     kept_buffers,
+    local_part,
     model_state,
     optimizer_state,
     plain_parameter_names,
+    plain_parts,
     restore_model,
     restore_optimizer,
+    split_tensors,
 )
 from accmt.checkpoint.typed_json import decode, encode
 from accmt.errors import CheckpointError, explain

@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accmt.checkpoint.engine import CollectedState, StateCollector, require_numbers, write_state
-from accmt.checkpoint.snapshot import HostSnapshot
+from accmt.checkpoint.contents import CollectedState, HostSnapshot, StateCollector, require_numbers, write_state
 from accmt.checkpoint.store import CheckpointStore, Staging
 from accmt.errors import CheckpointError
 

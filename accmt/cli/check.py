@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accmt.checkpoint.inspection import Inspection
     from accmt.checkpoint.manifest import Manifest
+    from accmt.checkpoint.store import Inspection
 
 DAMAGED = 1
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from accmt.checkpoint.inspection import find_resumable, inspect
+    from accmt.checkpoint.store import find_resumable, inspect
     from accmt.files import dumps
 
     found = inspect(options.path)

@@ -54,8 +54,8 @@ def _read_size(text: str) -> int:
 
 
 def _find(path: Path) -> Checkpoint:
-    from accmt.checkpoint.inspection import inspect
     from accmt.checkpoint.manifest import read_checkpoint
+    from accmt.checkpoint.store import inspect
 
     return read_checkpoint(inspect(path)[-1].folder)
 
@@ -73,7 +73,7 @@ def _require_free(output: Path, checkpoint: Path, *, may_overwrite: bool) -> Non
 
 
 def _read(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    from accmt.checkpoint.engine import read_model
+    from accmt.checkpoint.contents import read_model
 
     weights, num_left_out = read_model(checkpoint.folder)
     if num_left_out:

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from accmt.cli.late_flags import add_when_parsed
+from accmt.cli.arguments import add_when_parsed
 
 if TYPE_CHECKING:
     from torch import nn

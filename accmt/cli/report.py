@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from accmt.addons.report import name_apart, read_run, write_report
-    from accmt.cli.runs import require_run
+    from accmt.cli.arguments import require_run
 
     for folder in options.folders:
         require_run(folder, "report")

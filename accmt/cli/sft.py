@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accmt.cli.late_flags import add_when_parsed
+from accmt.cli.arguments import add_when_parsed
 
 if TYPE_CHECKING:
     from accmt.options import HyperParameters
@@ -39,8 +39,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from accmt.addons.merging import merge_adapter, require_mergeable
-    from accmt.addons.sft.files import read_rows
     from accmt.addons.sft.module import SFTModule
+    from accmt.addons.sft.rows import read_rows
     from accmt.options.command_line import HPS_FLAGS
     from accmt.trainer import Trainer
 
@@ -76,7 +76,7 @@ def _require_data(hps: HyperParameters) -> Any:
 
 
 def _describe(folder: Path) -> str:
-    from accmt.saving.layout import ADAPTER_CONFIG
+    from accmt.saving.weights import ADAPTER_CONFIG
 
     if (folder / ADAPTER_CONFIG).is_file():
         return "an adapter, for PEFT (or `accmt merge`)"

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from accelerate.state import PartialState
 
-    from accmt.cli.runs import require_run
+    from accmt.cli.arguments import require_run
     from accmt.tracking import sync_run
 
     require_run(options.run_folder, "sync")

@@ -1,28 +1,29 @@
 """From the user's data to micro-batches: order, sharding over processes, seeds, collating."""
 
+from accmt.data.base import Source as Source
+from accmt.data.base import SourceOptions as SourceOptions
 from accmt.data.batches import MicroBatch as MicroBatch
 from accmt.data.batches import find_batch_size as find_batch_size
-from accmt.data.buckets import in_buckets as in_buckets
+from accmt.data.choice import build_source as build_source
+from accmt.data.choice import is_stream as is_stream
 from accmt.data.collate import DataCollatorForLongestSequence as DataCollatorForLongestSequence
 from accmt.data.collate import build_collate as build_collate
+from accmt.data.collate import in_buckets as in_buckets
 from accmt.data.fetching import BadSample as BadSample
-from accmt.data.length_groups import StreamGroups as StreamGroups
-from accmt.data.length_groups import group_dataset as group_dataset
+from accmt.data.fetching import note_dead_worker as note_dead_worker
+from accmt.data.lengths import StreamGroups as StreamGroups
+from accmt.data.lengths import group_dataset as group_dataset
 from accmt.data.lengths import known_lengths as known_lengths
-from accmt.data.options import Source as Source
-from accmt.data.options import SourceOptions as SourceOptions
 from accmt.data.packing import DocumentPacker as DocumentPacker
 from accmt.data.packing import pack_by_tokens as pack_by_tokens
 from accmt.data.packing import packed_tokens as packed_tokens
+from accmt.data.samplers import Shard as Shard
+from accmt.data.samplers import TemperatureSampler as TemperatureSampler
 from accmt.data.seeding import derive_seed as derive_seed
 from accmt.data.seeding import draw_seed as draw_seed
 from accmt.data.seeding import preserve_generators as preserve_generators
 from accmt.data.seeding import seed_generators as seed_generators
 from accmt.data.seeding import set_seed as set_seed
-from accmt.data.sharding import Shard as Shard
-from accmt.data.sources import build_source as build_source
-from accmt.data.sources import is_stream as is_stream
-from accmt.data.temperature import TemperatureSampler as TemperatureSampler
 from accmt.data.token_cut import TokenBudget as TokenBudget
 from accmt.data.token_cut import cut_by_tokens as cut_by_tokens
 from accmt.data.token_cut import padded_tokens as padded_tokens
@@ -35,4 +36,3 @@ from accmt.data.windows import Loader as Loader
 from accmt.data.windows import Window as Window
 from accmt.data.windows import keep_samples as keep_samples
 from accmt.data.windows import take_apart as take_apart
-from accmt.data.workers import note_dead_worker as note_dead_worker

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from accmt.data.base import SourceOptions
 from accmt.data.batches import MicroBatch
 from accmt.data.fetching import BadSample
-from accmt.data.options import SourceOptions
 from accmt.errors import DataError, explain
 from accmt.processes import gather_objects, num_data_processes, num_processes, sum_over_data
 

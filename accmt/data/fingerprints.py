@@ -20,9 +20,8 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Sampler
 
-from accmt.data.fetching import Fetched, SeededDataset
+from accmt.data.fetching import Fetched, SeededDataset, WorkerStart, end_workers, start_reading
 from accmt.data.seeding import BatchIndices, derive_seed
-from accmt.data.workers import WorkerStart, end_workers, start_reading
 
 Entry: TypeAlias = str | list[float]
 """The digest of what has to be equal; or a tolerance and a few values, for numbers that may be rounded differently."""

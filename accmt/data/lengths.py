@@ -1,15 +1,21 @@
-"""How long samples are, in tokens: one that was read, or all of a dataset without reading them."""
+"""How long samples are, in tokens: groups of similar length, which need less padding, and the largest micro-batch."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Subset
+from torch.utils.data import IterableDataset, Subset
 
+from accmt.data.samplers import TensorSampler, call_set_epoch
+from accmt.data.seeding import derive_seed, seeded_generators
+from accmt.data.token_cut import TokenBudget
 from accmt.errors import DataError, explain
 
 
@@ -95,3 +101,228 @@ def _read_column(data: Any) -> np.ndarray[Any, Any]:
     chunks = [chunk for table in tables for chunk in table[name].chunks]
     lengths = [(chunk if name == "length" else chunk.value_lengths()).to_numpy() for chunk in chunks]
     return np.concatenate([np.empty(0, np.int64), *lengths]).astype(np.int64)
+
+
+# ---- The largest micro-batch that some data can bring, by the lengths of their samples.
+
+
+_AS_LARGE = 0.9
+
+
+class LargestBatch(NamedTuple):
+    """The largest micro-batch that the data can bring, or one of about its size.
+
+    Attributes:
+        batch: The batch.
+        num_samples: How many samples it has.
+        longest: The length of the longest.
+    """
+
+    batch: Any
+    num_samples: int
+    longest: int
+
+
+def find_largest(
+    lengths: np.ndarray[Any, Any], size: int, budget: TokenBudget | None = None, *, packs: bool = False
+) -> list[int]:
+    """Return the samples of a micro-batch than which no other needs much more memory.
+
+    Of micro-batches that have about as many tokens it is the one of the longest samples, whose attention is largest.
+
+    Args:
+        lengths: Of all samples.
+        size: Samples of a micro-batch; with a budget those of an optimizer step.
+        budget: What a micro-batch may hold; None is `size` samples.
+        packs: Whether samples are packed instead of padded.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    widths = np.maximum(lengths[order], 1)
+    if budget is None:
+        return _as_list(order[:size])
+    widths = np.asarray(budget.widths(widths.tolist()))
+    most = min(size, budget.max_samples, len(order))
+    if packs:
+        return _as_list(order[_fill_row(widths, budget.max_tokens, most)])
+    numbers = np.clip(budget.max_tokens // widths, 1, np.minimum(most, len(order) - np.arange(len(order))))
+    tokens = numbers * widths
+    first = int(np.argmax(tokens >= _AS_LARGE * tokens.max()))
+    return _as_list(order[first : first + numbers[first]])
+
+
+def _fill_row(widths: np.ndarray[Any, Any], max_tokens: int, most: int) -> list[int]:
+    """Return the places of the samples of one row: the longest, then always the longest that still fits."""
+    chosen, room = [0], max_tokens - int(widths[0])
+    while len(chosen) < most:
+        place = max(chosen[-1] + 1, int(np.searchsorted(-widths, -room)))
+        if room < 1 or place >= len(widths):
+            break
+        chosen.append(place)
+        room -= int(widths[place])
+    return chosen
+
+
+def _as_list(indices: np.ndarray[Any, Any]) -> list[int]:
+    return [int(index) for index in indices]
+
+
+# ---- Groups samples of like length, so that batches have less padding: datasets in their order, streams in a buffer.
+#
+# As in transformers, some 50 batches of samples that are neighbours in the random order are sorted by length. So an
+# epoch stays random in the large, and the samples of a batch are alike. What a process gets stays a function of the
+# seed, the epoch and the place: the size of a group depends on the batch size of one process, not on the number of
+# processes.
+#
+# Source: `LengthGroupedSampler` in transformers/trainer_pt_utils.py.
+
+
+_BATCHES = 50
+_GROUPS = 4  # at least, where data are few
+
+
+class LengthGroupedSampler(TensorSampler):
+    """Draws a random order, and sorts each group of neighbours in it by length, the longest first.
+
+    The longest sample of all is the first of an epoch, so that memory runs out at once or never.
+
+    Args:
+        lengths: The length of each sample.
+        batch_size: Samples of a batch of one process.
+        shuffle: Whether the order is random; else it is that of the data.
+    """
+
+    def __init__(self, lengths: np.ndarray[Any, Any], batch_size: int, *, shuffle: bool = True) -> None:
+        self._lengths = lengths
+        self._size = batch_size * max(1, min(_BATCHES, len(lengths) // (batch_size * _GROUPS)))
+        self._shuffle = shuffle
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def draw(self) -> torch.Tensor:
+        """Draw the indices of an epoch from torch's generator."""
+        number = len(self)
+        drawn = torch.randperm(number).numpy() if self._shuffle else np.arange(number)
+        places, lengths = np.arange(number), self._lengths[drawn]
+        order = drawn[np.lexsort((places, -lengths, places // self._size))]
+        if number:
+            longest = int(self._lengths[order].argmax())
+            order[[0, longest]] = order[[longest, 0]]
+        return torch.from_numpy(order)
+
+
+def group_dataset(
+    data: Any, length_of: Callable[[Any], Any] | None, batch_size: int, *, shuffle: bool
+) -> LengthGroupedSampler:
+    """Return what orders a dataset.
+
+    Raises:
+        DataError: Its lengths are not known without reading all samples.
+    """
+    lengths = known_lengths(data, length_of)
+    if lengths is None:
+        got = f"a {type(data).__name__}, whose samples would all have to be read first"
+        expected = 'a datasets.Dataset with a column "length" or "input_ids", a list of samples, or `lengths`'
+        do = "set the dataset's attribute `lengths`, one for each sample; or use max_tokens, which needs none"
+        raise DataError(explain("Trainer(group_by_length=True)", got, expected, do))
+    if len(lengths) != len(data):
+        got, expected = f"{len(lengths)} lengths", f"one for each of the {len(data)} samples"
+        raise DataError(explain("Trainer(group_by_length=True)", got, expected, "correct the dataset's `lengths`"))
+    return LengthGroupedSampler(lengths, batch_size, shuffle=shuffle)
+
+
+@dataclass(frozen=True)
+class StreamGroups:
+    """How the samples of a stream are grouped.
+
+    Attributes:
+        batch_size: Samples of a batch of one process.
+        length_of: What the module says is the length of a sample.
+    """
+
+    batch_size: int
+    length_of: Callable[[Any], Any] | None = None
+
+    def group(self, data: Any, seed: int) -> GroupedStream:
+        """Return a stream of the same samples in groups."""
+        is_stateful = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+        kind = StatefulGroupedStream if is_stateful else GroupedStream
+        return kind(data, _BATCHES * self.batch_size, self.length_of, seed)
+
+
+class GroupedStream(IterableDataset[Any]):
+    """Reads samples of a stream into a buffer, and yields those in it by length, the longest first.
+
+    Each buffer is read under a seed of its own, and leaves the generators as they were: whether a batch is the first of
+    a buffer, or of a run that is resumed within one, changes nothing that is drawn elsewhere.
+
+    Args:
+        data: The stream.
+        size: Samples of a buffer.
+        length_of: As in `StreamGroups`.
+        seed: The run's.
+    """
+
+    def __init__(self, data: Any, size: int, length_of: Callable[[Any], Any] | None, seed: int) -> None:
+        self.data = data
+        self._size = size
+        self._length_of = length_of
+        self._seed = seed
+        self._epoch = 0
+        self._start = self._place = (0, 0)  # a buffer, and how many of its samples are taken
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "data":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.data, name)  # a generator, a sampler
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the stream and the seeds of buffers be those of an epoch."""
+        self._epoch = epoch
+        call_set_epoch(self.data, epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        (first, skipped), self._start = self._start, (0, 0)
+        stream = iter(self.data)
+        for number in count(first):
+            self._begin_buffer(number, is_first=number == first)
+            with seeded_generators(derive_seed(self._seed, "buffer", self._epoch, number)):
+                read = list(islice(stream, self._size))
+            if not read:
+                return
+            lengths = [find_length(sample, self._length_of) for sample in read]
+            order = sorted(range(len(read)), key=lambda place: -lengths[place])
+            for taken, place in enumerate(order[skipped:], skipped + 1):
+                self._place = number, taken
+                yield read[place]
+            skipped = 0
+
+    def _begin_buffer(self, number: int, *, is_first: bool) -> None:
+        """Note what a state needs."""
+
+
+class StatefulGroupedStream(GroupedStream):
+    """The same for a stream that keeps its own position: it resumes at a buffer's beginning, and reads that again."""
+
+    _at_buffer: Any = None  # the stream's state at the beginning of the buffer; None is that of the stream
+
+    def _begin_buffer(self, number: int, *, is_first: bool) -> None:
+        if number == 0:
+            self._at_buffer = None
+        elif not is_first:  # else it is the one that was loaded
+            self._at_buffer = deepcopy(self.data.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where reading is: the stream's state at the buffer, and how much of that is taken."""
+        return {"stream": deepcopy(self._at_buffer), "place": list(self._place)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next `iter` continue after what was taken."""
+        self._at_buffer = deepcopy(state["stream"])
+        number, taken = state["place"]
+        self._start = self._place = number, taken
+        if self._at_buffer is not None:
+            self.data.load_state_dict(deepcopy(self._at_buffer))

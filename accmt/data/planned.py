@@ -10,31 +10,34 @@ from typing import Any
 from torch.utils.data import DataLoader, Sampler
 
 from accmt.data.bad_samples import without_bad_samples
-from accmt.data.batches import MicroBatch
-from accmt.data.collate import keeps_number
-from accmt.data.fetching import CollateFetched, SeededDataset
-from accmt.data.fingerprints import Rows, read_rows
-from accmt.data.options import (
+from accmt.data.base import (
+    EPOCH_START,
     SourceOptions,
+    compare_rows,
     length_of,
+    plan_epoch,
+    read_start,
     require_batch,
     require_not_empty,
     require_same_everywhere,
-    require_same_rows,
-)
-from accmt.data.position import (
-    EPOCH_START,
-    compare_rows,
-    plan_epoch,
-    read_start,
     require_same_number,
     require_same_order,
+    require_same_rows,
 )
-from accmt.data.samplers import GlobalBatchSampler, Order, UserBatches, call_set_epoch, is_user_class
+from accmt.data.batches import MicroBatch
+from accmt.data.collate import keeps_number
+from accmt.data.fetching import CollateFetched, SeededDataset, WorkerStart, end_workers, note_dead_worker, start_reading
+from accmt.data.fingerprints import Rows, read_rows
+from accmt.data.samplers import (
+    GlobalBatchSampler,
+    Order,
+    Plan,
+    UserBatches,
+    call_set_epoch,
+    check_labels,
+    is_user_class,
+)
 from accmt.data.seeding import preserve_generators
-from accmt.data.sharding import Plan
-from accmt.data.temperature import check_labels
-from accmt.data.workers import WorkerStart, end_workers, note_dead_worker, start_reading
 from accmt.messages import say, warn
 
 

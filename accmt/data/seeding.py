@@ -6,16 +6,21 @@ workers and evaluations in between change nothing.
 
 from __future__ import annotations
 
+import copy
 import random
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import xxhash
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 _TORCH_DEFAULT = 67280421310721  # torch's initial seed until one is set
 _MAX_SEED = 2**63
@@ -104,3 +109,193 @@ class BatchIndices(list[int]):
 
     def __reduce__(self) -> tuple[type[BatchIndices], tuple[list[int], int]]:
         return type(self), (list(self), self.seed)
+
+
+# ---- Generators that the user's objects hold: a `torch.Generator` in a collate function, `self.rng` in a dataset.
+#
+# Their state is in no checkpoint. Like the global generators they are seeded by the run's seed and the place in
+# training, whatever seed the user gave them. After the run they are as they were found. Samplers and streams draw an
+# order while they are read through: their generators are seeded for each epoch, also by the user's seed
+# (`samplers.py`).
+
+
+T = TypeVar("T")
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_GLOBAL: tuple[Any, ...] = (
+    torch.default_generator,
+    getattr(np.random.get_state, "__self__"),  # noqa: B009, NPY002 - the generators of the modules' functions
+    getattr(random.seed, "__self__"),  # noqa: B009
+)
+_READ_THROUGH = (IterableDataset, Sampler, DataLoader)
+_LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.Tensor, np.ndarray)
+_LIBRARIES = ("accmt", "datasets", "numpy", "pandas", "pyarrow", "PIL", "tokenizers", "torch", "builtins", "logging")
+_OPEN_PARTS = ("accmt.data", "accmt.huggingface", "accmt.addons.curricula", "torch.utils.data")
+_MAX_OBJECTS = 2000
+_MAX_ITEMS = 256
+_DRAWN_BY_SYSTEM = 2**64  # numpy's generators without a seed draw 128 bits, others at each start
+
+
+def find_generators(*owners: Any, through_streams: bool = False) -> list[Any]:
+    """Return the generators that objects hold, at any depth, and those that their functions use as global variables.
+
+    Args:
+        owners: The objects.
+        through_streams: Whether to look into streams, samplers and loaders that they hold. Those draw an order while
+            they are read through, so they are not seeded for each batch, but for each epoch.
+    """
+    found: list[Any] = []
+    seen: set[int] = set()
+    left = deque(owners)
+    while left and len(seen) < _MAX_OBJECTS:
+        one = left.popleft()  # the nearest first
+        if id(one) in seen or isinstance(one, _LEAVES) or not through_streams and isinstance(one, _READ_THROUGH):
+            continue
+        seen.add(id(one))
+        if isinstance(one, _GENERATORS):
+            if not (any(one is own for own in _GLOBAL) or isinstance(one, random.SystemRandom)):
+                found.append(one)
+            continue
+        left += _parts_of(one)
+    return found
+
+
+def _parts_of(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping | list | tuple | set):
+        if type(value) in (dict, list, tuple, set) and len(value) <= _MAX_ITEMS:
+            yield from value.values() if isinstance(value, dict) else value
+        return
+    if isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, FunctionType):
+        yield from (cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell))
+        yield from value.__defaults__ or ()
+        used = (value.__globals__.get(name) for name in value.__code__.co_names)
+        yield from (one for one in used if isinstance(one, _GENERATORS))
+    else:
+        yield from _parts_of_object(value)
+
+
+def _parts_of_object(value: Any) -> Iterator[Any]:
+    name = type(value).__module__
+    if name.partition(".")[0] in _LIBRARIES and not name.startswith(_OPEN_PARTS):
+        return
+    yield from getattr(value, "__dict__", {}).values()
+    for kind in type(value).__mro__:
+        if kind.__module__.partition(".")[0] not in _LIBRARIES:
+            yield from (getattr(value, slot, None) for slot in getattr(kind, "__slots__", ()))
+            yield from (function for function in vars(kind).values() if isinstance(function, FunctionType))
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def user_seed(generator: Any) -> int:
+    """Return the seed that the user gave a generator; 0 where that cannot be known, or where nobody gave one."""
+    if isinstance(generator, torch.Generator):
+        return generator.initial_seed()
+    seeds: Any = (
+        getattr(generator.bit_generator, "seed_seq", None) if isinstance(generator, np.random.Generator) else None
+    )
+    entropy = getattr(seeds, "entropy", None)
+    return entropy if isinstance(entropy, int) and entropy < _DRAWN_BY_SYSTEM else 0
+
+
+def reseed(generator: Any, seed: int) -> None:
+    """Seed a generator of any library in place."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        generator.seed(seed & 0xFFFFFFFF if isinstance(generator, np.random.RandomState) else seed)
+
+
+def state_of(generator: Any) -> Callable[[], object]:
+    """Return a function that gives a generator its present state back."""
+    if isinstance(generator, torch.Generator):
+        return partial(generator.set_state, generator.get_state())
+    if isinstance(generator, np.random.Generator):
+        return partial(setattr, generator.bit_generator, "state", copy.deepcopy(generator.bit_generator.state))
+    if isinstance(generator, np.random.RandomState):
+        return partial(generator.set_state, generator.get_state())
+    return partial(generator.setstate, generator.getstate())
+
+
+class _Seeded:
+    """A generator that is seeded whenever the global ones are."""
+
+    def __init__(self, generator: Any, name: str) -> None:
+        self.generator = generator
+        self.give_back = state_of(generator)
+        self._name = name
+
+    def seed(self, seed: int) -> None:
+        reseed(self.generator, derive_seed(seed, self._name))
+
+
+def seed_with_global(*owners: Any) -> list[_Seeded]:
+    """Seed the generators that objects hold whenever the global ones are seeded, until `keeping_generators` ends.
+
+    Returns:
+        Those that were not seeded so before.
+    """
+    known = {id(own.generator) for own in OWN}
+    new: list[_Seeded] = []
+    for owner in owners:
+        # By what the owner is: one that is made at the first call has the name that it will have in the next run.
+        kind = getattr(owner, "__qualname__", type(owner).__qualname__)
+        for number, generator in enumerate(find_generators(owner)):
+            if id(generator) not in known:
+                known.add(id(generator))
+                new.append(_Seeded(generator, f"generator {number} of {kind}"))
+    OWN.extend(new)
+    return new
+
+
+@contextmanager
+def keeping_generators() -> Iterator[None]:
+    """Forget afterwards which generators are seeded, and give them back as they were found."""
+    first = len(OWN)
+    try:
+        yield
+    finally:
+        for own in OWN[first:]:
+            own.give_back()
+        del OWN[first:]
+
+
+def call_first(function: Callable[[Any], T], argument: Any, owner: Any) -> T:
+    """Call a function for the first time in this process; it may make a generator then, as transformers' collators do.
+
+    Such a generator is seeded, and the function is called again with a copy of its argument as it was, so that the
+    first call draws what it would have drawn as a later one.
+
+    Args:
+        function: Reads samples, or collates them, under the seed that torch has.
+        argument: Its argument.
+        owner: What may hold the generator.
+    """
+    seed = torch.initial_seed()
+    for own in seed_with_global(owner):
+        own.seed(seed)
+    try:
+        copied = copy.deepcopy(argument)
+    except Exception:  # noqa: BLE001 - samples that cannot be copied are collated once
+        return function(argument)
+    states = [state_of(generator) for generator in (*_GLOBAL, *(own.generator for own in OWN))]
+    result = function(argument)
+    if not (new := seed_with_global(owner)):
+        return result
+    for give_back in states:
+        give_back()
+    for own in new:
+        own.seed(seed)
+    return function(copied)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
+from accmt.data.base import Source
 from accmt.data.batches import MicroBatch
-from accmt.data.options import Source
 from accmt.errors import DataError, explain
 from accmt.processes import gather_objects, num_processes, process_index, sum_over_processes
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accmt.engine.devices import explaining_device, touch
 from accmt.engine.parallelism import (
     Parallelism,
     accelerator_arguments,
@@ -26,9 +25,8 @@ from accmt.engine.parallelism import (
     require_effect,
     shard_on_cpu,
 )
-from accmt.engine.shards import as_shard, is_sharded
-from accmt.engine.tensor_parallel import tensor_parallel_size
-from accmt.errors import ArgumentError, explain
+from accmt.engine.shards import as_shard, is_sharded, tensor_parallel_size
+from accmt.errors import ArgumentError, DeviceError, explain, is_out_of_memory
 from accmt.libraries.private_names import share_other_precision, shared_state
 from accmt.libraries.versions import make_accelerator, require
 from accmt.messages import warn_once
@@ -37,6 +35,41 @@ from accmt.processes import leave_process_group
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+
+# ---- The device of a run, tried before anything is built on it.
+
+
+def touch(device: torch.device) -> None:
+    """Compute something on a device: one that is busy, full or too old for this torch raises its error here."""
+    if device.type not in ("cpu", "meta"):
+        torch.ones(1, device=device).add_(1).item()  # errors of a GPU show when its result is read
+
+
+@contextmanager
+def explaining_device() -> Iterator[None]:
+    """Say what to do about a device that cannot be used.
+
+    Raises:
+        DeviceError: It is busy, has no memory left, or does not fit the installed torch or driver.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        is_full = is_out_of_memory(error)
+        is_of_device = any(word in str(error) for word in ("CUDA", "NVIDIA")) or isinstance(
+            error, torch.AcceleratorError
+        )
+        if not is_full and not is_of_device:
+            raise
+        expected = "a device with free memory"
+        do = "see with `nvidia-smi` which process holds it, and end that one, or choose another: CUDA_VISIBLE_DEVICES=1"
+        if not is_full and "busy" not in str(error):
+            expected = "a device that this torch can use"
+            do = "see `nvidia-smi`: driver and torch must be made for that GPU; or leave it out: CUDA_VISIBLE_DEVICES="
+        got = str(error).splitlines()[0]  # what follows is about debugging kernels
+        raise DeviceError(explain("the device of the run", got, expected, do)) from error
+
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _current: weakref.ref[Accelerator] | None = None

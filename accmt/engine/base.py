@@ -11,8 +11,8 @@ from torch import nn
 
 from accmt.checkpoint.frozen import find_read_only
 from accmt.data import MicroBatch
-from accmt.engine.meta import fill, is_on_meta
 from accmt.engine.reduction import broadcast_buffers, broadcast_weights, is_container, require_same_tensors
+from accmt.engine.shards import fill, is_on_meta
 from accmt.engine.sync_batchnorm import restore_batch_norm, synchronized_layers, without_synchronization
 from accmt.errors import ModuleContractError, explain
 from accmt.huggingface import try_quantized_layers
@@ -21,7 +21,7 @@ from accmt.module import AcceleratorModule
 from accmt.options import Settings
 from accmt.precision import autocast, hold_in_float32
 from accmt.processes import num_processes
-from accmt.saving.streaming import ShardedState, WholeState
+from accmt.saving.weights import ShardedState, WholeState
 from accmt.sharded_tensors import is_expanded
 
 if TYPE_CHECKING:

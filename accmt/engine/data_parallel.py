@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accmt.data import MicroBatch
 from accmt.engine.base import Engine
-from accmt.engine.calls import counting_calls
 from accmt.engine.reduction import (
     TransparentWrapper,
     add_note_of_unused,
@@ -28,7 +27,7 @@ from accmt.engine.reduction import (
     settle_buckets,
 )
 from accmt.engine.replicas import reject_renormalization, require_equal_weights
-from accmt.engine.step_collectives import meet, running_borrowed_step, running_step
+from accmt.engine.step_collectives import counting_calls, meet, running_borrowed_step, running_step
 from accmt.errors import ArgumentError, explain
 from accmt.libraries.private_names import left_out_by_ddp
 from accmt.module import AcceleratorModule

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accmt.checkpoint.nested_tensors import is_made_of_others, plain_parts
+from accmt.checkpoint.state_dicts import is_made_of_others, plain_parts
 from accmt.errors import ModuleContractError, explain
 from accmt.libraries.private_names import copy_, exchange_in_forward, left_out_by_ddp, note_trained_parameters
 from accmt.processes import gather_objects, num_processes

@@ -12,27 +12,30 @@ from torch import nn
 
 from accmt.data import MicroBatch
 from accmt.engine.base import Engine
-from accmt.engine.building import device_of_shards
-from accmt.engine.calls import explaining_parts
-from accmt.engine.meta import fill, is_on_meta
 from accmt.engine.reduction import is_container, require_same_tensors
 from accmt.engine.replicas import reject_renormalization
 from accmt.engine.shards import (
+    beginning_anew,
+    device_of_shards,
+    fill,
     is_by_fsdp,
+    is_on_meta,
     is_sharded,
+    partial_gradients,
     require_known_shards,
     reshard,
     shard_model,
+    share_weights,
+    split_tensors,
     try_steps_of_shards,
 )
-from accmt.engine.step_collectives import meet, running_borrowed_step, running_step
-from accmt.engine.tensor_parallel import beginning_anew, partial_gradients, share_weights, split_tensors
+from accmt.engine.step_collectives import explaining_parts, meet, running_borrowed_step, running_step
 from accmt.errors import ArgumentError, ModuleContractError, explain
 from accmt.huggingface import reject_sharding_quantized_weights
 from accmt.options import Settings
 from accmt.precision import hold_in_float32
 from accmt.processes import num_processes
-from accmt.saving.streaming import ShardedState, WholeState
+from accmt.saving.weights import ShardedState, WholeState
 
 
 class Sharded(Engine):

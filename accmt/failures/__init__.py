@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from accmt.failures.board import Board as Board
-from accmt.failures.clock import Clock as Clock
+from accmt.failures.board import find_machines as find_machines
+from accmt.failures.interruption import Clock as Clock
 from accmt.failures.interruption import Interruption as Interruption
 from accmt.failures.interruption import Reason as Reason
-from accmt.failures.machines import find_machines as find_machines
-from accmt.failures.signals import listening as listening
+from accmt.failures.interruption import listening as listening
 from accmt.failures.watch import Watch as Watch
 from accmt.failures.watch import is_consequence as is_consequence
 from accmt.failures.watch import kind_of as kind_of

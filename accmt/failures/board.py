@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from accmt.errors import explain
 from accmt.libraries.private_names import open_store
+from accmt.processes import gather_objects, process_index
 
 _runs = itertools.count()
 
@@ -76,3 +83,107 @@ class Board:
     def beats_of(self, index: int) -> int:
         """Return how often one process has shown that it is alive."""
         return int(self._store.add(f"beat/{index}", 0))
+
+
+# ---- A run on several machines ends where one of them is gone, or can no longer be reached.
+#
+# A link that is cut says nothing: a collective waits for as long as torch lets it, half an hour by default, and so does
+# whoever asks the store, which lies on one machine. The launcher of each machine looks after the processes there, so
+# here the first process of each machine stands for it.
+
+
+LEFT = "left"
+_TICK_S = 1.0
+_LOOKS = 8  # within the time limit: each asks the store once for every machine
+_DO = 'start the run again on all machines: resume="auto" continues from the newest checkpoint'
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine of a run.
+
+    Attributes:
+        name: Its host name.
+        first: The index of its first process.
+    """
+
+    name: str
+    first: int
+
+
+def find_machines() -> list[Machine]:
+    """Return the machines of a run, in the order of their first processes.
+
+    Two that a launcher counts as two machines are two, also where they have one name.
+
+    Processes: collective.
+    """
+    own = socket.gethostname(), os.environ.get("GROUP_RANK")
+    every = gather_objects(own)
+    return [Machine(name[0], index) for index, name in enumerate(every) if name not in every[:index]]
+
+
+class SignsOfLife:
+    """Ends this process where another machine shows no sign of life for too long.
+
+    Args:
+        board: On which every process shows that it is alive.
+        machines: Those of the run.
+        timeout_s: How long a machine may be silent.
+        end: Ends this process, with a message.
+    """
+
+    def __init__(self, board: Board, machines: Sequence[Machine], timeout_s: float, end: Callable[[str], None]) -> None:
+        self._board = board
+        self._end = end
+        self._timeout_s = timeout_s
+        stands_for_one = any(machine.first == board.index for machine in machines)
+        self._others = [machine for machine in machines if stands_for_one and machine.first != board.index]
+        self._main = machines[0]
+        self._last: dict[int, tuple[int, float]] = {}
+        self._next_look = 0.0
+        self._num_looks = 0
+        self._is_over = threading.Event()
+        self._guard = threading.Thread(target=self._guard_looks, name="accmt-machines", daemon=True)
+
+    def start(self) -> None:
+        self._guard.start()
+
+    def leave(self) -> None:
+        """Let the others know that this process comes to its end: its silence is no failure."""
+        try:
+            self._board.post(LEFT, note=True)
+        except (RuntimeError, OSError):  # the process with the store has exited
+            return
+        finally:
+            self._is_over.set()
+
+    def look(self, now: float) -> None:
+        """Look for signs of life, if it is time, and end this process if one is overdue."""
+        self._num_looks += 1
+        if now < self._next_look:
+            return
+        self._next_look = now + self._timeout_s / _LOOKS
+        for machine in self._others:
+            beats, (before, since) = self._board.beats_of(machine.first), self._last.get(machine.first, (0, now))
+            if beats != before:
+                self._last[machine.first] = beats, now
+            elif beats > 0 and now - since > self._timeout_s and machine.first not in self._board.read(LEFT):
+                self._end(self._describe(machine))
+
+    def _guard_looks(self) -> None:
+        """End this process where the thread that looks gets no answer from the store.
+
+        Counts its own ticks, not time: in a process that was stopped and continued neither thread has run meanwhile.
+        """
+        seen, num_ticks = 0, 0
+        while not self._is_over.wait(_TICK_S):
+            num_ticks = num_ticks + 1 if self._num_looks == seen else 0
+            seen = self._num_looks
+            if num_ticks * _TICK_S > self._timeout_s:
+                self._end(self._describe(self._main))
+
+    def _describe(self, machine: Machine) -> str:
+        where = f"process {process_index()} of a run on several machines"
+        got = f"no sign of life of {machine.name} (process {machine.first}) for {self._timeout_s:g} s"
+        return explain(where, got, "a machine that runs, and a network that reaches it", _DO)

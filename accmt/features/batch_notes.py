@@ -2,14 +2,131 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeGuard
 
+import torch
 from torch import nn
 
+from accmt.errors import explain, is_out_of_memory
 from accmt.features.hooks import Feature
-from accmt.huggingface.batch_faults import add_note_of_batch, warn_of_trained_padding
 from accmt.huggingface.loss_targets import hint_at_weights
+from accmt.huggingface.model_kinds import find_transformers_models, predicts_next_token
+from accmt.messages import warn_once
 from accmt.run import EvaluationRun
+
+# ---- What is wrong with a batch for a transformers model, where torch says `index out of range in self`, or nothing.
+
+
+_IGNORED = -100
+_POSITIONS = ("position_embeddings", "wpe", "embed_positions")
+
+
+def add_note_of_batch(error: Exception, model: nn.Module, batch: Any) -> None:
+    """Add to the error of a step what is wrong with its batch, if anything that is known.
+
+    Args:
+        error: What the step raised.
+        model: The model, without wrappers.
+        batch: The batch as it was read, on the host: after a failed assertion a GPU shows none of its memory.
+    """
+    if not isinstance(error, IndexError | RuntimeError | ValueError) or is_out_of_memory(error):
+        return
+    found = next(find_transformers_models(model), None)
+    if found is None or not isinstance(batch, Mapping):
+        return
+    note = next(_find_faults(found, batch), None)
+    if note is not None:
+        error.add_note(note)
+
+
+def warn_of_trained_padding(model: nn.Module, batch: Any) -> None:
+    """Warn where labels of a batch have targets at its padding, which a model would learn to write.
+
+    Args:
+        model: The model, without wrappers.
+        batch: The first batch of a run, on the host.
+    """
+    found = next(find_transformers_models(model), None)
+    if found is None or found.config.is_encoder_decoder or not isinstance(batch, Mapping):
+        return  # in a sequence to sequence the mask is that of the inputs, and labels are outputs
+    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    if not (_are_whole(mask) and _are_whole(labels)) or labels.ndim != 2 or mask.shape != labels.shape:
+        return
+    targets, padding = labels != _IGNORED, mask == 0
+    if predicts_next_token(found):  # the first behind a text may be its end, which the model is to write
+        padding[:, 1:] = padding[:, 1:] & padding[:, :-1]
+    number = int((targets & padding).sum())
+    if number:
+        share = f"{number} of the {int(targets.sum())} targets of the first batch are padding (attention_mask 0)"
+        warn_once(
+            f"{share}, and trained; write labels.masked_fill(attention_mask == 0, -100)", about="padding with labels"
+        )
+
+
+def _find_faults(model: Any, batch: Mapping[str, Any]) -> Iterator[str]:
+    ids, labels = batch.get("input_ids"), batch.get("labels")
+    if _are_whole(ids):
+        yield from _fault_of_ids(model, ids)
+        yield from _fault_of_length(model, ids)
+    if isinstance(labels, torch.Tensor) and labels.numel():
+        yield from _fault_of_labels(model, labels)
+
+
+def _are_whole(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.numel() > 0 and not value.is_floating_point()
+
+
+def _fault_of_ids(model: Any, ids: torch.Tensor) -> Iterator[str]:
+    try:
+        embeddings = model.get_input_embeddings()
+    except NotImplementedError:  # of two encoders, such as CLIP's, no pair of embeddings is the model's
+        return
+    rows = getattr(embeddings, "num_embeddings", None)
+    if rows is None:
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= rows:
+        expected = f"ids from 0 to {rows - 1}: {type(model).__name__} has embeddings for {rows} tokens"
+        do = "take the tokenizer of this model, or model.resize_token_embeddings(len(tokenizer))"
+        yield explain('batch["input_ids"]', f"the id {low if low < 0 else high}", expected, do)
+
+
+def _fault_of_length(model: Any, ids: torch.Tensor) -> Iterator[str]:
+    tables = (part for name, part in model.named_modules() if name.rpartition(".")[2] in _POSITIONS)
+    table = next((part for part in tables if isinstance(part, nn.Embedding)), None)
+    if table is None:
+        return
+    # With a padding index, as in RoBERTa, positions begin behind that one; OPT and BART have an offset of their own.
+    first = table.padding_idx + 1 if table.padding_idx is not None else getattr(table, "offset", 0)
+    longest = table.num_embeddings - first
+    if ids.shape[-1] > longest:
+        expected = f"up to {longest}: {type(model).__name__} has no more positions"
+        do = f"tokenizer(..., truncation=True, max_length={longest})"
+        yield explain('batch["input_ids"]', f"{ids.shape[-1]} tokens in a row", expected, do)
+
+
+def _fault_of_labels(model: Any, labels: torch.Tensor) -> Iterator[str]:
+    name = type(model).__name__
+    is_of_classes = name.endswith("Classification")
+    number = model.config.num_labels if is_of_classes else getattr(model.config, "vocab_size", None)
+    problem = getattr(model.config, "problem_type", None)
+    if number is None or (is_of_classes and (number == 1 or problem == "regression")):
+        return
+    if labels.is_floating_point():
+        if is_of_classes and labels.ndim == 1:
+            expected = f"whole numbers: the model has {number} classes; floats are targets of a regression"
+            do = "labels.long(), or num_labels=1 for from_pretrained or from_hf"
+            yield explain('batch["labels"]', f"{labels.dtype} for {name}", expected, do)
+        return
+    targets = labels[labels != _IGNORED]
+    low, high = (int(targets.min()), int(targets.max())) if len(targets) else (0, 0)
+    if low < 0 or high >= number:
+        what = "classes" if is_of_classes else "tokens"
+        expected = f"labels from 0 to {number - 1}, or -100 where there is no target: {name} has {number} {what}"
+        do = f"num_labels={high + 1} for from_pretrained or from_hf" if low >= 0 else "number the classes from 0"
+        do = do if is_of_classes else "take the tokenizer of this model"
+        yield explain('batch["labels"]', f"the label {low if low < 0 else high}", expected, do)
 
 
 class BatchNotes(Feature):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from accmt.data import MicroBatch, Window
     from accmt.loop.weighting import AccumulationWindow
-    from accmt.metrics.weighted_sum import Weight
+    from accmt.metrics.averages import Weight
     from accmt.module import AcceleratorModule
     from accmt.options import Settings
     from accmt.state import Place

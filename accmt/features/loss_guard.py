@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from accmt.checkpoint.engine import read_others
+from accmt.checkpoint.contents import read_others
 from accmt.errors import ArgumentError, NonFiniteError, explain
 from accmt.features.hooks import Feature
 from accmt.loop.weighting import AccumulationWindow
 from accmt.messages import warn, warn_once
-from accmt.metrics.weighted_sum import COMPACT_AT, Weight, stack
+from accmt.metrics.averages import COMPACT_AT, Weight, stack
 from accmt.module import AcceleratorModule
 from accmt.options import Settings
 from accmt.processes import data_index, gather_from_data, num_data_processes, process_index

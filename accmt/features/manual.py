@@ -12,17 +12,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accmt.data import MicroBatch, Window, derive_seed, seed_generators
-from accmt.engine.calls import require_call
+from accmt.engine.step_collectives import require_call
 from accmt.errors import ModuleContractError, explain
 from accmt.features.hooks import Feature
 from accmt.libraries.private_names import count_writes
-from accmt.loop.optimizer_step import (
-    advance_scheduler,
-    step_optimizer,
-    step_scheduler,
-    zero_gradients,
-)
 from accmt.loop.step_outputs import read_further_values, read_weight
+from accmt.loop.train_step import advance_scheduler, step_optimizer, step_scheduler, zero_gradients
 from accmt.messages import say_once, warn, warn_once
 from accmt.module import ExtendedAcceleratorModule
 from accmt.optimization import SeveralSchedulers, needs_closure

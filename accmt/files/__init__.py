@@ -1,24 +1,22 @@
 """Writing files so that a reader sees the old content or the new, never half of either; and room on the disk."""
 
 from accmt.files.atomic import (
-    follow_umask,
-    fsync_file,
-    fsync_folder,
-    replace_file,
-    require_writable_folder,
-    set_folder_aside,
-    write_text,
-)
-from accmt.files.folders import (
     current_folder,
     find_free_name,
     find_surplus,
+    follow_umask,
     format_bytes,
     free_space,
+    fsync_file,
+    fsync_folder,
     is_current,
     place_beside,
     place_inside,
+    replace_file,
+    require_writable_folder,
+    set_folder_aside,
     staging_folder,
+    write_text,
 )
 from accmt.files.locks import LOCK_NAME, FolderLock, FolderTakenError, taking_turns
 from accmt.files.strict_json import dumps, loads, read_json_line, read_json_lines

@@ -6,7 +6,6 @@ Nothing here imports transformers or peft before a function that needs it is cal
 from accmt.huggingface.folder import load_model_weights as load_model_weights
 from accmt.huggingface.folder import save_model as save_model
 from accmt.huggingface.folder import to_saved_format as to_saved_format
-from accmt.huggingface.gradient_checkpointing import enable_gradient_checkpointing as enable_gradient_checkpointing
 from accmt.huggingface.model_kinds import advise_wrapping as advise_wrapping
 from accmt.huggingface.model_kinds import base_model_of as base_model_of
 from accmt.huggingface.model_kinds import describe_model as describe_model
@@ -17,6 +16,7 @@ from accmt.huggingface.model_kinds import require_library as require_library
 from accmt.huggingface.peft_adapters import AdaLoraRanks as AdaLoraRanks
 from accmt.huggingface.peft_adapters import reject_unsaved_adapters as reject_unsaved_adapters
 from accmt.huggingface.pretrained import build_empty as build_empty
+from accmt.huggingface.pretrained import enable_gradient_checkpointing as enable_gradient_checkpointing
 from accmt.huggingface.pretrained import load_pretrained as load_pretrained
 from accmt.huggingface.pretrained import load_pretrained_weights as load_pretrained_weights
 from accmt.huggingface.quantized import reject_sharding_quantized_weights as reject_sharding_quantized_weights

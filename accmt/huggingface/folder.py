@@ -20,12 +20,17 @@ from accmt.libraries.versions import require
 from accmt.messages import warn_once
 from accmt.precision import HALVES
 from accmt.saving import SavedWeights, load_weights, save_weights
-from accmt.saving.layout import ADAPTER_CONFIG
 from accmt.saving.load_weights import require_files, require_fit
 from accmt.saving.model_folder import read_status
-from accmt.saving.state_dict import find_tied, plain_names, require_complete
-from accmt.saving.streaming import ShardedState
-from accmt.saving.weights import remove_leftovers, stream_weights
+from accmt.saving.weights import (
+    ADAPTER_CONFIG,
+    ShardedState,
+    find_tied,
+    plain_names,
+    remove_leftovers,
+    require_complete,
+    stream_weights,
+)
 from accmt.sharded_tensors import class_of
 
 if TYPE_CHECKING:

@@ -12,10 +12,16 @@ from accmt.errors import ModuleContractError, WeightsError, explain
 from accmt.huggingface.model_kinds import is_peft_model
 from accmt.libraries.versions import require
 from accmt.messages import warn_once
-from accmt.saving.layout import ADAPTER_CONFIG, ADAPTER_NAMES
 from accmt.saving.load_weights import read_weights, require_fit
-from accmt.saving.state_dict import give_own_memory, plain_names
-from accmt.saving.weights import SavedWeights, save_adapter, write_tensors
+from accmt.saving.weights import (
+    ADAPTER_CONFIG,
+    ADAPTER_NAMES,
+    SavedWeights,
+    give_own_memory,
+    plain_names,
+    save_adapter,
+    write_tensors,
+)
 from accmt.sharded_tensors import class_of, shard_state
 
 _SCORES = ("ipt", "exp_avg_ipt", "exp_avg_unc")

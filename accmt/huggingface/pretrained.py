@@ -6,7 +6,7 @@ import copy
 import difflib
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,22 +14,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accmt.engine.building import accelerator_to_build_for, device_of_shards, distribute_empty
-from accmt.engine.meta import as_wholes
+from accmt.engine.shards import accelerator_to_build_for, as_wholes, device_of_shards, distribute_empty
 from accmt.errors import ArgumentError, ModuleContractError, explain, nearest
 from accmt.huggingface.model_kinds import advise_wrapping, reject_injected_adapters
 from accmt.huggingface.peft_adapters import build_with_adapter, read_base_name
 from accmt.libraries.private_names import distributing_as_read, has_first_value
-from accmt.libraries.versions import require
+from accmt.libraries.versions import checkpoint_activations, require
 from accmt.processes import broadcast_object, gather_objects
-from accmt.saving.layout import ADAPTER_CONFIG
 from accmt.saving.load_weights import describe_shapes, misfit
-from accmt.saving.state_dict import plain_names
+from accmt.saving.weights import ADAPTER_CONFIG, plain_names
 from accmt.sharded_tensors import class_of, shard_state
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
+
 
 _MAIN_READS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
@@ -314,3 +313,33 @@ def _advise_folder(path: Path) -> str:
     near = nearest(path.name, siblings)
     meant = f"did you mean {path.parent / near}? If not, " if near and near != path.name else ""
     return f"{meant}check the spelling, and the current working directory: {Path.cwd()}"
+
+
+# ---- Recomputing activations in the backward pass instead of keeping them.
+
+
+def enable_gradient_checkpointing(model: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+    """Let a model keep only the inputs of its layers, and compute the rest again in the backward pass.
+
+    Non-reentrant unless `kwargs` say otherwise: that works with DistributedDataParallel, with `no_sync`, and with
+    frozen inputs.
+
+    Args:
+        model: A transformers model, or PEFT around one; without the wrapper of the launch.
+        kwargs: For `torch.utils.checkpoint.checkpoint`, such as `preserve_rng_state=False`.
+
+    Source: `PreTrainedModel.activation_checkpointing_enable` of transformers 5.23.
+    """
+    if not hasattr(model, "activation_checkpointing_enable") and not hasattr(model, "gradient_checkpointing_enable"):
+        raise _unable(model, "no method `activation_checkpointing_enable`")
+    try:
+        # It also makes gradients flow through frozen embeddings.
+        checkpoint_activations(model, {"use_reentrant": False, **(kwargs or {})})
+    except ValueError as error:
+        raise _unable(model, str(error)) from error
+
+
+def _unable(model: Any, got: str) -> ArgumentError:
+    where = f"Trainer(gradient_checkpointing=...) with {type(model).__name__}"
+    do = "leave it out, and call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in the model's forward"
+    return ArgumentError(explain(where, got, "a transformers model that supports it, or PEFT around one", do))

@@ -14,13 +14,13 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.callbacks import Callback
-from accmt.callbacks.dispatch import Hook
+from accmt.callbacks.callback import Hook
 from accmt.data import Loader, MicroBatch, derive_seed, seed_generators
 from accmt.errors import AccmtError, ModuleContractError, explain
 from accmt.loop.step_outputs import read_validation_output, read_weight
 from accmt.messages import warn, warn_once
 from accmt.metrics import Metric, ValidationCollector
-from accmt.metrics.consolidation import consolidate, find_members, require_members
+from accmt.metrics.collector import consolidate, find_members, require_members
 from accmt.metrics.results import describe, find_scalar
 from accmt.optimization.schedulers import DEFAULT_MONITOR, monitored_by
 from accmt.precision import autocast

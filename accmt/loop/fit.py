@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from accmt.callbacks.dispatch import Hook
+from accmt.callbacks.callback import Hook
 from accmt.data import derive_seed, note_dead_worker, seed_generators
 from accmt.errors import DataError, Preempted, explain, is_out_of_memory
 from accmt.failures import listening
@@ -16,11 +16,10 @@ from accmt.loop.stages import TRAINING, evaluate_before_training, finish_epoch, 
 from accmt.loop.train_step import AutomaticSteps
 from accmt.messages import say, warn
 from accmt.processes import num_data_processes, run_on_every_process, run_on_main_process
-from accmt.recovery.restart import Restart
-from accmt.recovery.resume_hint import printing_resume_hint
+from accmt.recovery.restart import Restart, printing_resume_hint
 from accmt.recovery.shutdown import handle_failure, watching
 from accmt.run import Run
-from accmt.saving.rules import TRAIN_LOSS, VALID_LOSS
+from accmt.saving.selection import TRAIN_LOSS, VALID_LOSS
 from accmt.state import Progress
 from accmt.tracking import RunStatus
 from accmt.tracking.values import HIGHER_IS_BETTER, LOWER_IS_BETTER

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from accmt.checkpoint.size_estimate import estimate_size, estimate_state, find_shortage
+from accmt.checkpoint.retention import estimate_size, estimate_state, find_shortage
 from accmt.checkpoint.trial import try_model
-from accmt.data.largest import LargestBatch
+from accmt.data.lengths import LargestBatch
 from accmt.errors import AccmtError, CheckpointError, is_out_of_memory
 from accmt.files import format_bytes, free_space
 from accmt.huggingface import is_peft_model

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from accmt.errors import DataError, explain
 from accmt.loop.evaluation import evaluate_and_count
-from accmt.loop.optimizer_step import step_scheduler
-from accmt.loop.row_logger import log_row
+from accmt.loop.logging import log_row
+from accmt.loop.train_step import step_scheduler
 from accmt.recovery.shutdown import stop_if_requested
 from accmt.run import Run
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from accmt.errors import ModuleContractError, explain
-from accmt.metrics.weighted_sum import Weight
+from accmt.metrics.averages import Weight
 from accmt.module import AcceleratorModule, defines
-from accmt.options.numbers import as_float
+from accmt.options.checks import as_float
 
 _TRAINING_EXPECTED = 'the mean loss as a tensor of shape [], or a dict with it under "loss"'
 

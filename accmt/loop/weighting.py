@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from accmt.loop.step_outputs import require_weight
-from accmt.metrics.weighted_sum import Weight
+from accmt.metrics.averages import Weight
 from accmt.processes import num_data_processes, sum_over_data
 
 

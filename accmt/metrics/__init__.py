@@ -1,5 +1,6 @@
 """Metrics: what is computed over a whole validation set, and means of what is logged."""
 
+from accmt.metrics.averages import RunningAverages as RunningAverages
 from accmt.metrics.building import BUILTIN as BUILTIN
 from accmt.metrics.building import build_metrics as build_metrics
 from accmt.metrics.builtin import AUROC as AUROC
@@ -13,12 +14,11 @@ from accmt.metrics.builtin import Perplexity as Perplexity
 from accmt.metrics.builtin import Precision as Precision
 from accmt.metrics.builtin import Recall as Recall
 from accmt.metrics.collector import ValidationCollector as ValidationCollector
+from accmt.metrics.gathering import OutputCollector as OutputCollector
+from accmt.metrics.gathering import gather_on_cpu as gather_on_cpu
 from accmt.metrics.metric import Metric as Metric
+from accmt.metrics.metric import MetricBatch as MetricBatch
+from accmt.metrics.metric import MetricParallel as MetricParallel
 from accmt.metrics.metric import ReportedValue as ReportedValue
-from accmt.metrics.outputs import OutputCollector as OutputCollector
-from accmt.metrics.outputs import gather_on_cpu as gather_on_cpu
-from accmt.metrics.parallel import MetricBatch as MetricBatch
-from accmt.metrics.parallel import MetricParallel as MetricParallel
-from accmt.metrics.running_averages import RunningAverages as RunningAverages
-from accmt.metrics.streaming import StreamingMetric as StreamingMetric
+from accmt.metrics.metric import StreamingMetric as StreamingMetric
 from accmt.metrics.torch_metrics import TorchMetric as TorchMetric

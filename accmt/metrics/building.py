@@ -9,11 +9,56 @@ from typing import Any
 
 from accmt.errors import MetricError, explain
 from accmt.metrics.builtin import AUROC, F1, MAE, MSE, R2, RMSE, Accuracy, Perplexity, Precision, Recall
-from accmt.metrics.evaluation_modules import EvaluationMetric, is_evaluation_module
 from accmt.metrics.metric import Metric, ReportedValue
-from accmt.metrics.results import describe
+from accmt.metrics.results import describe, find_scalar, metric_error
 from accmt.metrics.torch_metrics import TorchMetric, is_torch_metric
+from accmt.options.checks import as_float
 from accmt.registry import find, names
+
+# ---- Metrics of the `evaluate` package, which most examples of transformers use.
+
+
+_LOWER_IS_BETTER = {"brier_score", "cer", "mae", "mape", "mase", "mse", "perplexity", "rmse", "smape", "ter", "wer"}
+
+
+def is_evaluation_module(value: Any) -> bool:
+    """Return whether a value is a metric of `evaluate`, without importing the package."""
+    names = ("EvaluationModule", "CombinedEvaluations")
+    return any(kind.__module__ == "evaluate.module" and kind.__name__ in names for kind in type(value).__mro__)
+
+
+class EvaluationMetric(Metric):
+    """A metric of `evaluate`, such as `evaluate.load("f1")`, computed over the whole set on the main process.
+
+    Lists and dicts among its results, such as the scores of single classes, are left out.
+
+    Args:
+        module: The metric.
+        name: The key under which `validation_step` returns predictions and references; None is the metric's own name.
+    """
+
+    def __init__(self, module: Any, name: str | None = None) -> None:
+        own = str(getattr(module, "name", None) or type(module).__name__.lower())
+        super().__init__(name or own, greater_is_better=own not in _LOWER_IS_BETTER)
+        self._module = module
+
+    def compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        """Return the numbers that the metric computes; a single one has our name."""
+        result = self._module.compute(predictions=predictions, references=references)
+        numbers = {name: as_float(value) for name, value in _read(result).items()}
+        if self.main_metric not in numbers and len(numbers) == 1:
+            return {self.main_metric: next(iter(numbers.values()))}
+        if self.main_metric not in numbers:
+            expected = f"an entry {self.name!r}, by which models are selected, or a single number"
+            do = f"metrics={{{next(iter(numbers), 'accuracy')!r}: ...}}, the name of one of its entries"
+            raise metric_error(self.name, f"compute returned the numbers {list(numbers)}", expected, do)
+        return numbers
+
+
+def _read(result: Any) -> dict[str, Any]:
+    found = {name: find_scalar(value) for name, value in result.items()} if isinstance(result, Mapping) else {}
+    return {name: scalar for name, scalar in found.items() if scalar is not None}
+
 
 BUILTIN: dict[str, Callable[..., Metric]] = {
     "accuracy": Accuracy,

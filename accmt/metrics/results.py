@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accmt.errors import MetricError, ModuleContractError, explain
-from accmt.options.numbers import as_float
+from accmt.options.checks import as_float
 
 
 def metric_error(name: str, got: str, expected: str, do: str) -> MetricError:

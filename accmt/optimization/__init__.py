@@ -1,7 +1,6 @@
 """Building the optimizer and the learning-rate scheduler that the hyper-parameters name."""
 
-from accmt.optimization.chained import ChainedOptimizer
-from accmt.optimization.optimizers import build_optimizer, needs_closure
+from accmt.optimization.optimizers import ChainedOptimizer, build_optimizer, needs_closure
 from accmt.optimization.schedulers import SeveralSchedulers, build_scheduler
 
 __all__ = ["ChainedOptimizer", "SeveralSchedulers", "build_optimizer", "build_scheduler", "needs_closure"]

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accmt.errors import CheckpointError, explain
 from accmt.libraries.private_names import twin_of
-from accmt.optimization.chained import ChainedOptimizer
+from accmt.optimization.optimizers import ChainedOptimizer
 from accmt.optimization.schedulers import SeveralSchedulers
 
 _PROBE = torch.Size((2, 2))

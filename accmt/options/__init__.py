@@ -4,13 +4,12 @@ from accmt.options.data import DataSettings, Limits
 from accmt.options.evaluation import EvaluationSettings, MetricOptions
 from accmt.options.failures import Failures, FailureSettings, Handler
 from accmt.options.hyperparameters import HyperParameters
-from accmt.options.monitor import Monitor
 from accmt.options.optimization import Clipping, OptimizationSettings
 from accmt.options.optimizer_and_scheduler_names import Optimizer, Scheduler
 from accmt.options.running import RunningSettings, TorchFlags
 from accmt.options.saving import Checkpointer, CheckpointSettings, SavingSettings
 from accmt.options.settings import Settings
-from accmt.options.tracking import Delivery, TrackingSettings
+from accmt.options.tracking import Delivery, Monitor, TrackingSettings
 
 __all__ = [
     "CheckpointSettings",

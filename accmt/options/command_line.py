@@ -15,11 +15,10 @@ from types import NoneType, UnionType
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from accmt.errors import ArgumentError, MissingArgumentError, explain
-from accmt.options.checks import Options
-from accmt.options.flags import split_flags
+from accmt.options.checks import Options, number_in, read_numbers
 from accmt.options.hyperparameters import HyperParameters
-from accmt.options.numbers import number_in, read_numbers
 from accmt.options.settings import Settings
+from accmt.options.yaml_reader import split_flags
 
 NOT_TEXT = frozenset(
     {
@@ -239,7 +238,7 @@ def read_config(config: Config) -> Mapping[str, Any]:
     if not isinstance(config, Mapping):
         import yaml
 
-        from accmt.options.numbers import read_numbers
+        from accmt.options.checks import read_numbers
 
         if not Path(config).is_file():
             expected, do = "a YAML or JSON file of the Trainer's arguments", "correct the path"

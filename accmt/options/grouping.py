@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from accmt.options.document import Fault, KeyPath, describe, suggest
+from accmt.options.yaml_reader import Fault, KeyPath, describe, suggest
 
 GROUPING = ("groups", "no_decay", "layer_decay")
 """The keys of `optim` that are no arguments of the optimizer."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from accmt.errors import HyperParameterError, explain
 from accmt.libraries.versions import require
-from accmt.options.document import FIELDS, Document, Fault
-from accmt.options.numbers import read_numbers
+from accmt.options.checks import read_numbers
+from accmt.options.yaml_reader import FIELDS, Document, Fault
 from accmt.secrets import hide, remember
 
 if TYPE_CHECKING:
@@ -130,8 +130,7 @@ class HyperParameters:
             HyperParameterFileError: There is no such file.
             HyperParameterError: Anything is wrong in it; the message lists every fault with its line.
         """
-        from accmt.options.flags import overlay
-        from accmt.options.yaml_reader import read_document
+        from accmt.options.yaml_reader import overlay, read_document
 
         if isinstance(source, HyperParameters):
             if not flags:

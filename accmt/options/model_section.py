@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accmt.errors import nearest
-from accmt.options.document import Fault, describe, suggest
 from accmt.options.grouping import read_patterns
+from accmt.options.yaml_reader import Fault, describe, suggest
 
 QUANTIZATIONS = ("int8", "nf4", "fp4")
 """What bitsandbytes does; others are `torchao:` and the name of one of its configurations."""

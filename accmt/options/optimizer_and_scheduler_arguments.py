@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.errors import nearest
 from accmt.libraries.versions import without_tensors
-from accmt.options.document import Fault, KeyPath, describe
+from accmt.options.checks import is_number, whole
 from accmt.options.grouping import (
     GROUPING,
     SELECTORS,
@@ -25,8 +25,8 @@ from accmt.options.grouping import (
     read_patterns,
     split_grouping,
 )
-from accmt.options.numbers import is_number, whole
 from accmt.options.optimizer_and_scheduler_names import find_optimizer, name_of
+from accmt.options.yaml_reader import Fault, KeyPath, describe
 
 COMPUTED = frozenset({"last_epoch", "num_training_steps", "total_steps", "epochs", "steps_per_epoch"})
 """Arguments of schedulers that only the run knows: accmt fills them in, and nobody else may."""

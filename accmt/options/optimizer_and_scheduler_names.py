@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 from accmt import registry
 from accmt.libraries.versions import FLOORS, require
-from accmt.options.document import Fault, KeyPath, describe, suggest
+from accmt.options.yaml_reader import Fault, KeyPath, describe, suggest
 
 SchedulerFactory = Callable[..., lr_scheduler.LRScheduler]
 

@@ -12,8 +12,15 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 from accmt.errors import nearest
-from accmt.options.checks import Options, raise_wrong_value, require_flags, require_int, set_field, write_argument
-from accmt.options.numbers import is_number
+from accmt.options.checks import (
+    Options,
+    is_number,
+    raise_wrong_value,
+    require_flags,
+    require_int,
+    set_field,
+    write_argument,
+)
 from accmt.options.units import Every, read_every, read_size
 from accmt.registry import find, names
 

@@ -11,12 +11,12 @@ from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, ValidationError, field_validator
 
 from accmt.errors import nearest
-from accmt.options.document import Document, Fault, KeyPath, describe, suggest
+from accmt.options.checks import whole
 from accmt.options.model_section import ModelSection, read_model_section
-from accmt.options.numbers import whole
 from accmt.options.optimizer_and_scheduler_arguments import check_names, check_optimizer, check_rates, check_scheduler
 from accmt.options.optimizer_and_scheduler_names import all_optimizers, all_schedulers, find_optimizer, find_scheduler
 from accmt.options.sft_section import SFTSection, read_sft_section
+from accmt.options.yaml_reader import Document, Fault, KeyPath, describe, suggest
 from accmt.registry import addon
 
 _OTHER_NAMES = {"optimizer": "optim"}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accmt.options.document import Fault, describe, suggest
+from accmt.options.yaml_reader import Fault, describe, suggest
 
 _PATHS, _FLAGS = ("data", "validation"), ("per_turn", "merge")
 _EXAMPLES = {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,121 @@ from accmt.errors import (
     explain,
     nearest,
 )
-from accmt.options.document import KEYS, Document, Fault, KeyPath, describe
-from accmt.options.numbers import number_in, read_numbers
+from accmt.options.checks import number_in, read_numbers
 from accmt.registry import addon
+
+# ---- Hyper-parameters as they were written: their names, the place of each key, what is wrong there and how it is
+# said.
+
+
+FIELDS = (
+    "epochs",
+    "batch_size",
+    "optim",
+    "optim_kwargs",
+    "scheduler",
+    "scheduler_kwargs",
+    "max_steps",
+    "max_samples",
+    "max_target_tokens",
+    "step_scheduler_per_epoch",
+    "max_micro_batch_size",
+    "max_tokens",
+    "packing",
+    "model",
+    "sft",
+)
+"""The names of all hyper-parameters."""
+
+KEYS = frozenset({*FIELDS, "optimizer"} - {"optim_kwargs", "scheduler_kwargs"})
+"""What may stand in a file; without a value it counts as not written."""
+
+KeyPath = tuple[str | int, ...]
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong, at one key.
+
+    Attributes:
+        path: The keys that lead to it, `("optim", "lr")`.
+        got: What stands there.
+        expected: What could stand there.
+        do: What to write instead.
+        line: Its line, where that is not the line of `path`.
+    """
+
+    path: KeyPath
+    got: str
+    expected: str
+    do: str
+    line: int | None = None
+
+
+def describe(value: Any) -> str:
+    """Return a value and its type as messages show them."""
+    return f"{value!r} ({type(value).__name__})"
+
+
+def suggest(name: str, names: Iterable[str], otherwise: str) -> str:
+    """Return what to do about an unknown `name`: write the nearest one, or `otherwise`."""
+    near = nearest(name, names)
+    return f"write `{near}`" if near else otherwise
+
+
+def names_like(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return the dotted names that are most like a pattern, or the first ones."""
+    parts = {part for name in names for part in (name, *name.split("."))}
+    near = difflib.get_close_matches(pattern.replace("\\", ""), sorted(parts), n=1, cutoff=0.6)
+    found = [name for name in names if near and near[0] in name]
+    return (found or list(names))[:_SHOWN]
+
+
+@dataclass(frozen=True)
+class Document:
+    """The content of one source, numbers read, nothing else judged.
+
+    Attributes:
+        name: The file, or `hps_config` for a dict, or `HyperParameters` for its constructor.
+        values: What stands under `hps`; keys whose value is null are left out.
+        lines: The line of each key; empty where the source is no file.
+        faults: What reading already found, such as keys written twice.
+        flags: The keys that were typed as flags.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)
+    faults: tuple[Fault, ...] = ()
+    flags: frozenset[KeyPath] = frozenset()
+
+    def where(self, path: KeyPath) -> str:
+        """Return the place of a key for messages: `hps/digits.yaml:7 optim.lr`."""
+        return self._place(path, self._line(path))
+
+    def reject(self, faults: Iterable[Fault]) -> HyperParameterError:
+        """Return the one error that reports all `faults`, in the order of their lines."""
+        placed = sorted(((fault.line or self._line(fault.path), fault) for fault in faults), key=lambda pair: pair[0])
+        messages = [
+            explain(self._place(fault.path, line), fault.got, fault.expected, fault.do) for line, fault in placed
+        ]
+        if len(messages) > 1:
+            messages.insert(0, f"{len(messages)} faults in {self.name}")
+        return HyperParameterError("\n\n".join(messages))
+
+    def _place(self, path: KeyPath, line: int) -> str:
+        if any(path[: len(flag)] == flag for flag in self.flags):
+            return f"--hps.{'.'.join(map(str, path))}"
+        file = f"{self.name}:{line}" if line else self.name
+        return " ".join([file, ".".join(map(str, path))]).rstrip()
+
+    def _line(self, path: KeyPath) -> int:
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path, 0)
+
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 _MAX_REPEATED = 10_000  # values that aliases repeat: far beyond what anybody writes
@@ -220,3 +335,112 @@ def _fault(node: yaml.Node, got: str, do: str) -> yaml.MarkedYAMLError:
 
 def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
+
+
+# ---- Hyper-parameters as flags of a command line: `--hps.optim.lr=3e-4`, over those of a file.
+
+
+PREFIX = "--hps."
+_SHORT = {"optim": "type", "optimizer": "type", "scheduler": "type", "model": "path", "sft": "data"}
+"""What a name alone in the place of a mapping stands for."""
+
+
+def split_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Take the flags of hyper-parameters out of a command line.
+
+    Returns:
+        The texts of the flags by dotted key, and the other arguments. What stands behind `--` is left alone.
+
+    Raises:
+        ValueError: A flag has no value.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    flags: dict[str, str] = {}
+    rest: list[str] = []
+    tokens = iter(arguments[:end])
+    for token in tokens:
+        if not token.startswith(PREFIX):
+            rest.append(token)
+            continue
+        key, has_value, text = token.removeprefix(PREFIX).partition("=")
+        value = text if has_value else next(tokens, "--")
+        if not has_value and value.startswith("--"):
+            message = f"argument {PREFIX}{key}: expected one argument"
+            raise ValueError(message)
+        flags[key] = value
+    return flags, [*rest, *arguments[end:]]
+
+
+def overlay(document: Document, flags: Mapping[str, Any]) -> Document:
+    """Put values of flags in the place of those of a document; messages name the flag.
+
+    None takes away what the document has.
+    """
+    values = copy.deepcopy(dict(document.values))
+    faults = list(document.faults)
+    paths: set[KeyPath] = set()
+    for key, value in flags.items():
+        path = _path(key, values)
+        paths.add(_made(values, path))
+        fault = _set(values, path, value)
+        faults += [] if fault is None else [fault]
+    values = {name: value for name, value in values.items() if value is not None or name not in KEYS}
+    return replace(document, values=values, faults=tuple(faults), flags=frozenset(paths))
+
+
+def _made(values: Any, path: KeyPath) -> KeyPath:
+    """Return the part of a path that a flag adds to a document: all of it, or the first key that is not there."""
+    for position, part in enumerate(path):
+        if not isinstance(values, dict) or part not in values:
+            return path[: position + 1] if isinstance(values, dict) else path
+        values = values[part]
+    return path
+
+
+def _path(key: str, values: Mapping[str, Any]) -> KeyPath:
+    """Return the keys that a dotted one is made of, `optim` under the name that the document has for it."""
+    first, *others = key.split(".")
+    other_name = {"optim": "optimizer", "optimizer": "optim"}.get(first, first)
+    first = other_name if first not in values and other_name in values else first
+    return (first, *(int(part) if part.isdecimal() else part for part in others))
+
+
+def _set(values: dict[str, Any], path: KeyPath, value: Any) -> Fault | None:
+    """Set a value at a path, through mappings and lists; what is missing on the way is made."""
+    current: Any = values  # a dict or a list
+    for position, part in enumerate(path):
+        if not _has_place(current, part):
+            return _no_place(path, path[:position], current)
+        if position == len(path) - 1:
+            _put(current, part, value)
+            return None
+        inner: Any = None if isinstance(current, dict) and part not in current else current[part]
+        if inner is None or (part in _SHORT and not isinstance(inner, dict)):
+            inner = current[part] = {} if inner is None else {_SHORT[str(part)]: inner}
+        current = inner
+    return None
+
+
+def _put(values: Any, key: str | int, value: Any) -> None:
+    if value is None and isinstance(values, dict) and key in values:
+        del values[key]
+    else:
+        values[key] = value
+
+
+def _no_place(path: KeyPath, inside: KeyPath, values: Any) -> Fault:
+    name = ".".join(map(str, inside))
+    got = f"{name} = {describe(values)}"
+    if not isinstance(values, list):
+        return Fault(path, got, f"a mapping at {name}", f"write {PREFIX}{name} with a value, or correct the flag")
+    expected = (
+        f"a number from 0 to {len(values) - 1}, the place in the list {name}" if values else "a list with entries"
+    )
+    do = f"write {PREFIX}{name} with the whole list in brackets, to add to it"
+    return Fault(path, got, expected, do)
+
+
+def _has_place(values: Any, part: str | int) -> bool:
+    if isinstance(values, list):
+        return isinstance(part, int) and part < len(values)
+    return isinstance(values, dict)

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from accmt.checkpoint.engine import StateCollector, write_state
-from accmt.checkpoint.folder_names import step_name
+from accmt.checkpoint.contents import StateCollector, write_state
 from accmt.checkpoint.frozen import checksum
-from accmt.checkpoint.manifest import MANIFEST_NAME
-from accmt.checkpoint.nested_tensors import split_tensors
+from accmt.checkpoint.manifest import MANIFEST_NAME, step_name
 from accmt.checkpoint.retention import move_back
+from accmt.checkpoint.state_dicts import split_tensors
 from accmt.checkpoint.store import CheckpointStore
 from accmt.checkpoint.trial import try_optimizer
 from accmt.checkpoint.writer import CheckpointWriter
@@ -24,7 +23,7 @@ from accmt.messages import say, warn, warn_once
 from accmt.options import Settings
 from accmt.options.saving import Checkpointer
 from accmt.processes import close_cpu_group, is_main_process, new_cpu_group, run_on_every_process
-from accmt.recovery.relaunch import describe_launch
+from accmt.recovery.restart import describe_launch
 from accmt.recovery.run_state import collect_others
 from accmt.run import Run
 from accmt.secrets import hide

@@ -18,7 +18,7 @@ import torch
 
 from accmt import huggingface
 from accmt.callbacks import Callback
-from accmt.data.options import length_of
+from accmt.data.base import length_of
 from accmt.errors import AccmtError, SavingError, explain
 from accmt.messages import say, warn
 from accmt.metrics import Metric, ReportedValue
@@ -41,7 +41,7 @@ from accmt.saving import (
     write_trainer_config,
 )
 from accmt.saving.selection import LAST
-from accmt.saving.streaming import ShardedState
+from accmt.saving.weights import ShardedState
 from accmt.secrets import write_command
 from accmt.sharded_tensors import class_of
 from accmt.tracking import resolve_trackers

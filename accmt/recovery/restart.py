@@ -6,16 +6,22 @@ that is started again. So nothing has to be undone in memory, and all that holds
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from accmt.processes import run_on_main_process
-
-if TYPE_CHECKING:
-    from accmt.run import Run
+from accmt.checkpoint.manifest import STEP, Manifest, read_manifest
+from accmt.checkpoint.store import CheckpointStore
+from accmt.messages import say
+from accmt.options import Settings
+from accmt.processes import gather_objects, is_main_process, run_on_main_process
+from accmt.run import Run
 
 
 class Restart(Exception):  # noqa: N818 - no error: the run continues
@@ -89,3 +95,121 @@ def free_finished(run: Run) -> None:
     """
     run.stepper.optimizer.state.clear()
     free_memory(run)
+
+
+# ---- Starts of one run by one launcher: torchrun starts its processes again after a failure, or with other machines.
+#
+# Such a start is no new run, whatever `resume` says: it continues from the newest checkpoint that was written under the
+# same launcher. A checkpoint names the launchers of its processes, one for each machine; it is enough that one of them
+# is still the same.
+
+
+def find_relaunched(settings: Settings) -> Path | None:
+    """Return the newest checkpoint, where this launcher has started the run before; None where it has not.
+
+    Processes: collective.
+    """
+    options = settings.checkpoints
+    if not _may_start_again() or options.every is None or options.checkpointer is not None:
+        return None
+    own = describe_launch()
+    folder = settings.checkpoint_folder
+    if not run_on_main_process(lambda: any(_is_of(path, own) for path in folder.glob("step-*"))):
+        return None
+    newest = CheckpointStore(folder).newest()
+    return None if newest is None else newest.folder
+
+
+def describe_launch() -> dict[str, Any] | None:
+    """Return what tells a launch from others: the main process, and the launchers; None without such a launcher.
+
+    Processes: collective.
+    """
+    if not _may_start_again():
+        return None
+    every = gather_objects((_name_process(os.getpid()), _name_process(os.getppid())))
+    return {"process": every[0][0], "launchers": sorted({launcher for _, launcher in every})}
+
+
+def _may_start_again() -> bool:
+    return "TORCHELASTIC_MAX_RESTARTS" in os.environ  # which torchrun sets, also for `accelerate launch`
+
+
+def _is_of(folder: Path, launch: dict[str, Any] | None) -> bool:
+    """Return whether an earlier process of a launch wrote a checkpoint."""
+    manifest = read_manifest(folder) if STEP.fullmatch(folder.name) else None
+    before = manifest.info.get("launch") if isinstance(manifest, Manifest) else None
+    if before is None or launch is None or before["process"] == launch["process"]:
+        return False
+    return not set(launch["launchers"]).isdisjoint(before["launchers"])
+
+
+@cache
+def _name_process(number: int) -> str:
+    import psutil
+
+    return f"{socket.gethostname()}-{number}-{psutil.Process(number).create_time()}"  # in containers, ids repeat
+
+
+# ---- The line that says at the end of an unfinished run how to resume it.
+
+
+@contextmanager
+def printing_resume_hint(run: Run) -> Iterator[None]:
+    """Print last of all what the run can be resumed from; the error that ends it says so once more.
+
+    Python prints a traceback below all messages, and the notes of an error below its traceback.
+    """
+    try:
+        yield
+    except BaseException as error:
+        line = describe_resume(run)
+        if line is not None and is_main_process():
+            say(line)
+            error.add_note(line)
+        raise
+    is_at_its_end = not run.interruption.ends_training or run.cadence.is_finished(run.state)
+    line = None if is_at_its_end else describe_resume(run)
+    if line is not None:
+        say(line)
+
+
+def describe_resume(run: Run) -> str | None:
+    """Return the line that says how to resume; None where nothing was done that is worth it.
+
+    It is true when checkpoints are closed, for one that is being written may fail, and on the main process, which saves
+    alone where the others are gone.
+    """
+    place = _find_place(run)
+    if place is not None:
+        return f"resume: run the same program{_with_changes(run)} to continue from {place}"
+    if run.state.global_step == 0 or run.settings.running.fast_dev_run:
+        return None
+    why = (
+        "checkpoints are off (checkpoint_every=None)"
+        if run.settings.checkpoints.every is None
+        else "no checkpoint was written"
+    )
+    return f"resume: {why}, so the same program starts from the beginning"
+
+
+def _find_place(run: Run) -> str | None:
+    checkpoints, checkpointer = run.checkpoints, run.settings.checkpoints.checkpointer
+    if checkpointer is not None:
+        return f"what {type(checkpointer).__name__} keeps" if checkpoints.has_saved or run.is_resumed else None
+    newest = checkpoints.find_newest_known()
+    if newest is not None and newest.parent == checkpoints.folder:
+        return str(run.settings.checkpoint_folder / newest.name)  # as the user wrote it, not from the root on
+    return None if newest is None else str(newest)
+
+
+def _with_changes(run: Run) -> str:
+    """Return what has to change in the program for it to resume there."""
+    resume = run.settings.checkpoints.resume
+    begins_there = resume in (True, None, "auto") or (resume is not False and not run.checkpoints.has_saved)
+    changes = [] if begins_there else ["Trainer(resume=True)"]
+    if resume is False and run.checkpoints.began_elsewhere:
+        changes.append("no load_checkpoint")
+    if run.interruption.ended_by == "max_time":  # which counts the time of all parts of a run
+        changes.append("a longer max_time")
+    return f" with {' and '.join(changes)}" if changes else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accmt.checkpoint.engine import read_others, rejecting_other_forms
+from accmt.checkpoint.contents import read_others, rejecting_other_forms
 from accmt.checkpoint.manifest import MANIFEST_NAME, Checkpoint, Manifest, read_manifest
 from accmt.checkpoint.store import CheckpointStore
 from accmt.errors import NoCheckpointError, explain

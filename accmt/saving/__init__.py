@@ -1,7 +1,6 @@
 """What lies in a model folder: weights and the status of the run that wrote them; and which weights are kept."""
 
 from accmt.saving.load_weights import load_weights
-from accmt.saving.model_card import write_hps, write_model_card, write_trainer_config
 from accmt.saving.model_folder import (
     RUN_KEY,
     ModelFolderClaim,
@@ -9,13 +8,14 @@ from accmt.saving.model_folder import (
     keep_previous,
     read_status,
     remove_surplus,
+    write_hps,
+    write_model_card,
     write_status,
+    write_trainer_config,
 )
 from accmt.saving.patience import Patience, may_stop
-from accmt.saving.rules import TRAIN_LOSS, VALID_LOSS, name_by_rules, without_validation
-from accmt.saving.selection import Selection
-from accmt.saving.state_dict import require_storable
-from accmt.saving.weights import SavedWeights, save_weights
+from accmt.saving.selection import TRAIN_LOSS, VALID_LOSS, Selection, name_by_rules, without_validation
+from accmt.saving.weights import SavedWeights, require_storable, save_weights
 
 __all__ = [
     "ModelFolderClaim",

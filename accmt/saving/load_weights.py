@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from accmt.errors import WeightsError, explain
 from accmt.messages import say_once
 from accmt.precision import HALVES
-from accmt.saving.layout import ENTRY_NAMES, SAFETENSORS, files_of, find_entry
-from accmt.saving.state_dict import find_tied, plain_names
-from accmt.saving.weights import SHARED_KEY
+from accmt.saving.weights import ENTRY_NAMES, SAFETENSORS, SHARED_KEY, files_of, find_entry, find_tied, plain_names
 from accmt.sharded_tensors import class_of, shard_state
 
 _SHOWN = 8

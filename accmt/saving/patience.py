@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accmt.options.saving import PatienceOptions
-from accmt.saving.rules import TRAIN_LOSS, Argument, IsBetter, Quantities, Rule
+from accmt.saving.selection import TRAIN_LOSS, Argument, IsBetter, Quantities, Rule
 from accmt.state import Counters
 
 _PATIENCE = Argument("patience")

@@ -3,12 +3,262 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from accmt.saving.rules import TRAIN_LOSS, Argument, IsBetter, Quantities, Quantity, Rule
+from accmt.errors import ArgumentError, MetricError, ModuleContractError, explain
+
+# ---- The rules that models are saved and runs are stopped by: their names, and the values that decide.
+
+
+IsBetter = Callable[[float, float], bool]
+
+ALWAYS = "always"
+VALID_LOSS = "best_valid_loss"
+TRAIN_LOSS = "best_train_loss"
+_PREFIX = "best_"
+_OTHER_TRAINERS_PREFIX = re.compile(r"(eval|val|valid|validation)_")
+"""What other trainers put before the name of a metric."""
+METRIC_NAMES = ("accuracy", "auroc", "f1", "mae", "mse", "perplexity", "precision", "r2", "recall", "rmse")
+"""The metrics that a Trainer makes of their names."""
+_LOSSES: dict[str, IsBetter] = {name.removeprefix(_PREFIX): operator.lt for name in (VALID_LOSS, TRAIN_LOSS)}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """Where something was written, for messages."""
+
+    name: str
+    call: str = "Trainer"
+
+    def reject(self, got: str, expected: str, do: str) -> NoReturn:
+        """Raise the error of a wrong value."""
+        raise ArgumentError(explain(f"{self.call}({self.name}=...)", got, expected, do))
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One value of an evaluation that decides.
+
+    Attributes:
+        key: Where it stands among the values of an evaluation.
+        keys_of_sets: Where the values stand whose mean it is if there is none under `key`.
+    """
+
+    label: str
+    is_better: IsBetter
+    key: str
+    keys_of_sets: tuple[str, ...] = ()
+
+    @property
+    def sign(self) -> int:
+        """1 where more is better, -1 where less is."""
+        return 1 if self.is_better(1.0, 0.0) else -1
+
+    def is_in(self, values: Mapping[str, float]) -> bool:
+        return self.key in values or (bool(self.keys_of_sets) and all(key in values for key in self.keys_of_sets))
+
+    def read(self, values: Mapping[str, float]) -> float:
+        if self.key in values:
+            return values[self.key]
+        return sum(values[key] for key in self.keys_of_sets) / len(self.keys_of_sets)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What makes one evaluation better than those before: all its quantities are.
+
+    A value that is not finite is never better. A rule without quantities takes every evaluation.
+
+    Attributes:
+        name: Such as "best_valid_loss", "best_accuracy@en", "best_accuracy/f1" or "always".
+    """
+
+    name: str
+    quantities: tuple[Quantity, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Where the best values of the quantities are kept: under the rule's name, or `<rule>[<label>]` of several."""
+        if len(self.quantities) == 1:
+            return (self.name,)
+        return tuple(f"{self.name}[{quantity.label}]" for quantity in self.quantities)
+
+    def update(self, best: dict[str, float], values: Mapping[str, float], *, min_delta: float = 0.0) -> bool:
+        """Put the values of an evaluation into `best` if it is better than what stands there.
+
+        The best values of several quantities are always those of one evaluation.
+
+        Args:
+            min_delta: By how much a value has to be better.
+        """
+        new = {key: quantity.read(values) for key, quantity in zip(self.keys, self.quantities, strict=True)}
+        is_better = all(
+            math.isfinite(new[key])
+            and (key not in best or quantity.is_better(new[key] - quantity.sign * min_delta, best[key]))
+            for key, quantity in zip(self.keys, self.quantities, strict=True)
+        )
+        if is_better:
+            best.update(new)
+        return is_better
+
+    def require(self, values: Mapping[str, float], argument: Argument) -> None:
+        """Check that all that decides is among the values of an evaluation."""
+        missing = next((quantity for quantity in self.quantities if not quantity.is_in(values)), None)
+        if missing is None:
+            return
+        if missing.key.startswith(VALID_LOSS):
+            do = f'return {{"loss": loss}} from validation_step, or choose another {argument.name}'
+            do += "; an evaluation whose weights are all 0 has no loss"
+        else:
+            do = f"return it from validation_step, or choose one of {sorted(values)}"
+        expected = " and ".join(missing.keys_of_sets) or missing.key
+        where = f"{argument.call}({argument.name}={self.name!r})"
+        raise ModuleContractError(explain(where, f"an evaluation with {sorted(values)}", expected, do))
+
+
+class Quantities:
+    """All that can decide in a run, by which the names of rules are read.
+
+    `directions` says for each metric's main entry whether a new value is better than an old one. `sets` are the names
+    of the validation sets, empty for a set without one; None where they are not known yet: then every name passes.
+    """
+
+    def __init__(self, directions: Mapping[str, IsBetter], sets: Sequence[str] | None = None) -> None:
+        for name in _LOSSES.keys() & directions:
+            expected = "a name that the losses do not have"
+            raise MetricError(explain(f"metric {name!r}", f"the main entry {name!r}", expected, "rename it"))
+        self.directions: dict[str, IsBetter] = {**_LOSSES, **directions}
+        self._sets = None if sets is None else [name for name in sets if name]
+
+    def read_rule(self, name: Any, argument: Argument) -> Rule:
+        """Return the rule of a name; the prefix "best_" may be missing.
+
+        "best_accuracy" is the mean of several sets, "best_accuracy@en" or "best_accuracy__en" is of one;
+        "best_accuracy@en/f1@de": both must be better.
+        """
+        if name == ALWAYS:
+            return Rule(ALWAYS)
+        parts = name.removeprefix(_PREFIX).split("/") if isinstance(name, str) else []
+        quantities = tuple(quantity for quantity in map(self._find, parts) if quantity is not None)
+        if not parts or len(quantities) != len(parts):
+            self._reject_rule(name, argument)
+        labels = [quantity.label for quantity in quantities]
+        rule = Rule(_PREFIX + "/".join(labels), quantities)
+        if len(set(labels)) != len(labels):
+            do = f"write {_PREFIX + '/'.join(dict.fromkeys(labels))!r}"
+            argument.reject(repr(name), "each quantity of a rule once", do)
+        return rule
+
+    def find_quantity(self, name: str) -> Quantity | None:
+        """Return the quantity of a name such as "accuracy", "accuracy@en" or "valid_loss"; None if there is none."""
+        return self._find(name.removeprefix(_PREFIX))
+
+    def read_rules(self, names: Any, argument: Argument) -> list[Rule]:
+        """Return the rules of one name, of a list of names or of None; a name begins with "best_" or is "always"."""
+        listed = list(names) if isinstance(names, list | tuple) else [] if names is None else [names]
+        for name in listed:
+            if not isinstance(name, str) or not (name == ALWAYS or name.startswith(_PREFIX)):
+                self._reject_rule(name, argument)
+        rules = [self.read_rule(name, argument) for name in listed]
+        found = [rule.name for rule in rules]
+        if len(set(found)) != len(found) or (not found and names is not None):
+            do = f"{argument.name}={list(dict.fromkeys(found)) or None}"
+            argument.reject(repr(names), "each rule once, or None", do)
+        return rules
+
+    def _find(self, part: str) -> Quantity | None:
+        fitting = [name for name in self.directions if part == name or part.startswith((f"{name}@", f"{name}__"))]
+        if not fitting:
+            return None
+        name = max(fitting, key=len)
+        key, is_better = _PREFIX + name, self.directions[name]
+        if part == name:
+            sets = () if key == TRAIN_LOSS else self._sets or ()
+            return Quantity(name, is_better, key, tuple(f"{key}__{set_name}" for set_name in sets))
+        set_name = part.removeprefix(f"{name}@").removeprefix(f"{name}__")
+        if key == TRAIN_LOSS or not set_name or (self._sets is not None and set_name not in self._sets):
+            return None
+        return Quantity(f"{name}@{set_name}", is_better, f"{key}__{set_name}")
+
+    def _labels(self) -> list[str]:
+        sets = [set_name for set_name in self._sets or () if "/" not in set_name]  # which a rule cannot name
+        of_sets = [f"{name}@{set_name}" for name in self.directions for set_name in sets]
+        return [*self.directions, *(label for label in of_sets if self._find(label) is not None)]
+
+    def _reject_rule(self, name: Any, argument: Argument) -> NoReturn:
+        choices = [*(_PREFIX + label for label in self._labels()), ALWAYS]
+        expected = f"one of {', '.join(map(repr, choices))}, or None; best_<metric> needs that Metric in metrics="
+        parts = str(name).removeprefix(_PREFIX).split("/")
+        nearest = [self._nearest(part.removeprefix(_PREFIX)) for part in parts]
+        if get_close_matches("/".join(parts), [ALWAYS]):
+            do = f"did you mean {ALWAYS!r}?"
+        elif None not in nearest:
+            do = f"did you mean {_PREFIX + '/'.join(filter(None, nearest))!r}?"
+        elif not isinstance(name, str) or "" in parts:
+            do = f"write {VALID_LOSS!r}"
+        else:
+            do = self._advise_metrics(dict(zip(parts, nearest, strict=True)))
+        argument.reject(repr(name), expected, do)
+
+    def _advise_metrics(self, nearest: Mapping[str, str | None]) -> str:
+        """Return what to do about parts of a rule that no metric of the run is like."""
+        unknown = {part: self._strip(part.partition("@")[0]) for part, label in nearest.items() if label is None}
+        by_name = {part: _find_alike(name, METRIC_NAMES) for part, name in unknown.items()}
+        for part, name in unknown.items():
+            if by_name[part] is None:
+                reported = f'metrics={{"{name}": "max"}}, or "min", where a step, self.log or a hook reports it'
+                return f"{reported}; or metrics=[MyMetric({name!r})], a Metric named {name!r} of your own"
+        rule = "/".join(str(label or by_name[part]) for part, label in nearest.items())
+        added = ", ".join(f'"{name}"' for name in by_name.values())
+        own = next(name for name, known in by_name.items() if known is not None)
+        reported = f'; where a step or a hook reports it itself, metrics={{"{own}": "min"}}, or "max"'
+        return f"write {_PREFIX + rule!r}, with {added} among metrics=[...]{reported}"
+
+    def _nearest(self, part: str) -> str | None:
+        name, _, set_name = part.partition("@")
+        alike = _find_alike(self._strip(name), self.directions) or _find_alike(name, self.directions)
+        if alike is None or not set_name or _PREFIX + alike == TRAIN_LOSS:
+            return alike
+        sets = [set_name] if self._sets is None else get_close_matches(set_name, self._sets, n=1, cutoff=0.0)
+        return f"{alike}@{sets[0]}" if sets else alike
+
+    def _strip(self, name: str) -> str:
+        return name if name in self.directions else _OTHER_TRAINERS_PREFIX.sub("", name, count=1)
+
+
+def _find_alike(part: str, names: Iterable[str]) -> str | None:
+    """Return the name that something is written like, or that it is the beginning of."""
+    names, part = list(names), part.lower()
+    alike = [name for name in names if len(part) > 1 and (name.startswith(part) or part.startswith(f"{name}_"))]
+    return next(iter([*alike, *get_close_matches(part, names, n=1)]), None)
+
+
+def without_validation(model_saving: Any) -> Any:
+    """Return the rules of a run without validation data, in which "best_valid_loss" means "best_train_loss"."""
+    if isinstance(model_saving, list | tuple):
+        return list(dict.fromkeys(without_validation(name) for name in model_saving))
+    return TRAIN_LOSS if model_saving == VALID_LOSS else model_saving
+
+
+def name_by_rules(results: Mapping[str, float], *, loss_name: str, train_loss: float | None) -> dict[str, float]:
+    """Return the results of an evaluation under the names that rules look for.
+
+    Args:
+        results: Losses and metrics by name; with several validation sets `<name>__<set>`.
+        train_loss: Mean training loss since the last evaluation; None, for no step since then, counts as NaN.
+    """
+    values = {TRAIN_LOSS: math.nan if train_loss is None else train_loss}
+    for name, value in results.items():
+        is_loss = name == loss_name or name.startswith(f"{loss_name}__")
+        values[VALID_LOSS + name.removeprefix(loss_name) if is_loss else _PREFIX + name] = value
+    return values
+
 
 _MODEL_SAVING = Argument("model_saving")
 LAST = "last"

@@ -10,8 +10,11 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.callbacks import Callback, Hooks, build_callbacks
+from accmt.callbacks.console import EndSummary, EvaluationReport, Graphs, ModelSummary
+from accmt.callbacks.monitor import build_monitor
+from accmt.callbacks.progress import ProgressBar, is_notebook
 from accmt.data import Loader, Source, derive_seed, draw_seed, seed_generators
-from accmt.data.own_generators import seed_with_global
+from accmt.data.seeding import seed_with_global
 from accmt.engine.accelerator import build_accelerator
 from accmt.engine.base import Engine
 from accmt.engine.choice import choose_engine
@@ -20,7 +23,8 @@ from accmt.errors import ArgumentError, explain
 from accmt.failures import Board, Clock, Interruption, Watch, find_machines
 from accmt.features.listed import FEATURES
 from accmt.loop.cadence import Cadence, RunLength
-from accmt.loop.logging import logging_step
+from accmt.loop.evaluation import EvaluationResults
+from accmt.loop.logging import RowLogger, logging_step
 from accmt.loop.trained_parameters import TrainedParameters
 from accmt.loop.weighting import Weighting
 from accmt.metrics import RunningAverages
@@ -31,28 +35,66 @@ from accmt.options.units import read_max_time
 from accmt.processes import broadcast_object, is_main_process, num_processes
 from accmt.recovery.checkpoints import Checkpoints
 from accmt.recovery.model_saver import ModelSaver
-from accmt.recovery.relaunch import find_relaunched
-from accmt.recovery.restart import Recovery
+from accmt.recovery.restart import Recovery, find_relaunched
 from accmt.recovery.resume import Resumed, find_resumed
-from accmt.recovery.run_state import restore
-from accmt.recovery.step_snapshot import StepSnapshot
+from accmt.recovery.run_state import StepSnapshot, restore
+from accmt.registry import addon
 from accmt.run import Actions, Run
 from accmt.saving import Selection
-from accmt.setup.callbacks import make_builtin_callbacks
-from accmt.setup.dataloaders import Loaders, at_epoch_of_building, check_reloading
+from accmt.setup.datasets import Loaders, UserData, at_epoch_of_building, check_reloading
 from accmt.setup.inputs import Inputs, check_inputs, find_monitored
-from accmt.setup.model import Prepared, attach_run, configure_model, prepare
+from accmt.setup.model import Prepared, attach_run, configure_model, measure_run, prepare
 from accmt.setup.module_checks import adapt_training_step, adapt_validation_step, check_module
-from accmt.setup.run_length import measure_run
-from accmt.setup.same_on_processes import require_same_settings
-from accmt.setup.shared_disk import require_shared_disk
-from accmt.setup.user_data import UserData
+from accmt.setup.same_on_processes import require_same_settings, require_shared_disk
 from accmt.state import Counters, TrainingState
+from accmt.tracking import Tracking
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accmt.protocols import TrainerProtocol
+
+
+# ---- The callbacks of accmt's own that a run has, besides the user's.
+
+
+def make_builtin_callbacks(settings: Settings, tracking: Tracking, saver: ModelSaver) -> list[Callback]:
+    """Return accmt's own callbacks, in the order in which those of equal `order` act."""
+    running, logging = settings.running, settings.tracking
+    loss_name = logging.train_loss_metric_name
+    enable_bar = running.verbose if running.enable_progress_bar is None else running.enable_progress_bar
+    view: Any = None
+    if enable_bar and is_notebook():
+        view = addon("notebook_curve")(loss_name, logging.val_loss_metric_name)
+    bar = ProgressBar(
+        enable=None if running.enable_progress_bar is None and enable_bar else enable_bar,
+        loss_name=loss_name,
+        stream=None if view is None else view.terminal,
+    )
+    first, last = build_monitor(logging.monitored, loss_name, is_main_process=is_main_process())
+    profiled_first: list[Callback] = []
+    profiled_last: list[Callback] = []
+    if running.profiler is not None:
+        profiled_first, profiled_last = addon("profiler")(running.profiler, is_main_process=is_main_process())
+    summaries = [ModelSummary(int(running.enable_model_summary))] if running.enable_model_summary else []
+    rows = RowLogger(tracking, bar, logging.monitored)
+    ending: list[Callback] = [EndSummary(loss_name)] if running.verbose and not running.fast_dev_run else []
+    graphs = [Graphs()] if running.compile_buckets is not None else []
+    return [
+        *graphs,
+        *profiled_first,
+        *first,
+        *summaries,
+        bar,
+        *([view] if view else []),
+        EvaluationReport(loss_name),
+        EvaluationResults(),
+        rows,
+        saver,
+        *ending,
+        *last,
+        *profiled_last,
+    ]
 
 
 def build_run(trainer: TrainerProtocol, module: Any, user_data: UserData, recovery: Recovery) -> Run:

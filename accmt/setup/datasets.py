@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -25,18 +27,189 @@ from accmt.data import (
     is_stream,
     keep_samples,
 )
-from accmt.data.largest import LargestBatch
-from accmt.data.own_generators import seed_with_global
+from accmt.data.lengths import LargestBatch
+from accmt.data.seeding import seed_with_global
 from accmt.engine.base import Engine
-from accmt.errors import ArgumentError, DataError, explain
+from accmt.errors import ArgumentError, DataError, explain, nearest
+from accmt.features.listed import FEATURES
+from accmt.loop.cadence import Cadence
 from accmt.messages import warn
 from accmt.module import AcceleratorModule, defines
 from accmt.options import DataSettings, Settings
-from accmt.processes import data_index, num_data_processes
-from accmt.setup.cutting import find_cutting, reject_other_cuts
-from accmt.setup.largest import make_largest
+from accmt.processes import data_index, num_data_processes, run_on_every_process
+from accmt.recovery.restart import Recovery
+from accmt.recovery.shutdown import stopping_if_asked
+from accmt.setup.cutting import find_cutting, make_largest, reject_other_cuts
 from accmt.setup.same_on_processes import find_same_data
-from accmt.setup.user_data import Evaluation, UserData
+from accmt.state import TrainingState
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from accmt.protocols import TrainerProtocol
+
+
+# ---- What the user passes to a method of the Trainer: data, or a datamodule that makes them.
+
+
+Evaluation: TypeAlias = Literal["validate", "test", "predict"]
+Purpose: TypeAlias = Literal["train"] | Evaluation
+Stage: TypeAlias = Literal["fit"] | Evaluation
+
+_LOADERS: dict[Purpose, str] = {
+    "train": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+_METHODS = (*_LOADERS.values(), "prepare_data", "setup", "teardown")
+
+
+class DataModule:
+    """A user's object with the methods of a Lightning `LightningDataModule`, each of which may be missing.
+
+    Args:
+        own: The object. It gets the Trainer as its attribute `trainer`.
+
+    Raises:
+        ArgumentError: It is a class, has a method with a misspelt name, or makes no loader at all.
+    """
+
+    def __init__(self, own: Any) -> None:
+        if isinstance(own, type):
+            do = f"datamodule={own.__name__}(...)"
+            raise ArgumentError(explain("datamodule", f"the class {own.__name__}", "an object of it", do))
+        self._own = own
+        self._stages: list[Stage] = []
+        self._check_methods()
+        if not any(self._find(method) for method in _LOADERS.values()):
+            expected = f"an object with {' or '.join(f'{method}()' for method in _LOADERS.values())}"
+            do = "give datasets and DataLoaders as train_dataset and val_dataset"
+            raise ArgumentError(explain("datamodule", type(own).__name__, expected, do))
+
+    def load(self, purpose: Purpose) -> Any:
+        """Return what the datamodule makes for a purpose, made again; None if it makes nothing for it."""
+        method = self._find(_LOADERS[purpose])
+        data = None if method is None else method()
+        if data is None and method is not None and purpose == "train":
+            where, expected = f"{type(self._own).__name__}.train_dataloader", "a dataset or a DataLoader"
+            raise DataError(explain(where, "None", expected, "return DataLoader(dataset, batch_size=16)"))
+        return data
+
+    def begin(self, stage: Stage, trainer: TrainerProtocol, accelerator: Accelerator) -> None:
+        """Let the data be prepared, by one process (of each machine, if `prepare_data_per_node`), then set up by all.
+
+        Processes: collective. A stage that has begun already is not begun again.
+        """
+        if stage in self._stages:
+            return
+        self._own.trainer = trainer
+        per_machine = getattr(self._own, "prepare_data_per_node", False)
+        prepares = accelerator.is_local_main_process if per_machine else accelerator.is_main_process
+        if not self._stages:
+            run_on_every_process(lambda: self._call("prepare_data") if prepares else None)
+        self._stages.append(stage)  # from here on there is something to tear down
+        run_on_every_process(lambda: self._call("setup", stage))
+
+    def end(self, stage: Stage) -> None:
+        """Let the datamodule clear up, unless it is in use for something else."""
+        if stage in self._stages:
+            self._stages.remove(stage)
+            if not self._stages:
+                self._call("teardown", stage)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        method = getattr(self._own, name, None)
+        if method is not None:
+            method(*arguments)
+
+    def _check_methods(self) -> None:
+        for name in dir(self._own):
+            if name in _METHODS:
+                self._check_callable(name)
+            elif not name.startswith("_"):
+                self._check_spelling(name)
+
+    def _check_callable(self, name: str) -> None:
+        value = getattr(self._own, name)
+        if value is not None and not callable(value):
+            where, got = f"{type(self._own).__name__}.{name}", f"an object of {type(value).__name__}"
+            raise ArgumentError(explain(where, got, "a method", f"def {name}(self): ..."))
+
+    def _check_spelling(self, name: str) -> None:
+        meant = nearest(name, _METHODS, cutoff=0.9)
+        if meant is None or self._find(meant) is not None or not callable(getattr(type(self._own), name, None)):
+            return
+        got, expected = f"a method {name}, and no {meant}", f"methods among {', '.join(_METHODS)}"
+        do = f"rename it to {meant} (or to a less similar name)"
+        raise ArgumentError(explain(f"the datamodule {type(self._own).__name__}", got, expected, do))
+
+    def _find(self, name: str) -> Callable[[], Any] | None:
+        """Return a method that the user has written: the one of Lightning's base class raises."""
+        method: Callable[[], Any] | None = getattr(self._own, name, None)
+        return None if getattr(method, "__qualname__", "").startswith("DataHooks.") else method
+
+
+class UserData:
+    """The data, by purpose, that the user passed to a method of the Trainer.
+
+    Args:
+        method: The method.
+        data: Its own arguments.
+        datamodule: Its argument `datamodule`.
+
+    Raises:
+        ArgumentError: There are both, or `datamodule` makes no loader at all.
+    """
+
+    def __init__(self, method: Stage, data: Mapping[Purpose, Any], datamodule: Any = None) -> None:
+        self._data = data
+        self._datamodule: DataModule | None = None
+        if datamodule is not None and self.has_any:
+            got, do = "a dataset or a DataLoader, and a datamodule", "leave one of the two out"
+            raise ArgumentError(explain(f"{method}(datamodule=...)", got, "one that the data come from", do))
+        if datamodule is not None:
+            self._datamodule = DataModule(datamodule)
+
+    @property
+    def has_datamodule(self) -> bool:
+        """Whether a datamodule makes the data, which can be asked again."""
+        return self._datamodule is not None
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is anything at all."""
+        return self.has_datamodule or any(data is not None for data in self._data.values())
+
+    def load(self, purpose: Purpose) -> Any:
+        """Return the data for a purpose, as they are or made again; None if there are none."""
+        return self._data.get(purpose) if self._datamodule is None else self._datamodule.load(purpose)
+
+    def begin(self, stage: Stage, trainer: TrainerProtocol, accelerator: Accelerator) -> None:
+        """Get the data ready, once the processes know of one another.
+
+        Processes: collective.
+        """
+        if self._datamodule is not None:
+            self._datamodule.begin(stage, trainer, accelerator)
+
+    @contextmanager
+    def ending(self, stage: Stage) -> Iterator[None]:
+        """Let a datamodule clear up afterwards; the error that ended what was done goes first."""
+        try:
+            yield
+        except BaseException:
+            try:
+                self._end(stage)
+            except Exception as own:  # noqa: BLE001 - the error above goes first
+                warn(f"teardown of the datamodule raised {type(own).__name__}: {own}")
+            raise
+        self._end(stage)
+
+    def _end(self, stage: Stage) -> None:
+        if self._datamodule is not None:
+            self._datamodule.end(stage)
+
 
 _TRAINING, _VALIDATION = "the training data", "the validation data "
 
@@ -330,3 +503,147 @@ def _find_groups(module: AcceleratorModule, settings: Settings) -> StreamGroups 
         return None
     length_of = module.length_of if defines(module, "length_of") else None
     return StreamGroups(settings.hps.train_batch_size, length_of)
+
+
+# ---- The loaders of a run that trains, and how they are built again when an epoch begins.
+
+
+class Loaders:
+    """The loaders of a run.
+
+    Args:
+        trainer: The Trainer.
+        module: The module, whose own data come first.
+        user_data: What the user passed to `fit`.
+        recovery: What was found to fit in memory.
+        engine: How the processes work with the model.
+        seed: Seed of everything random.
+
+    Attributes:
+        train: That of the training data.
+        validation: Those of the validation sets, by name.
+    """
+
+    train: Loader
+
+    def __init__(
+        self,
+        trainer: TrainerProtocol,
+        module: AcceleratorModule,
+        user_data: UserData,
+        recovery: Recovery,
+        engine: Engine,
+        *,
+        seed: int,
+    ) -> None:
+        self.validation: dict[str, Loader] = {}
+        self._train_data: Any = None
+        self._also_read: list[Any] = []
+        self._trainer = trainer
+        self._module = module
+        self._user_data = user_data
+        self._seed = seed
+        self._engine = engine
+        self._recovery = recovery
+        self._built_for = _epoch_of_building(trainer.state.epoch, trainer.settings.data)
+
+    def build(self, train_data: Any, val_data: Mapping[str, Any]) -> None:
+        """Build the loaders of data that were found.
+
+        Processes: collective.
+        """
+        settings = self._trainer.settings
+        self._train_data = train_data
+        for feature in FEATURES:
+            feature.check(settings, self._module, train_data)
+        self._also_read = list(val_data.values())
+        self.train = self.build_train_again()
+        _check_fraction(Cadence.of(settings), self.train)
+        for name, data in val_data.items():
+            self.validation[name] = build_evaluation_loader(
+                self._module,
+                data,
+                settings,
+                "validate",
+                self._engine,
+                seed=self._seed,
+                through=partial(stopping_if_asked, trainer=self._trainer),
+            )
+
+    def build_train_again(self) -> Loader:
+        """Build one more loader of the training data, for a pass that leaves the run's own where it is.
+
+        Processes: collective.
+        """
+        settings = self._trainer.settings
+        lessons = self._recovery.lessons.get("out_of_memory", {}) if settings.optimization.auto_micro_batch else {}
+        return build_train_loader(
+            self._module,
+            self._train_data,
+            settings,
+            seed=self._seed,
+            device=self._engine.accelerator.device,
+            max_micro_batch_size=lessons.get("max_micro_batch_size"),
+            also_read=self._also_read,
+        )
+
+    def reload_if_due(self) -> None:
+        """Ask for the data again and build their loaders, if that is due as an epoch begins.
+
+        Processes: collective.
+        """
+        state, settings = self._trainer.state, self._trainer.settings.data
+        if settings.reload_epochs == 0 or state.train_step > 0:
+            return
+        if _epoch_of_building(state.epoch, settings) == self._built_for:
+            return
+        self._built_for = state.epoch
+        end_workers((self.train, *self.validation.values()))
+        train_data, val_data = find_sets(self._module, self._user_data, self._trainer.settings)
+        if val_data.keys() != self.validation.keys():
+            got, expected = f"the sets {list(val_data)}", f"those of the epoch before: {list(self.validation)}"
+            do = "return sets of the same names each time: metrics and saving go by them"
+            raise DataError(explain("the reloaded validation data", got, expected, do))
+        self.build(train_data, val_data)
+
+    def make_largest_batch(self) -> LargestBatch | str:
+        """Return the largest micro-batch that the training data can bring, or why it is not known."""
+        return make_largest_batch(self._module, self._train_data, self._trainer.settings, self.train)
+
+
+def check_reloading(settings: DataSettings, module: AcceleratorModule, user_data: UserData) -> None:
+    """Check that something can be asked for data again."""
+    asked, every = ("get_train_dataloader", "get_validation_dataloader"), settings.reload_epochs
+    makes_data = user_data.has_datamodule or any(defines(module, name) for name in asked)
+    if every and not makes_data:
+        where = f"Trainer(reload_dataloaders_every_n_epochs={every})"
+        got, expected = "data that you passed to fit, which stay the same", f"a module with {' or '.join(asked)}"
+        do = "def get_train_dataloader(self) in the module, fit(datamodule=...), or leave the argument out"
+        raise ArgumentError(explain(where, got, expected, do))
+
+
+@contextmanager
+def at_epoch_of_building(state: TrainingState, settings: DataSettings) -> Iterator[None]:
+    """Set the state to the epoch for which the current loaders are built, while data are asked for.
+
+    A run that continues in a later epoch gets the data that it had.
+    """
+    epoch = state.epoch
+    state.epoch = _epoch_of_building(epoch, settings)
+    try:
+        yield
+    finally:
+        state.epoch = epoch
+
+
+def _epoch_of_building(epoch: int, settings: DataSettings) -> int:
+    every = settings.reload_epochs
+    return epoch - epoch % every if every else 0
+
+
+def _check_fraction(cadence: Cadence, loader: Loader) -> None:
+    every = cadence.evaluate_every
+    if isinstance(every, float) and loader.source.num_micro_batches is None:
+        got = f"{every}, a fraction of an epoch whose length is unknown"
+        do = "evaluate_every_n_steps=100, say"
+        raise ArgumentError(explain("Trainer(evaluate_every_n_steps=...)", got, "a whole number of steps", do))

@@ -11,7 +11,7 @@ from accmt.errors import ArgumentError, explain
 from accmt.files import require_writable_folder
 from accmt.messages import say_once
 from accmt.metrics import Metric, build_metrics
-from accmt.metrics.consolidation import directions_of
+from accmt.metrics.collector import directions_of
 from accmt.metrics.metric import IsBetter
 from accmt.module import AcceleratorModule
 from accmt.options import Settings
@@ -20,10 +20,9 @@ from accmt.options.saving import RegisteredSaving
 from accmt.processes import broadcast_object, is_main_process
 from accmt.protocols import TrainerProtocol
 from accmt.saving import TRAIN_LOSS, Patience, Selection, without_validation
-from accmt.saving.rules import Quantity
-from accmt.setup.datasets import find_sets
+from accmt.saving.selection import Quantity
+from accmt.setup.datasets import UserData, find_sets
 from accmt.setup.module_checks import check_validation
-from accmt.setup.user_data import UserData
 from accmt.tracking import Tracking, default_run_name, default_track_name, resolve_trackers
 
 if TYPE_CHECKING:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from secrets import token_hex
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-from accmt.data.options import length_of
-from accmt.errors import ArgumentError, DataError, explain
+from accmt.data.base import length_of
+from accmt.errors import ArgumentError, DataError, ProcessFailedError, SavingError, explain
+from accmt.failures import Board, find_machines, is_consequence, record_for_launcher
 from accmt.options import DataSettings, Settings
-from accmt.processes import gather_objects, num_processes, run_on_every_process
+from accmt.processes import (
+    gather_objects,
+    is_main_process,
+    num_processes,
+    process_index,
+    run_on_every_process,
+    run_on_main_process,
+)
 
 T = TypeVar("T")
 
@@ -80,3 +94,108 @@ def require_same_settings(settings: Settings) -> None:
             got = "; ".join(f"process {index}: {value}" for index, value in enumerate(values))
             do = "do not let it depend on the process; seeds of processes differ by themselves"
             raise ArgumentError(explain(name, got, "one value on all processes", do))
+
+
+# ---- Reports to the other processes that one failed while a run was set up; later its watch does that.
+
+
+_ANSWER_S = 2.0
+_POLL_S = 0.1
+_numbers = itertools.count()
+
+
+@contextmanager
+def reporting_failed_setup() -> Iterator[None]:
+    """Say on every process which one failed, and how, where a run cannot be set up."""
+    number = next(_numbers)
+    try:
+        yield
+    except Exception as error:
+        try:
+            note = _exchange(error, number)
+        except (RuntimeError, OSError):  # the process that held the store is gone
+            raise error from None
+        if note is None:
+            raise
+        index, text = note
+        do = "fix that error; the other processes were waiting for it"
+        message = explain(f"process {index}", f"it failed while the run was set up:\n{text}", "no error", do)
+        raise ProcessFailedError(message) from None
+
+
+def _exchange(error: Exception, number: int) -> tuple[int, str] | None:
+    """Leave a note of an error; of one that is the consequence of another, return whose that is."""
+    board = Board.of_setup(number)
+    if is_consequence(error) is not True:
+        record_for_launcher(error)
+        if board is not None:
+            board.post("failed", "".join(traceback.format_exception(error)))
+        return None
+    return None if board is None else _wait_for_note(board)
+
+
+def _wait_for_note(board: Board) -> tuple[int, str] | None:
+    deadline = time.monotonic() + _ANSWER_S
+    notes: dict[int, Any] = board.read("failed")
+    while not notes and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        notes = board.read("failed")
+    return next(iter(notes.items()), None)
+
+
+# ---- Checks that all machines of a run see the same folders: each writes its part of a checkpoint there.
+
+
+_WAIT_S = 10.0  # network disks show what another machine has written after a while
+_POLL_DISK_S = 0.2
+
+
+def require_shared_disk(settings: Settings) -> None:
+    """Check that what the main process writes beside model and checkpoints can be seen on every machine.
+
+    Processes: collective.
+
+    Raises:
+        SavingError: A machine does not see it.
+    """
+    if num_processes() == 1 or settings.running.fast_dev_run:
+        return
+    machines = find_machines()
+    for folder in _folders(settings) if len(machines) > 1 else ():
+        probe = run_on_main_process(lambda folder=folder: _write_probe(folder))  # type: ignore[misc]
+        if probe is None:
+            continue
+        looks = any(machine.first == process_index() for machine in machines)
+        seen = gather_objects(_appears(probe) if looks else True)
+        if is_main_process():
+            probe.unlink(missing_ok=True)
+        if not all(seen):
+            blind = ", ".join(machine.name for machine in machines if not seen[machine.first])
+            got = f"{blind} (process {seen.index(False)}) does not see what {machines[0].name} (process 0) writes there"
+            do = "model_path, and checkpoint where it is given, on such a disk (NFS, Lustre, a mounted volume)"
+            raise SavingError(explain(f"folder {folder}", got, "a folder on a disk that all machines share", do))
+
+
+def _folders(settings: Settings) -> Iterator[Path]:
+    yield settings.model_folder.absolute()
+    if settings.checkpoints.every is not None and settings.checkpoints.checkpointer is None:
+        yield settings.checkpoint_folder.absolute()
+
+
+def _write_probe(folder: Path) -> Path | None:
+    """Write an empty file of a new name into a folder, or where it will be made; None where nothing can be written."""
+    place = next(path for path in (folder, *folder.parents) if path.is_dir())
+    probe = place / f".accmt-{token_hex(8)}"
+    with suppress(OSError):  # whoever writes there in earnest says why it fails
+        probe.touch()
+        return probe
+    return None
+
+
+def _appears(path: Path) -> bool:
+    deadline = time.monotonic() + _WAIT_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_DISK_S)
+    return True

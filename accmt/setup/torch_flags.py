@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accmt.data import preserve_generators
-from accmt.data.own_generators import keeping_generators
+from accmt.data.seeding import keeping_generators
 from accmt.errors import ModuleContractError, explain
 from accmt.messages import speaking
 from accmt.options import RunningSettings

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from accmt.errors import ArgumentError, MissingPackageError, TrackerError, UnknownArgumentError, explain, nearest
 from accmt.messages import say
 from accmt.registry import find, is_built_in, names
-from accmt.tracking.run_folder import RunPlace
+from accmt.tracking.history import RunPlace
 from accmt.tracking.spec import TrackerSpec, UserTracker
 
 GROUP = "accmt.trackers"

@@ -18,8 +18,7 @@ import torch
 from accmt.errors import ArgumentError, DataError, MissingPackageError, explain
 from accmt.files import dumps, loads, staging_folder
 from accmt.messages import warn_once
-from accmt.tracking.history import History
-from accmt.tracking.run_folder import folder_name
+from accmt.tracking.history import History, folder_name
 from accmt.tracking.values import to_plain
 
 if TYPE_CHECKING:

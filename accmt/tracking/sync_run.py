@@ -10,13 +10,10 @@ from accmt.errors import ArgumentError, explain
 from accmt.registry import is_built_in
 from accmt.secrets import HIDDEN, hide_text
 from accmt.tracking.delivery import Delivery, wait_for_the_end
-from accmt.tracking.history import HISTORY_FILE, History, read_history
-from accmt.tracking.ledger import LEDGER_FILE, Ledger
+from accmt.tracking.history import HISTORY_FILE, History, RunPlace, read_history
 from accmt.tracking.log_with import GROUP, resolve_trackers
-from accmt.tracking.outage import name_error
-from accmt.tracking.replay import count_rows_left
-from accmt.tracking.run_folder import RunPlace
-from accmt.tracking.spec import RunStart
+from accmt.tracking.replay import LEDGER_FILE, Ledger, count_rows_left
+from accmt.tracking.spec import RunStart, name_error
 
 _START_S = 30.0
 

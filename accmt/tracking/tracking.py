@@ -13,14 +13,11 @@ from accmt.files import FolderLock, FolderTakenError, current_folder, require_wr
 from accmt.messages import say, warn
 from accmt.secrets import hide, hide_text
 from accmt.tracking.delivery import Delivery, wait_for_the_end
-from accmt.tracking.history import HISTORY_FILE, History, read_rows
-from accmt.tracking.ledger import Account, Ledger
+from accmt.tracking.history import HISTORY_FILE, History, RunPlace, read_rows
 from accmt.tracking.log_with import kwargs_of_each, report_missing_key
 from accmt.tracking.media import MediaLog
-from accmt.tracking.outage import name_error
-from accmt.tracking.replay import Rewinding, count_rows_left
-from accmt.tracking.run_folder import RunPlace
-from accmt.tracking.spec import RunStart, TrackerSpec
+from accmt.tracking.replay import Account, Ledger, Rewinding, count_rows_left
+from accmt.tracking.spec import RunStart, TrackerSpec, name_error
 from accmt.tracking.values import to_floats, to_plain
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from zlib import crc32
 
 from accmt.errors import MetricError, explain
 from accmt.files import dumps
-from accmt.options.numbers import as_float
+from accmt.options.checks import as_float
 
 HIGHER_IS_BETTER = "higher is better"
 LOWER_IS_BETTER = "lower is better"

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from accmt.addons.phase_times import PhaseTimes
+    from accmt.addons.profilers import PhaseTimes
     from accmt.module import AcceleratorModule
     from accmt.options import HyperParameters, Settings
     from accmt.run import Run
-    from accmt.setup.user_data import UserData
+    from accmt.setup.datasets import UserData
     from accmt.state import TrainingState
 
 C = TypeVar("C")

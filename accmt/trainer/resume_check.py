@@ -15,8 +15,8 @@ import torch
 import xxhash
 
 from accmt.callbacks import Callback, build_callbacks
-from accmt.checkpoint.engine import StateCollector
-from accmt.checkpoint.folder_names import step_name
+from accmt.checkpoint.contents import StateCollector
+from accmt.checkpoint.manifest import step_name
 from accmt.errors import CheckpointError, explain
 from accmt.messages import say, speaking
 from accmt.options import Settings

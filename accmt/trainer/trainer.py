@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from accmt.options.saving import PatienceOptions
     from accmt.protocols import Data
     from accmt.recovery.restart import Recovery
-    from accmt.setup.user_data import UserData
+    from accmt.setup.datasets import UserData
     from accmt.trainer.argument_types import Bound, Collate, Metrics, Samplers, Trackers
 
 
@@ -335,8 +335,8 @@ class Trainer(TrainerProperties):
             KeyboardInterrupt: After Ctrl-C; `Preempted` after SIGTERM or SIGUSR1.
         """
         from accmt.recovery.restart import Recovery, free_finished
+        from accmt.setup.datasets import UserData
         from accmt.setup.torch_flags import running, working
-        from accmt.setup.user_data import UserData
 
         trained, recovery = as_module(module, kwargs, self.hps), Recovery()
         user_data = UserData("fit", {"train": train_dataset, "validate": val_dataset}, datamodule)
@@ -358,7 +358,7 @@ class Trainer(TrainerProperties):
         from accmt.loop.fit import fit
         from accmt.setup.build import build_run
         from accmt.setup.model import detach_run
-        from accmt.setup.setup_errors import reporting_failed_setup
+        from accmt.setup.same_on_processes import reporting_failed_setup
 
         self.state = TrainingState()
         self._run = None  # what an earlier run holds is free before the next is built

@@ -29,7 +29,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
-from accmt.checkpoint.engine import StateCollector, load_state
+from accmt.checkpoint.contents import StateCollector, load_state
 from accmt.checkpoint.store import CheckpointStore
 from accmt.checkpoint.writer import CheckpointWriter
 from accmt.errors import CheckpointError

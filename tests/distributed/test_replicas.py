@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accmt.callbacks.hooks import HOOKS, ONCE_PER_BATCH
+from accmt.callbacks.callback import HOOKS, ONCE_PER_BATCH
 from tests.launching import SCRIPTS, launch
 
 NOISY = ("on_fit_start", "on_epoch_start", "on_before_optimizer_step", "on_update_end", "on_evaluation_start")

@@ -22,7 +22,7 @@ from accmt import HyperParameters, errors
 from accmt.callbacks import ALIASES, HOOKS
 from accmt.compat import HOOK_NAMES
 from accmt.data import Shard
-from accmt.data.sharding import Plan
+from accmt.data.samplers import Plan
 from accmt.registry import EXTENSION_POINTS
 from accmt.saving.weights import SHARED_KEY
 from accmt.state import Counters

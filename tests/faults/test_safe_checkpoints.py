@@ -258,7 +258,7 @@ def test_a_signal_without_checkpoints_ends_the_run_at_once():
 
 @pytest.mark.feature("L07")
 def test_a_second_ctrl_c_leaves_at_once(monkeypatch, capfd):
-    monkeypatch.setattr("accmt.failures.signals._SAME_CTRL_C_S", -1.0)
+    monkeypatch.setattr("accmt.failures.interruption._SAME_CTRL_C_S", -1.0)
     twice = SignalAt("on_before_training_step", 2, signal.SIGINT, signal.SIGINT)
     trainer = make("out/m", checkpoint_every="100 epochs", callbacks=[twice])
     with pytest.raises(KeyboardInterrupt):
@@ -272,7 +272,7 @@ def test_a_second_ctrl_c_leaves_at_once(monkeypatch, capfd):
 def test_a_ctrl_c_that_a_launcher_sends_on_is_the_same_one(monkeypatch, again_after_s, is_same):
     """The terminal sends it to every process of its group; a launcher sends it on to its own: each gets it twice."""
     times = iter([100.0, 100.0 + again_after_s])
-    monkeypatch.setattr("accmt.failures.signals.time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr("accmt.failures.interruption.time", SimpleNamespace(monotonic=lambda: next(times)))
     twice = SignalAt("on_before_training_step", 2, signal.SIGINT, signal.SIGINT)
     trainer = make("out/m", checkpoint_every="100 epochs", callbacks=[twice])
     with pytest.raises(KeyboardInterrupt):
@@ -371,7 +371,7 @@ def test_the_time_of_a_run_goes_on_counting_when_it_continues(caplog):
 def test_the_time_before_an_interruption_counts_towards_the_longest_time(monkeypatch):
     """Each update takes a second: after four, three more are left of seven."""
     clock = Ticks()
-    monkeypatch.setattr("accmt.failures.clock.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("accmt.failures.interruption.time", SimpleNamespace(monotonic=clock))
 
     class Second(Callback):
         def on_before_optimizer_step(self):

@@ -14,7 +14,7 @@ from accelerate.state import PartialState
 from accmt import MLFlow, TensorBoard
 from accmt.tracking import read_history, sync_run
 from accmt.tracking.history import History
-from accmt.tracking.ledger import LEDGER_FILE
+from accmt.tracking.replay import LEDGER_FILE
 from tests.faults.tracking import (
     Faulty,
     accounts_of,

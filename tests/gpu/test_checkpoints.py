@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accmt import Callback
-from accmt.checkpoint.snapshot import HostSnapshot
+from accmt.checkpoint.contents import HostSnapshot
 from tests.gpu.toys import AtStep, Classifier, InterruptionError, assert_same_bits, interrupt, make_data, train
 
 

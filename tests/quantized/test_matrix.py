@@ -213,7 +213,7 @@ def test_the_state_of_low_bit_optimizers_takes_a_part_of_adamws(optimizer: str) 
 
 def parts_of_state(trainer: Trainer) -> list[torch.Tensor]:
     """Return the plain tensors that the optimizer's state is made of."""
-    from accmt.checkpoint.nested_tensors import plain_parts
+    from accmt.checkpoint.state_dicts import plain_parts
 
     values = (value for state in trainer.run.stepper.optimizer.state.values() for value in state.values())
     return [part for value in values if isinstance(value, torch.Tensor) for part in plain_parts(value)]

@@ -13,7 +13,7 @@ from typing import Any
 from accelerate.state import PartialState
 
 from accmt.tracking import Tracking, resolve_trackers
-from accmt.tracking.ledger import Ledger
+from accmt.tracking.replay import Ledger
 
 CHECKPOINT_AT, KILLED_AT = 10, 17
 

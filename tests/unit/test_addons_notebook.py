@@ -14,7 +14,7 @@ import pytest
 
 from accmt.addons.notebook import MOST_POINTS, Curve, NotebookView, draw
 from accmt.callbacks.progress import is_notebook
-from accmt.setup.callbacks import make_builtin_callbacks
+from accmt.setup.build import make_builtin_callbacks
 from accmt.state import TrainingState
 from tests.toys import logged, make_points, make_trainer
 

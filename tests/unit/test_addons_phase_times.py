@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accmt import Callback, ExtendedAcceleratorModule, Trainer
-from accmt.addons.phase_times import PHASES
+from accmt.addons.profilers import PHASES
 from accmt.tracking import read_history
 from tests.slow import SlowData, SlowLinear, Ticks
 from tests.toys import HPS, Linear, make_points, make_trainer

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from accmt.addons.report.charts import draw_charts, thin_out
-from accmt.addons.report.page import build_page
+from accmt.addons.report.page import build_page, draw_charts, thin_out
 from accmt.addons.report.records import Curve, Event, RunRecord, name_apart
 from accmt.cli.main import main
 

@@ -1,7 +1,7 @@
 import pytest
 
 from accmt.callbacks import ALIASES, HOOKS, Callback, Hooks
-from accmt.callbacks.hooks import HOOK_PREFIXES, reject_unknown_hook
+from accmt.callbacks.callback import HOOK_PREFIXES, reject_unknown_hook
 from accmt.compat import HOOK_NAMES, OtherHookNames
 from accmt.errors import ModuleContractError
 from tests.tables import each

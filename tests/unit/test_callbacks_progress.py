@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accmt.callbacks.dispatch import find_hooks
+from accmt.callbacks.callback import find_hooks
 from accmt.callbacks.progress import ProgressBar, draw_batches
 from accmt.state import TrainingState
 from tests.slow import Ticks

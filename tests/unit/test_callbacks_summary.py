@@ -7,8 +7,7 @@ import re
 import pytest
 from torch import nn
 
-from accmt.callbacks.ending import MAX_LINES, _write_time
-from accmt.callbacks.summary import summarize
+from accmt.callbacks.console import MAX_LINES, _write_time, summarize
 from accmt.errors import ArgumentError
 from tests.tables import each
 from tests.toys import Linear, make_points, make_trainer
@@ -78,7 +77,7 @@ def test_a_best_value_whose_model_thresholds_held_back_is_said_to_have_none(capl
 
 
 def test_the_samples_per_second_of_a_run_that_goes_on_are_those_of_this_part(caplog, monkeypatch):
-    monkeypatch.setattr("accmt.callbacks.ending.monotonic", iter(range(0, 1000, 4)).__next__)
+    monkeypatch.setattr("accmt.callbacks.console.monotonic", iter(range(0, 1000, 4)).__next__)
     settings = {"checkpoint_every": "epoch", "verbose": True, "resume": "auto"}
     for epochs, samples in ((3, 24), (4, 8), (6, 16)):
         make_trainer({"epochs": epochs}, **settings).fit(Linear(), make_points(8))

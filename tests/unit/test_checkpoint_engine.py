@@ -19,9 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, AdamW
 from transformers import Adafactor
 
-from accmt.checkpoint.engine import STATE_FILE, StateCollector, load_state, require_numbers, write_state
-from accmt.checkpoint.nested_tensors import split_tensors
-from accmt.checkpoint.snapshot import HostSnapshot
+from accmt.checkpoint.contents import STATE_FILE, HostSnapshot, StateCollector, load_state, require_numbers, write_state
+from accmt.checkpoint.state_dicts import split_tensors
 from accmt.errors import CheckpointCorruptError, CheckpointError, ModuleContractError
 from tests.checkpoints import save_state
 

@@ -7,8 +7,8 @@ import time
 import psutil
 import pytest
 
-from accmt.checkpoint import folder_names as names
-from accmt.checkpoint.folder_names import (
+from accmt.checkpoint import manifest as names
+from accmt.checkpoint.manifest import (
     SILENT_FOR_S,
     STEP,
     Unfinished,

@@ -4,9 +4,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from accmt.checkpoint import frozen
-from accmt.checkpoint.engine import StateCollector, load_state, write_state
+from accmt.checkpoint.contents import StateCollector, load_state, write_state
 from accmt.checkpoint.frozen import FrozenWeights, _sums, digest_of, find_frozen, require_same_frozen
-from accmt.checkpoint.size_estimate import estimate_size
+from accmt.checkpoint.retention import estimate_size
 from accmt.errors import CheckpointError
 from tests.checkpoints import save_state
 

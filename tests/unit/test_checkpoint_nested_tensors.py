@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from accmt.checkpoint.nested_tensors import STORABLE, join_tensors, referred_tensors, split_tensors
+from accmt.checkpoint.state_dicts import STORABLE, join_tensors, referred_tensors, split_tensors
 from accmt.checkpoint.typed_json import TensorReference, decode, encode
 from accmt.errors import CheckpointCorruptError, CheckpointError
 from tests.tables import each

@@ -3,7 +3,7 @@ import shutil
 import pytest
 import torch
 
-from accmt.checkpoint.size_estimate import estimate_size, find_shortage
+from accmt.checkpoint.retention import estimate_size, find_shortage
 from accmt.checkpoint.store import CheckpointStore
 from tests.checkpoints import save_with
 from tests.toys import Linear, make_points, make_trainer

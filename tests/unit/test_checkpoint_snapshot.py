@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from accmt.checkpoint import snapshot as snapshot_module
-from accmt.checkpoint.snapshot import HostSnapshot
+from accmt.checkpoint import contents as snapshot_module
+from accmt.checkpoint.contents import HostSnapshot
 from tests.checkpoints import size_of
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accmt.checkpoint.folder_names import make_unfinished_name
-from accmt.checkpoint.manifest import MANIFEST_NAME
+from accmt.checkpoint.manifest import MANIFEST_NAME, make_unfinished_name
 from accmt.checkpoint.store import CheckpointStore
 from accmt.errors import CheckpointCorruptError, CheckpointError, NoCheckpointError
 from tests.checkpoints import (

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from accmt import Callback
-from accmt.checkpoint.engine import StateCollector, load_state
+from accmt.checkpoint.contents import StateCollector, load_state
 from accmt.checkpoint.trial import try_model, try_optimizer
 from accmt.engine.base import move
 from accmt.errors import CheckpointError, ModuleContractError, WeightsError

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from accmt.checkpoint import writer as writer_module
-from accmt.checkpoint.engine import StateCollector, load_state, write_state
+from accmt.checkpoint.contents import StateCollector, load_state, write_state
 from accmt.checkpoint.store import CheckpointStore
 from accmt.checkpoint.writer import CheckpointWriter
 from accmt.errors import CheckpointError
@@ -302,7 +302,7 @@ SLOW_SAVE = """
 import sys, time, torch
 from pathlib import Path
 from accmt.checkpoint import writer as module
-from accmt.checkpoint.engine import StateCollector
+from accmt.checkpoint.contents import StateCollector
 from accmt.checkpoint.store import CheckpointStore
 
 model = torch.nn.Linear(2, 2)

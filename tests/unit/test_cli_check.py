@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from accmt.checkpoint.engine import StateCollector, write_state
+from accmt.checkpoint.contents import StateCollector, write_state
 from accmt.checkpoint.retention import PIN_NAME
 from accmt.checkpoint.store import CheckpointStore
 from accmt.cli.main import COMMANDS, main

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from accmt.checkpoint.engine import StateCollector, write_state
+from accmt.checkpoint.contents import StateCollector, write_state
 from accmt.checkpoint.store import CheckpointStore
 from accmt.cli.main import main
 from accmt.saving import load_weights

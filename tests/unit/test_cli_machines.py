@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from accmt.cli.machines import describe_lost_machines
+from accmt.cli.launch import describe_lost_machines
 from accmt.cli.main import main
 
 ELASTIC = ["--rdzv-backend=c10d", "--rdzv-id=accmt", "--rdzv-endpoint=127.0.0.1:29500"]

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from accmt.cli.arguments import require_run
 from accmt.cli.main import main
-from accmt.cli.runs import require_run
 from accmt.errors import ArgumentError
 
 

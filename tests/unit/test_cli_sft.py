@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from accmt import SFTModule, Trainer, merge_adapter
-from accmt.addons.sft.files import JsonLines, read_rows
+from accmt.addons.sft.rows import JsonLines, read_rows
 from accmt.cli import launch
 from accmt.cli.main import main
 from accmt.errors import MissingPackageError, WeightsError

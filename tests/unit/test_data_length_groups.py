@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accmt.addons.curricula import RatioCurriculum
 from accmt.data import Shard, SourceOptions, StreamGroups, build_source
-from accmt.data.length_groups import LengthGroupedSampler, group_dataset
+from accmt.data.lengths import LengthGroupedSampler, group_dataset
 from accmt.errors import ArgumentError, DataError
 from tests.pairs import pairs
 from tests.unit.test_loop_token_budget import LENGTHS, NUMBER, Break, BrokenError, Shaky, Texts, pad, run
@@ -150,7 +150,7 @@ KINDS: dict[str, Any] = {
 def test_a_resumed_run_has_the_bits_of_an_unbroken_one(
     tmp_path: Path, kind: str, after: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accmt.data.length_groups._BATCHES", 2)  # buffers of 4 samples
+    monkeypatch.setattr("accmt.data.lengths._BATCHES", 2)  # buffers of 4 samples
     settings = {"dataloader_num_workers": workers, "checkpoint_every": "1 step", "group_by_length": True}
     settings |= {"hps": {"max_tokens": None, "batch_size": 2}, "collate_fn": noisy_pad}
     limits = {"limit_batches": {"train": 7}}

@@ -5,8 +5,8 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 from accmt.data import Shard, SourceOptions
-from accmt.data.options import length_of, require_not_empty
-from accmt.data.workers import WorkerStart
+from accmt.data.base import length_of, require_not_empty
+from accmt.data.fetching import WorkerStart
 from accmt.errors import DataError
 from tests.tables import each
 

@@ -8,8 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 
 from accmt import Callback
-from accmt.data.own_generators import call_first, find_generators, keeping_generators, seed_with_global
-from accmt.data.seeding import OWN, seed_generators
+from accmt.data.seeding import OWN, call_first, find_generators, keeping_generators, seed_generators, seed_with_global
 from tests.tables import each
 from tests.toys import Linear, make_trainer
 

@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from accmt.checkpoint.typed_json import decode, encode
 from accmt.data import Shard, SourceOptions, build_source
-from accmt.data.position import EPOCH_START, EpochStart, plan_epoch, read_start
+from accmt.data.base import EPOCH_START, EpochStart, plan_epoch, read_start
 from accmt.errors import DataError
 from tests.tables import each
 

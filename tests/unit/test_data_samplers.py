@@ -6,8 +6,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from accmt.data import Shard, set_seed
-from accmt.data.samplers import GlobalBatchSampler, Order, UserBatches
-from accmt.data.sharding import Plan
+from accmt.data.samplers import GlobalBatchSampler, Order, Plan, UserBatches
 from tests.tables import each
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from accmt.data import Shard
-from accmt.data.sharding import Plan
+from accmt.data.samplers import Plan
 
 
 def grid():

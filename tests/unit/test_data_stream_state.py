@@ -2,7 +2,7 @@ import datasets
 import pytest
 from torch.utils.data import DataLoader
 
-from accmt.data.stream_state import StreamState
+from accmt.data.streams import StreamState
 
 
 class Resuming:

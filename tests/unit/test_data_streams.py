@@ -279,9 +279,7 @@ def test_a_stream_is_read_one_round_ahead_and_no_further():
 def test_streams_of_unequal_length_on_processes_are_an_error_with_both(data, own, other, monkeypatch):
     loader = build_source(data, options(batch_size=4, shard=Shard(0, 2)))
     assert len(list(loader.micro_batches(0))) == 2
-    monkeypatch.setattr(
-        "accmt.data.options.gather_objects", lambda read: [read, other if isinstance(read, str) else read]
-    )
+    monkeypatch.setattr("accmt.data.base.gather_objects", lambda read: [read, other if isinstance(read, str) else read])
     with pytest.raises(DataError, match=f"{own} on process 0, {other} on process 1"):
         list(loader.micro_batches(1))
 

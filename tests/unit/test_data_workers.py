@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from accmt.data import SourceOptions, build_source, note_dead_worker
-from accmt.data.workers import _wait_at_each_fork, leave_signals_to_parent
+from accmt.data.fetching import _wait_at_each_fork, leave_signals_to_parent
 
 
 class Numbers:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from accmt.engine.devices import explaining_device, touch
+from accmt.engine.accelerator import explaining_device, touch
 from accmt.errors import DeviceError
 from tests.toys import Linear, make_points, make_trainer
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from accmt.engine.meta import as_wholes, fill, untie
+from accmt.engine.shards import as_wholes, fill, untie
 from accmt.errors import ModuleContractError
 
 

@@ -15,13 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accmt.data import MicroBatch
 from accmt.data.bad_samples import BadSample, _require_same_in_groups
-from accmt.engine import tensor_parallel
-from accmt.engine.meta import untie
-from accmt.engine.shards import as_shard
-from accmt.engine.tensor_parallel import beginning_anew, ranks_of_batch
+from accmt.engine import shards
+from accmt.engine.shards import as_shard, beginning_anew, ranks_of_batch, untie
 from accmt.errors import DataError, ModuleContractError
 from accmt.optimization import ChainedOptimizer, build_optimizer
-from accmt.optimization.chained import mesh_by_mesh
+from accmt.optimization.optimizers import mesh_by_mesh
 from accmt.options import HyperParameters
 from accmt.processes import data_index, each_once, is_counted, num_data_processes, share_batches, sum_over_data
 from accmt.sharded_tensors import by_mesh
@@ -128,12 +126,12 @@ def test_tied_weights_that_a_plan_splits_in_two_ways_are_an_error(rank: int) -> 
     model["second"].weight = model["first"].weight
     tied = untie(model)
     assert model["second"].weight is not model["first"].weight
-    tensor_parallel._tie_again(model, tied)
+    shards._tie_again(model, tied)
     assert model["second"].weight is model["first"].weight
     tied = untie(model)
     parallelize_module(model, mesh, {"second": ColwiseParallel()})
     with pytest.raises(ModuleContractError, match="splits each in another way"):
-        tensor_parallel._tie_again(model, tied)
+        shards._tie_again(model, tied)
 
 
 def test_samples_that_one_process_of_a_group_could_read_are_an_error(

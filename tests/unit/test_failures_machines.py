@@ -11,7 +11,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from accmt.failures import Board, find_machines
-from accmt.failures.machines import Machine, SignsOfLife
+from accmt.failures.board import Machine, SignsOfLife
 
 MACHINES = [Machine("here", 0), Machine("there", 2), Machine("beyond", 4)]
 
@@ -110,5 +110,5 @@ def test_machines_are_told_apart_by_name_and_by_what_the_launcher_counts(monkeyp
     own = socket.gethostname()
     assert find_machines() == [Machine(own, 0)]
     names = [("a", "0"), ("a", "0"), ("b", "1"), ("b", "2"), ("a", "0")]
-    monkeypatch.setattr("accmt.failures.machines.gather_objects", lambda value: names)
+    monkeypatch.setattr("accmt.failures.board.gather_objects", lambda value: names)
     assert find_machines() == [Machine("a", 0), Machine("b", 2), Machine("b", 3)]

@@ -594,7 +594,7 @@ def test_a_twin_of_an_optimizer_steps_without_its_state_and_hooks():
 def test_a_checkpoint_refuses_hooks_that_carry_something_from_step_to_step(alone, caplog):
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    from accmt.checkpoint.engine import StateCollector
+    from accmt.checkpoint.contents import StateCollector
     from accmt.errors import CheckpointError
 
     def collect(state, hook):

@@ -12,7 +12,7 @@ from accmt import AcceleratorModule, Callback
 from accmt.callbacks.progress import ProgressBar
 from accmt.errors import ArgumentError, ModuleContractError
 from accmt.loop.logging import Logs
-from accmt.metrics.logged import LoggedValues, combine
+from accmt.metrics.averages import LoggedValues, combine
 from accmt.state import Status
 from tests.toys import Numbers, Scripted, logged, make_trainer
 

@@ -83,7 +83,7 @@ def test_a_collate_function_that_the_user_registers_for_tensors_is_used(monkeypa
 
 
 def test_of_options_that_stand_together_the_file_holds_what_it_can(tmp_path: Path) -> None:
-    from accmt.saving.model_card import write_trainer_config
+    from accmt.saving.model_folder import write_trainer_config
 
     options = {"means": {"m": ["a"]}, "further": lambda values: {}, "report_all": True}
     write_trainer_config(tmp_path, {"hps_config": {}, "metric_options": options})

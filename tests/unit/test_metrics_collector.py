@@ -11,7 +11,7 @@ import torch
 from accmt import Accuracy, Metric
 from accmt.errors import MetricError, ModuleContractError
 from accmt.metrics import ValidationCollector
-from accmt.metrics.logged import LoggedValues
+from accmt.metrics.averages import LoggedValues
 
 
 class Seen(Metric):

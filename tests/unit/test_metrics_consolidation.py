@@ -10,7 +10,7 @@ import torch
 
 from accmt import Accuracy, Callback, Metric, read_history
 from accmt.errors import ArgumentError, MetricError
-from accmt.metrics.consolidation import consolidate, directions_of, find_members
+from accmt.metrics.collector import consolidate, directions_of, find_members
 from tests.toys import Linear, Numbers, Scripted, logged, make_points, make_trainer
 
 SETS = {"en": Numbers([1, 2, 3]), "de": Numbers([5, 7]), "fr": Numbers([0])}

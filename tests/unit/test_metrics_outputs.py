@@ -7,7 +7,7 @@ import torch
 
 from accmt import OutputCollector
 from accmt.errors import ModuleContractError
-from accmt.metrics.outputs import gather_on_cpu
+from accmt.metrics.gathering import gather_on_cpu
 
 
 def collected(*batches):

@@ -14,8 +14,8 @@ import torch
 from accmt.errors import MetricError, ModuleContractError
 from accmt.messages import speaking
 from accmt.metrics import MetricBatch, MetricParallel, ValidationCollector
-from accmt.metrics.parallel import _count_samples
-from accmt.metrics.weighted_sum import COMPACT_AT
+from accmt.metrics.averages import COMPACT_AT
+from accmt.metrics.metric import _count_samples
 from tests.toys import Numbers, Scripted, make_trainer
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accmt.metrics import RunningAverages
-from accmt.metrics.weighted_sum import COMPACT_AT, WeightedSum, exact_sum
+from accmt.metrics.averages import COMPACT_AT, WeightedSum, exact_sum
 
 CPU = torch.device("cpu")
 

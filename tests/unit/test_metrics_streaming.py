@@ -10,7 +10,7 @@ import torch
 
 from accmt.errors import MetricError, ModuleContractError
 from accmt.metrics import Accuracy, StreamingMetric, ValidationCollector
-from accmt.metrics.weighted_sum import COMPACT_AT
+from accmt.metrics.averages import COMPACT_AT
 
 
 class Distance(StreamingMetric):

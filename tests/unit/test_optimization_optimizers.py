@@ -6,7 +6,7 @@ from torch import nn
 
 from accmt.errors import HyperParameterError, ModuleContractError
 from accmt.optimization import build_optimizer
-from accmt.optimization.clipping import clip_gradients
+from accmt.optimization.stepper import clip_gradients
 from accmt.options import HyperParameters
 from accmt.options.optimizer_and_scheduler_names import optimizer_names
 from accmt.sharded_tensors import total_norm

@@ -1,5 +1,5 @@
 from accmt.errors import HyperParameterError
-from accmt.options.document import Document, Fault
+from accmt.options.yaml_reader import Document, Fault
 from tests.tables import each
 
 LINES = {(): 1, ("epochs",): 2, ("optim",): 4, ("optim", "lr"): 6, ("optim", "betas", 1): 7}

@@ -8,7 +8,7 @@ import pytest
 
 from accmt import HyperParameters, Trainer
 from accmt.errors import ArgumentError, HyperParameterError
-from accmt.options.flags import split_flags
+from accmt.options.yaml_reader import split_flags
 
 pytestmark = pytest.mark.feature("N71")
 

@@ -1,5 +1,5 @@
 from accmt.errors import nearest
-from accmt.options.document import describe, suggest
+from accmt.options.yaml_reader import describe, suggest
 from tests.tables import each
 
 NAMES = ["weight_decay", "betas", "lr", "AdamW", "LinearWithWarmup"]

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from accmt.options.numbers import as_float, number_in, read_numbers, whole
+from accmt.options.checks import as_float, number_in, read_numbers, whole
 from tests.tables import each
 
 pytestmark = pytest.mark.feature("D20")

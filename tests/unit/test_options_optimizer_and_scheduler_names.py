@@ -3,7 +3,6 @@ import torch
 from torch.optim import lr_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
-from accmt.options.document import Fault
 from accmt.options.optimizer_and_scheduler_names import (
     find_optimizer,
     find_scheduler,
@@ -11,6 +10,7 @@ from accmt.options.optimizer_and_scheduler_names import (
     optimizer_names,
     scheduler_names,
 )
+from accmt.options.yaml_reader import Fault
 from tests.tables import each
 
 OPTIMIZERS = [

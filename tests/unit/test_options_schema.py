@@ -2,9 +2,9 @@ import pytest
 import yaml
 
 from accmt.errors import HyperParameterError
-from accmt.options.document import Document
-from accmt.options.numbers import read_numbers
+from accmt.options.checks import read_numbers
 from accmt.options.schema import Schema, check
+from accmt.options.yaml_reader import Document
 from tests.tables import each
 
 RIGHT = {"epochs": 2, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}

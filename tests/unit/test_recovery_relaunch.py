@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from accmt.recovery import relaunch
-from accmt.recovery.relaunch import describe_launch, find_relaunched
+from accmt.recovery import restart
+from accmt.recovery.restart import describe_launch, find_relaunched
 from tests.toys import Linear, make_points, make_trainer
 
 LAUNCHER, OWN = os.getppid(), os.getpid()
@@ -21,7 +21,7 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._names: dict[int, str] = {}
-        monkeypatch.setattr(relaunch, "_name_process", lambda number: self._names[number])
+        monkeypatch.setattr(restart, "_name_process", lambda number: self._names[number])
         monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
 
     def begin(self, process: str, launcher: str) -> None:
@@ -83,11 +83,11 @@ def test_one_of_several_launchers_is_enough(
     launches: Launches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     launches.begin("first", "launcher")
-    monkeypatch.setattr(relaunch, "gather_objects", lambda own: [own, ("other", "gone")])
+    monkeypatch.setattr(restart, "gather_objects", lambda own: [own, ("other", "gone")])
     assert describe_launch() == {"process": "first", "launchers": ["gone", "launcher"]}
     steps_of(tmp_path, 4)
     launches.begin("on another machine", "new")
-    monkeypatch.setattr(relaunch, "gather_objects", lambda own: [own, ("second", "launcher")])
+    monkeypatch.setattr(restart, "gather_objects", lambda own: [own, ("second", "launcher")])
     assert steps_of(tmp_path, 5) == [5]
 
 
@@ -101,5 +101,5 @@ def test_without_a_launcher_that_starts_again_nothing_is_looked_for(tmp_path: Pa
 
 
 def test_processes_are_told_apart_also_where_numbers_repeat() -> None:
-    assert relaunch._name_process(OWN) != relaunch._name_process(LAUNCHER)
-    assert relaunch._name_process(OWN).count("-") >= 2
+    assert restart._name_process(OWN) != restart._name_process(LAUNCHER)
+    assert restart._name_process(OWN).count("-") >= 2

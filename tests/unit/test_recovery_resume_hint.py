@@ -69,7 +69,7 @@ def test_ctrl_c_ends_with_a_line_on_how_to_go_on_below_a_traceback_of_two_frames
 
 
 def test_a_second_ctrl_c_keeps_the_frames_that_say_where_it_came(ended, monkeypatch, capfd):
-    monkeypatch.setattr("accmt.failures.signals._SAME_CTRL_C_S", -1.0)
+    monkeypatch.setattr("accmt.failures.interruption._SAME_CTRL_C_S", -1.0)
     error, said = ended(3, signal.SIGINT, signal.SIGINT, error=KeyboardInterrupt)
     assert said == ON_IT_GOES.format(WITH_TRUE, 2)
     assert any(frame.name == "on_before_training_step" for frame in traceback.extract_tb(error.__traceback__))

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from accmt.saving.layout import ENTRY_NAMES, PICKLE, SAFETENSORS, files_of, find_entry, remove_unnamed_shards
+from accmt.saving.weights import ENTRY_NAMES, PICKLE, SAFETENSORS, files_of, find_entry, remove_unnamed_shards
 
 
 def touch(folder, *names):

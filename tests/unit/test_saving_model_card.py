@@ -4,13 +4,7 @@ import pytest
 import yaml
 
 from accmt import HyperParameters
-from accmt.saving.model_card import (
-    CARD_MARK,
-    TRAINER_NAME,
-    write_hps,
-    write_model_card,
-    write_trainer_config,
-)
+from accmt.saving.model_folder import CARD_MARK, TRAINER_NAME, write_hps, write_model_card, write_trainer_config
 
 
 def read(folder):

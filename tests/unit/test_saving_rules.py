@@ -11,7 +11,7 @@ import pytest
 from accmt import Accuracy
 from accmt.errors import ArgumentError, MetricError
 from accmt.metrics import BUILTIN
-from accmt.saving.rules import METRIC_NAMES, Argument, Quantities, name_by_rules, without_validation
+from accmt.saving.selection import METRIC_NAMES, Argument, Quantities, name_by_rules, without_validation
 from tests.toys import make_trainer
 
 DIRECTIONS = {"accuracy": operator.gt, "wer": operator.lt, "f1": operator.gt, "f1__macro": operator.gt}

@@ -3,13 +3,7 @@ import torch
 from torch import nn
 
 from accmt.errors import WeightsError
-from accmt.saving.state_dict import (
-    find_tied,
-    give_own_memory,
-    plain_names,
-    require_complete,
-    require_dense_tensors,
-)
+from accmt.saving.weights import find_tied, give_own_memory, plain_names, require_complete, require_dense_tensors
 
 
 @pytest.mark.feature("A38")

@@ -10,8 +10,7 @@ from safetensors import safe_open
 from torch import nn
 
 from accmt.saving import load_weights, save_weights
-from accmt.saving.streaming import ShardedState
-from accmt.saving.weights import stream_weights
+from accmt.saving.weights import ShardedState, stream_weights
 
 
 def build() -> nn.Module:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from accmt.errors import SavingError
-from accmt.failures.machines import Machine
-from accmt.setup import shared_disk
+from accmt.failures.board import Machine
+from accmt.setup import same_on_processes
 from tests.toys import make_trainer
 
 MACHINES = [Machine("here", 0), Machine("there", 2)]
@@ -19,15 +19,15 @@ MACHINES = [Machine("here", 0), Machine("there", 2)]
 def on_two_machines(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Let the process be one of four on two machines; the list says what the others see of what it writes."""
     others = [True, True, True]
-    monkeypatch.setattr(shared_disk, "num_processes", lambda: 4)
-    monkeypatch.setattr(shared_disk, "find_machines", lambda: MACHINES)
-    monkeypatch.setattr(shared_disk, "gather_objects", lambda own: [own, *others])
-    monkeypatch.setattr(shared_disk, "_WAIT_S", 0.0)
+    monkeypatch.setattr(same_on_processes, "num_processes", lambda: 4)
+    monkeypatch.setattr(same_on_processes, "find_machines", lambda: MACHINES)
+    monkeypatch.setattr(same_on_processes, "gather_objects", lambda own: [own, *others])
+    monkeypatch.setattr(same_on_processes, "_WAIT_S", 0.0)
     return others
 
 
 def check(folder: Path, **settings: Any) -> None:
-    shared_disk.require_shared_disk(make_trainer(model_path=str(folder / "model"), **settings).settings)
+    same_on_processes.require_shared_disk(make_trainer(model_path=str(folder / "model"), **settings).settings)
 
 
 @pytest.mark.feature("L108")
@@ -44,13 +44,13 @@ def test_a_machine_that_does_not_see_the_folder_is_named(on_two_machines: list[b
 @pytest.mark.usefixtures("on_two_machines")
 def test_the_folder_of_the_checkpoints_is_looked_at_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     written: list[Path] = []
-    write = shared_disk._write_probe
+    write = same_on_processes._write_probe
 
     def note(folder: Path) -> Path | None:
         written.append(folder)
         return write(folder)
 
-    monkeypatch.setattr(shared_disk, "_write_probe", note)
+    monkeypatch.setattr(same_on_processes, "_write_probe", note)
     check(tmp_path)
     check(tmp_path, checkpoint_every="1 steps", checkpoint=str(tmp_path / "kept"))
     assert written == [tmp_path / "model", tmp_path / "model", tmp_path / "kept"]
@@ -58,15 +58,15 @@ def test_the_folder_of_the_checkpoints_is_looked_at_too(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("on_two_machines")
 def test_this_machine_may_be_the_one_that_sees_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shared_disk, "run_on_main_process", lambda action: tmp_path / "on another disk")
+    monkeypatch.setattr(same_on_processes, "run_on_main_process", lambda action: tmp_path / "on another disk")
     with pytest.raises(SavingError, match=r"here \(process 0\) does not see"):
         check(tmp_path)
 
 
 def test_what_appears_late_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "late"
-    monkeypatch.setattr(shared_disk.time, "sleep", lambda _: path.touch())
-    assert shared_disk._appears(path)
+    monkeypatch.setattr(same_on_processes.time, "sleep", lambda _: path.touch())
+    assert same_on_processes._appears(path)
 
 
 @pytest.mark.usefixtures("on_two_machines")
@@ -81,6 +81,6 @@ def test_a_folder_that_nobody_can_write_to_is_left_to_whoever_writes(
 
 
 def test_one_machine_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shared_disk, "num_processes", lambda: 2)
-    monkeypatch.setattr(shared_disk, "_write_probe", lambda folder: pytest.fail("a probe was written"))
+    monkeypatch.setattr(same_on_processes, "num_processes", lambda: 2)
+    monkeypatch.setattr(same_on_processes, "_write_probe", lambda folder: pytest.fail("a probe was written"))
     check(tmp_path)

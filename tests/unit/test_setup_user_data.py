@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from accmt import Callback
 from accmt.errors import ArgumentError, DataError
-from accmt.setup.user_data import DataModule
+from accmt.setup.datasets import DataModule
 from tests.toys import Linear, Numbers, Scripted, make_points, make_trainer
 
 QUIET = {"num_sanity_val_steps": 0}

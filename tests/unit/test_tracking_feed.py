@@ -3,10 +3,9 @@ import time
 
 import pytest
 
-from accmt.tracking.feed import Feed
+from accmt.tracking.delivery import Feed
 from accmt.tracking.history import History
-from accmt.tracking.ledger import Account
-from accmt.tracking.replay import Replay, Rewinding
+from accmt.tracking.replay import Account, Replay, Rewinding
 from accmt.tracking.spec import UserTracker
 from tests.faults.tracking import Faulty
 

@@ -1,6 +1,6 @@
 import json
 
-from accmt.tracking.ledger import LEDGER_FILE, Account, Ledger
+from accmt.tracking.replay import LEDGER_FILE, Account, Ledger
 
 
 def test_a_later_process_reads_what_was_written(tmp_path):

@@ -3,8 +3,8 @@ import logging
 import pytest
 import requests
 
-from accmt.tracking import outage
-from accmt.tracking.outage import Outage, is_outage, name_error
+from accmt.tracking import spec
+from accmt.tracking.spec import Outage, is_outage, name_error
 
 
 def chained(cause):
@@ -51,7 +51,7 @@ def test_mistakes_are_no_outages(error):
 
 def test_delays_double_up_to_half_a_second_and_are_longer_in_a_long_outage(monkeypatch):
     now = 1000.0
-    monkeypatch.setattr(outage.time, "monotonic", lambda: now)
+    monkeypatch.setattr(spec.time, "monotonic", lambda: now)
     one = Outage("mlflow", "history.jsonl")
     assert [one.count(ConnectionError()) for _ in range(6)] == [0.05, 0.1, 0.2, 0.4, 0.5, 0.5]
     now += 61

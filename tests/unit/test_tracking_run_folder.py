@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from accmt.tracking.run_folder import RunPlace, default_run_name, default_track_name, folder_name, is_url
+from accmt.tracking.history import RunPlace, default_run_name, default_track_name, folder_name, is_url
 
 
 @pytest.mark.feature("A04")

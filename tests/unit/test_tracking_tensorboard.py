@@ -2,7 +2,7 @@ import pytest
 from accelerate.state import PartialState
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from accmt.tracking.run_folder import RunPlace
+from accmt.tracking.history import RunPlace
 from accmt.tracking.trackers import tensorboard
 from accmt.tracking.trackers.tensorboard import TensorBoard, TensorBoardRun
 

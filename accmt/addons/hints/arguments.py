@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from accmt.addons.hints.table import ABOVE, FOREIGN, UP_TO, Row
+from accmt.options.checks import is_number
 from accmt.options.failures import Failures
-from accmt.options.numbers import is_number
 
 _ROWS: Mapping[str, Row] = {name: row for names in FOREIGN.values() for name, row in names.items()}
 _SECTIONS: Mapping[str, Mapping[str, str]] = {

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from accmt.options.numbers import is_number
+from accmt.options.checks import is_number
 
 Row: TypeAlias = str | Mapping[Any, str] | tuple[str, Callable[[Any], str | None]]
 

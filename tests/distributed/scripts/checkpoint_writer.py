@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accmt.checkpoint import writer as writer_module
-from accmt.checkpoint.engine import StateCollector, load_state, write_state
+from accmt.checkpoint.contents import StateCollector, load_state, write_state
 from accmt.checkpoint.store import CheckpointStore
 from accmt.checkpoint.writer import CheckpointWriter
 from accmt.errors import CheckpointError

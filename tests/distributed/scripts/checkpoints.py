@@ -23,9 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 from transformers import Adafactor
 
-from accmt.checkpoint.engine import StateCollector, load_state, write_state
-from accmt.checkpoint.nested_tensors import split_tensors
-from accmt.checkpoint.torch_state_dicts import model_state, optimizer_state
+from accmt.checkpoint.contents import StateCollector, load_state, write_state
+from accmt.checkpoint.state_dicts import model_state, optimizer_state, split_tensors
 
 
 class TiedModel(nn.Module):

@@ -43,7 +43,7 @@ from accmt import AcceleratorModule, Trainer
 from accmt.huggingface import save_model
 from accmt.processes import is_main_process
 from accmt.recovery.model_saver import save_model as save_run
-from accmt.saving.streaming import ShardedState
+from accmt.saving.weights import ShardedState
 
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
 HPS = {"epochs": 1, "max_steps": 1, "batch_size": 2, "optim": {"type": "SGD", "lr": 0.1}}

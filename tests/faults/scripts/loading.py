@@ -10,7 +10,7 @@ import signal
 import sys
 from typing import Any
 
-import accmt.data.workers as loader_workers
+import accmt.data.fetching as loader_workers
 from tests.resume.unbroken import Augmented, Fragile, make
 
 loader_workers._LEAVE_S = 3600.0  # a worker that is not ended, but waited for, would hold the run so long

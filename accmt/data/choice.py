@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accmt.data.options import Source, SourceOptions, length_of
+from accmt.data.base import Source, SourceOptions, length_of
 from accmt.data.planned import BatchesSource, DatasetSource
 from accmt.data.streams import StreamSource, UserLoaderSource
 from accmt.errors import DataError, explain

@@ -9,8 +9,12 @@ nothing), `CollectedState.copied_by` a snapshot, and `write_state` (each process
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
+import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,9 +24,10 @@ from typing import Any
 import torch
 import xxhash
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -31,29 +36,175 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accmt.checkpoint.frozen import FrozenWeights, checksum, find_read_only, require_same_frozen
-from accmt.checkpoint.nested_tensors import (
+from accmt.checkpoint.state_dicts import (
+    State,
     describe_kind,
     is_made_of_others,
     join_tensors,
-    referred_tensors,
-    split_tensors,
-)
-from accmt.checkpoint.pieces import PiecePlanner, Pieces, file_names, write_pieces
-from accmt.checkpoint.snapshot import HostSnapshot
-from accmt.checkpoint.torch_state_dicts import (
-    State,
+    local_part,
     model_state,
     optimizer_state,
+    referred_tensors,
     require_known,
     restore_model,
     restore_optimizer,
+    split_tensors,
 )
 from accmt.checkpoint.typed_json import TensorReference, WrappedTensor, decode, encode
 from accmt.errors import AccmtError, CheckpointCorruptError, CheckpointError, explain
+from accmt.files import follow_umask
 from accmt.libraries.private_names import states_of_comm_hooks
 from accmt.messages import warn_once
 from accmt.processes import gather_objects, is_main_process, num_processes, process_index
 from accmt.sharded_tensors import is_dtensor, is_expanded
+
+# ---- Which process writes which piece of the tensors, and the files that hold them.
+#
+# `torch.distributed.checkpoint` plans: each shard is written by a process that has it, what all processes have by one
+# of them. The files are those of safetensors, with the metadata by which torch's `HuggingFaceStorageReader` puts pieces
+# together for any other number of processes.
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What one process writes.
+
+    Attributes:
+        tensors: This process's piece of each tensor it writes, by the tensor's name.
+        offsets: Where the piece begins in the whole tensor, per dimension.
+    """
+
+    tensors: Mapping[str, Tensor]
+    offsets: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def whole(cls, tensors: Mapping[str, Tensor]) -> Pieces:
+        return cls(tensors, {name: (0,) * tensor.dim() for name, tensor in tensors.items()})
+
+    def __or__(self, other: Pieces) -> Pieces:
+        return Pieces({**self.tensors, **other.tensors}, {**self.offsets, **other.offsets})
+
+
+class PiecePlanner:
+    """Decides which process writes what: everything once, each process about as much as the others.
+
+    A plan holds as long as the tensors keep their names, shapes and dtypes on every process, and is then used again:
+    planning is long beside a copy of the tensors.
+    """
+
+    def __init__(self) -> None:
+        self._layouts: list[str] = []
+        self._offsets: Mapping[str, tuple[int, ...]] = {}
+
+    def pieces_of(self, tensors: Mapping[str, Tensor]) -> Pieces:
+        """Return this process's pieces; they are the tensors themselves or their local parts, not copies.
+
+        Processes: collective; every process passes the same names. A tensor is the same on all, or sharded (DTensor).
+        """
+        if num_processes() == 1:
+            return Pieces.whole({name: local_part(tensor) for name, tensor in tensors.items()})
+        layouts = gather_objects(_layout_of(tensors))
+        if layouts != self._layouts:
+            self._offsets = _plan(tensors)
+            self._layouts = layouts
+        return Pieces({name: local_part(tensors[name]) for name in self._offsets}, self._offsets)
+
+
+def _plan(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(dict(tensors), is_coordinator=True)
+    # Every process computes the same plan from the same local plans, which saves sending it.
+    plans, _ = planner.create_global_plan(gather_objects(planner.create_local_plan()))
+    return {item.index.fqn: tuple(item.index.offset or ()) for item in plans[process_index()].items}
+
+
+def _layout_of(tensors: Mapping[str, Tensor]) -> str:
+    layout = [
+        (name, tensor.shape, tensor.dtype, getattr(tensor, "placements", None)) for name, tensor in tensors.items()
+    ]
+    return hashlib.sha256(repr(layout).encode()).hexdigest()
+
+
+def file_names(num_files: int) -> list[str]:
+    return [f"tensors-{number + 1:05d}-of-{num_files:05d}.safetensors" for number in range(num_files)]
+
+
+def write_pieces(pieces: Pieces, folder: Path) -> Path:
+    """Write this process's file of tensors, also where it has none, and return it, not yet durable."""
+    path = folder / file_names(num_processes())[process_index()]
+    sharding = {name: {"saved_offsets": list(offsets)} for name, offsets in pieces.offsets.items()}
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in pieces.tensors.items()}, path, metadata)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
+    follow_umask(path)
+    return path
+
+
+# ---- A copy of tensors in host memory, so that a thread can write them during training.
+
+
+class HostSnapshot:
+    """Host buffers that are reused from one copy to the next.
+
+    Fresh memory costs several times the copy itself (the system hands it out page by page), so the buffers stay. Those
+    for tensors of a CUDA device are pinned, which lets the device write into them directly; a machine that gives no
+    more pinned memory still gets its checkpoint.
+
+    Who reads a copy must be done with it before the next `take`.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, tensors: Mapping[str, Tensor], helper: Executor | None = None) -> dict[str, Tensor]:
+        """Copy tensors as they are now; when this returns, the sources may change. The copies live until the next one.
+
+        Where torch computes with one thread, as a launcher sets it, `helper` copies half of those on the CPU: one core
+        alone does not use the memory's speed.
+        """
+        self._fit(tensors)
+        pairs = [(self._buffers[name], tensor.detach()) for name, tensor in tensors.items()]
+        devices = {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}
+        if helper is None or devices or torch.get_num_threads() > 1:
+            _copy(pairs)
+        else:
+            by_size = sorted(pairs, key=lambda pair: pair[0].nbytes)
+            other_half = helper.submit(_copy, by_size[::2])
+            _copy(by_size[1::2])
+            other_half.result()
+        for device in devices:
+            torch.accelerator.synchronize(device)
+        return dict(self._buffers)
+
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Get the memory for a copy of such tensors, so that the first `take` takes no longer than the others."""
+        self._fit(tensors)
+        for buffer in self._buffers.values():
+            buffer.zero_()
+
+    def _fit(self, tensors: Mapping[str, Tensor]) -> None:
+        self._buffers = {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
+
+    def _buffer_for(self, name: str, tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
+            return buffer
+        if tensor.device.type == "cuda":
+            try:
+                return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            except RuntimeError as error:
+                what = f"checkpoints are copied through ordinary memory, which takes longer: {error}"
+                warn_once(what, about="pinned memory")
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for buffer, tensor in pairs:
+        buffer.copy_(tensor, non_blocking=True)
+
 
 _STATEFUL_HOOKS = frozenset({"PowerSGDState", "PostLocalSGDState"})  # torch's
 
@@ -85,7 +236,7 @@ class StateCollector:
         self._model = model
         self._optimizers = optimizers
         self._frozen = FrozenWeights(model)
-        self._layout = _layout_of(model_state(model))
+        self._layout = _model_layout(model_state(model))
         self._planner = PiecePlanner()
 
     def collect(self, others: Mapping[str, Any]) -> CollectedState:
@@ -104,7 +255,7 @@ class StateCollector:
         states = [optimizer_state(self._model, optimizer) for optimizer in self._optimizers]
         frozen = self._frozen.digests()
         state = model_state(self._model)
-        _require_same_layout(self._layout, _layout_of(state))
+        _require_same_layout(self._layout, _model_layout(state))
         model = {name: value for name, value in state.items() if name not in frozen}
         shared, rest = split_tensors({"model": model, "optimizers": states})
         others = dict(others)
@@ -331,7 +482,7 @@ def _read_tensors(targets: dict[str, Tensor], reader: HuggingFaceStorageReader, 
         raise CheckpointCorruptError(message) from error
 
 
-def _layout_of(state: State) -> dict[str, str]:
+def _model_layout(state: State) -> dict[str, str]:
     """Return what a model's state has to have in common with the one that is loaded: names, shapes, dtypes."""
     return {name: _describe(entry) for name, entry in state.items()}
 

@@ -1,19 +1,176 @@
-"""Finds once, before training, which callback defines which hook; then a hook that nobody defines costs nothing."""
+"""Callbacks: the base class, every hook, and how a run finds and calls the hooks that are defined."""
 
 from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from accmt.callbacks.base import Callback, LambdaCallback, MainProcessCallback
-from accmt.callbacks.hooks import HOOK_PREFIXES, HOOKS, ONCE_PER_BATCH, names_of_hooks, reject_unknown_hook
-from accmt.errors import ModuleContractError, explain
+from accmt.errors import ModuleContractError, explain, nearest
 from accmt.messages import warn_once
+
+if TYPE_CHECKING:
+    from accmt.module import AcceleratorModule
+    from accmt.protocols import TrainerProtocol
+    from accmt.state import TrainingState
+
+
+# ---- The table of hooks: every moment at which a callback or a module can act.
+
+
+HOOKS: dict[str, tuple[str, ...]] = {
+    "on_fit_start": (),
+    "on_fit_end": (),
+    "on_epoch_start": (),
+    "on_epoch_end": (),
+    "on_before_training_step": ("batch",),
+    "on_after_training_step": ("batch", "outputs"),
+    "on_before_backward": ("loss",),
+    "on_after_backward": ("loss",),
+    "on_before_optimizer_step": ("optimizer",),
+    "on_after_optimizer_step": ("optimizer",),
+    "on_before_scheduler_step": ("scheduler",),
+    "on_after_scheduler_step": ("scheduler",),
+    "on_before_zero_grad": ("optimizer",),
+    "on_after_zero_grad": ("optimizer",),
+    "on_update_end": (),
+    "on_log": ("values", "step"),
+    "on_evaluation_start": (),
+    "on_evaluation_end": ("metrics",),
+    "on_validation_start": ("key",),
+    "on_validation_end": ("key", "outputs"),
+    "on_before_validation_step": ("batch",),
+    "on_after_validation_step": ("batch", "outputs"),
+    "on_save_model": ("folder",),
+    "on_save_checkpoint": ("folder",),
+    "on_resume": (),
+    "on_keyboard_interrupt": ("error",),
+    "on_cuda_out_of_memory": ("error",),
+    "on_runtime_error": ("error",),
+    "on_exception": ("error",),
+}
+"""Each hook with the keywords it is called with; a method takes those it names."""
+
+ONCE_PER_BATCH = frozenset(
+    f"on_{moment}" for moment in ("before_training_step", "after_training_step", "before_backward", "after_backward")
+) | {"on_before_validation_step", "on_after_validation_step"}
+"""Hooks that act on a batch, of which each process has its own; the others act for all processes together."""
+
+ALIASES: dict[str, str] = {"before_eval": "on_evaluation_start", "after_eval": "on_evaluation_end"}
+"""The original accmt's names. Those of other trainers work where `accmt.compat.OtherHookNames` is a base."""
+
+HOOK_PREFIXES = ("on_", "before_", "after_", "begin_")
+"""A public method of a callback that begins like this is meant as a hook, so it has to be one."""
+
+
+def names_of_hooks(owner: object) -> Mapping[str, str]:
+    """Return what else the hooks of an object may be called, with our names."""
+    return {**ALIASES, **getattr(owner, "other_hook_names", {})}
+
+
+def reject_unknown_hook(callback: object, attribute: str) -> NoReturn:
+    """Reject something that was meant as a hook and is none.
+
+    Raises:
+        ModuleContractError: Always; the message names the nearest hook, or what to write for another trainer's.
+    """
+    from accmt.registry import addon
+
+    theirs: Mapping[str, str] = addon("other_hook_names")
+    meant = nearest(attribute, [*HOOKS, *ALIASES, *theirs], cutoff=0) or attribute
+    got = "a method that begins like a hook but is none"
+    meant = theirs.get(meant, meant)
+    do = f"did you mean {meant}? Any other name that does not begin with {', '.join(HOOK_PREFIXES)} is free"
+    foreign = addon("hint_for_method")(attribute)
+    if foreign is not None:
+        got, do = f"a hook of {foreign[0]}, which does not exist here", foreign[1]
+    if attribute in theirs:
+        keywords = ", ".join(("self", *HOOKS[theirs[attribute]]))
+        got = "a name that other trainers have for a hook"
+        do = f"def {theirs[attribute]}({keywords}); or derive from accmt.compat.OtherHookNames too: it takes theirs"
+    where, expected = f"{type(callback).__name__}.{attribute}", "one of: " + ", ".join(HOOKS)
+    raise ModuleContractError(explain(where, got, expected, do))
+
+
+# ---- The class that users derive their callbacks from.
+
+
+class Callback:
+    """Acts at the moments of a run whose hooks it defines; `accmt.callbacks.callback.HOOKS` is the table of them.
+
+    A hook is a method with a name of the table. It names the keywords it wants, of those the table gives:
+
+        class Watcher(Callback):
+            def on_after_training_step(self, outputs):
+                print(self.state.global_step, outputs)
+
+    Attributes:
+        order: Callbacks run in ascending order, equal ones in the order of the list.
+        trainer: The Trainer, set before the first hook.
+        module: The user's module.
+        state: The counters of the run.
+    """
+
+    order: float = 0
+    trainer: TrainerProtocol
+    module: AcceleratorModule
+    state: TrainingState
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has to survive a crash: JSON values and tensors; of each process, where they differ."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned, on every process, before `on_resume`."""
+
+
+class MainProcessCallback(Callback):
+    """A callback that acts on the main process only.
+
+    Nothing in it may communicate with other processes: they would not answer.
+    """
+
+
+class LambdaCallback(Callback):
+    """A callback made of functions.
+
+    Args:
+        order: As `Callback.order`.
+        **functions: Hook names with functions, each called with the keywords that it names, and `trainer` if it does.
+
+    Raises:
+        ModuleContractError: A name is no hook, or its value is no function.
+
+    Examples:
+        >>> callback = LambdaCallback(on_log=lambda values, trainer: print(trainer.global_step, values))
+    """
+
+    def __init__(self, *, order: float = 0, **functions: Any) -> None:
+        self.order = order
+        for name, function in functions.items():
+            if name not in HOOKS and name not in ALIASES:
+                reject_unknown_hook(self, name)
+            if not callable(function):
+                got, do = f"{function!r} ({type(function).__name__})", f"{name}=lambda: ..."
+                raise ModuleContractError(explain(f"LambdaCallback({name}=...)", got, "a function", do))
+            setattr(self, name, self._give_trainer(function))
+
+    def _give_trainer(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+        if "trainer" not in signature.parameters:
+            return function
+
+        def hook(**data: Any) -> None:
+            function(trainer=self.trainer, **data)
+
+        others = [parameter for name, parameter in signature.parameters.items() if name != "trainer"]
+        hook.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return hook
+
 
 Hook = Callable[..., Any]
 

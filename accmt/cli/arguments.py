@@ -1,12 +1,30 @@
-"""Run folders as people name them on the command line."""
+"""What several commands have in common: flags that only slow imports know, and how people name run folders."""
 
 from __future__ import annotations
 
+import argparse
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from accmt.errors import ArgumentError, explain
 from accmt.tracking.history import HISTORY_FILE
+
+# ---- Flags of a command that only libraries know which are slow to import.
+
+
+def add_when_parsed(parser: argparse.ArgumentParser, add: Callable[[argparse.ArgumentParser], None]) -> None:
+    """Let a parser of a command have further flags, which `add` adds where that command is called."""
+    parse = parser.parse_known_args
+
+    def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
+        parser.parse_known_args = parse  # type: ignore[method-assign]
+        add(parser)
+        return parser.parse_known_args(args, namespace)
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+
 
 _SHOWN = 10
 

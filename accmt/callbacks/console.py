@@ -1,0 +1,253 @@
+"""What a run prints besides its progress bar: the model's parameters, each evaluation, compiled graphs, and the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import nn
+
+from accmt.callbacks.callback import Callback, MainProcessCallback
+from accmt.libraries.private_names import count_graphs, mark_rows_dynamic
+from accmt.messages import columns_of_messages, say
+from accmt.sharded_tensors import class_of
+
+# ---- What is left to say at the end of a run: the essentials, in ten lines at most.
+
+
+MAX_LINES = 10
+
+
+class EndSummary(MainProcessCallback):
+    """Says how the run ended, what it did, the newest and the best values, and where to find more.
+
+    Args:
+        loss_name: What the training loss is called; its mean over the last epoch is said.
+
+    Processes: main only.
+    """
+
+    order = float("inf")
+
+    def __init__(self, loss_name: str) -> None:
+        self._loss_name = loss_name
+        self._begin_s = 0.0
+        self._samples_before = 0
+
+    def on_fit_start(self) -> None:
+        self._begin_s, self._samples_before = monotonic(), self.state.samples_seen
+
+    def on_fit_end(self) -> None:
+        rows = list(self._rows())[: MAX_LINES - 1]
+        width = max(len(name) for name, _ in rows)
+        say("\n".join(["run summary", *(f"  {name:<{width}}  {value}" for name, value in rows)]))
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        state, seconds = self.state, monotonic() - self._begin_s
+        samples = state.samples_seen - self._samples_before
+        # The status of a run that fails is in its error; a run without one is at its end here.
+        skipped = f", {state.skipped_updates:,} skipped" if state.skipped_updates else ""
+        yield "status", state.status
+        yield "done", f"{state.global_step:,} steps{skipped}, {state.epoch:,} epochs, {state.samples_seen:,} samples"
+        yield "time", f"{_write_time(seconds)}, {samples / max(seconds, 1e-9):,.1f} samples/s, all included"
+        loss = self.trainer.run.running_averages.epoch_loss
+        if loss is not None:
+            yield self._loss_name, f"{loss:.5g}"
+        if state.metrics:
+            yield "evaluation", _join(f"{name} {value:.5g}" for name, value in state.metrics.items())
+        if state.best:
+            yield "best", _join(self._write_best(name, value) for name, value in state.best.items())
+        settings = self.trainer.settings
+        if self.trainer.run.saver.selection.has_saved:
+            yield "model", str(settings.model_folder)
+        yield "report", f"accmt report {self.trainer.log_dir}"
+        command = self.trainer.dashboard_command
+        if command:
+            yield "dashboard", command
+
+    def _write_best(self, name: str, value: float) -> str:
+        step = self.trainer.run.saver.selection.saved_at(name)
+        return f"{name.removeprefix('best_')} {value:.5g}{', not saved' if step is None else f' at step {step:,}'}"
+
+
+def _join(texts: Iterable[str]) -> str:
+    shown = list(texts)
+    more = f" and {len(shown) - 6} more" if len(shown) > 6 else ""
+    return ", ".join(shown[:6]) + more
+
+
+def _write_time(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min {rest:02} s" if hours else f"{minutes} min {rest:02} s"
+
+
+# ---- One line about each evaluation, so that a log without a progress bar shows how the run goes.
+
+
+class EvaluationReport(MainProcessCallback):
+    """Says at each evaluation where the run is, the mean training loss of the epoch until here, and the results.
+
+    Each value has an arrow against the last evaluation, and "best" where it is better than all before; "saved" says
+    that the model was. Lines of the same names stand in columns.
+
+    Args:
+        loss_name: What the training loss is called.
+
+    Processes: main only.
+    """
+
+    order = math.inf
+
+    def __init__(self, loss_name: str = "train_loss") -> None:
+        self._loss_name = loss_name
+        self._last: dict[str, float] = {}
+        self._best_before: dict[str, float] = {}
+        self._is_saved = False
+
+    def on_fit_start(self) -> None:
+        self._last = dict(self.state.metrics)  # of the run that is continued
+
+    def on_evaluation_start(self) -> None:
+        self._is_saved = False
+        self._best_before = dict(self.state.best_metrics)
+
+    def on_save_model(self, folder: Path) -> None:
+        self._is_saved = True
+
+    def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
+        total = self.trainer.estimated_stepping_batches
+        step, of_total = str(self.state.global_step), ""
+        if math.isfinite(total):
+            step, of_total = step.rjust(len(f"{total:.0f}")), f" of {total:.0f}"
+        loss = self.trainer.run.running_averages.epoch_loss
+        known = {} if loss is None else {self._loss_name: loss}
+        is_counted = self.state.train_step == 0 and self.state.epoch > 0  # an evaluation after the epoch's end
+        epoch = self.state.epoch if is_counted else self.state.epoch + 1
+        epochs = self.trainer.run.cadence.epochs
+        head = f"step {step}{of_total}, epoch {str(epoch).rjust(len(str(epochs or '')))}:"
+        cells = [f"{name} {value:<7.4g} {self._mark(name, value):<6}" for name, value in {**known, **metrics}.items()]
+        say(_fold(head, [*cells, *(["saved"] if self._is_saved else [])], columns_of_messages()))
+
+    def _mark(self, name: str, value: float) -> str:
+        """Return how a value compares with the last one, whose place it takes, and with the best one."""
+        last, self._last[name] = self._last.get(name, math.nan), value
+        arrow = "↑" if value > last else "↓" if value < last else "=" if value == last else ""
+        is_best = value == self.state.best_metrics.get(name) and value != self._best_before.get(name)
+        return f"{arrow} best" if arrow and is_best else arrow
+
+
+def _fold(head: str, cells: Sequence[str], columns: int | None) -> str:
+    """Return the cells in one line, or below one another where that would be wider than a terminal."""
+    lines = [head]
+    for cell in cells:
+        if columns is not None and len(lines[-1]) + 2 + len(cell) > columns and lines[-1].strip():
+            lines.append(" " * len(head))
+        lines[-1] += f"  {cell}"
+    return "\n".join(line.rstrip() for line in lines)
+
+
+# ---- A table of a model's parts and their parameters.
+
+
+class ModelSummary(MainProcessCallback):
+    """Says at the start what the model consists of.
+
+    Args:
+        max_depth: As in `summarize`.
+
+    Processes: main only.
+    """
+
+    def __init__(self, max_depth: int = 1) -> None:
+        self.max_depth = max_depth
+
+    def on_fit_start(self) -> None:
+        say(summarize(self.module.unwrapped_model, self.max_depth))
+
+
+def summarize(model: nn.Module, max_depth: int = 1) -> str:
+    """Return a table of the model's parts: class, parameters, and those that are trained; then the sums.
+
+    A parameter that parts share counts once in the sums.
+
+    Args:
+        model: The model.
+        max_depth: 1 shows the direct parts, 2 their parts, too, and so on; -1 shows all.
+    """
+    parts = [
+        (name, type(part).__name__, *_count(part))
+        for name, part in model.named_modules()
+        if name and (max_depth == -1 or name.count(".") < max_depth)
+    ]
+    rows = [*parts, ("", class_of(model).__name__, *_count(model))]
+    table = [("part", "class", "parameters", "trained")]
+    table += [(name, kind, f"{size:,}", f"{trained:,}") for name, kind, size, trained in rows]
+    widths = [max(len(row[column]) for row in table) for column in range(4)]
+    lines = [
+        f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {size:>{widths[2]}}  {trained:>{widths[3]}}"
+        for name, kind, size, trained in table
+    ]
+    size_mb = sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()]) / 1e6
+    return "\n".join([class_of(model).__name__, *lines, f"{size_mb:,.1f} MB of weights and buffers"])
+
+
+def _count(module: nn.Module) -> tuple[int, int]:
+    parameters = list(module.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+
+class Graphs(Callback):
+    """Names each graph of a model that is compiled for buckets of lengths, with the batch that needed it.
+
+    The compiler is told that the number of samples varies and the length does not, so that it makes a graph for each
+    length, not for each batch. It takes one sample alone for another case than several.
+
+    Attributes:
+        number: Graphs made in this run.
+    """
+
+    order = -1e6  # hooks of others may look at the batch, but the marks come first
+
+    def __init__(self) -> None:
+        self.number = self._before = 0
+
+    def on_before_training_step(self, batch: Any) -> None:
+        self._begin(batch)
+
+    def on_after_training_step(self, batch: Any) -> None:
+        self._note(batch)
+
+    def on_before_validation_step(self, batch: Any) -> None:
+        self._begin(batch)
+
+    def on_after_validation_step(self, batch: Any) -> None:
+        self._note(batch)
+
+    def on_fit_end(self) -> None:
+        say(f"torch.compile made {self.number} graphs")
+
+    def _begin(self, batch: Any) -> None:
+        self._before = count_graphs()
+        mark_rows_dynamic([value for value in _tensors(batch) if value.ndim])
+
+    def _note(self, batch: Any) -> None:
+        made = count_graphs() - self._before
+        if made:
+            self.number += made
+            shapes = {" x ".join(map(str, value.shape)): None for value in _tensors(batch)}
+            step = self.state.global_step + 1
+            say(f"torch.compile: graph {self.number}, at step {step}, for a batch of {', '.join(shapes)}")
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return [tensor for value in values for tensor in _tensors(value)]

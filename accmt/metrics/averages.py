@@ -1,0 +1,379 @@
+"""Averages of what steps log and of training values: weighted sums that stay on the device until they are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+
+from accmt.errors import ModuleContractError, explain
+from accmt.metrics.results import describe, find_scalar
+from accmt.processes import data_index, gather_from_data, is_main_process, num_data_processes, sum_over_data
+
+# ---- A weighted sum that is kept on the device until it is read, so that adding to it waits for nothing.
+
+
+COMPACT_AT = 256
+"""After so many small values on a device, what keeps them makes one of them, so that memory stays bounded."""
+
+Weight: TypeAlias = float | torch.Tensor
+
+
+class WeightedSum:
+    """A sum of weighted values. A value of weight 0 counts for nothing, even if it is not finite.
+
+    Detached values are put in a list, which costs less than a sum on the device; every few hundred of them become one
+    partial sum there.
+    """
+
+    def __init__(self) -> None:
+        self._values: list[torch.Tensor] = []
+        self._weights: list[Weight] = []
+        self._partial: torch.Tensor | None = None
+
+    def add(self, value: torch.Tensor, weight: Weight) -> None:
+        """Add one value."""
+        self._values.append(value)
+        self._weights.append(weight)
+        if len(self._values) >= COMPACT_AT:
+            self._compact()
+
+    def take(self) -> tuple[float, float]:
+        """Return (sum of value x weight, sum of weights) in double precision, and start again from nothing.
+
+        Waits for the device.
+        """
+        pairs = [(v * w, w) for v, w in zip(_read(self._values), _read(self._weights), strict=True) if w]
+        if self._partial is not None:
+            pairs.append(tuple(self._partial.tolist()))
+        self._values, self._weights, self._partial = [], [], None
+        return exact_sum([total for total, _ in pairs]), exact_sum([weight for _, weight in pairs])
+
+    def copy(self) -> WeightedSum:
+        """Return a copy that shares the values, which nobody changes."""
+        copied = object.__new__(WeightedSum)
+        copied._values, copied._weights, copied._partial = self._values.copy(), self._weights.copy(), self._partial
+        return copied
+
+    def state_dict(self) -> dict[str, Any]:
+        # Each value as it is: adding them up now would round differently than adding them up later.
+        values, weights = self._stack()
+        return {
+            "values": values.tolist(),
+            "weights": weights.tolist(),
+            "are_tensors": [isinstance(weight, torch.Tensor) for weight in self._weights],
+            "partial": None if self._partial is None else self._partial.tolist(),
+        }
+
+    def add_state(self, state: Mapping[str, Any]) -> None:
+        """Add what `state_dict` returned, in this process or in another one."""
+        self._values += [torch.tensor(value, dtype=torch.float64) for value in state["values"]]
+        for weight, is_tensor in zip(state["weights"], state["are_tensors"], strict=True):
+            self._weights.append(torch.tensor(weight, dtype=torch.float64) if is_tensor else weight)
+        if state["partial"] is not None:
+            partial = torch.tensor(state["partial"], dtype=torch.float64)
+            self._partial = partial if self._partial is None else self._partial + partial
+
+    def _compact(self) -> None:
+        values, weights = self._stack()
+        dtype = torch.float32 if values.device.type == "mps" else torch.float64
+        values, weights = values.to(dtype), weights.to(values.device, dtype, non_blocking=True)
+        sums = torch.stack([torch.where(weights == 0, 0.0, values * weights).sum(), weights.sum()])
+        self._partial = sums if self._partial is None else stack([self._partial, sums]).sum(0)
+        self._values, self._weights = [], []
+
+    def _stack(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._values:
+            return torch.empty(0), torch.empty(0)
+        values = stack(self._values)
+        if not any(isinstance(weight, torch.Tensor) for weight in self._weights):
+            return values, torch.tensor(self._weights, dtype=torch.float64)
+        weights = stack([torch.as_tensor(weight).detach() for weight in self._weights])
+        return values.to(weights.device, non_blocking=True) if values.device.type == "cpu" else values, weights
+
+
+def _read(values: Sequence[Weight]) -> list[float]:
+    """Return the numbers, of those on a device all at once: it is waited for."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [value.item() if isinstance(value, torch.Tensor) else value for value in values]
+    return cast("list[float]", stack([torch.as_tensor(value) for value in values]).tolist())
+
+
+def stack(values: list[torch.Tensor]) -> torch.Tensor:
+    """Stack scalars on their device: a step may return a number now and a tensor of the device later.
+
+    A number moves to the device, not the other way round, for which the device would have to be waited for.
+    """
+    devices = {value.device for value in values}
+    if len(devices) > 1:
+        device = next(device for device in devices if device.type != "cpu")
+        values = [value.to(device, non_blocking=True) for value in values]
+    return torch.stack(values)
+
+
+def exact_sum(values: Sequence[float]) -> float:
+    """Add up without rounding in between, or plainly where that overflows or meets both infinities."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return sum(values)
+
+
+# ---- Values that steps log beside the loss, until they are averaged over batches and processes.
+
+
+Totals: TypeAlias = dict[str, tuple[float, float | None]]
+"""By name: a sum and its weight; the weight is None where the sum itself is wanted."""
+
+
+class LoggedValues:
+    """The values of one phase, training or the evaluation of one set.
+
+    A value has the weight of the batch during which it was logged. That is known when the batch is done, so values wait
+    until `end_batch`; between batches they have the weight of the last one (1 before the first).
+
+    Attributes:
+        is_open: Whether values are accepted.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self._sums: dict[str, WeightedSum] = {}
+        self._totals: set[str] = set()
+        self._waiting: list[tuple[str, torch.Tensor]] | None = None
+        self._weight: Weight = 1.0
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def begin_batch(self) -> None:
+        """Let values wait for the weight of the batch that begins; what waited for a failed one is dropped."""
+        self.is_open = True
+        self._waiting = []
+
+    def drop_batch(self) -> None:
+        """Forget a batch that was begun, as if it had not been."""
+        self._waiting = None
+
+    def close(self) -> None:
+        """Accept nothing more before a batch begins; what still waits gets the weight of the last batch."""
+        self.end_batch(self._weight)
+        self.is_open = False
+
+    def add(self, name: str, value: Any, *, is_total: bool = False) -> None:
+        """Add one value; nothing is waited for, and neither the value nor its graph is kept.
+
+        Args:
+            name: Its name.
+            value: A number, or a tensor of one element.
+            is_total: Whether values are added up, without weights, instead of averaged.
+        """
+        if not self.is_open:
+            do = "log in training_step or validation_step"
+            raise _wrong_value(name, "a call when nothing is averaged", "a call in a step", do)
+        scalar = find_scalar(value)
+        if scalar is None:
+            do = f"log({name!r}, value.mean())"
+            raise _wrong_value(name, describe(value), "a number, or a tensor of one element", do)
+        if name in self._sums and (name in self._totals) != is_total:
+            raise _wrong_value(name, "means and sums under one name", "one of them", "give one of them another name")
+        if is_total:
+            self._totals.add(name)
+        scalar = scalar.clone() if isinstance(value, torch.Tensor) else scalar  # the step may still change it
+        self._sums.setdefault(name, WeightedSum())
+        if self._waiting is None:
+            self._weigh(name, scalar)
+        else:
+            self._waiting.append((name, scalar))
+
+    def end_batch(
+        self,
+        weight: Weight,
+        returned: Mapping[str, torch.Tensor] | None = None,
+        weights: Mapping[str, Weight] | None = None,
+    ) -> None:
+        """Give the values of a batch its weight, those in `weights` their own."""
+        self._weight = weight
+        waiting, self._waiting = self._waiting or (), None
+        for name, value in waiting:
+            if returned and name in returned:
+                got, do = "the name of a value that the step returned too", "rename one of them"
+                raise _wrong_value(name, got, "each name once", do)
+            self._weigh(name, value)
+        for name, value in (returned or {}).items():
+            self._sums.setdefault(name, WeightedSum()).add(value, (weights or {}).get(name, weight))
+
+    def take(self) -> Totals:
+        """Return what this process logged, and start again from nothing. Waits for the device."""
+        sums = {name: values.take() for name, values in self._sums.items()}
+        totals = {name: (total, None if name in self._totals else weight) for name, (total, weight) in sums.items()}
+        self._sums, self._totals = {}, set()
+        return totals
+
+    def copy(self) -> LoggedValues:
+        """Return a copy that shares the values, which nobody changes."""
+        copied = object.__new__(LoggedValues)
+        copied.__dict__.update(self.__dict__)
+        copied._sums = {name: values.copy() for name, values in self._sums.items()} if self._sums else {}
+        copied._totals = self._totals.copy()
+        copied._waiting = None if self._waiting is None else self._waiting.copy()
+        return copied
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "sums": {name: values.state_dict() for name, values in self._sums.items()},
+            "totals": sorted(self._totals),
+            "weight": float(self._weight),
+        }
+
+    def add_state(self, state: Mapping[str, Any]) -> None:
+        """Add what `state_dict` returned, in this process or in another one."""
+        for name, values in state["sums"].items():
+            self._sums.setdefault(name, WeightedSum()).add_state(values)
+        self._totals.update(state["totals"])
+        self._weight = state["weight"]
+
+    def _weigh(self, name: str, value: torch.Tensor) -> None:
+        self._sums[name].add(value, 1.0 if name in self._totals else self._weight)
+
+
+def combine(every: Iterable[Totals]) -> dict[str, float]:
+    """Return the values by name from what `take` returned on each process; a name without any weight is left out."""
+    pairs: dict[str, list[tuple[float, float | None]]] = {}
+    for totals in every:
+        for name, pair in totals.items():
+            pairs.setdefault(name, []).append(pair)
+    values = {name: _combine(of_one) for name, of_one in pairs.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _combine(pairs: list[tuple[float, float | None]]) -> float | None:
+    total = exact_sum([total for total, _ in pairs])
+    if any(weight is None for _, weight in pairs):
+        return total
+    weight = exact_sum([weight for _, weight in pairs if weight is not None])
+    return total / weight if weight else None
+
+
+def _wrong_value(name: str, got: str, expected: str, do: str) -> ModuleContractError:
+    return ModuleContractError(explain(f"the logged value {name!r}", got, expected, do))
+
+
+class _Mean(NamedTuple):
+    """A weighted mean in the making; adding to it makes another one, so copies may share it."""
+
+    total: float = 0.0
+    weight: float = 0.0
+
+    def plus(self, total: float, weight: float) -> _Mean:
+        return _Mean(self.total + total, self.weight + weight)
+
+    @property
+    def value(self) -> float | None:
+        return self.total / self.weight if self.weight else None
+
+
+class RunningAverages:
+    """Means of training values since the last log row, and of the loss since the last evaluation and of the epoch."""
+
+    def __init__(self, logged: LoggedValues | None = None) -> None:
+        self._loss = WeightedSum()
+        self._logged = LoggedValues() if logged is None else logged
+        self._since_log = _Mean()
+        self._since_evaluation = _Mean()
+        self._of_epoch = _Mean()
+        self._is_epoch_over = False
+
+    def add(
+        self,
+        loss: torch.Tensor,
+        weight: Weight,
+        others: Mapping[str, torch.Tensor] | None = None,
+        others_weight: Weight | None = None,
+    ) -> None:
+        """Add the detached mean loss of one batch, and what it weighs.
+
+        Args:
+            others: Further detached scalars that its step returned.
+            others_weight: What these weigh, and what the step has logged; None is the same.
+        """
+        self._loss.add(loss, weight)
+        self._logged.end_batch(weight if others_weight is None else others_weight, others)
+
+    def take_row(self, loss_name: str) -> dict[str, float]:
+        """Return the weighted means (and sums, where asked for) since the last row, over all processes.
+
+        Processes: collective.
+
+        Returns:
+            Values by name, the loss under `loss_name`; empty if nothing was added.
+        """
+        has_others = self._collect()
+        loss, self._since_log = self._since_log.value, _Mean()
+        row = {} if loss is None else {loss_name: loss}
+        return combine(gather_from_data(self._logged.take())) | row if has_others else row
+
+    def take_since_evaluation(self) -> float | None:
+        """Return the mean loss since the last call, over all processes; None if nothing was added.
+
+        Processes: collective.
+        """
+        self._collect()
+        loss, self._since_evaluation = self._since_evaluation.value, _Mean()
+        return loss
+
+    @property
+    def epoch_loss(self) -> float | None:
+        """The mean loss of the epoch as of the last row or evaluation; until then that of the epoch before."""
+        return self._of_epoch.value
+
+    def end_epoch(self) -> None:
+        """Start a new mean of the epoch with the next batch; to be called right after `take_row`."""
+        self._is_epoch_over = True
+
+    def copy(self) -> RunningAverages:
+        """Return a copy, of which nothing is read: that would wait for the device."""
+        copied = object.__new__(RunningAverages)
+        copied.__dict__.update(self.__dict__)
+        copied._loss, copied._logged = self._loss.copy(), self._logged.copy()
+        return copied
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values of each process that no row has yet, and the current means.
+
+        Processes: collective.
+        """
+        own = {"loss": self._loss.state_dict(), "logged": self._logged.state_dict()}
+        return {
+            "processes": gather_from_data(own),
+            "since_log": self._since_log._asdict(),
+            "since_evaluation": self._since_evaluation._asdict(),
+            "of_epoch": {**self._of_epoch._asdict(), "is_over": self._is_epoch_over},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; with another number of processes the main one takes all."""
+        self._loss = WeightedSum()
+        self._logged.take()
+        self._since_log = _Mean(**state["since_log"])
+        self._since_evaluation = _Mean(**state["since_evaluation"])
+        of_epoch = dict(state["of_epoch"])
+        self._is_epoch_over = of_epoch.pop("is_over")
+        self._of_epoch = _Mean(**of_epoch)
+        saved = state["processes"]
+        own = [saved[data_index()]] if len(saved) == num_data_processes() else saved if is_main_process() else []
+        for part in own:
+            self._loss.add_state(part["loss"])
+            self._logged.add_state(part["logged"])
+
+    def _collect(self) -> bool:
+        loss, weight, num_others = sum_over_data((*self._loss.take(), len(self._logged)))
+        self._since_log = self._since_log.plus(loss, weight)
+        self._since_evaluation = self._since_evaluation.plus(loss, weight)
+        if self._is_epoch_over and weight:
+            self._of_epoch, self._is_epoch_over = _Mean(), False
+        self._of_epoch = self._of_epoch.plus(loss, weight)
+        return num_others > 0
