@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from accmt.errors import CallbackNotFoundError as CallbackNotFoundError
     from accmt.errors import CheckpointCorruptError as CheckpointCorruptError
     from accmt.errors import CheckpointError as CheckpointError
+    from accmt.errors import CombinedError as CombinedError
     from accmt.errors import DataError as DataError
     from accmt.errors import DeviceError as DeviceError
     from accmt.errors import HyperParameterError as HyperParameterError
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from accmt.errors import ProcessFailedError as ProcessFailedError
     from accmt.errors import ReplicasDifferError as ReplicasDifferError
     from accmt.errors import SavingError as SavingError
-    from accmt.errors import SeveralFaultsError as SeveralFaultsError
     from accmt.errors import TrackerError as TrackerError
     from accmt.errors import UnknownArgumentError as UnknownArgumentError
     from accmt.errors import WeightsError as WeightsError
@@ -165,7 +165,7 @@ _HOMES = {
     "SFTModule": "accmt.addons.sft.module",
     "Scheduler": "accmt.options",
     "SavingError": "accmt.errors",
-    "SeveralFaultsError": "accmt.errors",
+    "CombinedError": "accmt.errors",
     "StepsCurriculum": "accmt.addons.curricula",
     "SwanLab": "accmt.addons.trackers.swanlab",
     "TemperatureSampler": "accmt.data",

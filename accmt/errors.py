@@ -57,7 +57,7 @@ class MissingArgumentError(ArgumentError, TypeError):
     """The Trainer was made without hyper-parameters, or without a folder for the model."""
 
 
-class SeveralFaultsError(HyperParameterError, ArgumentError):
+class CombinedError(HyperParameterError, ArgumentError):
     """There are faults in the hyper-parameters and in the Trainer's arguments; they are reported together."""
 
 

@@ -66,7 +66,7 @@ class Counters:
         epoch_step: Optimizer steps finished in this epoch.
         batch_iteration: Batches finished since the start.
         global_step: Optimizer steps finished since the start.
-        skipped_updates: Accumulation windows without an optimizer step: the scaler met inf, or all weights were 0.
+        skipped_steps: Accumulation windows without an optimizer step: the scaler met inf, or all weights were 0.
         samples_seen: Training samples of all processes, each counted as often as it was trained on.
         target_tokens_seen: What training batches weighed where they weigh target tokens: those of a transformers
             model's own loss, of packed rows, or the weights that steps return. 0 where batches weigh samples.
@@ -83,7 +83,7 @@ class Counters:
     epoch_step: int = 0
     batch_iteration: int = 0
     global_step: int = 0
-    skipped_updates: int = 0
+    skipped_steps: int = 0
     samples_seen: int = 0
     target_tokens_seen: int = 0
     bad_samples: int = 0
@@ -221,7 +221,7 @@ class TrainingState(Counters):
     def count_step(self, *, is_skipped: bool = False) -> None:
         """Count one finished accumulation window: an optimizer step, or a skipped one."""
         if is_skipped:
-            self.skipped_updates += 1
+            self.skipped_steps += 1
             return
         self.global_step += 1
         self.epoch_step += 1

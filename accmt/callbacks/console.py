@@ -50,7 +50,7 @@ class EndSummary(MainProcessCallback):
         state, seconds = self.state, monotonic() - self._begin_s
         samples = state.samples_seen - self._samples_before
         # The status of a run that fails is in its error; a run without one is at its end here.
-        skipped = f", {state.skipped_updates:,} skipped" if state.skipped_updates else ""
+        skipped = f", {state.skipped_steps:,} skipped" if state.skipped_steps else ""
         yield "status", state.status
         yield "done", f"{state.global_step:,} steps{skipped}, {state.epoch:,} epochs, {state.samples_seen:,} samples"
         yield "time", f"{_write_time(seconds)}, {samples / max(seconds, 1e-9):,.1f} samples/s, all included"

@@ -112,7 +112,7 @@ def _is_alive(pid: int, started: int) -> bool:
 
 
 MANIFEST_NAME = "manifest.json"
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 _OWN_DIGEST = "manifest_xxh3_64"
 _NO_FILE = {errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 

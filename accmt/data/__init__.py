@@ -24,9 +24,9 @@ from accmt.data.seeding import draw_seed as draw_seed
 from accmt.data.seeding import preserve_generators as preserve_generators
 from accmt.data.seeding import seed_generators as seed_generators
 from accmt.data.seeding import set_seed as set_seed
-from accmt.data.token_cut import TokenBudget as TokenBudget
-from accmt.data.token_cut import cut_by_tokens as cut_by_tokens
-from accmt.data.token_cut import padded_tokens as padded_tokens
+from accmt.data.token_budget import TokenBudget as TokenBudget
+from accmt.data.token_budget import cut_by_tokens as cut_by_tokens
+from accmt.data.token_budget import padded_tokens as padded_tokens
 from accmt.data.unsharded import UnshardedSource as UnshardedSource
 from accmt.data.windows import ByCount as ByCount
 from accmt.data.windows import ByPackedRows as ByPackedRows

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from accmt.data.samplers import TensorSampler, call_set_epoch
 from accmt.data.seeding import derive_seed, seeded_generators
-from accmt.data.token_cut import TokenBudget
+from accmt.data.token_budget import TokenBudget
 from accmt.errors import DataError, explain
 
 

@@ -8,7 +8,7 @@ from accmt.features.batch_notes import BatchNotes
 from accmt.features.crash_loop import CrashLoop
 from accmt.features.hooks import Feature
 from accmt.features.loss_guard import LossGuard
-from accmt.features.manual import ManualOptimization
+from accmt.features.manual_optimization import ManualOptimization
 from accmt.features.out_of_memory import OutOfMemory
 from accmt.features.own_loss import OwnLoss
 from accmt.features.packing_check import PackingCheck

@@ -189,12 +189,12 @@ def evaluate(run: EvaluationRun, stage: Stage, *, max_batches: int | None = None
 
 def _consolidate(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
     settings = run.settings.evaluation.metric_options
-    choices, others = settings.means, _without_losses(run, results)
+    choices, others = settings.averages, _without_losses(run, results)
     if choices is None or not results:
         return {}
     if run.state.fn == "fit":  # an evaluation by hand may be of other sets
         require_members(choices, list(others))
-    return consolidate(choices, settings.further, others)
+    return consolidate(choices, settings.derived, others)
 
 
 def _without_losses(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
@@ -206,9 +206,9 @@ def _without_losses(run: EvaluationRun, results: dict[str, float]) -> dict[str, 
 def reported(run: EvaluationRun, results: dict[str, float]) -> dict[str, float]:
     """Return those of an evaluation's results that are logged: what was consolidated only if it is asked for."""
     settings = run.settings.evaluation.metric_options
-    if settings.means is None or settings.report_all:
+    if settings.averages is None or settings.report_all:
         return dict(results)
-    members = find_members(settings.means, list(_without_losses(run, results)))
+    members = find_members(settings.averages, list(_without_losses(run, results)))
     hidden = set(chain(*members.values())) - members.keys()
     return {name: value for name, value in results.items() if name not in hidden}
 

@@ -175,8 +175,8 @@ def log_row(run: Run) -> None:
     row = run.running_averages.take_row(loss_name)
     if not row:
         return
-    if run.state.skipped_updates:
-        row["skipped_updates"] = run.state.skipped_updates
+    if run.state.skipped_steps:
+        row["skipped_steps"] = run.state.skipped_steps
     if run.state.target_tokens_seen:
         row["target_tokens_seen"] = run.state.target_tokens_seen
     if run.state.skipped_batches:

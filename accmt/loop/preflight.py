@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from accmt.checkpoint.preflight import try_model
 from accmt.checkpoint.retention import estimate_size, estimate_state, find_shortage
-from accmt.checkpoint.trial import try_model
 from accmt.data.lengths import LargestBatch
 from accmt.errors import AccmtError, CheckpointError, is_out_of_memory
 from accmt.files import format_bytes, free_space

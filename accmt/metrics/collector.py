@@ -134,7 +134,7 @@ Choice = Callable[[str], bool] | Sequence[str]
 
 Further = Callable[[dict[str, list[float]]], dict[str, float]]
 
-_WHERE = 'Trainer(metric_options={"means": ...})'
+_WHERE = 'Trainer(metric_options={"averages": ...})'
 
 
 def find_members(choices: Mapping[str, Choice], names: Sequence[str]) -> dict[str, list[str]]:
@@ -210,7 +210,7 @@ def _read_further(made: Any) -> dict[str, float]:
     numbers = {str(name): float(scalar) for name, scalar in scalars.items() if scalar is not None}
     if len(numbers) != len(scalars):
         do = 'return {"lowest_accuracy": min(values["mean_accuracy"])}, say'
-        where = 'Trainer(metric_options={"further": ...})'
+        where = 'Trainer(metric_options={"derived": ...})'
         raise MetricError(explain(where, f"{describe(made)} returned", "a dict of numbers by name", do))
     return numbers
 

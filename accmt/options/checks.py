@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Self, Union
 from accmt.errors import (
     AccmtError,
     ArgumentError,
+    CombinedError,
     HyperParameterError,
-    SeveralFaultsError,
     describe_value,
     explain,
     nearest,
@@ -194,13 +194,13 @@ def raise_faults(errors: Sequence[AccmtError]) -> None:
     Raises:
         ArgumentError: They are all about arguments.
         HyperParameterError: There is one alone, about hyper-parameters.
-        SeveralFaultsError: They are about arguments and hyper-parameters.
+        CombinedError: They are about arguments and hyper-parameters.
     """
     if len(errors) == 1:
         raise errors[0]
     if errors:
         is_mixed = any(isinstance(error, HyperParameterError) for error in errors)
-        kind = SeveralFaultsError if is_mixed else ArgumentError
+        kind = CombinedError if is_mixed else ArgumentError
         raise kind("\n\n".join(["faults in several places", *map(str, errors)]))
 
 

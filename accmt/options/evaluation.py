@@ -29,36 +29,36 @@ class MetricOptions(Options):
     """What becomes of results, and how predictions travel.
 
     Args:
-        means: Results of which the mean is taken, by the name of that mean: a function of a result's name, such as
+        averages: Results of which the mean is taken, by the name of that mean: a function of a result's name, such as
             `{"mean_accuracy": lambda name: name.startswith("accuracy")}`, or the names, such as
             `["accuracy__en", "accuracy__de"]`. Losses are not among them; `best_mean_accuracy` and `patience` can go
             by it.
-        further: A function that gets the values of each such mean in a list by its name, and returns further results
+        derived: A function that gets the values of each such mean in a list by its name, and returns further results
             by name.
         report_all: Whether results that have gone into a mean are logged too.
         gather_chunk_size: How much of each process's predictions travels to the main process at a time, where a metric
             or `predict` needs them there: bytes, or text such as "32MB"; None is all at once.
     """
 
-    means: Mapping[str, Choice] | None = None
-    further: Callable[[dict[str, list[float]]], dict[str, float]] | None = None
+    averages: Mapping[str, Choice] | None = None
+    derived: Callable[[dict[str, list[float]]], dict[str, float]] | None = None
     report_all: bool = False
     gather_chunk_size: Annotated[int | str, _require_size] | None = "32MB"
 
     def check(self, name: str) -> None:
         """Check the names of means, and what chooses their members."""
-        require_mapping(f"{name}.means", self.means)
-        for mean, choice in (self.means or {}).items():
+        require_mapping(f"{name}.averages", self.averages)
+        for mean, choice in (self.averages or {}).items():
             if not isinstance(mean, str) or not mean or any(mark in mean for mark in ("__", "@", "/")):
                 expected = "a name without '__', '@' and '/', which separate the names of metrics and sets"
-                raise_wrong_value(f"{name}.means", mean, expected, 'MetricOptions(means={"mean_accuracy": ...})')
+                raise_wrong_value(f"{name}.averages", mean, expected, 'MetricOptions(averages={"mean_accuracy": ...})')
             if not (callable(choice) or _are_names(choice)):
                 expected = "a function of a result's name, or a list of names"
                 do = f'{{{mean!r}: lambda name: name.startswith("accuracy")}}'
-                raise_wrong_value(f"{name}.means", choice, expected, do)
-        if self.further is not None and not (callable(self.further) and self.means):
-            expected = 'a function of the values of "means", beside these'
-            raise_wrong_value(f"{name}.further", self.further, expected, "MetricOptions(means={...}) too")
+                raise_wrong_value(f"{name}.averages", choice, expected, do)
+        if self.derived is not None and not (callable(self.derived) and self.averages):
+            expected = 'a function of the values of "averages", beside these'
+            raise_wrong_value(f"{name}.derived", self.derived, expected, "MetricOptions(averages={...}) too")
 
     @property
     def chunk_bytes(self) -> int | None:
@@ -87,7 +87,7 @@ class EvaluationSettings:
             "f1", metrics of `evaluate`, a list of them, a dict of them by name, or a dict of lists by validation set.
             In a dict of names "min" or "max" is the better direction of a value that a step or a hook reports itself,
             as in `{"perplexity": "min"}`.
-        metric_options: Means over results, and how predictions travel: `MetricOptions(means=...)`, or a dict of its
+        metric_options: Means over results, and how predictions travel: `MetricOptions(averages=...)`, or a dict of its
             arguments.
     """
 

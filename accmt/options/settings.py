@@ -125,7 +125,7 @@ class Settings:
             ArgumentError: An invalid value.
             UnknownArgumentError: An argument that does not exist.
             HyperParameterError: A fault in the hyper-parameters.
-            SeveralFaultsError: Faults in the hyper-parameters, and others.
+            CombinedError: Faults in the hyper-parameters, and others.
         """
         values = {name: fspath(value) if isinstance(value, PathLike) else value for name, value in arguments.items()}
         remember(values)

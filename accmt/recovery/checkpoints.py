@@ -13,10 +13,10 @@ from torch import nn
 from accmt.checkpoint.contents import StateCollector, write_state
 from accmt.checkpoint.frozen import checksum
 from accmt.checkpoint.manifest import MANIFEST_NAME, step_name
+from accmt.checkpoint.preflight import try_optimizer
 from accmt.checkpoint.retention import move_back
 from accmt.checkpoint.state_dicts import split_tensors
 from accmt.checkpoint.store import CheckpointStore
-from accmt.checkpoint.trial import try_optimizer
 from accmt.checkpoint.writer import CheckpointWriter
 from accmt.errors import CheckpointError, NoCheckpointError, explain
 from accmt.messages import say, warn, warn_once

@@ -39,8 +39,8 @@ from accmt.options import DataSettings, Settings
 from accmt.processes import data_index, num_data_processes, run_on_every_process
 from accmt.recovery.restart import Recovery
 from accmt.recovery.shutdown import stopping_if_asked
-from accmt.setup.cutting import find_cutting, make_largest, reject_other_cuts
 from accmt.setup.same_on_processes import find_same_data
+from accmt.setup.token_budget import find_cutting, make_largest, reject_other_cuts
 from accmt.state import TrainingState
 
 if TYPE_CHECKING:

@@ -130,7 +130,7 @@ def _directions(settings: Settings, metrics: _Metrics, sets: Sequence[str] | Non
         for entry, is_better in metric.directions.items()
     }
     directions = {entry: is_better for (_, entry), is_better in every.items()}
-    choices = settings.evaluation.metric_options.means or {}
+    choices = settings.evaluation.metric_options.averages or {}
     if sets is None:  # so what is taken is not known yet, but what is made of it
         return dict.fromkeys(choices, operator.gt) | directions
     of_sets = {f"{entry}__{name}" if name else entry: is_better for (name, entry), is_better in every.items()}

@@ -53,7 +53,7 @@ def measure_run(
     def steps(epoch: int, micro_batches: int) -> int:
         return -(-micro_batches // (settings.optimization.accumulation_at(epoch) * source.micro_batches_per_batch))
 
-    done = counters.global_step + counters.skipped_updates
+    done = counters.global_step + counters.skipped_steps
     samples = settings.hps.train_batch_size * settings.optimization.accumulation_at(0) * num_data_processes()
     max_steps = cadence.max_steps
     if cadence.max_samples is not None:  # in full batches: the same number in a run that is resumed within an epoch

@@ -163,7 +163,7 @@ class Trainer(TrainerProperties):
             "f1", metrics of `evaluate`, a list of them, a dict of them by name, or a dict of lists by validation set.
             In a dict of names "min" or "max" is the better direction of a value that a step or a hook reports itself,
             as in `{"perplexity": "min"}`.
-        metric_options: Means over results, and how predictions travel: `MetricOptions(means=...)`, or a dict of its
+        metric_options: Means over results, and how predictions travel: `MetricOptions(averages=...)`, or a dict of its
             arguments.
         callbacks: A `Callback` or a list of them.
         run_name: Name of this run; None is made of the time and a few letters.
@@ -191,7 +191,7 @@ class Trainer(TrainerProperties):
         ArgumentError: An argument with an invalid value.
         MissingArgumentError: `hps_config` or `model_path` is missing.
         UnknownArgumentError: Arguments that do not exist; the message names what there is instead.
-        SeveralFaultsError: Faults in the hyper-parameters and in arguments, all at once.
+        CombinedError: Faults in the hyper-parameters and in arguments, all at once.
     """
 
     own_steps: ClassVar[tuple[Callable[..., Any], ...]]

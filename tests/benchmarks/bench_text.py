@@ -36,7 +36,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Data
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from accmt import AcceleratorModule, Callback, Trainer
-from accmt.data.token_cut import TokenBudget, cut_by_tokens, padded_tokens
+from accmt.data.token_budget import TokenBudget, cut_by_tokens, padded_tokens
 from accmt.data.windows import ByTokens
 
 LONGEST = 512

@@ -87,7 +87,7 @@ def test_what_was_left_out_is_counted_and_logged(name: str, results: dict[str, A
     assert state["bad_samples"] == bad * case.epochs
     assert state["samples_seen"] == (len(every) - bad) * case.epochs
     empty = [window for window in windows_of(case, processes) if not window]
-    assert state["skipped_updates"] == len(empty) * case.epochs
+    assert state["skipped_steps"] == len(empty) * case.epochs
     logged = [row["bad_samples"] for row in rows if "bad_samples" in row]
     assert logged == sorted(logged)
     assert logged[-1] <= bad * case.epochs

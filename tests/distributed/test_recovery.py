@@ -59,7 +59,7 @@ def test_all_processes_leave_the_update_out(everywhere: list[dict[str, Any]], re
     for outcomes in everywhere:
         outcome = outcomes[reaction]
         torch.testing.assert_close(torch.tensor(outcome["weights"]), expected, rtol=0, atol=1e-6)
-        assert (outcome["global_step"], outcome["skipped_updates"], outcome["samples_seen"]) == (6, 2, 96)
+        assert (outcome["global_step"], outcome["skipped_steps"], outcome["samples_seen"]) == (6, 2, 96)
         assert outcome["weights"] == everywhere[0][reaction]["weights"]
 
 
@@ -69,6 +69,6 @@ def test_all_processes_halve_their_micro_batches(everywhere: list[dict[str, Any]
     for outcomes in everywhere:
         outcome = outcomes[f"memory {begins}"]
         torch.testing.assert_close(torch.tensor(outcome["weights"]), expected, rtol=0, atol=1e-6)
-        assert (outcome["global_step"], outcome["skipped_updates"], outcome["samples_seen"]) == (8, 0, 96)
+        assert (outcome["global_step"], outcome["skipped_steps"], outcome["samples_seen"]) == (8, 0, 96)
         assert outcome["micro_batch"] == WINDOW // len(everywhere) // 2
         assert outcome["weights"] == everywhere[0][f"memory {begins}"]["weights"]

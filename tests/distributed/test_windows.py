@@ -144,4 +144,4 @@ def check_counts(case: windows.Case, result: dict[str, Any]) -> None:
     assert state["samples_seen"] == num_trained * case.epochs
     assert state["global_step"] == len(windows_of(case, result["processes"])) * case.epochs
     assert state["epoch"] == case.epochs
-    assert state["skipped_updates"] == 0
+    assert state["skipped_steps"] == 0

@@ -71,7 +71,7 @@ trainer = Trainer(
     max_time={"minutes": 5},
     patience={"best_f1": 3},
     metrics={"en": ["f1"], "de": ["f1"]},
-    metric_options={"means": {"mean_f1": lambda name: name.startswith("f1")}},
+    metric_options={"averages": {"mean_f1": lambda name: name.startswith("f1")}},
     torch_flags={"deterministic": "warn"},
     callbacks=[Watcher(), EMA(decay=0.9)],
     failures=Failures(on_nonfinite="rollback", spike_guard=8),

@@ -139,7 +139,7 @@ def test_fp16_skips_clips_and_scales_as_plain_torch_does(
     optim = {"lr": 1e-2, "fused": fused}
     hps = {"optim": {"type": "AdamW", **optim}, "scheduler": None, "epochs": 1}
     trainer = train(module, make_data(), {**settings, **_with_scaler(device)}, hps=hps, clip_grad=clip, callbacks=order)
-    assert (trainer.state.global_step, trainer.state.skipped_updates, len(order.batches)) == (15, 1, 16)
+    assert (trainer.state.global_step, trainer.state.skipped_steps, len(order.batches)) == (15, 1, 16)
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=5)
     dtype = torch.float16 if device.type == "cuda" else None
     expected = train_by_hand(order.batches, device, dtype, scaler, optim=optim, clip=clip, infinite=2)
@@ -168,5 +168,5 @@ def test_a_window_that_weighs_nothing_is_skipped_with_a_scaler_too(
         hps={"epochs": 1, "optim": HPS["optim"]},
         grad_accumulation_steps=accumulation,
     )
-    assert (trainer.state.global_step, trainer.state.skipped_updates) == (16 // accumulation - 1, 1)
+    assert (trainer.state.global_step, trainer.state.skipped_steps) == (16 // accumulation - 1, 1)
     assert all(torch.isfinite(tensor).all() for tensor in weights_of(module).values())

@@ -97,5 +97,5 @@ def test_what_was_learned_is_read_from_a_checkpoint_before_features_had_states_b
     state["others"]["recovery"] = learned
     sign(state, manifest)
     trainer = train(resume=str(FOLDER), auto_micro_batch=True)
-    assert (trainer.state.global_step, trainer.state.skipped_updates) == (3, 1), "the window after 4 samples is skipped"
+    assert (trainer.state.global_step, trainer.state.skipped_steps) == (3, 1), "the window after 4 samples is skipped"
     assert trainer.train_step_batch_size == (size or 2)

@@ -199,7 +199,7 @@ def test_the_rows_of_a_stream_get_the_epoch(tmp_path: Path):
 
 def test_rows_without_a_target_weigh_nothing_also_where_a_batch_has_no_other(tmp_path: Path):
     trainer, mixed = fit(tmp_path / "mixed", [*rows(4), *[NO_ANSWER] * 4, *rows(4)])
-    assert trainer.state.skipped_updates == 1
+    assert trainer.state.skipped_steps == 1
     _, without = fit(tmp_path / "without", [*rows(4), *rows(4)])
     assert all(map(torch.equal, weights_of(mixed), weights_of(without)))
 

@@ -157,7 +157,7 @@ def test_a_skipped_step_does_not_enter_an_average(kind):
     count, module = Count(), Skips()
     trainer = make_trainer({"epochs": 1, "batch_size": 2}, callbacks=[average, count])
     trainer.fit(module, make_points(10), make_points(2))
-    assert trainer.state.skipped_updates == 2
+    assert trainer.state.skipped_steps == 2
     assert (len(count.weights), average.num_averaged) == (5, 3)
     stepped = [count.weights[0], *count.weights[3:]]
     torch.manual_seed(0)

@@ -292,7 +292,7 @@ QUESTIONS_LEFT = {
     "sharded_tensors.py": 5,
     "checkpoint/contents.py": 2,
     "checkpoint/state_dicts.py": 3,
-    "checkpoint/trial.py": 1,
+    "checkpoint/preflight.py": 1,
     "optimization/stepper.py": 1,
     "precision.py": 1,
     "trainer/standalone_evaluation.py": 1,

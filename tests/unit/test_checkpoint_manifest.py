@@ -50,7 +50,7 @@ def test_a_complete_checkpoint_is_read_with_all_that_was_said_about_it(folder):
 
 def test_the_manifest_can_be_checked_without_accmt(folder):
     content = json.loads((folder / "manifest.json").read_text())
-    assert content["version"] == 1
+    assert content["version"] == 2
     for name, entry in content["files"].items():
         data = (folder / name).read_bytes()
         assert entry == {"size": len(data), "xxh3_64": xxhash.xxh3_64_hexdigest(data)}
@@ -129,20 +129,20 @@ def test_no_flipped_byte_of_the_manifest_changes_what_is_read(folder):
 
 
 def test_a_manifest_of_a_future_version_says_which_accmt_reads_it(folder):
-    write_version(folder, 2, versions={"accmt": "9.1.0"}, files="in another form")
-    told = r"(?s)format 2, written by accmt 9\.1\.0.*install accmt 9\.1\.0"
+    write_version(folder, 3, versions={"accmt": "9.1.0"}, files="in another form")
+    told = r"(?s)format 3, written by accmt 9\.1\.0.*install accmt 9\.1\.0"
     with pytest.raises(CheckpointError, match=told) as raised:
         read_checkpoint(folder)
     assert not isinstance(raised.value, CheckpointCorruptError)
-    write_version(folder, 3, versions=None)
-    with pytest.raises(CheckpointError, match=r"format 3, written by accmt \?"):
+    write_version(folder, 4, versions=None)
+    with pytest.raises(CheckpointError, match=r"format 4, written by accmt \?"):
         read_checkpoint(folder)
 
 
 @pytest.mark.parametrize("more", [{"unknown": 1}, {"files": []}, {"files": {"a": {"size": 1}}}])
 def test_a_manifest_of_this_version_with_other_entries_is_damaged(folder, more):
-    write_version(folder, 1, **more)
-    with pytest.raises(CheckpointCorruptError, match="the entries of format 1"):
+    write_version(folder, 2, **more)
+    with pytest.raises(CheckpointCorruptError, match="the entries of format 2"):
         read_checkpoint(folder)
 
 

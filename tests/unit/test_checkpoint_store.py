@@ -249,9 +249,9 @@ def test_an_explicit_path_to_a_damaged_checkpoint_is_an_error(tmp_path):
 def test_a_newest_checkpoint_of_a_future_version_is_neither_used_nor_skipped(tmp_path):
     for step in (1, 2):
         save(tmp_path, step, max_checkpoints=2)
-    write_version(tmp_path / "step-00000002", 2)
+    write_version(tmp_path / "step-00000002", 3)
     for look in (CheckpointStore(tmp_path).newest, lambda: CheckpointStore(tmp_path).find(tmp_path / "step-00000002")):
-        with pytest.raises(CheckpointError, match="format 2, written by accmt"):
+        with pytest.raises(CheckpointError, match="format 3, written by accmt"):
             look()
     save(tmp_path, 3)
     assert (tmp_path / "step-00000002").exists()

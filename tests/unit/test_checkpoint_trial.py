@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW
 
 from accmt import Callback
 from accmt.checkpoint.contents import StateCollector, load_state
-from accmt.checkpoint.trial import try_model, try_optimizer
+from accmt.checkpoint.preflight import try_model, try_optimizer
 from accmt.engine.base import move
 from accmt.errors import CheckpointError, ModuleContractError, WeightsError
 from tests.checkpoints import save_state
@@ -152,7 +152,7 @@ def test_models_whose_state_comes_back_pass_and_are_as_they_were():
 
 
 def test_frozen_weights_beyond_the_room_are_not_copied(monkeypatch):
-    monkeypatch.setattr("accmt.checkpoint.trial._ROOM", 0)
+    monkeypatch.setattr("accmt.checkpoint.preflight._ROOM", 0)
     model = Deaf()
     model.weight.requires_grad_(requires_grad=False)
     with pytest.raises(CheckpointError, match="bias") as caught:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accmt.data.packing import DocumentPacker, count_targets, pack_by_tokens
-from accmt.data.token_cut import TokenBudget
+from accmt.data.token_budget import TokenBudget
 from accmt.errors import DataError
 from tests.tables import each
 

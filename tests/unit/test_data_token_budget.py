@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accmt.data.lengths import find_length
-from accmt.data.token_cut import TokenBudget, cut_by_tokens, padded_tokens
+from accmt.data.token_budget import TokenBudget, cut_by_tokens, padded_tokens
 from accmt.errors import DataError
 from tests.tables import each
 

@@ -38,7 +38,7 @@ def test_what_cannot_be_read_is_left_out_counted_and_logged(workers, caplog):
         trainer, module = fit(Unreadable(8, {1, 4, 5}), log_every=2, dataloader_num_workers=workers)
     assert module.seen == [[0.0], [2.0, 3.0], [6.0, 7.0]]
     state = trainer.state
-    assert (state.global_step, state.skipped_updates, state.samples_seen, state.bad_samples) == (3, 1, 5, 3)
+    assert (state.global_step, state.skipped_steps, state.samples_seen, state.bad_samples) == (3, 1, 5, 3)
     assert logged(trainer, "bad_samples") == [(2, 1.0), (3, 3.0)]
     assert logged(trainer, "train_loss") == [(2, pytest.approx(5 / 3)), (3, 6.5)]
     assert [record.message for record in caplog.records] == [

@@ -160,7 +160,7 @@ def test_skip_leaves_the_update_out_before_it_is_made(accumulation: int, tmp_pat
     window = 5 // accumulation
     expected = train_by_hand(data, {(0, window), (1, window)}, accumulation)
     assert_equal_weights(module.model, expected)
-    assert trainer.state.skipped_updates == 2
+    assert trainer.state.skipped_steps == 2
     assert trainer.state.global_step == 2 * (12 // accumulation) - 2
     assert trainer.state.samples_seen == 2 * SAMPLES
 
@@ -191,7 +191,7 @@ def test_skip_sees_gradients_that_are_not_finite_under_a_finite_loss(
         HPS, str(tmp_path / "model"), shuffle_train=False, log_every=4, failures={"on_nonfinite": "skip"}
     )
     trainer.fit(module, make_data({10: 99.0}))
-    assert trainer.state.skipped_updates == 2
+    assert trainer.state.skipped_steps == 2
     assert all(parameter.isfinite().all() for parameter in module.model.parameters())
     assert "the gradients of step 6 are not finite, though its losses are" in caplog.text
     assert caplog.text.count("is skipped") == 2, "once in each epoch"
@@ -210,7 +210,7 @@ def test_rollback_goes_on_as_if_the_update_had_never_been(every: str, accumulati
     )
     window = 5 // accumulation
     assert_equal_weights(module.model, train_by_hand(data, {(0, window), (1, window)}, accumulation))
-    assert trainer.state.skipped_updates == 2
+    assert trainer.state.skipped_steps == 2
     assert trainer.state.finished
 
 
@@ -236,7 +236,7 @@ def test_rollbacks_to_ever_newer_checkpoints_end_no_run(tmp_path: Any) -> None:
     data = make_data(dict.fromkeys(range(0, SAMPLES, 4), NO_LOSS))  # every second update
     trainer, module = train(data, tmp_path, failures={"on_nonfinite": "rollback"}, checkpoint_every="1 step")
     bad = {(epoch, number) for epoch in range(2) for number in range(0, 12, 2)}
-    assert trainer.state.skipped_updates == len(bad) > MAX_ROLLBACKS
+    assert trainer.state.skipped_steps == len(bad) > MAX_ROLLBACKS
     assert_equal_weights(module.model, train_by_hand(data, bad))
 
 
@@ -264,7 +264,7 @@ def test_a_batch_of_weight_0_may_have_a_loss_that_is_not_finite(tmp_path: Any) -
 
     trainer = make_trainer(HPS, str(tmp_path / "model"), shuffle_train=False, log_every=4)
     trainer.fit(Masked(), make_data({10: NO_LOSS, 11: NO_LOSS}))
-    assert trainer.state.skipped_updates == 2
+    assert trainer.state.skipped_steps == 2
 
 
 @pytest.mark.parametrize(("index", "count", "found"), [(0, 2, 1), (1, 2, 0), (0, 3, 0)])
@@ -284,7 +284,7 @@ def test_ordinary_losses_are_no_spikes(tmp_path: Any) -> None:
     trainer, _ = train(
         make_data({}), tmp_path, failures={"on_nonfinite": "skip", "spike_guard": 8.0}, hps={"epochs": 8}
     )
-    assert trainer.state.skipped_updates == 0
+    assert trainer.state.skipped_steps == 0
 
 
 @pytest.mark.parametrize("reaction", ["skip", "rollback"])
@@ -302,7 +302,7 @@ def test_a_spike_after_enough_losses_is_left_out(reaction: str, tmp_path: Any) -
         checkpoint_every="2 steps",
     )
     trainer.fit(module, TensorDataset(inputs, targets))
-    assert trainer.state.skipped_updates == 1
+    assert trainer.state.skipped_steps == 1
     assert module.model.weight.abs().max() < 2
 
 

@@ -275,7 +275,7 @@ def test_subclasses_replace_backward_step_and_zero_grad():
         verbose=False,
     )
     state = trainer.fit(module, make_points())
-    assert (trainer.backwards, trainer.zeroed, state.global_step, state.skipped_updates) == (4, 4, 0, 4)
+    assert (trainer.backwards, trainer.zeroed, state.global_step, state.skipped_steps) == (4, 4, 0, 4)
     assert trainer.run.scheduler.get_last_lr() == [0.1]
     assert torch.equal(module.model.weight, before)
 

@@ -189,7 +189,7 @@ def test_a_row_without_a_target_changes_nothing(tmp_path: Path) -> None:
     recorder = run(tmp_path, module, data=data, shuffle_train=False)
     assert len(recorder.gradients) == 1  # of the second step: nothing was to be learned from the first
     assert recorder.gradients[0].isfinite().all()
-    assert recorder.state_after.skipped_updates == 1
+    assert recorder.state_after.skipped_steps == 1
     model = build("llama")
     recorder = run(tmp_path / "weighted", HuggingFaceModule(model), data=data, shuffle_train=False)
     assert len(recorder.gradients) == 1

@@ -85,8 +85,8 @@ def test_a_collate_function_that_the_user_registers_for_tensors_is_used(monkeypa
 def test_of_options_that_stand_together_the_file_holds_what_it_can(tmp_path: Path) -> None:
     from accmt.saving.model_folder import write_trainer_config
 
-    options = {"means": {"m": ["a"]}, "further": lambda values: {}, "report_all": True}
+    options = {"averages": {"m": ["a"]}, "derived": lambda values: {}, "report_all": True}
     write_trainer_config(tmp_path, {"hps_config": {}, "metric_options": options})
     written = (tmp_path / "trainer_config.json").read_text()
     assert '"report_all": true' in written
-    assert "further" not in written
+    assert "derived" not in written

@@ -54,9 +54,9 @@ def test_an_update_that_the_scaler_skips_advances_nothing_and_is_counted():
             return loss * float("inf") if self.state.batch_iteration == 2 else loss
 
     module, trainer, state, _ = train(Overflowing(), accelerator=make_accelerator())
-    assert (state.global_step, state.skipped_updates, state.batch_iteration, state.samples_seen) == (7, 1, 8, 16)
+    assert (state.global_step, state.skipped_steps, state.batch_iteration, state.samples_seen) == (7, 1, 8, 16)
     assert module.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**7)
-    assert logged(trainer, "skipped_updates")[-1] == (7, 1.0)
+    assert logged(trainer, "skipped_steps")[-1] == (7, 1.0)
     assert trainer.run.accelerator.scaler.get_scale() == 512.0
     assert torch.isfinite(module.model.weight).all()
 
@@ -68,7 +68,7 @@ def test_a_window_that_weighs_nothing_leaves_the_scaler_usable():
             return {"loss": self.step(batch), "weight": float(self.state.batch_iteration != 1)}
 
     module, _, state, _ = train(Weightless(), accelerator=make_accelerator())
-    assert (state.global_step, state.skipped_updates) == (7, 1)
+    assert (state.global_step, state.skipped_steps) == (7, 1)
     assert isinstance(module.model, nn.Linear)
 
 
@@ -80,6 +80,6 @@ def test_a_window_without_any_gradient_is_skipped(weightless: int):
             return {"loss": self.step(batch), "weight": float(self.state.batch_iteration // 2 != weightless)}
 
     module, trainer, state, _ = train(Weightless(), accelerator=make_accelerator(), grad_accumulation_steps=2)
-    assert (state.global_step, state.skipped_updates) == (3, 1)
+    assert (state.global_step, state.skipped_steps) == (3, 1)
     assert trainer.run.accelerator.scaler.get_scale() == 1024.0
     assert torch.isfinite(module.model.weight).all()

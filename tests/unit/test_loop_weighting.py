@@ -44,9 +44,9 @@ def test_a_window_that_weighs_nothing_is_skipped_and_counted(accumulation: int):
         shuffle_train=False,
     )
     state = trainer.fit(module, Numbers([1, 2, 3, 4]))
-    assert (state.global_step, state.skipped_updates, state.samples_seen) == (2 // accumulation, 2 // accumulation, 4)
+    assert (state.global_step, state.skipped_steps, state.samples_seen) == (2 // accumulation, 2 // accumulation, 4)
     assert module.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.1**state.global_step)
-    assert logged(trainer, "skipped_updates")[-1][1] == state.skipped_updates
+    assert logged(trainer, "skipped_steps")[-1][1] == state.skipped_steps
 
 
 def test_weights_for_some_batches_only_are_refused():
@@ -147,7 +147,7 @@ def test_a_weight_on_a_device_is_waited_for_behind_the_forward_pass_and_not_behi
 def test_a_window_whose_weights_on_a_device_are_0_is_skipped(monkeypatch):
     queue = _Queue(monkeypatch, weights_are_there=True)
     _, state = train_weighted(queue, lambda batch: float(batch[0] in (2, 5)))
-    assert (state.global_step, state.skipped_updates) == (1, 1)
+    assert (state.global_step, state.skipped_steps) == (1, 1)
 
 
 @pytest.mark.parametrize("weight", [float("nan"), -1.0, float("inf")])

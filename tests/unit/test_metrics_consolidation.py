@@ -31,7 +31,7 @@ def starts_with_mean(name):
 
 
 def fit(means, *, sets=SETS, epochs=1, metrics=None, options=None, **settings):
-    options = {"means": means, **(options or {})}
+    options = {"averages": means, **(options or {})}
     trainer = make_trainer({"epochs": epochs}, metrics=metrics or [Mean("mean")], metric_options=options, **settings)
     trainer.fit(OfSets(), Numbers(4), sets)
     return trainer
@@ -66,7 +66,7 @@ def test_a_function_of_all_their_values_gives_further_results():
         return {"lowest": min(values["average"]), "highest": torch.tensor(max(values["germanic"]))}
 
     choices = {"average": starts_with_mean, "germanic": ["mean__en", "mean__de"]}
-    trainer = fit(choices, options={"further": lowest})
+    trainer = fit(choices, options={"derived": lowest})
     found = {name: trainer.state.metrics[name] for name in ("germanic", "lowest", "highest")}
     assert found == {"germanic": 4.0, "lowest": 0.0, "highest": 6.0}
     assert logged(trainer, "lowest") == [(2, 0.0)]
@@ -87,7 +87,7 @@ def test_models_are_saved_and_runs_end_by_it():
             return {"loss": batch.mean(), "mean": (mean, mean), "count": 1.0}
 
     told = {"model_saving": "best_average", "patience": {"average": 2}, "metrics": [Mean("mean")]}
-    trainer = make_trainer({"epochs": 5}, metric_options={"means": {"average": starts_with_mean}}, **told)
+    trainer = make_trainer({"epochs": 5}, metric_options={"averages": {"average": starts_with_mean}}, **told)
     trainer.fit(Changing(), Numbers(4), SETS)
     assert trainer.state.best == {"best_average": 4.0}
     assert trainer.state.epoch == 4
@@ -126,7 +126,7 @@ def test_a_row_of_an_evaluation_inside_a_run_leaves_out_what_was_taken():
 
 
 def test_one_set_alone_and_a_run_without_any_are_no_error():
-    trainer = make_trainer(metrics=[Accuracy()], metric_options={"means": {"average": lambda name: True}})
+    trainer = make_trainer(metrics=[Accuracy()], metric_options={"averages": {"average": lambda name: True}})
     trainer.fit(Linear(), make_points())
     assert trainer.state.metrics == {}
     assert fit({"average": ["mean", "largest"]}, sets=Numbers([1, 3])).state.metrics["average"] == 2.5
@@ -144,7 +144,7 @@ def test_one_set_alone_and_a_run_without_any_are_no_error():
     ],
 )
 def test_what_is_not_there_surfaces_before_the_first_update(choice, message):
-    trainer = make_trainer(metrics=[Mean("mean")], metric_options={"means": {"average": choice}})
+    trainer = make_trainer(metrics=[Mean("mean")], metric_options={"averages": {"average": choice}})
     with pytest.raises(MetricError, match=message):
         trainer.fit(OfSets(), Numbers(4), SETS)
     assert trainer.state.global_step == 0
@@ -171,13 +171,13 @@ def test_what_has_no_direction_cannot_decide():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"metric_options": {"means": "mean"}}, "a dict"),
-        ({"metric_options": {"means": {"average": "mean"}}}, "a function of a result's name, or a list of names"),
-        ({"metric_options": {"means": {"average": []}}}, "a function of a result's name, or a list of names"),
-        ({"metric_options": {"means": {"a__b": ["mean"]}}}, "a name without"),
-        ({"metric_options": {"means": {3: ["mean"]}}}, "a name without"),
-        ({"metric_options": {"further": max}}, r"a function of the values of"),
-        ({"metric_options": {"further": 3, "means": {"a": ["b"]}}}, "a function of the values"),
+        ({"metric_options": {"averages": "mean"}}, "a dict"),
+        ({"metric_options": {"averages": {"average": "mean"}}}, "a function of a result's name, or a list of names"),
+        ({"metric_options": {"averages": {"average": []}}}, "a function of a result's name, or a list of names"),
+        ({"metric_options": {"averages": {"a__b": ["mean"]}}}, "a name without"),
+        ({"metric_options": {"averages": {3: ["mean"]}}}, "a name without"),
+        ({"metric_options": {"derived": max}}, r"a function of the values of"),
+        ({"metric_options": {"derived": 3, "averages": {"a": ["b"]}}}, "a function of the values"),
         ({"metric_options": {"gather_chunk_size": "32"}}, "bytes, or a number with KB, MB, GB or TB"),
         ({"metric_options": {"gather_chunk_size": 0}}, "a whole number from 1"),
         ({"metric_options": {"report_all": "no"}}, "True or False"),
@@ -190,7 +190,7 @@ def test_settings_that_cannot_be_are_rejected(settings, message):
 
 def test_a_rule_with_an_unknown_name_is_rejected_when_the_trainer_is_made():
     with pytest.raises(ArgumentError, match=r"'best_average'[\s\S]*did you mean 'best_average'"):
-        make_trainer(metric_options={"means": {"average": starts_with_mean}}, model_saving="best_avrage")
+        make_trainer(metric_options={"averages": {"average": starts_with_mean}}, model_saving="best_avrage")
 
 
 @pytest.mark.parametrize("made", [3.0, {"lowest": torch.ones(2)}, {"lowest": "low"}, None])

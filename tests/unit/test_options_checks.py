@@ -303,7 +303,7 @@ def test_settings_cannot_be_changed_afterwards():
 
 AS_OBJECTS = [
     ("failures", Failures(on_nonfinite="skip", hang_timeout_s=60), {"on_nonfinite": "skip", "hang_timeout_s": 60}),
-    ("metric_options", MetricOptions(means={"all": ["a"]}, gather_chunk_size=None), None),
+    ("metric_options", MetricOptions(averages={"all": ["a"]}, gather_chunk_size=None), None),
     ("torch_flags", TorchFlags(deterministic="warn"), {"deterministic": "warn"}),
     ("tracker_delivery", Delivery(offline=False), {"offline": False}),
     ("parallelism", ParallelismOptions(shard=2, replicate=1), {"shard": 2, "replicate": 1}),
@@ -320,7 +320,7 @@ AS_OBJECTS = [
 @pytest.mark.parametrize(("name", "value", "written"), AS_OBJECTS, ids=[name for name, *_ in AS_OBJECTS])
 def test_an_argument_with_parts_is_an_object_or_a_dict_of_them(name, value, written):
     trainer = Trainer(HPS, "out", **{name: value})
-    written = {"means": {"all": ["a"]}, "gather_chunk_size": None} if written is None else written
+    written = {"averages": {"all": ["a"]}, "gather_chunk_size": None} if written is None else written
     assert trainer.config()[name] == written
     assert Trainer(HPS, "out", **{name: written}).settings == trainer.settings
     assert Trainer.from_config(trainer.config()).settings == trainer.settings
@@ -345,7 +345,7 @@ def test_what_is_wrong_in_an_object_is_told_where_it_is_made():
         (lambda: ParallelismOptions(fsdp=False), "ParallelismOptions(fsdp=...)", "arguments of FSDP2 by name"),
         (lambda: Delivery(flush_s=-1), "Delivery(flush_s=...)", "seconds from 0"),
         (lambda: TorchFlags(deterministic="no"), "TorchFlags(deterministic=...)", "one of True, False, 'warn'"),
-        (lambda: MetricOptions(further=print), "MetricOptions(further=...)", 'values of "means"'),
+        (lambda: MetricOptions(derived=print), "MetricOptions(derived=...)", 'values of "averages"'),
     ]:
         with pytest.raises(ArgumentError) as caught:
             make()

@@ -8,7 +8,7 @@ import pytest
 
 from accmt import Trainer
 from accmt.addons.hints.table import FOREIGN
-from accmt.errors import ArgumentError, HyperParameterError, SeveralFaultsError, UnknownArgumentError
+from accmt.errors import ArgumentError, CombinedError, HyperParameterError, UnknownArgumentError
 from accmt.options.settings import check_keywords
 from tests.toys import HPS
 
@@ -61,7 +61,7 @@ def test_nothing_is_wrong_with_no_keyword_or_with_those_of_a_tracker():
 
 @pytest.mark.feature("A56")
 def test_faults_in_arguments_and_hyper_parameters_are_told_together():
-    with pytest.raises(SeveralFaultsError) as caught:
+    with pytest.raises(CombinedError) as caught:
         Trainer({**HPS, "epochs": -2, "batch_size": 0}, "out", max_epochs=3, log_every=0, seed="x")
     assert isinstance(caught.value, HyperParameterError)
     assert isinstance(caught.value, ArgumentError)

@@ -32,7 +32,7 @@ def test_counters_after_two_epochs():
         "epoch_step": 0,
         "batch_iteration": 10,
         "global_step": 6,
-        "skipped_updates": 0,
+        "skipped_steps": 0,
         "samples_seen": 20,
         "target_tokens_seen": 0,
         "bad_samples": 0,
@@ -63,7 +63,7 @@ def test_a_skipped_update_has_seen_its_samples_and_made_no_step():
     state = TrainingState()
     state.count_samples(4)
     state.count_step(is_skipped=True)
-    assert (state.global_step, state.epoch_step, state.skipped_updates, state.samples_seen) == (0, 0, 1, 4)
+    assert (state.global_step, state.epoch_step, state.skipped_steps, state.samples_seen) == (0, 0, 1, 4)
 
 
 @pytest.mark.feature("N38")

@@ -48,8 +48,8 @@ EXAMPLE = object()
 
 JOINED: Mapping[str, tuple[str, str]] = {
     **{f"limit_{stage}_batches": ("limit_batches", stage) for stage in ("train", "val", "test", "predict")},
-    "consolidate_metrics": ("metric_options", "means"),
-    "additional_metric_consolidation": ("metric_options", "further"),
+    "consolidate_metrics": ("metric_options", "averages"),
+    "additional_metric_consolidation": ("metric_options", "derived"),
     "report_all_metrics": ("metric_options", "report_all"),
     "gather_chunk_size": ("metric_options", "gather_chunk_size"),
     **{name: ("failures", name) for name in (field.name for field in fields(Failures))},

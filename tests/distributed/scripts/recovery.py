@@ -66,7 +66,7 @@ def run(folder: Path, *, module: Network, has_bad_sample: bool, hps: dict[str, A
     return {
         **outcome,
         "weights": [value for part in weights for value in part],
-        **{name: counters[name] for name in ("global_step", "skipped_updates", "samples_seen", "epoch")},
+        **{name: counters[name] for name in ("global_step", "skipped_steps", "samples_seen", "epoch")},
         "micro_batch": trainer.train_step_batch_size,
     }
 

@@ -284,7 +284,7 @@ class SkipsNothing(Texts):
 def guarded(folder: Path) -> Any:
     module = SkipsNothing()
     outcome = fit(module, folder, failures={"on_nonfinite": "skip"})
-    return {"norms": outcome["norms"], "weights": weights_of(module), "skipped": module.state.skipped_updates}
+    return {"norms": outcome["norms"], "weights": weights_of(module), "skipped": module.state.skipped_steps}
 
 
 def half(folder: Path) -> Any:

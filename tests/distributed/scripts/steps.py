@@ -149,7 +149,7 @@ def leave_out() -> list[Any]:
     state = trainer.fit(module := Leaving(), Numbers(values))
     weights = torch.cat([weight.detach().flatten() for weight in module.model.parameters()]).tolist()
     row = logged(trainer, "skipped_batches")[-1:] if is_main_process() else []
-    return [weights, state.skipped_batches, state.skipped_updates, state.samples_seen, row]
+    return [weights, state.skipped_batches, state.skipped_steps, state.samples_seen, row]
 
 
 def draw() -> list[float]:
