@@ -171,12 +171,12 @@ class Clock:
     def __init__(self, limit_s: float | None = None) -> None:
         self._limit_s = limit_s
         self._before_s = 0.0
-        self._began = time.monotonic()
+        self._began = time.perf_counter()
 
     @property
     def elapsed_s(self) -> float:
         """Seconds so far, those before an interruption included."""
-        return self._before_s + time.monotonic() - self._began
+        return self._before_s + time.perf_counter() - self._began
 
     @property
     def is_used_up(self) -> bool:
@@ -184,10 +184,10 @@ class Clock:
         return self._limit_s is not None and self.elapsed_s >= self._limit_s
 
     def state_dict(self) -> dict[str, float]:
-        return {"elapsed_s": self._before_s + time.monotonic() - self._began}
+        return {"elapsed_s": self._before_s + time.perf_counter() - self._began}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self._before_s, self._began = state["elapsed_s"], time.monotonic()
+        self._before_s, self._began = state["elapsed_s"], time.perf_counter()
 
 
 # ---- Signals that ask a run to end: handled in the main thread during a run, and left as they were after it.

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -272,7 +273,8 @@ def test_a_second_ctrl_c_leaves_at_once(monkeypatch, capfd):
 def test_a_ctrl_c_that_a_launcher_sends_on_is_the_same_one(monkeypatch, again_after_s, is_same):
     """The terminal sends it to every process of its group; a launcher sends it on to its own: each gets it twice."""
     times = iter([100.0, 100.0 + again_after_s])
-    monkeypatch.setattr("accmt.failures.interruption.time", SimpleNamespace(monotonic=lambda: next(times)))
+    clocks = SimpleNamespace(monotonic=lambda: next(times), perf_counter=time.perf_counter)
+    monkeypatch.setattr("accmt.failures.interruption.time", clocks)
     twice = SignalAt("on_before_training_step", 2, signal.SIGINT, signal.SIGINT)
     trainer = make("out/m", checkpoint_every="100 epochs", callbacks=[twice])
     with pytest.raises(KeyboardInterrupt):
