@@ -373,7 +373,9 @@ def test_the_time_of_a_run_goes_on_counting_when_it_continues(caplog):
 def test_the_time_before_an_interruption_counts_towards_the_longest_time(monkeypatch):
     """Each update takes a second: after four, three more are left of seven."""
     clock = Ticks()
-    monkeypatch.setattr("accmt.failures.interruption.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(
+        "accmt.failures.interruption.time", SimpleNamespace(perf_counter=clock, monotonic=time.monotonic)
+    )
 
     class Second(Callback):
         def on_before_optimizer_step(self):
