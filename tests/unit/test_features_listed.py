@@ -1,4 +1,4 @@
-"""`docs/features.md` names exactly the capabilities that tests show."""
+"""`tests/features.md` names exactly the capabilities that tests show."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def marked_features() -> dict[str, set[str]]:
 
 def listed_features() -> list[tuple[str, str, str]]:
     """Return the rows of the page: id, what it is, where it lives."""
-    return ROW.findall((ROOT / "docs" / "features.md").read_text(encoding="utf-8"))
+    return ROW.findall((ROOT / "tests" / "features.md").read_text(encoding="utf-8"))
 
 
 def test_the_page_lists_what_tests_show_and_nothing_else():
