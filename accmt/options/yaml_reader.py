@@ -9,9 +9,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import TYPE_CHECKING, Any
 
 from accmt.errors import (
     HyperParameterError,
@@ -23,6 +21,9 @@ from accmt.errors import (
 )
 from accmt.options.checks import number_in, read_numbers
 from accmt.registry import addon
+
+if TYPE_CHECKING:
+    import yaml
 
 # ---- Hyper-parameters as they were written: their names, the place of each key, what is wrong there and how it is
 # said.
@@ -169,6 +170,8 @@ def read_document(source: object) -> Document:
 
 
 def _read_file(path: Path) -> Document:
+    import yaml
+
     name = str(path)
     text = _read_text(path)
     if path.suffix == ".json":
@@ -256,12 +259,19 @@ def _below_hps(fault: Fault) -> Fault:
     return Fault(path, fault.got, fault.expected, fault.do, fault.line)
 
 
-class _Loader(yaml.SafeLoader):
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Merge what `<<` names; each key stays once, or merges of merges would grow without bound."""
-        super().flatten_mapping(node)
-        pairs = {key.value if isinstance(key, yaml.ScalarNode) else id(key): (key, value) for key, value in node.value}
-        node.value = list(pairs.values())
+def _make_loader(text: str) -> yaml.SafeLoader:
+    import yaml  # not at the top: importing accmt loads no package that torch does not load
+
+    class Loader(yaml.SafeLoader):
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            """Merge what `<<` names; each key stays once, or merges of merges would grow without bound."""
+            super().flatten_mapping(node)
+            pairs = {
+                key.value if isinstance(key, yaml.ScalarNode) else id(key): (key, value) for key, value in node.value
+            }
+            node.value = list(pairs.values())
+
+    return Loader(text)
 
 
 class _NodeReader:
@@ -276,7 +286,7 @@ class _NodeReader:
         self._num_repeated = 0
 
     def read_root(self) -> Any:
-        self._loader = _Loader(self._text)
+        self._loader = _make_loader(self._text)
         try:
             node = self._loader.get_single_node()
             return None if node is None else self._read(node, ())
@@ -284,6 +294,8 @@ class _NodeReader:
             self._loader.dispose()
 
     def _read(self, node: yaml.Node, path: KeyPath) -> Any:
+        import yaml
+
         self.lines.setdefault(path, _line(node))
         self._count(node)
         if isinstance(node, yaml.MappingNode):
@@ -305,6 +317,8 @@ class _NodeReader:
             raise _fault(node, f"aliases that repeat more than {_MAX_REPEATED:,} values", "use fewer aliases (*name)")
 
     def _read_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        import yaml
+
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise _fault(key_node, "a key that is a list or a mapping", "write each key as a single word")
@@ -330,6 +344,8 @@ class _NodeReader:
 
 
 def _fault(node: yaml.Node, got: str, do: str) -> yaml.MarkedYAMLError:
+    import yaml
+
     return yaml.MarkedYAMLError(problem=got, problem_mark=node.start_mark, note=do)
 
 

@@ -13,8 +13,6 @@ from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any
 
-import yaml
-
 from accmt.errors import SavingError, explain
 from accmt.files import (
     LOCK_NAME,
@@ -213,6 +211,8 @@ def write_model_card(folder: Path, *, head: Mapping[str, Any], sections: Mapping
 
     Processes: main only.
     """
+    import yaml
+
     parts = [f"---\n{yaml.safe_dump(hide(dict(head)), sort_keys=False)}---", CARD_MARK, f"# {_name(folder)}"]
     parts += [f"## {heading}\n\n{_write_section(hide(content))}" for heading, content in sections.items() if content]
     return _replace_own(folder / CARD_NAME, CARD_MARK, hide_text("\n\n".join(parts) + "\n"))
@@ -225,6 +225,8 @@ def write_hps(folder: Path, hps: Mapping[str, Any]) -> bool:
 
     Processes: main only.
     """
+    import yaml
+
     text = yaml.safe_dump(hide(dict(hps), leave_out=True), sort_keys=False)
     return _replace_own(folder / HPS_NAME, HPS_MARK, f"{HPS_MARK}\n{text}")
 
