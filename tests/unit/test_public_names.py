@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +30,6 @@ def test_dir_lists_all_public_names():
 
 def test_public_names_for_type_checkers_are_those_at_run_time():
     import ast
-    from pathlib import Path
 
     tree = ast.parse(Path(accmt.__file__).read_text())
     block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
@@ -55,6 +56,7 @@ def test_seed_everything_is_set_seed():
 
 BARE = """
 import sys
+from pathlib import Path
 before = set(sys.modules)
 import accmt
 new = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
@@ -86,6 +88,7 @@ assert not accelerate.state.PartialState._shared_state and not accelerate.state.
 
 QUICK = """
 import sys
+from pathlib import Path
 import torch
 before = set(sys.modules)
 from accmt import AcceleratorModule, Trainer
@@ -101,9 +104,12 @@ assert others == {"accmt"}, others
     "code", [BARE, QUICK, NO_EFFECT], ids=["nothing is loaded", "only accmt is loaded", "nothing is changed"]
 )
 def test_importing_has_no_effect(tmp_path, code):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(accmt.__file__).parents[1]),
+    }  # this checkout, also where another one is installed
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
     assert list(tmp_path.iterdir()) == []
 
