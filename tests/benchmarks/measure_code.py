@@ -1,21 +1,21 @@
-"""Measures the source: lines and files by room, large files and functions, circles of imports.
+"""Measures the source: files and lines by package, private functions called once, import cycles.
 
     python tests/benchmarks/measure_code.py
 
-Imports for type checkers count too, for a reader follows them.
+Imports for type checkers count too: a reader follows them.
 """
 
 from __future__ import annotations
 
 import ast
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
-LARGE_FILE, LONG_FUNCTION = 500, 40
 
 
 def read_modules() -> dict[str, ast.Module]:
@@ -25,7 +25,7 @@ def read_modules() -> dict[str, ast.Module]:
     return {names[file]: ast.parse(file.read_text()) for file in files}
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     return module.split(".")[1] if "." in module else "accmt"
 
 
@@ -49,47 +49,46 @@ def imports_of(tree: ast.Module, modules: dict[str, ast.Module]) -> set[str]:
     return {f"{module}.{name}" if f"{module}.{name}" in modules else module for module, name in names} & set(modules)
 
 
-def find_circles(imports: dict[str, set[str]]) -> list[set[str]]:
+def find_cycles(imports: dict[str, set[str]]) -> list[set[str]]:
     """Return the groups of modules that import one another, largest first."""
-    imports, circles = {module: set(others) for module, others in imports.items()}, {}
+    imports, cycles = {module: set(others) for module, others in imports.items()}, {}
     while True:
         try:
             tuple(TopologicalSorter(imports).static_order())
         except CycleError as error:  # which names one way round; it becomes a single node, and we look again
             group = set(error.args[1])
-            node = f"circle {len(circles)} of {min(group)}"
-            circles[node] = set().union(*(circles.pop(member, {member}) for member in group))
+            node = f"cycle {len(cycles)} of {min(group)}"
+            cycles[node] = set().union(*(cycles.pop(member, {member}) for member in group))
             imports = {name: {node if other in group else other for other in imports[name]} for name in imports}
             imports[node] = set().union(*(imports.pop(member) for member in group)) - {node}
         else:
-            return sorted(circles.values(), key=len, reverse=True)
+            return sorted(cycles.values(), key=len, reverse=True)
 
 
-def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    body = function.body[1:] if ast.get_docstring(function, clean=False) is not None else function.body
-    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+def called_once(trees: Iterable[ast.Module]) -> tuple[int, int]:
+    """Return how many private functions are used exactly once, and the number of all functions."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    uses = Counter(node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") for node in nodes)
+    names = [node.name for node in nodes if isinstance(node, FUNCTIONS)]
+    private = [name for name in names if name.startswith("_") and not name.startswith("__")]
+    return sum(uses[name] == 1 for name in private), len(names)
 
 
 def main() -> None:
     """Print the figures."""
     modules = read_modules()
-    rooms: dict[str, Counter[str]] = defaultdict(Counter)
+    packages: dict[str, Counter[str]] = defaultdict(Counter)
     for module, tree in modules.items():
-        rooms[room_of(module)].update(files=1, lines=len(lines_of(module)), code=count_code(module, tree))
-    total = sum(rooms.values(), Counter())
-    print("| room | files | lines | code |\n|---|---|---|---|")
-    for room, counts in sorted(rooms.items(), key=lambda item: -item[1]["lines"]):
-        print(f"| {room} | {counts['files']} | {counts['lines']:,} | {counts['code']:,} |")
+        packages[package_of(module)].update(files=1, lines=len(lines_of(module)), code=count_code(module, tree))
+    total = sum(packages.values(), Counter())
+    print("| package | files | lines | code |\n|---|---|---|---|")
+    for package, counts in sorted(packages.items(), key=lambda item: -item[1]["lines"]):
+        print(f"| {package} | {counts['files']} | {counts['lines']:,} | {counts['code']:,} |")
     print(f"| all | {total['files']} | {total['lines']:,} | {total['code']:,} |\n")
-    largest = max(modules, key=lambda module: len(lines_of(module)))
-    functions = [node for tree in modules.values() for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
-    names = Counter(file.name for file in (ROOT / "accmt").rglob("*.py") if file.stem != "__init__")
-    circles = find_circles({module: imports_of(tree, modules) - {module} for module, tree in modules.items()})
-    print(f"largest file: {largest}, {len(lines_of(largest))} lines")
-    print(f"files over {LARGE_FILE} lines: {sum(len(lines_of(module)) > LARGE_FILE for module in modules)}")
-    print(f"functions over {LONG_FUNCTION} lines: {sum(body_lines(node) > LONG_FUNCTION for node in functions)}")
-    print(f"files that share their name: {sum(count for count in names.values() if count > 1)}")
-    print(f"circles of imports: {[len(circle) for circle in circles]}")
+    cycles = find_cycles({module: imports_of(tree, modules) - {module} for module, tree in modules.items()})
+    once, functions = called_once(modules.values())
+    print(f"private functions called once: {once} of {functions} functions ({once / functions:.1%})")
+    print(f"import cycles: {[len(cycle) for cycle in cycles]}")
 
 
 if __name__ == "__main__":

@@ -270,8 +270,8 @@ def test_the_table_of_errors_is_the_real_one():
     }
 
 
-def test_the_table_of_rooms_is_the_real_one():
-    rows = read_table(read_section(DOCS / "architecture.md", "Rooms and layers"))
+def test_the_table_of_packages_is_the_real_one():
+    rows = read_table(read_section(DOCS / "architecture.md", "Packages and layers"))
     rooms = {path for path in (ROOT / "accmt").iterdir() if path.name[:2] != "__" and path.suffix in ("", ".py")}
     assert {ROOT / room.strip("`") for _, room, _ in rows} == rooms
 
