@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,9 @@ from accmt.sharded_tensors import is_dtensor
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+PRECISIONS = ("no", "fp16", "bf16")
+"""Those that Accelerate knows; other packages add some: the group `accmt.precisions`."""
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
 """Types in which weights are too coarse to add small updates to."""
@@ -63,9 +67,19 @@ def _raise(tensor: torch.Tensor) -> None:
         tensor.data = tensor.data.float()
 
 
+def use_autocast(accelerator: Accelerator, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let an Accelerator run steps in the context of a precision that another package adds."""
+    accelerator.autocast = context
+
+
+def is_reduced(accelerator: Accelerator) -> bool:
+    """Return whether steps run in a reduced precision."""
+    return accelerator.mixed_precision != "no" or "autocast" in vars(accelerator)
+
+
 def autocast(accelerator: Accelerator) -> AbstractContextManager[None]:
     """Return the context in which steps run: the mixed precision of the run, if any."""
-    if accelerator.mixed_precision == "no":
+    if not is_reduced(accelerator):
         return _AS_IT_IS
     context: AbstractContextManager[None] = accelerator.autocast()
     return context

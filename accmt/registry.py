@@ -22,6 +22,8 @@ EXTENSION_POINTS = (
     "accmt.monitored_values",
     "accmt.trackers",
     "accmt.checkpointers",
+    "accmt.engines",
+    "accmt.precisions",
 )
 """The groups in which other packages add something: docs/extending.md."""
 

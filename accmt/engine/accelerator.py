@@ -31,7 +31,9 @@ from accmt.libraries.private_names import share_other_precision, shared_state
 from accmt.libraries.versions import make_accelerator, require
 from accmt.messages import warn_once
 from accmt.options import RunningSettings
+from accmt.precision import PRECISIONS, use_autocast
 from accmt.processes import leave_process_group
+from accmt.registry import find
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -101,6 +103,8 @@ def build_accelerator(settings: RunningSettings) -> Accelerator:
             with _in_precision(arguments.get("mixed_precision")):
                 accelerator = _build(arguments, parallelism)
         accelerator.gradient_accumulation_steps = 1  # the environment may say otherwise; accumulation is the loop's
+    if settings.mixed_precision not in (None, *PRECISIONS):
+        use_autocast(accelerator, find("accmt.precisions", settings.mixed_precision))
     _check_loader_config(accelerator)
     _check_engine(accelerator)
     require_effect(accelerator, parallelism)
@@ -217,7 +221,8 @@ def _arguments(user_accelerator: Any, settings: RunningSettings) -> dict[str, An
     if settings.mixed_precision is not None:
         if arguments.get("mixed_precision", settings.mixed_precision) != settings.mixed_precision:
             _reject("mixed_precision", settings.mixed_precision, arguments["mixed_precision"])
-        arguments["mixed_precision"] = settings.mixed_precision
+        is_own = settings.mixed_precision in PRECISIONS
+        arguments["mixed_precision"] = settings.mixed_precision if is_own else "no"
     if settings.ddp_kwargs is not None:
         handlers = list(arguments.get("kwargs_handlers") or [])
         arguments["kwargs_handlers"] = [*handlers, DistributedDataParallelKwargs(**settings.ddp_kwargs)]
@@ -227,7 +232,8 @@ def _arguments(user_accelerator: Any, settings: RunningSettings) -> dict[str, An
 
 
 def _check_user_accelerator(accelerator: Accelerator, settings: RunningSettings) -> None:
-    if settings.mixed_precision not in (None, accelerator.mixed_precision):
+    expected = settings.mixed_precision if settings.mixed_precision in (None, *PRECISIONS) else "no"
+    if expected not in (None, accelerator.mixed_precision):
         _reject("mixed_precision", settings.mixed_precision, accelerator.mixed_precision)
     if settings.ddp_kwargs is not None:
         _reject("ddp_kwargs", settings.ddp_kwargs, "its own kwargs_handlers")

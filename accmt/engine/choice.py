@@ -12,6 +12,7 @@ from accmt.errors import ArgumentError, explain
 from accmt.module import AcceleratorModule
 from accmt.options import Settings
 from accmt.processes import share_batches
+from accmt.registry import find
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,6 +37,9 @@ def choose_engine(module: AcceleratorModule, accelerator: Accelerator, settings:
         got = f"data of its own for each process, {size} of which have to see the same: they hold one model"
         do = "leave shard_dataloaders out: every process passes the same data, which accmt shards"
         raise ArgumentError(explain("Trainer(shard_dataloaders=False)", got, "data that all processes share", do))
+    if settings.running.parallelism and settings.running.parallelism.engine:
+        added: type[Engine] = find("accmt.engines", settings.running.parallelism.engine)
+        return added(module, accelerator)
     if size > 1:
         return Split(module, accelerator)
     if accelerator.is_fsdp2 or is_sharded(module.model):

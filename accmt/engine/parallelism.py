@@ -75,7 +75,9 @@ def find_parallelism(settings: RunningSettings) -> Parallelism:
     if not isinstance(user, Mapping):
         user = {name: getattr(user.state, name, None) for name in _ARGUMENTS}
     _reject_not_built(user)
-    if settings.parallelism:
+    if settings.parallelism and settings.parallelism.engine:
+        found = Parallelism()  # an engine of another package spreads the model itself
+    elif settings.parallelism:
         _reject_two_places(user)
         found = _of_argument(settings.parallelism)
     else:

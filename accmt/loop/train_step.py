@@ -16,7 +16,7 @@ from accmt.loop.step_outputs import TrainingOutput, may_return_none, read_traini
 from accmt.loop.weighting import AccumulationWindow
 from accmt.messages import say_once
 from accmt.metrics.averages import Weight
-from accmt.precision import autocast
+from accmt.precision import autocast, is_reduced
 from accmt.processes import data_index, num_data_processes
 from accmt.run import Run, require_planned
 from accmt.state import Place
@@ -146,7 +146,7 @@ class AutomaticSteps:
         self._may_leave = any(keeps_apart() for keeps_apart in run.features.keeps_apart)
         self._may_meet = not (self._is_alone or self._may_leave)
         self._is_on_device = run.device.type != "cpu"
-        self._needs_context = run.accelerator.mixed_precision != "no" or not self._is_alone
+        self._needs_context = is_reduced(run.accelerator) or not self._is_alone
         self._check_backward = engine.first_backward_check()
         self._may_leave_out = may_return_none(run.module)
         self._calls: list[None] | None = None

@@ -23,7 +23,8 @@ from accmt.options.checks import (
     write_place,
 )
 from accmt.options.units import Unit, read_every, read_max_time
-from accmt.registry import addon
+from accmt.precision import PRECISIONS
+from accmt.registry import addon, names
 
 # ---- Checks the Trainer's arguments about device and precision.
 
@@ -34,7 +35,7 @@ def require_precision(value: Any) -> None:
     Raises:
         ArgumentError: No such precision; the message says what the one of another trainer is here.
     """
-    choices = (None, "no", "fp16", "bf16")
+    choices = (None, *PRECISIONS, *(() if value in (None, *PRECISIONS) else names("accmt.precisions")))
     if value in choices:
         return
     do = addon("hint_for_precision")(value)
@@ -124,16 +125,23 @@ class ParallelismOptions(Options):
         replicate: How many such groups there are, each with a model of its own; None is one.
         tp: Over how many processes the model is split by its plan for tensor parallelism; such processes share each
             batch. None does not split.
+        engine: Name of an engine that another package adds (entry-point group `accmt.engines`). It replaces the other
+            options.
     """
 
     fsdp: bool | Mapping[str, Any] = True
     shard: Annotated[int, partial(require_int, at_least=1)] | None = None
     replicate: Annotated[int, partial(require_int, at_least=1)] | None = None
     tp: Annotated[int, partial(require_int, at_least=1)] | None = None
+    engine: str | None = None
 
     def check(self, name: str) -> None:
         """Check FSDP's arguments; Accelerate is imported for a dict of them only."""
         require_fsdp(f"{name}.fsdp", self.fsdp)
+        if self.engine is not None:
+            require_choice(f"{name}.engine", self.engine, names("accmt.engines"))
+            if (self.shard, self.replicate, self.tp) != (None, None, None):
+                raise_wrong_value(name, self.to_dict(), "an engine alone", f'parallelism={{"engine": {self.engine!r}}}')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +150,8 @@ class RunningSettings:
 
     Args:
         accelerator: An `accelerate.Accelerator`, or a dict of its arguments; None builds one from the launch.
-        mixed_precision: "no", "fp16" or "bf16"; None takes the launch's.
+        mixed_precision: "no", "fp16" or "bf16", or the name of a precision that another package adds (entry-point
+            group `accmt.precisions`); None takes the launch's.
         ddp_kwargs: Arguments of `accelerate.DistributedDataParallelKwargs`.
         parallelism: Spreads the model over the processes of a launch: `ParallelismOptions(fsdp=True)`, or a dict of its
             arguments.

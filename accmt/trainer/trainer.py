@@ -178,7 +178,8 @@ class Trainer(TrainerProperties):
         enable_model_summary: Whether a table of the model's parts is printed at the start; a number is the depth to
             which parts of parts are shown: True is 1, -1 shows all.
         accelerator: An `accelerate.Accelerator`, or a dict of its arguments; None builds one from the launch.
-        mixed_precision: "no", "fp16" or "bf16"; None takes the launch's.
+        mixed_precision: "no", "fp16" or "bf16", or the name of a precision that another package adds (entry-point group
+            `accmt.precisions`); None takes the launch's.
         ddp_kwargs: Arguments of `accelerate.DistributedDataParallelKwargs`.
         parallelism: Spreads the model over the processes of a launch: `ParallelismOptions(fsdp=True)`, or a dict of its
             arguments.
@@ -273,7 +274,7 @@ class Trainer(TrainerProperties):
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool | int = False,
         accelerator: Accelerator | Mapping[str, Any] | None = None,
-        mixed_precision: Literal["no", "fp16", "bf16"] | None = None,
+        mixed_precision: str | None = None,
         ddp_kwargs: Mapping[str, Any] | None = None,
         parallelism: ParallelismOptions | Mapping[str, Any] | None = None,
         failures: Failures | Mapping[str, Any] | None = None,

@@ -30,6 +30,7 @@ def test_a_run_uses_what_packages_add_and_resumes_to_the_same_bits(tmp_path: Pat
     stopped = train(tmp_path / "broken", processes, stop=5)
     resumed = train(tmp_path / "broken", processes)
     assert (whole["ended"], stopped["ended"], resumed["ended"]) == ("finished", "stopped", "finished")
+    assert whole["used"] == resumed["used"] == ["Compressed", "torch.bfloat16"]
     assert whole["state"]["global_step"] == 24 // processes
     assert (resumed["weights"], resumed["state"]) == (whole["weights"], whole["state"])
     assert sorted(path.name for path in (tmp_path / "broken" / "shelf").iterdir())[:2] == ["000002", "000004"]
@@ -63,6 +64,8 @@ def test_names_that_no_package_adds_are_errors_that_name_the_nearest(monkeypatch
         ({"monitor": ["weight_nor"]}, "weight_norm"),
         ({"checkpointer": "shel"}, "shelf"),
         ({"log_with": "text_fil"}, "text_file"),
+        ({"mixed_precision": "coars"}, "coarse"),
+        ({"parallelism": {"engine": "compresed"}}, "compressed"),
     ):
         with pytest.raises(AccmtError, match=nearest):
             Trainer(hps, "out/model", **wrong)

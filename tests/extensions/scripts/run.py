@@ -29,7 +29,9 @@ class Regression(AcceleratorModule):
         self.model = nn.Linear(3, 1)
 
     def training_step(self, batch: Any) -> torch.Tensor:
-        return nn.functional.mse_loss(self.model(batch[0]), batch[1])
+        outputs = self.model(batch[0])
+        self.used = [type(self.trainer.run.engine).__name__, str(outputs.dtype)]
+        return nn.functional.mse_loss(outputs, batch[1])
 
     def validation_step(self, batch: Any) -> dict[str, Any]:
         outputs = self.model(batch[0])
@@ -60,6 +62,8 @@ def main(result: str, folder: str, stop: int) -> None:
         metrics=["bias"],
         monitor=["train_loss", "weight_norm"],
         log_with="text_file",
+        parallelism={"engine": "compressed"},
+        mixed_precision="coarse",
         logging_dir=f"{folder}/logs",
         model_saving="best_bias",
         callbacks=[StopAt(stop)] if stop else [],
@@ -76,6 +80,7 @@ def main(result: str, folder: str, stop: int) -> None:
         rows = [row for row in read_history(trainer.log_dir) if "values" in row]
         found = {
             "ended": ended,
+            "used": module.used,
             "weights": [weight.tolist() for weight in module.unwrapped_model.parameters()],
             "state": trainer.state.state_dict(),
             "rows": [(row["step"], row["values"]) for row in rows],
