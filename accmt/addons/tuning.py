@@ -138,10 +138,11 @@ def _fits_in_memory(trainer: TrainerProtocol, module: AcceleratorModule, data: A
 
     Processes: collective; it has to fit on all.
     """
-    hps = _changed_hps(trainer.settings, batch_size=size, max_steps=_STEPS, max_micro_batch_size=None, max_tokens=None)
-    optimization = replace(trainer.settings.optimization, auto_micro_batch=True)
+    hps = _changed_hps(
+        trainer.settings, batch_size=size, max_steps=_STEPS, max_micro_batch_size="auto", max_tokens=None
+    )
     try:
-        trial = _try(trainer, module, data, callbacks=_EndIfSmaller(size), hps=hps, optimization=optimization)
+        trial = _try(trainer, module, data, callbacks=_EndIfSmaller(size), hps=hps)
     except Exception as error:
         if is_out_of_memory(error):
             return False

@@ -47,12 +47,10 @@ class Sharded(Engine):
     def require_trainable(self, settings: Settings) -> None:
         if self.accelerator.is_fsdp2:
             reject_sharding_quantized_weights(self.unwrapped_model)
-        if settings.optimization.auto_micro_batch:
+        if settings.hps.halves_micro_batches:
             got = "a sharded model: a process without memory cannot leave what it does together with the others"
             do = "leave it out (`tune` uses it too), and take a smaller batch size or gradient_checkpointing=True"
-            raise ArgumentError(
-                explain("Trainer(auto_micro_batch=True)", got, "a model that each process has whole", do)
-            )
+            raise ArgumentError(explain("max_micro_batch_size: auto", got, "a model that each process has whole", do))
 
     def spread(self) -> None:
         model = self.unwrapped_model

@@ -30,11 +30,11 @@ def synchronize_if_asked(model: nn.Module, settings: Settings, device: torch.dev
     if settings.running.sync_batchnorm:
         _require_gpu(device)
         synchronize(model)
-    if settings.optimization.auto_micro_batch and synchronized_layers(model):
+    if settings.hps.halves_micro_batches and synchronized_layers(model):
         got = "synchronized batch norm, in which a process out of memory would keep the others waiting"
         expected = "a model that each process can train alone for a batch"
         do = "max_micro_batch_size in the hyper-parameters, or batch norm that is not synchronized"
-        raise ArgumentError(explain("Trainer(auto_micro_batch=True)", got, expected, do))
+        raise ArgumentError(explain("max_micro_batch_size: auto", got, expected, do))
 
 
 def synchronize(model: nn.Module) -> None:

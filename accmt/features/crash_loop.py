@@ -29,7 +29,7 @@ _MAX_KEPT = 20
 _MAX_TEXT = 500
 _FOR_SAMPLES = 'failures={"on_bad_sample": "skip"} skips samples that cannot be read'
 _FOR_LOSSES = 'on_nonfinite="rollback" skips the steps that spoil the loss'
-_FOR_MEMORY = "if memory runs out, auto_micro_batch=True or a smaller max_micro_batch_size needs less"
+_FOR_MEMORY = "if memory runs out, `max_micro_batch_size: auto` or a smaller one needs less"
 
 
 class CrashLoop(Feature):

@@ -28,15 +28,15 @@ class OutOfMemory(Feature):
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> OutOfMemory | None:
-        return cls(run) if isinstance(run, Run) and run.settings.optimization.auto_micro_batch else None
+        return cls(run) if isinstance(run, Run) and run.settings.hps.halves_micro_batches else None
 
     @classmethod
     def check(cls, settings: Settings, module: AcceleratorModule, train_data: Any) -> None:
-        if not settings.optimization.auto_micro_batch:
+        if not settings.hps.halves_micro_batches:
             return
-        where, expected = "Trainer(auto_micro_batch=True)", "a run that can recover like this"
+        where, expected = "max_micro_batch_size: auto", "a run that can recover like this"
         if module.uses_manual_optimization:
-            got, do = "a module that steps by itself beside it", "auto_micro_batch=False"
+            got, do = "a module that steps by itself beside it", "a number, or leave it out"
             raise ArgumentError(explain(where, got, expected, do))
         if isinstance(train_data, DataLoader) or settings.data.batch_sampler is not None:
             got = "batches that a DataLoader or a batch sampler of yours cuts beside it"
@@ -44,7 +44,7 @@ class OutOfMemory(Feature):
             raise ArgumentError(explain(where, got, expected, do))
 
     def why_not_tried(self) -> str:
-        return "auto_micro_batch finds out what fits"
+        return "max_micro_batch_size: auto finds out what fits"
 
     def keeps_apart(self) -> bool:
         """Return whether a micro-batch can be halved; then a process may leave one that memory does not suffice for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from accmt.errors import HyperParameterError, explain
 from accmt.libraries.versions import require
@@ -40,7 +40,9 @@ class HyperParameters:
         step_scheduler_per_epoch: Step the scheduler at the end of each epoch instead of at each step; all its counts
             are then in epochs.
         max_micro_batch_size: Largest number of train samples that go through the model at once; larger batches are
-            split evenly and accumulated. None: batches are not split.
+            split evenly and accumulated. "auto" halves the micro-batch and doubles the accumulation each time a
+            training step runs out of memory; the effective batch, the order of samples and the schedule stay the same.
+            None: batches are not split.
         max_tokens: Largest number of tokens, padding included, that go through the model at once: the
             samples of each step are sorted by length and cut into micro-batches within it, and so are those of
             evaluations. None: batches are as read.
@@ -74,7 +76,7 @@ class HyperParameters:
         scheduler_kwargs: Mapping[str, Any] | None = None,
         max_steps: int | None = None,
         step_scheduler_per_epoch: bool = False,
-        max_micro_batch_size: int | None = None,
+        max_micro_batch_size: int | Literal["auto"] | None = None,
         *,
         max_samples: int | None = None,
         max_target_tokens: int | None = None,
@@ -200,7 +202,7 @@ class HyperParameters:
     @property
     def train_step_batch_size(self) -> int:
         """Samples that go through the model at once: the largest even part of a batch within `max_micro_batch_size`."""
-        return self.micro_batch_size_within(self.max_micro_batch_size)
+        return self.micro_batch_size_within(None)
 
     def set_train_batch_size(self, size: int) -> None:
         """Let training have batches of another size; those of validation and test stay as they are."""
@@ -227,10 +229,20 @@ class HyperParameters:
                 group |= {} if own is None else {"lr": own * (rate / before)}
         self.optim_kwargs = {**kwargs, "lr": rate}
 
+    @property
+    def halves_micro_batches(self) -> bool:
+        """Whether running out of memory halves the micro-batch: `max_micro_batch_size: auto`."""
+        return self.max_micro_batch_size == "auto"
+
+    @property
+    def micro_batch_limit(self) -> int | None:
+        """The number in `max_micro_batch_size`; None for "auto", or if it is not set."""
+        return None if self.max_micro_batch_size == "auto" else self.max_micro_batch_size
+
     def micro_batch_size_within(self, limit: int | None) -> int:
         """Return the largest even part of a batch within a limit and `max_micro_batch_size`."""
         size = self.train_batch_size
-        largest = min(size, self.max_micro_batch_size or size, limit or size)
+        largest = min(size, self.micro_batch_limit or size, limit or size)
         return next(part for part in range(largest, 0, -1) if size % part == 0)
 
     def where(self, *path: str | int) -> str:

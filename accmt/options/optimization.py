@@ -48,15 +48,11 @@ class OptimizationSettings:
             `Clipping(value=0.5)` cuts each of its entries instead. None or 0 is off. Of a sparse gradient the values
             count.
         set_to_none: Whether gradients are dropped after a step instead of filled with zeros.
-        auto_micro_batch: Whether running out of memory in a training step halves the micro-batch, doubles the
-            accumulation and trains on: the effective batch, the order of samples and the scheduler stay. Several
-            processes then reduce gradients after a window's last backward, not during it.
     """
 
     grad_accumulation_steps: int | Mapping[int, int] | None = None
     clip_grad: float | Clipping | Mapping[str, float] | None = None
     set_to_none: bool = True
-    auto_micro_batch: bool = False
 
     def __post_init__(self) -> None:
         require_flags(self)

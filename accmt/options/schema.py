@@ -74,9 +74,9 @@ class Schema(BaseModel):
         description="true or false",
         examples=["step_scheduler_per_epoch: true"],
     )
-    max_micro_batch_size: PositiveInt | None = Field(
+    max_micro_batch_size: PositiveInt | Literal["auto"] | None = Field(
         default=None,
-        description="a whole number from 1",
+        description='a whole number from 1, or "auto"',
         examples=["max_micro_batch_size: 8"],
     )
     max_tokens: PositiveInt | None = Field(

@@ -576,7 +576,7 @@ class Loaders:
         Processes: collective.
         """
         settings = self._trainer.settings
-        lessons = self._recovery.lessons.get("out_of_memory", {}) if settings.optimization.auto_micro_batch else {}
+        lessons = self._recovery.lessons.get("out_of_memory", {}) if settings.hps.halves_micro_batches else {}
         return build_train_loader(
             self._module,
             self._train_data,

@@ -74,7 +74,7 @@ class Cutting:
     @property
     def training_budget(self) -> TokenBudget:
         """What a micro-batch of training may hold."""
-        return replace(self._budget, max_samples=self.settings.hps.max_micro_batch_size or sys.maxsize)
+        return replace(self._budget, max_samples=self.settings.hps.micro_batch_limit or sys.maxsize)
 
     @property
     def training_options(self) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def reject_other_cuts(module: AcceleratorModule, settings: Settings) -> None:
     """Reject what decides, beside a budget of tokens, on what goes through the model at once in training."""
     others = {
         "a module that steps by itself": module.uses_manual_optimization,
-        "auto_micro_batch=True, which cuts by samples": settings.optimization.auto_micro_batch,
+        "max_micro_batch_size: auto, which cuts by samples": settings.hps.halves_micro_batches,
     }
     for got in (what for what, is_so in others.items() if is_so and settings.hps.max_tokens is not None):
         _reject("max_tokens", f"{got} beside it")

@@ -148,9 +148,6 @@ class Trainer(TrainerProperties):
             arguments.
         sync_batchnorm: Whether batch norm uses the statistics of all processes, while the model is trained; on GPUs
             only. With one process it changes nothing.
-        auto_micro_batch: Whether running out of memory in a training step halves the micro-batch, doubles the
-            accumulation and trains on: the effective batch, the order of samples and the scheduler stay. Several
-            processes then reduce gradients after a window's last backward, not during it.
         max_checkpoints: How many are kept; None keeps the newest.
         max_previous_runs: How many earlier runs' models and checkpoints are kept (`<folder>.previous`, `.previous-2`
             ...) when a new run starts in their folders; 0 overwrites them, None keeps all.
@@ -257,7 +254,6 @@ class Trainer(TrainerProperties):
         inference_mode: bool = True,
         gradient_checkpointing: bool | Mapping[str, Any] = False,
         sync_batchnorm: bool = False,
-        auto_micro_batch: bool = False,
         max_checkpoints: int | None = None,
         max_previous_runs: int | None = 3,
         checkpointer: Checkpointer | str | None = None,
@@ -517,7 +513,7 @@ class Trainer(TrainerProperties):
 
         Each trial trains the module for a few steps, without validation, callbacks, files and trackers; then it gets
         its weights back. Hooks of the module are called. A new batch size changes the effective batch: where that is
-        to stay, use `auto_micro_batch=True` instead.
+        to stay, use `max_micro_batch_size: auto` in the hyper-parameters instead.
 
         Processes: collective.
 

@@ -61,7 +61,7 @@ def test_a_run_continues_with_smaller_micro_batches_to_the_same_weights(
 ) -> None:
     module = Hungry(32, first_batch)
     with limited_memory(LIMIT):
-        trainer = train(module, make_points(700), settings, folder="auto", hps=HPS, auto_micro_batch=True)
+        trainer = train(module, make_points(700), settings, folder="auto", hps={**HPS, "max_micro_batch_size": "auto"})
     found = trainer.train_step_batch_size
     assert found < 128
     assert trainer.state.samples_seen == 700
@@ -131,7 +131,7 @@ def test_a_continued_run_holds_the_state_of_one_optimizer(
     module = Hungry(32, first_batch=3)
     module.model = nn.Sequential(nn.Linear(8, 2048), nn.Linear(2048, 2048), nn.Linear(2048, 1))
     with limited_memory(LIMIT):
-        train(module, make_points(700), settings, hps=HPS, auto_micro_batch=True, callbacks=Look())
+        train(module, make_points(700), settings, hps={**HPS, "max_micro_batch_size": "auto"}, callbacks=Look())
     if device.type != "cuda":
         assert alive == [1, 3, 3], "the weight; then, after each of the restarts, with its two averages"
     else:

@@ -17,7 +17,7 @@ FOLDER = Path("out/checkpoint-model/step-00000002")
 
 
 def train(**settings: Any) -> Trainer:
-    hps = {"max_steps": settings.pop("max_steps", 3)}
+    hps = {"max_steps": settings.pop("max_steps", 3), **settings.pop("hps", {})}
     settings = {"checkpoint_every": "1 step", "async_checkpointing": False, "max_checkpoints": 9, **settings}
     trainer = make_trainer(hps, failures={"preflight": False}, **settings)
     trainer.fit(Linear(), make_points())
@@ -96,6 +96,6 @@ def test_what_was_learned_is_read_from_a_checkpoint_before_features_had_states_b
     learned = {"max_micro_batch_size": size, "skipped_windows": [4], "careful_until": 5}
     state["others"]["recovery"] = learned
     sign(state, manifest)
-    trainer = train(resume=str(FOLDER), auto_micro_batch=True)
+    trainer = train(resume=str(FOLDER), hps={"max_micro_batch_size": "auto"})
     assert (trainer.state.global_step, trainer.state.skipped_steps) == (3, 1), "the window after 4 samples is skipped"
     assert trainer.train_step_batch_size == (size or 2)

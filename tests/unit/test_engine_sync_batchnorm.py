@@ -140,8 +140,8 @@ def test_with_one_process_nothing_changes():
     assert all(map(torch.equal, module.model.state_dict().values(), plain.model.state_dict().values()))
 
 
-def settings_of(**settings: Any) -> Any:
-    return make_trainer(**settings).settings
+def settings_of(hps: Any = None, **settings: Any) -> Any:
+    return make_trainer(hps, **settings).settings
 
 
 @pytest.mark.feature("L64")
@@ -159,7 +159,7 @@ def test_several_processes_synchronize_on_gpus_and_are_refused_on_cpus(monkeypat
 @pytest.mark.feature("L64")
 def test_it_cannot_stand_beside_batches_that_may_run_out_of_memory_alone(monkeypatch):
     monkeypatch.setattr(sync_batchnorm, "num_processes", lambda: 2)
-    told = settings_of(auto_micro_batch=True)
+    told = settings_of({"max_micro_batch_size": "auto"})
     synchronize_if_asked(build(), told, torch.device("cuda"))
-    with pytest.raises(ArgumentError, match="auto_micro_batch=True.*\n.*synchronized batch norm"):
+    with pytest.raises(ArgumentError, match="max_micro_batch_size: auto.*\n.*synchronized batch norm"):
         synchronize_if_asked(nn.SyncBatchNorm(4), told, torch.device("cuda"))

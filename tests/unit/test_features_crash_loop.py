@@ -96,7 +96,7 @@ def test_three_failures_at_one_update_are_told(tmp_path, step, ends):
     ended = f"all ended after step 7, the last time with ValueError: {len(ends) - 1}"
     assert got == f"  got: a crash loop: its last 3 starts {ended}"
     assert expected == "  expected: a start that gets further"
-    for name in ("on_bad_sample", "on_nonfinite", "auto_micro_batch", "max_micro_batch_size"):
+    for name in ("on_bad_sample", "on_nonfinite", "max_micro_batch_size: auto"):
         assert name in do
 
 

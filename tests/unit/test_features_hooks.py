@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "accmt"
 KNOWS_NONE = [*sorted((PACKAGE / "loop").glob("*.py")), PACKAGE / "run.py", PACKAGE / "setup" / "build.py"]
 NAMES = re.compile(
     r"own_?loss|counts_targets|packing|bad_samples?|batch_(notes|faults)|trained_padding|quantized|crash_?loop"
-    r"|loss_?guard|is_judged|ran_out_of_memory|OutOfMemory|auto_micro_batch|may_halve|roll_?back\b|spike"
+    r"|loss_?guard|is_judged|ran_out_of_memory|OutOfMemory|halves_micro_batches|may_halve|roll_?back\b|spike"
     r"|manual_?steps|ExtendedAcceleratorModule|WeightAverage|using_average",
     re.IGNORECASE,
 )

@@ -168,7 +168,12 @@ def test_the_largest_micro_batch_is_tried_first(tmp_path: Path, data: Any, hps: 
     [
         (Stream, {}, {}, "the data are a stream"),
         (lambda: Texts(knows_lengths=False), {}, {"max_tokens": None}, "the lengths of samples are unknown"),
-        (Texts, {"auto_micro_batch": True}, {"max_tokens": None}, "auto_micro_batch finds out what fits"),
+        (
+            Texts,
+            {},
+            {"max_tokens": None, "max_micro_batch_size": "auto"},
+            "max_micro_batch_size: auto finds out what fits",
+        ),
         (
             lambda: DataLoader(Texts(), batch_sampler=[[0, 1], [2]], collate_fn=pad),
             {},

@@ -406,11 +406,11 @@ class Manual(ExtendedAcceleratorModule):
 
 
 @pytest.mark.parametrize(
-    ("settings", "module"), [({"auto_micro_batch": True}, None), ({}, Manual())], ids=["auto", "manual"]
+    ("hps", "module"), [({"max_micro_batch_size": "auto"}, None), ({}, Manual())], ids=["auto", "manual"]
 )
-def test_what_decides_on_micro_batches_too_is_rejected(tmp_path: Path, settings: Any, module: Any) -> None:
+def test_what_decides_on_micro_batches_too_is_rejected(tmp_path: Path, hps: Any, module: Any) -> None:
     with pytest.raises(ArgumentError, match="max_tokens in the hyper-parameters"):
-        run(tmp_path, module=module, **settings)
+        run(tmp_path, module=module, hps=hps)
 
 
 def test_the_monitor_logs_real_tokens_and_the_share_of_padding(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from accmt.errors import ArgumentError
 from accmt.recovery.restart import Recovery
 from tests.toys import Recorder, logged, make_points, make_trainer
 
+AUTO = {"max_micro_batch_size": "auto"}
 HPS = {
     "epochs": 2,
     "batch_size": 8,
@@ -75,7 +76,7 @@ def test_the_weights_are_those_of_a_run_with_such_micro_batches_from_its_start(
 ) -> None:
     module = Hungry(3, first_batch=first_batch, fails_in=fails_in)
     settings = {"grad_accumulation_steps": 2, "checkpoint_every": every}
-    trainer = train(module, tmp_path / "auto", auto_micro_batch=True, **settings)
+    trainer = train(module, tmp_path / "auto", AUTO, **settings)
     reference = Hungry(99)
     expected = train(reference, tmp_path / "fixed", {"max_micro_batch_size": 2}, **settings)
     assert_close(module, reference)
@@ -87,7 +88,7 @@ def test_the_weights_are_those_of_a_run_with_such_micro_batches_from_its_start(
 
 def test_the_order_of_samples_and_the_rows_are_what_they_would_have_been(tmp_path: Path) -> None:
     module, reference = Hungry(4, first_batch=4), Hungry(99)
-    trainer = train(module, tmp_path / "auto", auto_micro_batch=True)
+    trainer = train(module, tmp_path / "auto", AUTO)
     expected = train(reference, tmp_path / "fixed")
     assert [step for step, _ in logged(trainer, "train_loss")] == [step for step, _ in logged(expected, "train_loss")]
     for (_, mine), (_, theirs) in zip(logged(trainer, "train_loss"), logged(expected, "train_loss"), strict=True):
@@ -96,27 +97,27 @@ def test_the_order_of_samples_and_the_rows_are_what_they_would_have_been(tmp_pat
 
 def test_only_the_window_in_work_is_done_again(tmp_path: Path) -> None:
     module = Hungry(4, first_batch=4)
-    train(module, tmp_path, auto_micro_batch=True)
+    train(module, tmp_path, AUTO)
     assert module.sizes == [8, 8, 8, 8, 8, 4, 4, 4, *[4] * 11]
 
 
 def test_it_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(Hungry(2), tmp_path, auto_micro_batch=True)
+    train(Hungry(2), tmp_path, AUTO)
     assert "out of memory after step 0: micro-batches have 4 samples from here on instead of 8" in caplog.text
     assert "out of memory after step 0: micro-batches have 2 samples from here on instead of 4" in caplog.text
 
 
 def test_no_checkpoint_is_left_where_none_was_asked_for(tmp_path: Path) -> None:
-    trainer = train(Hungry(4, first_batch=3), tmp_path, auto_micro_batch=True, checkpoint_every=None)
+    trainer = train(Hungry(4, first_batch=3), tmp_path, AUTO, checkpoint_every=None)
     assert not list(trainer.settings.checkpoint_folder.glob("step-*"))
-    again = train(Hungry(99), tmp_path, auto_micro_batch=True, checkpoint_every=None)
+    again = train(Hungry(99), tmp_path, AUTO, checkpoint_every=None)
     assert not again.run.is_resumed
 
 
 def test_what_was_found_is_kept_in_the_checkpoint(tmp_path: Path) -> None:
-    train(Hungry(4), tmp_path, {"max_steps": 4}, auto_micro_batch=True, checkpoint_every="1 step")
+    train(Hungry(4), tmp_path, {"max_steps": 4, **AUTO}, checkpoint_every="1 step")
     module = Hungry(4)
-    train(module, tmp_path, auto_micro_batch=True, checkpoint_every="1 step", resume=True)
+    train(module, tmp_path, AUTO, checkpoint_every="1 step", resume=True)
     assert max(module.sizes) == 4
 
 
@@ -141,7 +142,7 @@ def test_callbacks_keep_their_state_and_are_told_that_the_run_goes_on(tmp_path: 
             self.updates = state["updates"]
 
     counting, recorder = Counting(), Recorder()
-    train(Hungry(4, first_batch=4), tmp_path, auto_micro_batch=True, callbacks=[counting, recorder])
+    train(Hungry(4, first_batch=4), tmp_path, AUTO, callbacks=[counting, recorder])
     assert counting.updates == 12
     assert recorder.names("on_resume") == ["on_resume"]
     assert recorder.names("on_exception", "on_runtime_error", "on_cuda_out_of_memory") == []
@@ -149,7 +150,7 @@ def test_callbacks_keep_their_state_and_are_told_that_the_run_goes_on(tmp_path: 
 
 def test_a_single_sample_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
-        train(Hungry(0), tmp_path, auto_micro_batch=True)
+        train(Hungry(0), tmp_path, AUTO)
 
 
 def test_without_it_memory_that_runs_out_is_an_error(tmp_path: Path) -> None:
@@ -165,11 +166,11 @@ def test_another_error_passes(tmp_path: Path) -> None:
             raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        train(Broken(1), tmp_path, auto_micro_batch=True)
+        train(Broken(1), tmp_path, AUTO)
 
 
 def test_batches_that_somebody_else_cuts_are_refused(tmp_path: Path) -> None:
-    trainer = make_trainer(HPS, str(tmp_path / "model"), auto_micro_batch=True)
+    trainer = make_trainer({**HPS, **AUTO}, str(tmp_path / "model"))
     with pytest.raises(ArgumentError, match="give the dataset itself"):
         trainer.fit(Hungry(1), DataLoader(make_points(8), batch_size=4))
 
@@ -182,7 +183,7 @@ def test_a_module_that_steps_by_itself_is_refused(tmp_path: Path) -> None:
         def training_step(self, batch: Any) -> None:
             """Never called."""
 
-    trainer = make_trainer(HPS, str(tmp_path / "model"), auto_micro_batch=True)
+    trainer = make_trainer({**HPS, **AUTO}, str(tmp_path / "model"))
     with pytest.raises(ArgumentError, match="a module that steps by itself"):
         trainer.fit(Manual(), TensorDataset(torch.zeros(4, 3), torch.zeros(4, 1)))
 
@@ -199,6 +200,6 @@ def test_the_optimizer_state_of_the_run_that_ended_is_free_before_the_next_loads
         def on_fit_start(self) -> None:
             alive.append(sum(state() is not None for state in states))
 
-    train(Hungry(4, first_batch=4), tmp_path, auto_micro_batch=True, callbacks=Look())
+    train(Hungry(4, first_batch=4), tmp_path, AUTO, callbacks=Look())
     assert len(states) == 4
     assert alive == [0, 0]

@@ -307,7 +307,7 @@ def test_a_run_that_recovers_sets_up_once():
             return Numbers([1, 2])
 
     data = Points()
-    make_trainer(auto_micro_batch=True, **QUIET).fit(OutOnce(), datamodule=data)
+    make_trainer({"max_micro_batch_size": "auto"}, **QUIET).fit(OutOnce(), datamodule=data)
     assert data.calls == ["prepare", "setup fit", "train", "val", "train", "val", "teardown fit"]
 
 

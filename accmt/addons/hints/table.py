@@ -226,7 +226,7 @@ FOREIGN: Mapping[str, Mapping[str, Row]] = {
         "adam_beta1": "optim + beta1: <0.9> | 0.9 and 0.999",
         "adam_beta2": "optim + beta2: <0.999> | 0.9 and 0.999",
         "adam_epsilon": "optim + eps: <1e-8> | 1e-8 is the default",
-        "auto_find_batch_size": "Trainer(auto_micro_batch=True) | batches stay as they are",
+        "auto_find_batch_size": "max_micro_batch_size: auto | batches keep their size",
         "average_tokens_across_devices": "leave it out: every token of all processes counts the same",
         "bf16": f'Trainer(mixed_precision="bf16") | {_PRECISION}',
         "data_seed": "Trainer(seed=0)",

@@ -86,8 +86,7 @@ def main() -> None:
             folder / f"memory{begins}",
             module=Network(told),
             has_bad_sample=False,
-            hps={},
-            auto_micro_batch=True,
+            hps={"max_micro_batch_size": "auto"},
             checkpoint_every=every,
         )
     everywhere: list[Any] = [None] * processes

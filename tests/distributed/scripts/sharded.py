@@ -546,7 +546,7 @@ def refused(folder: Path) -> Any:
     """Return what is said to what cannot work on shards; one process trains it."""
     asked: dict[str, Callable[[Path], Any]] = {
         "part": lambda place: fit(CallsPart(), place),
-        "auto_micro_batch": lambda place: fit(Texts(), place, auto_micro_batch=True),
+        "auto_micro_batch": lambda place: fit(Texts(), place, max_micro_batch_size="auto"),
         "adapter": with_adapter,
         "tied_meta": lambda place: fit(EmptyTied(), place),
         "no_reset": lambda place: fit(EmptyOwn(), place),
