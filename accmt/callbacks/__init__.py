@@ -1,4 +1,4 @@
-"""Callbacks: what users add to a run, and the table of moments at which they act."""
+"""Callbacks, and the table of hooks that they can define."""
 
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from accmt.callbacks.callback import (
 )
 from accmt.installation import require_own_folder
 
-# Where the project that is called accmt on the index was installed last, its `accmt/__init__.py` has replaced ours.
-# This is the first of our rooms that it imports.
+# If the other project named accmt on PyPI was installed last, its `accmt/__init__.py` has replaced ours.
+# This is the first of our packages that it imports.
 require_own_folder(str(Path(__file__).parents[1]))
 
 __all__ = [

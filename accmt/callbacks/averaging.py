@@ -1,4 +1,4 @@
-"""Averages of the weights, which are evaluated and saved in the place of the weights themselves."""
+"""Averages of the weights, which are evaluated and saved instead of the weights themselves."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from accmt.sharded_tensors import by_mesh, shard_like
 
 
 class WeightAverage(Callback):
-    """An average of the weights that are trained, or were; evaluations, and the models saved by them, use it.
+    """Averages all weights that are or were trainable; evaluations, and the models they save, use the average.
 
     Attributes:
-        average: The average by the weight's name, from `on_fit_start` on.
-        num_averaged: Updates that are in it.
+        average: The average of each weight by name; set in `on_fit_start`.
+        num_averaged: The number of optimizer steps in the average.
     """
 
-    order = math.inf  # after the model was saved, and only then, training's weights come back
+    order = math.inf  # the training weights are restored only after the model is saved
 
     def __init__(self) -> None:
         self.num_averaged = 0
@@ -34,14 +34,18 @@ class WeightAverage(Callback):
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the model has the average at this moment."""
+        """Whether the model currently holds the average."""
         return bool(self._trained)
 
     def on_fit_start(self) -> None:
         self._trained = {}
         self.average = self.average if self.state.global_step else {}
         self.num_averaged = self.num_averaged if self.average else 0
-        self.average = {name: _like(self.average.get(name), weight) for name, weight in self._weights().items()}
+        kept = self.average
+        self.average = {
+            name: shard_like(kept[name].to(weight.device), weight) if name in kept else _start(weight)
+            for name, weight in self._weights().items()
+        }
 
     def on_update_end(self) -> None:
         if not self._is_due():
@@ -61,13 +65,13 @@ class WeightAverage(Callback):
         copy_into(self.average, weights)
 
     def on_evaluation_end(self) -> None:
-        self._give_back()
+        self._restore_trained()
 
     def on_fit_end(self) -> None:
-        self._give_back()  # where an evaluation was interrupted
+        self._restore_trained()  # in case an evaluation was interrupted
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average, and how many steps are in it."""
+        """Return the average and the number of steps in it."""
         return {"average": dict(self.average), "num_averaged": self.num_averaged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -76,11 +80,11 @@ class WeightAverage(Callback):
         self.num_averaged = state["num_averaged"]
 
     def _is_due(self) -> bool:
-        """Return whether the weights have changed, so that they enter the average: a skipped step changes nothing."""
+        """Return whether the last step changed the weights; a skipped step does not."""
         return bool(self.trainer.run.snapshot.made_step)
 
     def _update(self, averages: list[Tensor], weights: list[Tensor]) -> None:
-        """Move averages towards weights; `num_averaged` counts these already."""
+        """Move averages towards weights; `num_averaged` already includes them."""
         raise NotImplementedError
 
     def _weights(self) -> dict[str, Tensor]:
@@ -88,30 +92,30 @@ class WeightAverage(Callback):
         named = model.named_parameters()
         return {name: weight.detach() for name, weight in named if weight.requires_grad or name in self.average}
 
-    def _give_back(self) -> None:
+    def _restore_trained(self) -> None:
         copy_into(self._trained, self._weights())
         self._trained = {}
 
 
 class EMA(WeightAverage):
-    """Keeps an exponential moving average of the weights; evaluations, and the models saved by them, use it.
+    """Keeps an exponential moving average of the weights; evaluations, and the models they save, use it.
 
-    After each step `average = decay * average + (1 - decay) * weight`, for every weight that is trained, or was: that
-    of a layer which is unfrozen during the run begins as the weight is then. Training continues with the weights
-    themselves. The average is in the checkpoints; that of weights in 16 bits is float32. Every process keeps the whole
-    of it.
+    After each step, `average = decay * average + (1 - decay) * weight` for every weight that is or was trainable. The
+    average of a layer that is unfrozen during the run starts from its weights at that moment. Training itself uses the
+    unaveraged weights. Checkpoints contain the average. For 16-bit weights the average is float32. Every process keeps
+    a full copy.
 
     Args:
-        decay: How much of the average stays, above 0 and below 1: it looks back about 1 / (1 - decay) steps.
-        warmup: Whether the decay rises to `decay`: after n steps it is at most (1 + n) / (10 + n). Without that the
-            average of a run shorter than some times 1 / (1 - decay) steps is mostly the weights it began with.
+        decay: The decay rate, above 0 and below 1: the average covers about the last 1 / (1 - decay) steps.
+        warmup: Whether the decay increases to `decay`: after n steps it is at most (1 + n) / (10 + n). Without warmup,
+            the average of a run that is not much longer than 1 / (1 - decay) steps is mostly the initial weights.
 
     Raises:
-        ArgumentError: No such decay, or `warmup` is no boolean.
+        ArgumentError: `decay` is invalid, or `warmup` is not a boolean.
 
     Attributes:
-        average: The average by the weight's name, from `on_fit_start` on.
-        num_averaged: Updates that are in it.
+        average: The average of each weight by name; set in `on_fit_start`.
+        num_averaged: The number of optimizer steps in the average.
 
     Source:
         https://www.tensorflow.org/api_docs/python/tf/train/ExponentialMovingAverage (`num_updates`)
@@ -127,16 +131,13 @@ class EMA(WeightAverage):
         super().__init__()
 
     def _update(self, averages: list[Tensor], weights: list[Tensor]) -> None:
-        approach_(averages, weights, 1 - self._decay_now())
-
-    def _decay_now(self) -> float:
         warm = (1 + self.num_averaged) / (10 + self.num_averaged)
-        return min(self.decay, warm) if self.warmup else self.decay
+        approach_(averages, weights, 1 - (min(self.decay, warm) if self.warmup else self.decay))
 
 
 @contextmanager
 def using_average(callbacks: Iterable[Callback]) -> Iterator[None]:
-    """Let the model have the average of its weights, where the run keeps one, as evaluations in training do."""
+    """Put the average into the model, if the run keeps one, as evaluations during training do."""
     averages = [callback for callback in callbacks if isinstance(callback, WeightAverage) and not callback.is_in_place]
     with torch.no_grad():
         for average in averages:
@@ -148,12 +149,8 @@ def using_average(callbacks: Iterable[Callback]) -> Iterator[None]:
             average.on_evaluation_end()
 
 
-def _like(kept: Tensor | None, weight: Tensor) -> Tensor:
-    return _start(weight) if kept is None else shard_like(kept.to(weight.device), weight)
-
-
 def _start(weight: Tensor) -> Tensor:
-    """Return an average that begins as a weight; in 16 bits what a decay of 0.9999 adds would be rounded away."""
+    """Return the initial average of a weight; in 16 bits, updates with a decay of 0.9999 would be rounded away."""
     return weight.float() if weight.dtype in HALVES else weight.clone()
 
 

@@ -1,4 +1,4 @@
-"""The best few models of a run, where one is not enough."""
+"""Keeps several of the best models of a run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from accmt.processes import run_on_main_process
 
 
 class KeptModel(NamedTuple):
-    """A model that is kept.
+    """A saved model.
 
     Attributes:
-        value: What it is among the best by.
+        value: The value of the monitored metric.
         step: The optimizer step at which it was saved.
     """
 
@@ -29,23 +29,23 @@ class KeptModel(NamedTuple):
 
 
 class BestModels(Callback):
-    """Keeps the models of the best evaluations, each a folder as `model_path` is: `<model_path>/top/step-00000120`.
+    """Keeps the models of the best evaluations, each in a folder like `<model_path>/top/step-00000120`.
 
-    That is beside the model that `model_saving` keeps. Of equal values the first stays. A folder that cannot be written
-    is a warning, and training goes on.
+    This is in addition to the model that `model_saving` keeps. Of equal values, the first is kept. If a folder cannot
+    be written, accmt warns and training continues.
 
     Args:
-        monitor: The result that decides, as an evaluation names it: "val_loss", "accuracy", "accuracy__en".
-        top_k: How many models are kept.
-        mode: "min" or "max", which is better; None where accmt knows: losses, and results of metrics.
-        folder: Where they are kept, in place of `<model_path>/top`.
+        monitor: The evaluation result to compare: "val_loss", "accuracy", "accuracy__en".
+        top_k: The number of models to keep.
+        mode: Whether lower ("min") or higher ("max") is better. None works for losses and results of metrics.
+        folder: The folder for the models; default `<model_path>/top`.
 
     Raises:
-        ArgumentError: `top_k` is not at least 1, or nothing says which way is better.
+        ArgumentError: `top_k` is less than 1, or accmt cannot tell whether lower or higher is better.
         ModuleContractError: An evaluation has no such result.
 
     Attributes:
-        kept: The models, the best first.
+        kept: The kept models, best first.
 
     Processes: all.
     """
@@ -61,7 +61,7 @@ class BestModels(Callback):
         folder: str | Path | None = None,
     ) -> None:
         if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
-            raise ArgumentError(explain("BestModels(top_k=...)", repr(top_k), "a whole number from 1", "top_k=3"))
+            raise ArgumentError(explain("BestModels(top_k=...)", repr(top_k), "an integer >= 1", "top_k=3"))
         if mode not in (None, "min", "max"):
             raise ArgumentError(explain("BestModels(mode=...)", repr(mode), '"min", "max" or None', 'mode="max"'))
         self.monitor = monitor
@@ -71,33 +71,33 @@ class BestModels(Callback):
         self._folder = folder
 
     def folder_of(self, model: KeptModel) -> Path:
-        """Return where a model is kept."""
+        """Return the folder of a model."""
         top = self.trainer.settings.model_folder / "top" if self._folder is None else Path(self._folder)
         return top / f"step-{model.step:08}"
 
     def on_fit_start(self) -> None:
-        """Say where models of an earlier run lie among those of this one, which deletes none of them."""
+        """Log that the folder has models of an earlier run, which this run does not delete."""
         top = self.folder_of(KeptModel(0.0, 0)).parent
         if not self.trainer.run.is_resumed and top.is_dir() and any(top.iterdir()):
-            say(f"models of an earlier run lie in {top}: they stay, beside the best ones of this run")
+            say(f"{top} contains models of an earlier run: they are kept alongside the best models of this run")
 
     def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
-        """Save the model, if it is among the best, in the place of the worst of them."""
+        """Save the model if it is among the best, and delete the worst one."""
         if self.state.last_evaluation_step is None:  # before training
             return
         if self.monitor not in metrics:
-            got, expected = f"an evaluation with {sorted(metrics)}", f"{self.monitor!r} among them"
-            raise ModuleContractError(explain("BestModels(monitor=...)", got, expected, "name one of them"))
+            got, expected = f"an evaluation with the results {sorted(metrics)}", f"a result named {self.monitor!r}"
+            raise ModuleContractError(explain("BestModels(monitor=...)", got, expected, "monitor one of these results"))
         model = KeptModel(metrics[self.monitor], self.state.global_step)
         sign = -1 if self._is_rising() else 1
-        # The sort is stable: of equal values the first stays.
+        # The sort is stable: of equal values, the first is kept.
         ranked = sorted([*self.kept, model], key=lambda kept: sign * kept.value)
         if not math.isfinite(model.value) or model not in ranked[: self.top_k]:
             return
         try:
             self.trainer.save_model(self.folder_of(model))
         except OSError as error:
-            warn(f"one of the best models could not be saved in {self.folder_of(model)}: {error}")
+            warn(f"one of the best models could not be saved to {self.folder_of(model)}: {error}")
             return
         self.kept = ranked[: self.top_k]
         for worse in ranked[self.top_k :]:
@@ -111,8 +111,8 @@ class BestModels(Callback):
             return False
         is_better = run.saver.selection.directions.get(base)
         if is_better is None:
-            got, do = f"{self.monitor!r}, which is no metric's", 'mode="max", or mode="min"'
-            raise ArgumentError(explain("BestModels(mode=...)", got, "which way is better", do))
+            got, do = f"None for {self.monitor!r}, which is not a result of a metric", 'mode="max" or mode="min"'
+            raise ArgumentError(explain("BestModels(mode=...)", got, "whether higher or lower is better", do))
         return bool(is_better(1.0, 0.0))
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Callbacks: the base class, every hook, and how a run finds and calls the hooks that are defined."""
+"""Callbacks: the base class, all hooks, and how a run finds and calls them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from accmt.state import TrainingState
 
 
-# ---- The table of hooks: every moment at which a callback or a module can act.
+# ---- Table of hooks
 
 
 HOOKS: dict[str, tuple[str, ...]] = {
@@ -53,65 +53,65 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "on_runtime_error": ("error",),
     "on_exception": ("error",),
 }
-"""Each hook with the keywords it is called with; a method takes those it names."""
+"""Each hook with its keyword arguments; a method receives those that it declares."""
 
 ONCE_PER_BATCH = frozenset(
     f"on_{moment}" for moment in ("before_training_step", "after_training_step", "before_backward", "after_backward")
 ) | {"on_before_validation_step", "on_after_validation_step"}
-"""Hooks that act on a batch, of which each process has its own; the others act for all processes together."""
+"""Hooks that act on a batch, which differs between processes; all other hooks act for all processes together."""
 
 ALIASES: dict[str, str] = {"before_eval": "on_evaluation_start", "after_eval": "on_evaluation_end"}
-"""The original accmt's names. Those of other trainers work where `accmt.compat.OtherHookNames` is a base."""
+"""Hook names of the original accmt. For those of other trainers, derive from `accmt.compat.OtherHookNames`."""
 
 HOOK_PREFIXES = ("on_", "before_", "after_", "begin_")
-"""A public method of a callback that begins like this is meant as a hook, so it has to be one."""
+"""A public method of a callback whose name starts with one of these must be a hook."""
 
 
 def names_of_hooks(owner: object) -> Mapping[str, str]:
-    """Return what else the hooks of an object may be called, with our names."""
+    """Return other names that an object may use for hooks, mapped to ours."""
     return {**ALIASES, **getattr(owner, "other_hook_names", {})}
 
 
 def reject_unknown_hook(callback: object, attribute: str) -> NoReturn:
-    """Reject something that was meant as a hook and is none.
+    """Raise an error about a method that is named like a hook but is not one.
 
     Raises:
-        ModuleContractError: Always; the message names the nearest hook, or what to write for another trainer's.
+        ModuleContractError: Always; the message suggests the closest hook, or what replaces another trainer's hook.
     """
     from accmt.registry import addon
 
     theirs: Mapping[str, str] = addon("other_hook_names")
     meant = nearest(attribute, [*HOOKS, *ALIASES, *theirs], cutoff=0) or attribute
-    got = "a method that begins like a hook but is none"
+    got = "a method that is named like a hook but is not one"
     meant = theirs.get(meant, meant)
-    do = f"did you mean {meant}? Any other name that does not begin with {', '.join(HOOK_PREFIXES)} is free"
+    do = f"did you mean {meant}? If it is not a hook, choose a name that does not start with {', '.join(HOOK_PREFIXES)}"
     foreign = addon("hint_for_method")(attribute)
     if foreign is not None:
         got, do = f"a hook of {foreign[0]}, which does not exist here", foreign[1]
     if attribute in theirs:
         keywords = ", ".join(("self", *HOOKS[theirs[attribute]]))
-        got = "a name that other trainers have for a hook"
-        do = f"def {theirs[attribute]}({keywords}); or derive from accmt.compat.OtherHookNames too: it takes theirs"
+        got = "a name that other trainers use for a hook"
+        do = f"def {theirs[attribute]}({keywords}); or also derive from accmt.compat.OtherHookNames, which accepts it"
     where, expected = f"{type(callback).__name__}.{attribute}", "one of: " + ", ".join(HOOKS)
     raise ModuleContractError(explain(where, got, expected, do))
 
 
-# ---- The class that users derive their callbacks from.
+# ---- Base classes of callbacks
 
 
 class Callback:
-    """Acts at the moments of a run whose hooks it defines; `accmt.callbacks.callback.HOOKS` is the table of them.
+    """Base class of callbacks; `accmt.callbacks.callback.HOOKS` lists all hooks and their keyword arguments.
 
-    A hook is a method with a name of the table. It names the keywords it wants, of those the table gives:
+    A hook is a method with a name from this table. Declare only the keyword arguments that you need:
 
         class Watcher(Callback):
             def on_after_training_step(self, outputs):
                 print(self.state.global_step, outputs)
 
     Attributes:
-        order: Callbacks run in ascending order, equal ones in the order of the list.
-        trainer: The Trainer, set before the first hook.
-        module: The user's module.
+        order: Callbacks run in ascending order; equal ones run in the order of the list.
+        trainer: The Trainer; set before the first hook.
+        module: Your module.
         state: The counters of the run.
     """
 
@@ -121,17 +121,17 @@ class Callback:
     state: TrainingState
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to survive a crash: JSON values and tensors; of each process, where they differ."""
+        """Return the state to save in checkpoints: JSON values and tensors. It may differ between processes."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned, on every process, before `on_resume`."""
+        """Restore state from `state_dict`; called on every process before `on_resume`."""
 
 
 class MainProcessCallback(Callback):
-    """A callback that acts on the main process only.
+    """A callback that runs on the main process only.
 
-    Nothing in it may communicate with other processes: they would not answer.
+    It must not communicate with other processes, because they do not run it.
     """
 
 
@@ -139,11 +139,11 @@ class LambdaCallback(Callback):
     """A callback made of functions.
 
     Args:
-        order: As `Callback.order`.
-        **functions: Hook names with functions, each called with the keywords that it names, and `trainer` if it does.
+        order: See `Callback.order`.
+        **functions: Functions by hook name. Each receives the keyword arguments that it declares, including `trainer`.
 
     Raises:
-        ModuleContractError: A name is no hook, or its value is no function.
+        ModuleContractError: A name is not a hook, or its value is not a function.
 
     Examples:
         >>> callback = LambdaCallback(on_log=lambda values, trainer: print(trainer.global_step, values))
@@ -175,42 +175,43 @@ class LambdaCallback(Callback):
 Hook = Callable[..., Any]
 
 _CHANGED_IN_PLACE = {
-    "batch": "batch[0].add_(noise), say; or change it in the collate function, or at the start of the step",
+    "batch": "for example batch[0].add_(noise); or change it in the collate function, or at the start of the step",
     "loss": "return another loss from training_step",
     "outputs": "return something else from the step",
     "values": 'values["name"] = number',
     "metrics": 'metrics["name"] = number',
 }
-"""What hooks get and may change, and how, where other trainers take what a hook returns."""
+"""Arguments that hooks may change in place, and how; other trainers use the value that a hook returns."""
 
 
 _INSTEAD = {
     "args": "self.trainer.settings",
     "batch_idx": "self.state.batch_idx",
-    "checkpoint": "what `def state_dict(self)` returns, and `def load_state_dict(self, state)` takes back",
+    "checkpoint": "what `def state_dict(self)` returns and `def load_state_dict(self, state)` restores",
     "control": "self.trainer.should_stop",
     "dataloader_idx": "the `key` of on_validation_start",
     "pl_module": "self.module",
     "state": "self.state",
     "trainer": "self.trainer",
 }
-"""Parameters that other trainers give to hooks, and where the same is found here."""
+"""Parameters that other trainers pass to hooks, and the accmt equivalent."""
 
 
 class Hooks:
     """The hooks of a run: each is a tuple of functions, called in order with the keywords of the table.
 
-    An attribute for each name of `HOOKS`; the loop runs through it in place: `for hook in hooks.on_epoch_end: hook()`.
-    `callbacks` are those that act here, in their order.
+    There is one attribute per name in `HOOKS`, which the loop iterates over: `for hook in hooks.on_epoch_end: hook()`.
+    `callbacks` are those that are active on this process, in order.
 
     Args:
-        callbacks: The callbacks, and the user's module, in their order.
-        is_main_process: Whether `MainProcessCallback`s act here.
-        seed: Seeds the generators for a purpose. It is called before each of the user's hooks that act for all
-            processes, so that what a hook draws is the same on all of them, and after a resume.
+        callbacks: The callbacks and the user's module, in order.
+        is_main_process: Whether `MainProcessCallback`s are active on this process.
+        seed: Seeds the generators for a purpose. It is called before each user hook that acts for all processes, so
+            that random numbers in a hook are the same on all processes, and after a resume.
 
     Raises:
-        ModuleContractError: A method looks like a hook and is none, or wants a keyword that its hook does not give.
+        ModuleContractError: A method is named like a hook but is not one, or requires an argument that its hook does
+            not pass.
     """
 
     on_fit_start: tuple[Hook, ...]
@@ -256,15 +257,15 @@ class Hooks:
         for callback in self.callbacks:
             is_users = not type(callback).__module__.startswith("accmt.") or isinstance(callback, LambdaCallback)
             for name, methods in find_hooks(callback).items():
-                if seed is not None and is_users and name not in ONCE_PER_BATCH:
-                    found[name].append(_seeding(seed, f"{type(callback).__qualname__}.{name}"))
                 where = f"{type(callback).__qualname__}.{name}"
+                if seed is not None and is_users and name not in ONCE_PER_BATCH:
+                    found[name].append(_seeding(seed, where))
                 found[name] += [self._noticing(name, where, method) for method in methods] if is_users else methods
         for name, methods in found.items():
             setattr(self, name, tuple(methods))
 
     def _noticing(self, name: str, where: str, method: Hook) -> Hook:
-        """Let the first call of a hook say that what it returns is ignored; from then on the hook is called itself."""
+        """Wrap a hook so that its first call warns about an ignored return value; later calls use the hook directly."""
         keyword = next((one for one in HOOKS[name] if one in _CHANGED_IN_PLACE), None)
         if keyword is None or not _may_return(method):
             return method
@@ -273,14 +274,14 @@ class Hooks:
             returned, passed = method(**data), data[keyword]
             setattr(self, name, tuple(method if hook is first else hook for hook in getattr(self, name)))
             if returned is not None and type(returned) is type(passed):
-                got, do = f"a {type(returned).__name__} is returned, which is ignored", _CHANGED_IN_PLACE[keyword]
+                got, do = f"the hook returned a {type(returned).__name__}; it is ignored", _CHANGED_IN_PLACE[keyword]
                 warn_once(explain(where, got, f"a hook that changes the {keyword} in place", do), about=where)
 
         return first
 
 
 def _may_return(method: Hook) -> bool:
-    """Return whether a function has a `return` of anything but None, as far as its code shows that."""
+    """Return whether a function can return something other than None, judging by its bytecode."""
     method = inspect.unwrap(method)
     code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)
     before = None
@@ -297,14 +298,15 @@ def _seeding(seed: Callable[[str], None], purpose: str) -> Hook:
 
 
 def _order_of(callback: object) -> float:
-    return callback.order if isinstance(callback, Callback) else 0  # that of a module may mean something else
+    return callback.order if isinstance(callback, Callback) else 0  # in a module, `order` may mean something else
 
 
 def find_hooks(callback: object) -> dict[str, list[Hook]]:
-    """Return the hooks that an object defines, by our names; one that it defines under several names has several.
+    """Return the hooks that an object defines, by our names; a hook defined under several names has several functions.
 
     Raises:
-        ModuleContractError: A method looks like a hook and is none, or wants a keyword that its hook does not give.
+        ModuleContractError: A method is named like a hook but is not one, or requires an argument that its hook does
+            not pass.
     """
     hooks: dict[str, list[Hook]] = {}
     names = names_of_hooks(callback)
@@ -315,20 +317,17 @@ def find_hooks(callback: object) -> dict[str, list[Hook]]:
         method = getattr(callback, attribute)
         if name in HOOKS and callable(method) and not isinstance(method, nn.Module):
             hooks.setdefault(name, []).append(_with_wanted_keywords(callback, attribute, method, HOOKS[name]))
-        elif name not in HOOKS and _is_method(method):  # not a layer or a value of that name
+        elif name not in HOOKS and inspect.isroutine(method) and not isinstance(method, partial):
+            # A layer or a value with such a name is fine; from Python 3.14 on, a partial is a routine too.
             reject_unknown_hook(callback, attribute)
     return hooks
 
 
-def _is_method(value: object) -> bool:
-    return inspect.isroutine(value) and not isinstance(value, partial)  # which is a routine from Python 3.14 on
-
-
 def describe_hooks(callbacks: Sequence[object]) -> str:
-    """Return a Markdown table of all hooks, each with those that act at it, in the order of `callbacks`.
+    """Return a Markdown table of all hooks and the callbacks that define them, in the order of `callbacks`.
 
     Raises:
-        ModuleContractError: As `find_hooks`.
+        ModuleContractError: See `find_hooks`.
     """
     acting: dict[str, list[str]] = {name: [] for name in HOOKS}
     for callback in callbacks:
@@ -346,13 +345,15 @@ def _with_wanted_keywords(callback: object, attribute: str, method: Hook, keywor
     if unfilled:
         instead = [f"{name} is {_INSTEAD[name]}" for name in sorted(unfilled & set(_INSTEAD))]
         do = "; ".join([f"def {attribute}({', '.join(('self', *keywords))})", *instead])
-        where, expected = f"{type(callback).__name__}.{attribute}", "any of: " + (", ".join(keywords) or "no parameter")
+        where, expected = (
+            f"{type(callback).__name__}.{attribute}",
+            "any of: " + (", ".join(keywords) or "no parameters"),
+        )
         raise ModuleContractError(explain(where, f"parameters {sorted(unfilled)}", expected, do))
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters) or named >= set(keywords)
-    return method if takes_all else _taking(method, tuple(name for name in keywords if name in named))
+    if any(p.kind is p.VAR_KEYWORD for p in parameters) or named >= set(keywords):
+        return method
+    wanted = tuple(name for name in keywords if name in named)
 
-
-def _taking(method: Hook, wanted: tuple[str, ...]) -> Hook:
     def hook(**data: Any) -> Any:
         return method(**{name: data[name] for name in wanted})
 
@@ -361,10 +362,10 @@ def _taking(method: Hook, wanted: tuple[str, ...]) -> Hook:
 
 
 def build_callbacks(value: Any) -> list[Any]:
-    """Return a list of callbacks of `callbacks`: None, one, or several.
+    """Return the Trainer's `callbacks` (None, one callback or several) as a list.
 
     Raises:
-        ModuleContractError: There is a class instead of an object.
+        ModuleContractError: An entry is a class or not a callback.
     """
     callbacks = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     for callback in callbacks:
@@ -372,7 +373,7 @@ def build_callbacks(value: Any) -> list[Any]:
             message = explain(
                 "Trainer(callbacks=...)",
                 f"the class {callback.__name__}",
-                "an object",
+                "an instance",
                 f"callbacks={callback.__name__}()",
             )
             raise ModuleContractError(message)

@@ -1,4 +1,4 @@
-"""What a run prints besides its progress bar: the model's parameters, each evaluation, compiled graphs, and the end."""
+"""What a run prints besides its progress bar: model summary, evaluations, compiled graphs and run summary."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from accmt.libraries.private_names import count_graphs, mark_rows_dynamic
 from accmt.messages import columns_of_messages, say
 from accmt.sharded_tensors import class_of
 
-# ---- What is left to say at the end of a run: the essentials, in ten lines at most.
+# ---- Run summary
 
 
 MAX_LINES = 10
 
 
 class EndSummary(MainProcessCallback):
-    """Says how the run ended, what it did, the newest and the best values, and where to find more.
+    """Prints a summary at the end of a run: status, work done, latest and best values, and where to find more.
 
     Args:
-        loss_name: What the training loss is called; its mean over the last epoch is said.
+        loss_name: The name of the training loss; its mean over the last epoch is printed.
 
     Processes: main only.
     """
@@ -49,7 +49,7 @@ class EndSummary(MainProcessCallback):
     def _rows(self) -> Iterator[tuple[str, str]]:
         state, seconds = self.state, monotonic() - self._begin_s
         samples = state.samples_seen - self._samples_before
-        # The status of a run that fails is in its error; a run without one is at its end here.
+        # The status of a failed run is in its error; a run without one has finished here.
         skipped = f", {state.skipped_steps:,} skipped" if state.skipped_steps else ""
         yield "status", state.status
         yield "done", f"{state.global_step:,} steps{skipped}, {state.epoch:,} epochs, {state.samples_seen:,} samples"
@@ -60,7 +60,15 @@ class EndSummary(MainProcessCallback):
         if state.metrics:
             yield "evaluation", _join(f"{name} {value:.5g}" for name, value in state.metrics.items())
         if state.best:
-            yield "best", _join(self._write_best(name, value) for name, value in state.best.items())
+            steps = {name: self.trainer.run.saver.selection.saved_at(name) for name in state.best}
+            yield (
+                "best",
+                _join(
+                    f"{name.removeprefix('best_')} {value:.5g}"
+                    + (", not saved" if steps[name] is None else f" at step {steps[name]:,}")
+                    for name, value in state.best.items()
+                ),
+            )
         settings = self.trainer.settings
         if self.trainer.run.saver.selection.has_saved:
             yield "model", str(settings.model_folder)
@@ -68,10 +76,6 @@ class EndSummary(MainProcessCallback):
         command = self.trainer.dashboard_command
         if command:
             yield "dashboard", command
-
-    def _write_best(self, name: str, value: float) -> str:
-        step = self.trainer.run.saver.selection.saved_at(name)
-        return f"{name.removeprefix('best_')} {value:.5g}{', not saved' if step is None else f' at step {step:,}'}"
 
 
 def _join(texts: Iterable[str]) -> str:
@@ -88,17 +92,17 @@ def _write_time(seconds: float) -> str:
     return f"{hours} h {minutes:02} min {rest:02} s" if hours else f"{minutes} min {rest:02} s"
 
 
-# ---- One line about each evaluation, so that a log without a progress bar shows how the run goes.
+# ---- One line per evaluation
 
 
 class EvaluationReport(MainProcessCallback):
-    """Says at each evaluation where the run is, the mean training loss of the epoch until here, and the results.
+    """Prints one line per evaluation: the position in the run, the mean training loss of the epoch, and the results.
 
-    Each value has an arrow against the last evaluation, and "best" where it is better than all before; "saved" says
-    that the model was. Lines of the same names stand in columns.
+    An arrow compares each value with the previous evaluation; "best" marks a new best value, and "saved" means that
+    the model was saved. Values with the same names are aligned in columns.
 
     Args:
-        loss_name: What the training loss is called.
+        loss_name: The name of the training loss.
 
     Processes: main only.
     """
@@ -112,7 +116,7 @@ class EvaluationReport(MainProcessCallback):
         self._is_saved = False
 
     def on_fit_start(self) -> None:
-        self._last = dict(self.state.metrics)  # of the run that is continued
+        self._last = dict(self.state.metrics)  # of the resumed run
 
     def on_evaluation_start(self) -> None:
         self._is_saved = False
@@ -128,7 +132,7 @@ class EvaluationReport(MainProcessCallback):
             step, of_total = step.rjust(len(f"{total:.0f}")), f" of {total:.0f}"
         loss = self.trainer.run.running_averages.epoch_loss
         known = {} if loss is None else {self._loss_name: loss}
-        is_counted = self.state.train_step == 0 and self.state.epoch > 0  # an evaluation after the epoch's end
+        is_counted = self.state.train_step == 0 and self.state.epoch > 0  # an evaluation at the end of an epoch
         epoch = self.state.epoch if is_counted else self.state.epoch + 1
         epochs = self.trainer.run.cadence.epochs
         head = f"step {step}{of_total}, epoch {str(epoch).rjust(len(str(epochs or '')))}:"
@@ -136,7 +140,7 @@ class EvaluationReport(MainProcessCallback):
         say(_fold(head, [*cells, *(["saved"] if self._is_saved else [])], columns_of_messages()))
 
     def _mark(self, name: str, value: float) -> str:
-        """Return how a value compares with the last one, whose place it takes, and with the best one."""
+        """Compare a value with the previous and the best one, and remember it."""
         last, self._last[name] = self._last.get(name, math.nan), value
         arrow = "↑" if value > last else "↓" if value < last else "=" if value == last else ""
         is_best = value == self.state.best_metrics.get(name) and value != self._best_before.get(name)
@@ -144,7 +148,7 @@ class EvaluationReport(MainProcessCallback):
 
 
 def _fold(head: str, cells: Sequence[str], columns: int | None) -> str:
-    """Return the cells in one line, or below one another where that would be wider than a terminal."""
+    """Return the cells in one line, wrapped to the width of the terminal."""
     lines = [head]
     for cell in cells:
         if columns is not None and len(lines[-1]) + 2 + len(cell) > columns and lines[-1].strip():
@@ -153,14 +157,14 @@ def _fold(head: str, cells: Sequence[str], columns: int | None) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-# ---- A table of a model's parts and their parameters.
+# ---- Model summary
 
 
 class ModelSummary(MainProcessCallback):
-    """Says at the start what the model consists of.
+    """Prints a table of the model's layers at the start.
 
     Args:
-        max_depth: As in `summarize`.
+        max_depth: See `summarize`.
 
     Processes: main only.
     """
@@ -173,13 +177,13 @@ class ModelSummary(MainProcessCallback):
 
 
 def summarize(model: nn.Module, max_depth: int = 1) -> str:
-    """Return a table of the model's parts: class, parameters, and those that are trained; then the sums.
+    """Return a table of the model's submodules: class, parameters and trainable parameters, then totals.
 
-    A parameter that parts share counts once in the sums.
+    Shared parameters count once in the totals.
 
     Args:
         model: The model.
-        max_depth: 1 shows the direct parts, 2 their parts, too, and so on; -1 shows all.
+        max_depth: 1 shows direct submodules, 2 also theirs, and so on; -1 shows all.
     """
     parts = [
         (name, type(part).__name__, *_count(part))
@@ -204,16 +208,16 @@ def _count(module: nn.Module) -> tuple[int, int]:
 
 
 class Graphs(Callback):
-    """Names each graph of a model that is compiled for buckets of lengths, with the batch that needed it.
+    """Logs each graph that is compiled for length buckets, with the shape of the batch that required it.
 
-    The compiler is told that the number of samples varies and the length does not, so that it makes a graph for each
-    length, not for each batch. It takes one sample alone for another case than several.
+    The number of samples is marked as dynamic and the length is not, so the compiler builds one graph per length, not
+    per batch. A batch of one sample gets a separate graph.
 
     Attributes:
-        number: Graphs made in this run.
+        number: The number of graphs compiled in this run.
     """
 
-    order = -1e6  # hooks of others may look at the batch, but the marks come first
+    order = -1e6  # mark batches before the hooks of other callbacks use them
 
     def __init__(self) -> None:
         self.number = self._before = 0
@@ -231,7 +235,7 @@ class Graphs(Callback):
         self._note(batch)
 
     def on_fit_end(self) -> None:
-        say(f"torch.compile made {self.number} graphs")
+        say(f"torch.compile: {self.number} graphs compiled in total")
 
     def _begin(self, batch: Any) -> None:
         self._before = count_graphs()
@@ -243,7 +247,7 @@ class Graphs(Callback):
             self.number += made
             shapes = {" x ".join(map(str, value.shape)): None for value in _tensors(batch)}
             step = self.state.global_step + 1
-            say(f"torch.compile: graph {self.number}, at step {step}, for a batch of {', '.join(shapes)}")
+            say(f"torch.compile: compiled graph {self.number} at step {step} for a batch of {', '.join(shapes)}")
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:

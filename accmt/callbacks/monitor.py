@@ -1,4 +1,4 @@
-"""What a run measures of itself: each part adds its values to the rows of training values, and reads nothing before."""
+"""Measurements of a run; each class adds its values to the training rows, and reads tensors only then."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accmt.processes import num_data_processes, num_processes
 from accmt.registry import find
 from accmt.sharded_tensors import total_norm
 
-# ---- How busy and how full processor and GPUs are, looked at twice a second at most, however often rows are logged.
+# ---- CPU and GPU utilization, sampled at most twice a second
 
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -27,7 +27,7 @@ GB = 1e9
 
 
 class Use(MainProcessCallback):
-    """Measures something that changes slowly; in between, rows get what was seen last.
+    """Measures something that changes slowly; rows in between repeat the last measurement.
 
     Processes: main only.
     """
@@ -37,7 +37,7 @@ class Use(MainProcessCallback):
         self._next_look = -math.inf
 
     def look(self) -> dict[str, float]:
-        """Return what is measured now."""
+        """Return the current measurements."""
         raise NotImplementedError
 
     def measure(self) -> dict[str, float]:
@@ -48,18 +48,18 @@ class Use(MainProcessCallback):
 
 
 class CpuUse(Use):
-    """Measures the use of processor and memory."""
+    """Measures CPU and memory usage."""
 
     def on_fit_start(self) -> None:
         import psutil
 
         self._process = psutil.Process()
-        psutil.cpu_percent()  # what it returns is the use since the last call: this one only begins to measure
+        psutil.cpu_percent()  # returns the usage since the last call; this first call only starts the measurement
         sleep(SECONDS_OF_FIRST_LOOK)
         self.measure()
 
     def look(self) -> dict[str, float]:
-        """Return the memory of this process in GB, and the use of all cores and of the machine's memory in percent."""
+        """Return the memory of this process in GB, and CPU and RAM usage of the machine in percent."""
         import psutil
 
         resident = self._process.memory_info().rss / GB
@@ -67,7 +67,7 @@ class CpuUse(Use):
 
 
 class GpuUse(Use):
-    """Measures the use of the main process's GPU as torch sees it, and of all GPUs of the machine as their driver does.
+    """Measures the main process's GPU as reported by torch, and all GPUs of the machine as reported by the driver.
 
     Source:
         https://docs.nvidia.com/deploy/nvml-api/ for the driver's figures.
@@ -79,21 +79,21 @@ class GpuUse(Use):
 
     def on_fit_start(self) -> None:
         if not torch.cuda.is_available():
-            warn("monitor: gpu_utilization measures nothing, for there is no GPU; leave it out")
+            warn("monitor: gpu_utilization has no effect because there is no GPU; leave it out")
             return
         try:
             import pynvml
         except ImportError:
-            warn("monitor: memory and use of all GPUs are not measured without nvidia-ml-py: pip install nvidia-ml-py")
+            warn("monitor: GPU memory and utilization are not measured without nvidia-ml-py: pip install nvidia-ml-py")
             return
         try:
             pynvml.nvmlInit()
             self._gpus = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
-        except pynvml.NVMLError as error:  # as in containers and virtual machines that have no such access
-            warn(f"monitor: memory and use of all GPUs are not measured: the driver answers: {error}")
+        except pynvml.NVMLError as error:  # for example in containers and virtual machines without this access
+            warn(f"monitor: GPU memory and utilization are not measured; the driver returned: {error}")
 
     def look(self) -> dict[str, float]:
-        """Return memory in GB, and use in percent, of each GPU."""
+        """Return memory in GB and utilization in percent of each GPU."""
         if not torch.cuda.is_available():
             return {}
         own = torch.cuda.current_device()
@@ -111,26 +111,26 @@ class GpuUse(Use):
             try:
                 values[f"GPU_{number}_used"] = pynvml.nvmlDeviceGetMemoryInfo(gpu).used / GB
                 values[f"GPU_{number}_utilization"] = float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
-            except pynvml.NVMLError as error:  # a part of a GPU (MIG) tells its memory only
-                warn_once(f"monitor: not all of GPU_{number} is measured: the driver answers: {error}", about="NVML")
+            except pynvml.NVMLError as error:  # a MIG instance reports its memory only
+                warn_once(f"monitor: GPU_{number} is only partly measured; the driver returned: {error}", about="NVML")
         return values
 
 
-# ---- Time per phase of a run, measured at its hooks: no clock is needed in the loop itself.
+# ---- Time per phase, measured in hooks so that the loop needs no clock
 
 
 PURPOSES = ("data", "compute", "evaluation", "saving", "other")
 
 
 class Moment(NamedTuple):
-    """What a hook says about the time around it.
+    """How a hook assigns the time around it to phases.
 
     Attributes:
-        before: What the time before it was spent on, where nothing else is known to run.
-        after: What runs after it; None where the next hook says so.
-        callbacks: What the callbacks at this hook take time for.
-        is_certain: Whether `before` holds whatever ran.
-        interrupts: Whether what ran continues after it.
+        before: The phase before the hook, unless another one is known to be active.
+        after: The phase after the hook; None if the next hook determines it.
+        callbacks: The phase of the callbacks at this hook.
+        is_certain: Whether `before` applies even if another phase is active.
+        interrupts: Whether the phase before the hook continues after it.
     """
 
     before: str
@@ -153,21 +153,21 @@ MOMENTS: dict[str, Moment] = {
     "on_save_checkpoint": Moment("saving", is_certain=True, interrupts=True),
     "on_epoch_end": Moment("other"),
 }
-"""A checkpoint is written while training continues; "saving" is what taking it costs."""
+"""Checkpoints are written in the background; "saving" is only the time for which training pauses."""
 
 
 class Stopwatch(MainProcessCallback):
-    """Adds up seconds by purpose: what lies between two hooks belongs to one.
+    """Adds up seconds by phase; the time between two hooks belongs to one phase.
 
-    A `StopwatchOfCallbacks` beside it measures what the callbacks between the two take. Where the device works on while
-    the host goes ahead, it is waited for where a row is read.
+    A `StopwatchOfCallbacks` measures the time of the callbacks between the two. Where the device runs asynchronously,
+    the host waits for it when a row is read.
 
     Args:
-        moments: The hooks at which it looks at the clock.
-        purposes: All purposes that these name.
+        moments: The hooks at which time is taken.
+        purposes: All phases that these use.
 
     Attributes:
-        seconds: Since the start of the run, by purpose.
+        seconds: Seconds since the start of the run, by phase.
     """
 
     order = -math.inf
@@ -182,7 +182,7 @@ class Stopwatch(MainProcessCallback):
             setattr(self, hook, partial(self.arrive, hook))
 
     def lap(self, purpose: str) -> float:
-        """Give the time since the last lap a purpose, and return it in seconds; the first lap begins."""
+        """Add the time since the last lap to a phase, and return it in seconds; the first lap starts the clock."""
         now = perf_counter()
         passed = 0.0 if self._last is None else now - self._last
         self.seconds[purpose] += passed
@@ -190,14 +190,14 @@ class Stopwatch(MainProcessCallback):
         return passed
 
     def arrive(self, hook: str) -> None:
-        """End what came before a hook; its callbacks follow."""
+        """End the phase before a hook and start that of its callbacks."""
         moment = self.moments[hook]
         self.lap(moment.before if moment.is_certain or self._in_work is None else self._in_work)
         self._interrupted.append(self._in_work)
         self._in_work = moment.callbacks
 
     def leave(self, hook: str) -> None:
-        """End the callbacks of a hook."""
+        """End the phase of a hook's callbacks."""
         moment = self.moments[hook]
         self.lap(moment.callbacks)
         interrupted = self._interrupted.pop()
@@ -205,15 +205,15 @@ class Stopwatch(MainProcessCallback):
 
     @property
     def training_s(self) -> float:
-        """Seconds in which the run trained: neither evaluated nor saved."""
+        """Seconds spent on training, without evaluation and saving."""
         return self.seconds["data"] + self.seconds["compute"] + self.seconds["other"]
 
 
 class StopwatchOfCallbacks(MainProcessCallback):
-    """Gives what the callbacks between a stopwatch and itself took its purpose.
+    """Measures the time of the callbacks between a stopwatch and itself.
 
     Args:
-        stopwatch: The stopwatch, which comes before all others as this comes after them.
+        stopwatch: The stopwatch, which runs before all other callbacks; this one runs after them.
     """
 
     order = math.inf
@@ -223,7 +223,7 @@ class StopwatchOfCallbacks(MainProcessCallback):
             setattr(self, hook, partial(stopwatch.leave, hook))
 
 
-# ---- Model FLOPs utilization: what share of a device's peak the operations of the model make up.
+# ---- Model FLOPs utilization, gradient norm, throughput and other values
 
 
 PEAKS = {
@@ -238,20 +238,20 @@ PEAKS = {
     "V100": 125e12,
     "T4": 65e12,
 }
-"""Dense operations a second in 16 bits, by what the device's name contains; the first that fits.
+"""Peak dense 16-bit FLOPS by a substring of the device's name; the first match applies.
 
 Source: the data sheets on https://www.nvidia.com/en-us/data-center/
 """
 
 
 class ModelOperations(MainProcessCallback):
-    """Counts the operations of the first step's batches, and takes those of others to be as many a sample.
+    """Counts the FLOPs of the first step, and assumes the same number per sample for all others.
 
     Args:
-        stopwatch: Tells the time in which the run trained.
-        peak: Operations a second of one device; None looks it up by the device's name.
+        stopwatch: Measures the time spent on training.
+        peak: FLOPS of one device; None looks it up by the device's name.
 
-    Processes: main only; the others' work is taken to be alike.
+    Processes: main only; the others are assumed to do the same amount of work.
 
     Source:
         https://arxiv.org/abs/2204.02311, appendix B, for the quantity; operations are counted by
@@ -272,10 +272,10 @@ class ModelOperations(MainProcessCallback):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self._peak = self._peak or next((peak for part, peak in PEAKS.items() if part in name), 0.0)
         if not self._peak:
-            warn(f"monitor: mfu is not measured, for the peak of this device ({name}) is not known: mfu=312e12, say")
+            warn(f"monitor: mfu is not measured: the peak FLOPS of {name} are unknown; set them, e.g. mfu=312e12")
         elif self.trainer.settings.running.compiles:
             self._peak = 0.0
-            warn("monitor: mfu is not measured, for the operations of a compiled model cannot be counted")
+            warn("monitor: mfu is not measured: the FLOPs of a compiled model cannot be counted")
 
     def on_before_training_step(self) -> None:
         if self._peak and self._per_sample is None and self._counter is None:
@@ -288,7 +288,7 @@ class ModelOperations(MainProcessCallback):
         samples = self.state.samples_seen - self._first_samples
         counter = self._stop()
         if counter is not None and samples:
-            # Operations on a tensor that is split are counted as a whole, on each process that has a part of it.
+            # Operations on a sharded tensor are counted in full on each process that has a shard.
             batches = self.state.num_processes * num_data_processes() / num_processes()
             self._per_sample = counter.get_total_flops() * batches / samples
 
@@ -311,7 +311,7 @@ class ModelOperations(MainProcessCallback):
 
 
 class LearningRate(MainProcessCallback):
-    """Measures the learning rate, of each group of parameters, that the next step takes."""
+    """Logs the learning rate of the next step for each parameter group."""
 
     def measure(self) -> dict[str, float]:
         rates = [float(group["lr"]) for group in self.module.optimizer.param_groups]
@@ -321,12 +321,12 @@ class LearningRate(MainProcessCallback):
 
 
 class GradientNorm(Callback):
-    """Measures the norm of the gradient before clipping, of those steps only that end a row.
+    """Measures the gradient norm before clipping, only at steps that are logged.
 
     Args:
-        order: Of the norm; infinite is the largest element.
+        order: The order of the norm; infinity gives the largest element.
 
-    Processes: all; gradients are reduced before, and where each holds a part of them, their norm is made of all parts.
+    Processes: all; gradients are already reduced, and the norm of sharded gradients includes all shards.
     """
 
     def __init__(self, order: float) -> None:
@@ -349,7 +349,7 @@ class GradientNorm(Callback):
 
 
 class Epochs(MainProcessCallback):
-    """Measures how many epochs are done, with the fraction of the current one."""
+    """Logs the number of completed epochs, including the fraction of the current one."""
 
     def measure(self) -> dict[str, float]:
         num_micro_batches = self.trainer.run.train_loader.source.num_micro_batches
@@ -357,10 +357,10 @@ class Epochs(MainProcessCallback):
 
 
 class Throughput(MainProcessCallback):
-    """Measures what is trained on in a second, since the last row, by all processes.
+    """Measures samples, batches and tokens per second of all processes since the last row.
 
     Args:
-        stopwatch: Tells the time in which the run trained.
+        stopwatch: Measures the time spent on training.
     """
 
     def __init__(self, stopwatch: Stopwatch) -> None:
@@ -376,7 +376,7 @@ class Throughput(MainProcessCallback):
     def on_before_training_step(self, batch: Any) -> None:
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if isinstance(tokens, torch.Tensor):
-            # Padding included; other processes are taken to have as many, which saves asking them.
+            # Includes padding. Other processes are assumed to have as many, which saves a collective.
             self._tokens += tokens.numel() * num_data_processes()
 
     def measure(self) -> dict[str, float]:
@@ -385,13 +385,10 @@ class Throughput(MainProcessCallback):
         self._before, self._before_s = counts, now_s
         done = {name: _since(n, before.get(name, 0)) for name, n in counts.items()}
         rates = {f"{name}_per_s": n / passed_s for name, n in done.items() if passed_s > 0}
-        return rates | self._padding(done.get("real_tokens", 0))
-
-    def _padding(self, real: float) -> dict[str, float]:
-        """Return the share of padding since the last row, where a token budget knows it."""
+        # Batches made by a token budget also know the share of padding.
         padded = getattr(self.trainer.run.train_loader.maker, "padded_tokens", 0)
-        done, self._padded_before = _since(padded, self._padded_before), padded
-        return {"padding": 1 - real / done} if done else {}
+        padded_done, self._padded_before = _since(padded, self._padded_before), padded
+        return rates | ({"padding": 1 - done.get("real_tokens", 0) / padded_done} if padded_done else {})
 
     def _counts(self) -> dict[str, float]:
         tokens = {"tokens": self._tokens} if self._tokens else {}
@@ -402,15 +399,15 @@ class Throughput(MainProcessCallback):
 
 
 def _since(number: float, before: float) -> float:
-    """Return what was counted since; loaders that are reloaded count from 0 again."""
+    """Return the increase of a counter; reloaded loaders count from 0 again."""
     return number - before if number >= before else number
 
 
 class TimeSplit(MainProcessCallback):
-    """Measures what the time since the last row was spent on.
+    """Logs the time per phase since the last row.
 
     Args:
-        stopwatch: Knows.
+        stopwatch: Measures the phases.
     """
 
     def __init__(self, stopwatch: Stopwatch) -> None:
@@ -424,7 +421,7 @@ class TimeSplit(MainProcessCallback):
 
 
 class CheckpointRows(MainProcessCallback):
-    """Makes a row of each checkpoint, so that it is seen where it was taken."""
+    """Logs a row for each checkpoint, so that plots show when it was saved."""
 
     def on_save_checkpoint(self) -> None:
         step = self.state.global_step
@@ -433,11 +430,11 @@ class CheckpointRows(MainProcessCallback):
 
 
 class Measurements(Callback):
-    """Adds what is measured to the rows of training values, before any other callback sees them.
+    """Adds measurements to the training rows before any other callback sees them.
 
     Args:
-        measures: What is measured; each has a method `measure`.
-        loss_name: The training loss, which only those rows have.
+        measures: Objects with a method `measure`.
+        loss_name: The training loss, which only training rows have.
     """
 
     order = -math.inf
@@ -453,15 +450,15 @@ class Measurements(Callback):
 
 
 def build_monitor(monitor: Monitor, loss_name: str, *, is_main_process: bool) -> tuple[list[Callback], list[Callback]]:
-    """Return the callbacks that measure what a monitor asks for; none where it asks for nothing.
+    """Return the callbacks that measure what a monitor selects.
 
     Args:
         monitor: What to measure.
-        loss_name: The training loss in the rows.
-        is_main_process: Elsewhere, only what needs all processes is measured.
+        loss_name: The name of the training loss in the rows.
+        is_main_process: On other processes, only what needs all processes is measured.
 
     Returns:
-        Those to stand before, and those to stand after all others.
+        The callbacks to run before all others, and those to run after all others.
     """
     stopwatch = Stopwatch()
     order = monitor.norm_order

@@ -1,4 +1,4 @@
-"""A progress bar that costs a look at the clock per step; where there is no terminal, a plain line every so often."""
+"""A progress bar that reads the clock once per step; without a terminal, occasional plain lines."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ T = TypeVar("T")
 
 SECONDS_BETWEEN_DRAWINGS = 0.1
 SECONDS_BETWEEN_LINES = (10.0, 20.0, 60.0)
-"""Until the first line, the second, and every further one."""
+"""Seconds before the first, the second and each further line."""
 SHARE_OF_LAST_RATE = 0.3
 BAR_WIDTH = 20
 
 
 def is_notebook() -> bool:
-    """Return whether this process serves a notebook; IPython is asked only where it is loaded already."""
+    """Return whether this process runs a notebook; IPython is never imported for this."""
     get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
     return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(get_shell()).__mro__)
 
 
 class _Display(Protocol):
-    """Where progress is shown: a bar, or lines."""
+    """Displays progress as a bar or as lines."""
 
     def wait_s(self) -> float:
-        """Return how many seconds pass until it is drawn again, and count this drawing."""
+        """Return the seconds until the next drawing, and count this one."""
 
     def draw(self, step: int, stage: str, values: list[str]) -> None: ...
 
 
 class ProgressBar(MainProcessCallback):
-    """Shows epoch, step, time left, loss, the best value and where it was saved, lr, speed, and the newest evaluation.
+    """Shows epoch, step, time left, loss, the best value and where it was saved, lr, speed and the latest evaluation.
 
-    Where the stream is no terminal, such as in the log of a cluster's job, the same numbers are a line of the log after
-    10 seconds, after 30, and then once a minute.
+    Without a terminal, such as in the log of a cluster job, the same values are logged as a line after 10 seconds,
+    after 30, and then once a minute.
 
     Args:
-        enable: True draws a bar always, False neither bar nor lines; None draws a bar where the stream is a terminal.
-        loss_name: The training loss in the rows that are logged.
-        stream: Where the bar is drawn; None is stderr.
+        enable: True always draws a bar, False shows nothing, None draws a bar if the stream is a terminal.
+        loss_name: The name of the training loss in the logged rows.
+        stream: The output of the bar; None means stderr.
 
     Processes: main only.
     """
@@ -64,7 +64,7 @@ class ProgressBar(MainProcessCallback):
         self._total_validation: int | None = None
 
     def show(self, values: Mapping[str, float]) -> None:
-        """Add numbers to the right of the bar; they are seen at the next drawing, and stay until they are replaced."""
+        """Add values to the right of the bar; they appear at the next drawing and stay until replaced."""
         self._shown.update(values)
 
     def on_fit_start(self) -> None:
@@ -128,9 +128,11 @@ class ProgressBar(MainProcessCallback):
         self._display.draw(self.state.global_step, stage, self._values())
 
     def _values(self) -> list[str]:
-        """Return what is to be seen, the most important first: what does not fit is left out."""
+        """Return the values to show, most important first; those that do not fit are omitted."""
         samples_per_s = None if "tokens_per_s" in self._shown else self._rates.samples_per_s
-        known = {"loss": None, "lr": self._lr(), "samples/s": samples_per_s} | self._shown
+        groups = getattr(getattr(self.module, "optimizer", None), "param_groups", None)
+        lr = float(groups[0]["lr"]) if groups else None
+        known = {"loss": None, "lr": lr, "samples/s": samples_per_s} | self._shown
         texts = {name: f"{name} {value:.4g}" for name, value in known.items() if value is not None}
         for name, value in list(self.state.best.items())[:1]:
             texts["best"] = f"best {name.removeprefix('best_')} {value:.4g}"
@@ -140,21 +142,16 @@ class ProgressBar(MainProcessCallback):
         return first + list(texts.values())
 
     def _restart_clock(self) -> None:
-        """Leave what an evaluation took out of the rate of training."""
+        """Exclude the time of an evaluation from the training rate."""
         self._rates.restart(self.state.samples_seen)
         if isinstance(self._display, _Bar):
             self._next_drawing = perf_counter()
         elif self._display is not None and self._next_drawing == math.inf:
             self._next_drawing = perf_counter() + self._display.wait_s()
 
-    def _lr(self) -> float | None:
-        optimizer = getattr(self.module, "optimizer", None)
-        groups = getattr(optimizer, "param_groups", None)
-        return float(groups[0]["lr"]) if groups else None
-
 
 class _Rates:
-    """Samples a second, of which the last ones weigh most."""
+    """A moving average of samples per second."""
 
     def __init__(self) -> None:
         self.samples_per_s: float | None = None
@@ -174,7 +171,7 @@ class _Rates:
 
 
 class _Bar:
-    """One line of a terminal, as wide as it is; of the values as many are shown as fit."""
+    """One line in the terminal, with as many values as fit."""
 
     def __init__(self, stream: TextIO, total: int | None, initial: int, stage: str) -> None:
         counted = f"{{bar:{BAR_WIDTH}}} {{n_fmt}}/{{total_fmt}} {{elapsed}}<{{remaining}}"
@@ -205,7 +202,7 @@ class _Bar:
 
 
 class _Lines:
-    """Messages: what a log without a terminal has of a bar."""
+    """Log lines that replace the bar without a terminal."""
 
     def __init__(self, total: int | None) -> None:
         self._of_total = "" if total is None else f" of {total:,}"
@@ -227,15 +224,15 @@ def draw_batches(
     stream: TextIO | None = None,
     count: Callable[[T], int] = lambda _: 1,
 ) -> Iterator[T]:
-    """Pass on the batches of an evaluation, and draw how many are done.
+    """Iterate over the batches of an evaluation with a progress bar.
 
     Args:
         batches: The batches.
-        enable: True draws always, False never; None draws where the stream is a terminal.
-        text: What stands before the bar.
-        total: How many there are; None if nobody knows.
-        stream: As in `ProgressBar`.
-        count: How many are done with one of them.
+        enable: True always draws, False never does; None draws if the stream is a terminal.
+        text: The text before the bar.
+        total: The number of batches; None if unknown.
+        stream: See `ProgressBar`.
+        count: Returns how many batches an item counts for.
     """
     stream = stream or sys.stderr
     if not _is_drawn(stream, enable):
@@ -260,7 +257,7 @@ def _is_drawn(stream: TextIO | None, enable: bool | None) -> TypeGuard[TextIO]: 
 
 
 class _Tolerant:
-    """A stream whose errors end no run: its terminal, or the pipe behind it, may be gone."""
+    """A stream whose errors are ignored, because the terminal or pipe may be closed during a run."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -282,12 +279,12 @@ def _bar_class() -> Any:
     from tqdm.utils import disp_len
 
     class Bar(tqdm):  # type: ignore[type-arg]
-        monitor_interval = 0  # no thread that redraws: we do
+        monitor_interval = 0  # no redrawing thread: we redraw ourselves
         values: Sequence[str] = ()
 
         @property
         def format_dict(self) -> MutableMapping[str, Any]:
-            """What `bar_format` may name: `values` too, as many as the line has room for."""
+            """The fields of `bar_format`, with as many `values` as fit in the line."""
             given = {**super().format_dict, "values": ""}
             columns = given["ncols"] or sys.maxsize
             line = disp_len(self.format_meter(**given)) if self.values else 0

@@ -92,7 +92,7 @@ def test_the_peak_of_this_gpu_is_known_or_said_not_to_be(
     settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = train(Classifier(), make_data(), settings, monitor=["mfu"], log_every=4, verbose=True)
-    assert values(trainer, "mfu") or "the peak of this device" in caplog.text
+    assert values(trainer, "mfu") or "the peak FLOPS of" in caplog.text
 
 
 def run_script(folder: Path, device: torch.device, *arguments: str) -> dict[str, Any]:

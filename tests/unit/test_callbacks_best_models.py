@@ -70,7 +70,7 @@ def test_models_of_an_earlier_run_are_told_and_stay(caplog):
     train([0.2, 0.5], BestModels(top_k=2), verbose=True)
     assert "models of an earlier run" not in caplog.text
     train([0.4], BestModels(top_k=2), verbose=True)
-    assert "models of an earlier run lie in out/model/top" in caplog.text
+    assert "out/model/top contains models of an earlier run" in caplog.text
     assert {1, 2} <= set(steps_in(TOP))
 
 
@@ -110,5 +110,5 @@ def test_a_disk_that_is_full_is_a_warning(monkeypatch, caplog):
     trainer = make_trainer({"epochs": 1, "batch_size": 4}, callbacks=best)
     monkeypatch.setattr(trainer, "save_model", fail)
     assert trainer.fit(Scripted([0.5]), Numbers(4), Numbers(2)).finished
-    assert "could not be saved in out/model/top/step-00000001" in caplog.text
+    assert "could not be saved to out/model/top/step-00000001" in caplog.text
     assert best.kept == []

@@ -107,7 +107,7 @@ def test_a_parameter_that_nothing_fills_is_an_error_that_shows_the_line_to_write
 
 
 def test_a_hook_without_keywords_says_so():
-    with pytest.raises(ModuleContractError, match=r"expected: any of: no parameter\n  do: def on_epoch_end\(self\)"):
+    with pytest.raises(ModuleContractError, match=r"expected: any of: no parameters\n  do: def on_epoch_end\(self\)"):
         Hooks([make_callback(on_epoch_end=lambda self, epoch: None)])
 
 

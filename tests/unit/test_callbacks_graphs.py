@@ -92,11 +92,11 @@ def test_lengths_are_rounded_up_and_each_needs_one_graph(
     assert max_tokens is None or all(rows * width <= 64 for rows, width in module.shapes)
     lone = {width for rows, width in module.shapes if rows == 1}
     assert max_tokens is None or len(set(module.shapes)) > len(widths) + 1 + len(lone)
-    named = re.findall(r"torch.compile: graph (\d+), at step (\d+), for a batch of \d+ x (\d+), \d+", caplog.text)
+    named = re.findall(r"torch.compile: compiled graph (\d+) at step (\d+) for a batch of \d+ x (\d+), \d+", caplog.text)
     assert [int(number) for number, _, _ in named] == list(range(1, len(named) + 1))
     assert {int(width) for _, _, width in named} == widths
     assert len(named) <= len(widths) + 1 + len(lone)
-    assert f"torch.compile made {len(named)} graphs" in caplog.text
+    assert f"torch.compile: {len(named)} graphs compiled in total" in caplog.text
 
 
 class Stacked(Model):
@@ -136,7 +136,7 @@ def test_repeated_layers_share_their_graphs_and_keep_their_names(
         assert torch.equal(expected, got)
     assert [name for name, _ in module.model.named_parameters()] == [name for name, _ in whole.model.named_parameters()]
     lone = {width for rows, width in module.shapes if rows == 1}
-    number = int(re.search(r"torch.compile made (\d+) graphs", caplog.text)[1])  # type: ignore[index]
+    number = int(re.search(r"torch.compile: (\d+) graphs compiled", caplog.text)[1])  # type: ignore[index]
     assert 0 < number <= len({width for _, width in module.shapes}) + 1 + len(lone)
 
 

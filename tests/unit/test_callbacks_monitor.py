@@ -294,7 +294,7 @@ def test_a_driver_that_does_not_answer_ends_no_run(monkeypatch, caplog, answers,
     use = GpuUse()
     use.on_fit_start()
     assert set(use.measure()) == {"GPU_0", "GPU_0_allocated"} | measured
-    assert ("the driver answers: Not Supported" in caplog.text) == ("use" not in answers)
+    assert ("the driver returned: Not Supported" in caplog.text) == ("use" not in answers)
 
 
 def test_operations_are_counted_from_the_model(clock):
@@ -327,7 +327,7 @@ def test_the_utilization_of_several_processes_that_do_alike_is_that_of_one(clock
 
 def test_an_unknown_peak_is_warned_about(caplog):
     trainer = fit(["mfu"])
-    assert "the peak of this device (cpu) is not known" in caplog.text
+    assert "the peak FLOPS of cpu are unknown" in caplog.text
     assert set(rows(trainer)[0]) == {"train_loss"}
 
 

@@ -31,9 +31,9 @@ class Returns(Callback):
 
 def test_what_a_hook_returns_and_is_dropped_is_said_once(caplog):
     fit(Returns())
-    said = [message for message in caplog.messages if "which is ignored" in message]
+    said = [message for message in caplog.messages if "it is ignored" in message]
     assert len(said) == 3
-    assert said[0].startswith("Returns.on_before_training_step\n  got: a list is returned, which is ignored")
+    assert said[0].startswith("Returns.on_before_training_step\n  got: the hook returned a list; it is ignored")
     assert 'do: metrics["name"] = number' in said[2]
 
 
