@@ -87,7 +87,7 @@ def test_what_makes_no_sense_is_refused(arguments):
 
 
 def test_a_result_that_is_not_there_is_named():
-    with pytest.raises(ModuleContractError, match=r"an evaluation with \['val_loss'\]"):
+    with pytest.raises(ModuleContractError, match=r"an evaluation with the results \['val_loss'\]"):
         train([0.5], BestModels("accuracy"))
 
 
