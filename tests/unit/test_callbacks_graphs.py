@@ -92,7 +92,8 @@ def test_lengths_are_rounded_up_and_each_needs_one_graph(
     assert max_tokens is None or all(rows * width <= 64 for rows, width in module.shapes)
     lone = {width for rows, width in module.shapes if rows == 1}
     assert max_tokens is None or len(set(module.shapes)) > len(widths) + 1 + len(lone)
-    named = re.findall(r"torch.compile: compiled graph (\d+) at step (\d+) for a batch of \d+ x (\d+), \d+", caplog.text)
+    pattern = r"torch.compile: compiled graph (\d+) at step (\d+) for a batch of \d+ x (\d+), \d+"
+    named = re.findall(pattern, caplog.text)
     assert [int(number) for number, _, _ in named] == list(range(1, len(named) + 1))
     assert {int(width) for _, _, width in named} == widths
     assert len(named) <= len(widths) + 1 + len(lone)
