@@ -129,8 +129,8 @@ class SWA(WeightAverage):
         average = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
         average(averages, weights, self.num_averaged - 1)
 
-    def _give_back(self) -> None:
-        super()._give_back()
+    def _restore_trained(self) -> None:
+        super()._restore_trained()
         if self._statistics_of_training:
             copy_into(self._statistics_of_training, BatchNormStatistics(self.trainer.run).buffers(self._layers))
             self._statistics_of_training = {}

@@ -317,7 +317,7 @@ def find_hooks(callback: object) -> dict[str, list[Hook]]:
         method = getattr(callback, attribute)
         if name in HOOKS and callable(method) and not isinstance(method, nn.Module):
             hooks.setdefault(name, []).append(_with_wanted_keywords(callback, attribute, method, HOOKS[name]))
-        elif name not in HOOKS and inspect.isroutine(method) and not isinstance(method, partial):
+        elif name not in HOOKS and not isinstance(method, partial) and inspect.isroutine(method):
             # A layer or a value with such a name is fine; from Python 3.14 on, a partial is a routine too.
             reject_unknown_hook(callback, attribute)
     return hooks

@@ -1,4 +1,4 @@
-"""The thread that starts one tracker, feeds it and ends it, through whatever happens to the tracker."""
+"""The thread that starts one tracker, delivers rows to it and ends its run, whatever errors the tracker raises."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
 
-# ---- The rows that one tracker is still to get, in order, with the names that it knows them by.
+# ---- Undelivered rows of one tracker, in order, with clean names
 
 
 BATCH_ROWS = 200
@@ -32,7 +32,7 @@ _PLURALS = {"images": "images", "table": "a table", "artifact": "files"}
 
 @dataclass(frozen=True)
 class _Item:
-    """One line that the tracker is to get: a row of numbers, or else a configuration, or images and the like."""
+    """One line to deliver: a row of numbers, a configuration or media."""
 
     line: int
     row: Row | None = None
@@ -41,16 +41,16 @@ class _Item:
 
     def __str__(self) -> str:
         if self.media is not None:
-            return f"{self.media.name!r} ({_PLURALS[self.media.kind]}) of step {self.media.step}"
-        return "the configuration" if self.row is None else f"the row of step {self.row.step}"
+            return f"{self.media.name!r} ({_PLURALS[self.media.kind]}) at step {self.media.step}"
+        return "the configuration" if self.row is None else f"the row at step {self.row.step}"
 
 
 class Feed:
-    """Reads `history.jsonl` for one tracker, and hands over what comes first; used by one thread.
+    """Reads `history.jsonl` for one tracker and delivers the rows in order; used by one thread.
 
     Args:
-        account: What the tracker has got; kept up to date.
-        replay: Which of the rows it is to get.
+        account: The tracker's delivery state; updated with each delivery.
+        replay: Decides which rows the tracker gets.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Feed:
         self._names = CleanNames(spec.clean_name, account.names)
         self._reader = HistoryReader(history, replay.start)
         self._items: deque[_Item] = deque()
-        self._settles_in_s = getattr(tracker, "settles_in_s", 0.0)  # a user's own: nobody knows
+        self._settles_in_s = getattr(tracker, "settles_in_s", 0.0)  # unknown for a user's tracker
         self._arrivals: deque[tuple[float, int]] = deque()
 
     def fetch(self) -> bool:
-        """Read further rows once all are handed over; False where there is nothing to hand over."""
+        """Read more rows if all are delivered; return False if there is nothing to deliver."""
         while not self._items and self._read():
             pass
         return bool(self._items)
@@ -78,13 +78,18 @@ class Feed:
         return not self._items
 
     def hand_over(self, limit: int) -> Iterator[None]:
-        """Hand over what comes first, of rows up to `limit` together; yields whenever some were taken.
+        """Deliver the first item, or up to `limit` rows together; yields whenever the tracker accepted some.
 
         Raises:
-            Exception: What the tracker raised; what it took before that is off the list.
+            Exception: Any error of the tracker; items that it accepted before are removed from the queue.
         """
-        if self._items[0].row is None:
-            self._hand_over_alone(self._items[0])
+        first = self._items[0]
+        if first.row is None:
+            if first.media is not None:
+                self._spec.deliver_media(self._tracker, first.media)
+            else:
+                named = CleanNames(self._spec.clean_name).rename(flatten(first.config or {}))
+                self._tracker.store_init_configuration(named)
             self._take_off(1)
             yield
             return
@@ -98,9 +103,9 @@ class Feed:
             yield
 
     def is_first_at_fault(self) -> bool:
-        """Find out whether the tracker refuses what comes first but takes the next row.
+        """Return whether the tracker rejects the first item but accepts the next row.
 
-        The first is tried once more after the next one, so that an outage that ends in between costs no row.
+        The first item is tried again after the next one, so that no row is lost if an outage ends in between.
         """
         if self._items[0].config is not None:
             return True
@@ -111,31 +116,31 @@ class Feed:
             return self._items[0].media is not None
         try:
             list(self._spec.deliver(self._tracker, [later.row]))
-        except Exception:  # noqa: BLE001 - it is the tracker, then
+        except Exception:  # noqa: BLE001 - then the tracker is the problem
             return False
         self._items.remove(later)
         try:
             list(self.hand_over(1))
-        except Exception:  # noqa: BLE001 - the very question
+        except Exception:  # noqa: BLE001 - then the item is the problem
             return True
         return False
 
     def skip_first(self, error: BaseException) -> None:
-        """Leave out what comes first, which the tracker refuses, with a warning the first time."""
+        """Skip the first item, which the tracker rejects; warn the first time."""
         item = self._items[0]
         self._account.num_rejected += 1
         if self._account.num_rejected == 1:
-            got = f"{item} was refused: {name_error(error)}"
-            expected = "names and values that it takes; training continues, and history.jsonl has them"
-            do = "log it under another name; further ones are counted, and reported at the end"
+            got = f"{item} was rejected: {name_error(error)}"
+            expected = "names and values that it accepts; training continues, and history.jsonl has the row"
+            do = "log it under another name; the number of rejected rows is reported at the end"
             warn(explain(f"the tracker {self._spec.name}", got, expected, do))
         self._take_off(1)
 
     def settle(self) -> float | None:
-        """Note in the account what arrived so long ago that no kill takes it from the tracker any more.
+        """Record what was delivered so long ago that a kill can no longer lose it.
 
         Returns:
-            The seconds until there is more to note; None where there is nothing.
+            The seconds until there is more to record; None if there is nothing.
         """
         if math.isinf(self._settles_in_s):
             return None
@@ -175,17 +180,10 @@ class Feed:
         if self._spec.takes(self._tracker, media.kind):
             is_file = media.kind == "artifact"
             return _Item(line, media=media if is_file else replace(media, name=self._spec.clean_name(media.name)))
-        where, got = f"the tracker {self._spec.name}", f"{_PLURALS[media.kind]}, for which it has no place"
-        do = f"nothing: {media.folder.parent.parent} has them; or add a tracker that takes them"
-        warn_once(explain(where, got, "what it takes", do), about=f"{media.kind} in {self._spec.name}")
+        where, got = f"the tracker {self._spec.name}", f"{_PLURALS[media.kind]}, which it does not support"
+        do = f"nothing: the files are in {media.folder.parent.parent}; or add a tracker that supports them"
+        warn_once(explain(where, got, "a type that it supports", do), about=f"{media.kind} in {self._spec.name}")
         return None
-
-    def _hand_over_alone(self, item: _Item) -> None:
-        if item.media is not None:
-            self._spec.deliver_media(self._tracker, item.media)
-        else:
-            named = CleanNames(self._spec.clean_name).rename(flatten(item.config or {}))
-            self._tracker.store_init_configuration(named)
 
     def _take_off(self, count: int) -> None:
         for _ in range(count):
@@ -193,7 +191,7 @@ class Feed:
         self._account.delivered = self._items[0].line if self._items else self._reader.line
 
 
-# Rows of about this time are delivered together: one call for many costs the training thread far less than many.
+# Rows of about this time span are delivered together: one call costs the training thread far less than many.
 GATHERING_S = 1.0
 _TRIES_PER_ROW = 5
 _CLOSING_SHARE = 0.2
@@ -201,24 +199,24 @@ _QUIET_WAIT_S = 1.0
 _LONGEST_DELAY_AT_THE_END_S = 0.25
 
 
-class _TimeIsUp(Exception):  # noqa: N818 - no error, but the end of the time for the last rows
+class _TimeIsUp(Exception):  # noqa: N818 - not an error: the time for the last rows is over
     pass
 
 
 class Delivery:
-    """Delivers the rows of a run to one tracker; nobody waits for it.
+    """Delivers the rows of a run to one tracker in the background.
 
-    Rows are read from `history.jsonl`, so that nothing queues up in memory. One that fails is tried again, and those
-    behind it wait; one that the tracker refuses for its content is skipped, with a warning.
+    Rows are read from `history.jsonl`, so nothing queues up in memory. If delivery fails, it is retried and later rows
+    wait; a row that the tracker rejects because of its content is skipped with a warning.
 
     Args:
-        start: How the run starts there; what it resumes is found in the ledger.
-        is_patient: Whether a start that an outage prevents is tried again, instead of being an error.
+        start: How the run starts in the tracker; the ledger knows which run it resumes.
+        is_patient: Whether to retry a start that fails because of an outage, instead of raising an error.
 
     Attributes:
         tracker: The tracker, once it has started.
-        start_error: Why it did not start, where it will not be tried again.
-        outage: Its failures since it last took something.
+        start_error: The error that prevented the start, if it will not be retried.
+        outage: Failures since the last successful delivery.
     """
 
     def __init__(
@@ -260,7 +258,7 @@ class Delivery:
         self._thread.start()
         if self._first_try_is_over.wait(max(timeout_s, 0.0)):
             return
-        error = TimeoutError(f"it has not started within {timeout_s:.1f} s")
+        error = TimeoutError(f"it did not start within {timeout_s:.1f} s")
         if self._is_patient:
             self.outage.announce(error)
         else:
@@ -270,10 +268,10 @@ class Delivery:
         self._has_rows.set()
 
     def end(self, status: str, timeout_s: float) -> None:
-        """Ask the thread to deliver what there is, and to end the tracker's run.
+        """Tell the thread to deliver all remaining rows and end the tracker's run.
 
         Args:
-            timeout_s: When to give up; the last fifth is for the ending.
+            timeout_s: The time limit; its last fifth is reserved for ending the run.
         """
         now = time.monotonic()
         self._status = status
@@ -297,19 +295,19 @@ class Delivery:
                 self.spec.detach(self.tracker, status)
 
     def warn_of_rows_left(self, flush_s: float) -> None:
-        """Warn of rows that the tracker has not got, of a run that is not ended there, and of rows it refused."""
+        """Warn about undelivered rows, a run that could not be ended in the tracker, and rejected rows."""
         where, account = f"the tracker {self.spec.name}", self.account
         if account.num_rejected > 1:
-            expected = "names and values that it takes"
-            warn(explain(where, f"{account.num_rejected} rows were rejected", expected, "history.jsonl has them"))
+            expected, do = "names and values that it accepts", "nothing: history.jsonl has them"
+            warn(explain(where, f"{account.num_rejected} rejected rows", expected, do))
         if self.is_complete:
             return
         left = count_rows_left(self._history.path, account)
-        got = f"{left} rows left, and the run is not ended there" if account.status is None else f"{left} rows left"
+        got = f"{left} rows not delivered" + (", and the run not ended" if account.status is None else "")
         folder = self._history.path.parent
         is_users_own = isinstance(self.spec, UserTracker)
         do = f"nothing: {self._history.path} has them" if is_users_own else f"accmt sync {folder}"
-        expected = f"everything delivered within {flush_s:g} s"
+        expected = f"all rows delivered within {flush_s:g} s"
         warn(explain(where, f"{got} ({name_error(self.outage.error)})", expected, do))
 
     def _run(self) -> None:
@@ -319,7 +317,7 @@ class Delivery:
                     pass
         except _TimeIsUp:
             pass
-        except BaseException as error:  # noqa: BLE001 - a thread has nobody to raise to; `begin` and `end` report it
+        except BaseException as error:  # noqa: BLE001 - errors in a thread are lost; `begin` and `end` report it
             self.outage.error = error
             if self.tracker is None:
                 self.start_error = error
@@ -339,22 +337,19 @@ class Delivery:
             except Exception as error:
                 if not (self._is_patient and self.spec.is_outage(error)):
                     raise
-                self._wait_to_start(error)
+                if not self._first_try_is_over.is_set():
+                    self.outage.announce(error)
+                    self._first_try_is_over.set()
+                self._pause(self.outage.count(error))
+                self._require_time()
         feed = self._follow(tracker, replay)
         self.tracker = tracker
         self.outage.end()
         self._first_try_is_over.set()
         return feed
 
-    def _wait_to_start(self, error: Exception) -> None:
-        if not self._first_try_is_over.is_set():
-            self.outage.announce(error)
-            self._first_try_is_over.set()
-        self._pause(self.outage.count(error))
-        self._require_time()
-
     def _follow(self, tracker: GeneralTracker, replay: Replay) -> Feed:
-        """Read on where the tracker stopped, or from the first line if it did not find its run again."""
+        """Continue where the tracker stopped, or from the first line if it did not find its run."""
         account, run_id = self.account, self.spec.run_id(tracker)
         if account.run_id not in (None, run_id):
             account.restart()
@@ -363,26 +358,23 @@ class Delivery:
         return Feed(self.spec, tracker, self._history, account, replay)
 
     def _deliver_or_wait(self, feed: Feed) -> bool:
-        """Deliver the rows that are there, or wait for some; return whether more may come."""
-        # Both before the look at the file: a row, or the end, that comes during it is noticed in the next turn.
+        """Deliver available rows, or wait for some; return whether more may come."""
+        # Both are read before the file, so that a row or the end that comes meanwhile is noticed in the next iteration.
         is_ending = self._is_ending.is_set()
         self._has_rows.clear()
         if feed.fetch():
-            self._ledger.save()  # first what is under way, then what has arrived: a kill in between is known of
+            self._ledger.save()  # save before and after delivery, so that a kill in between is detected
             self._hand_over(feed)
             feed.settle()
             self._ledger.save()
             return True
         if not is_ending:
-            self._wait_for_rows(feed)
+            if not self._has_rows.wait(feed.settle()):
+                feed.settle()
+                self._ledger.save()
+            elif not self._is_ending.is_set():
+                self._is_ending.wait(GATHERING_S)
         return not is_ending
-
-    def _wait_for_rows(self, feed: Feed) -> None:
-        if not self._has_rows.wait(feed.settle()):
-            feed.settle()
-            self._ledger.save()
-        elif not self._is_ending.is_set():
-            self._is_ending.wait(GATHERING_S)
 
     def _hand_over(self, feed: Feed) -> None:
         limit = BATCH_ROWS
@@ -391,10 +383,10 @@ class Delivery:
             try:
                 for _ in feed.hand_over(limit):
                     self._require_time()
-            except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training continues
+            except Exception as error:  # noqa: BLE001 - training continues whatever a tracker raises
                 delay = self.outage.count(error)
-                # One bad row must not take the whole batch with it: only a single row can be skipped, so after a
-                # failure they go one by one, and in growing batches again once the tracker takes them.
+                # A bad row must not cost the whole batch. Only single rows can be skipped, so after a failure rows
+                # are sent one by one, and in growing batches again once the tracker accepts them.
                 if limit == 1 and self._is_refusal(error, feed):
                     feed.skip_first(error)
                 else:
@@ -405,7 +397,7 @@ class Delivery:
                 self.outage.end()
 
     def _is_refusal(self, error: Exception, feed: Feed) -> bool:
-        """Distinguish a row that the tracker will never take from a tracker that takes nothing at the moment."""
+        """Return whether the tracker will never accept the row, rather than accepting nothing at the moment."""
         if self.spec.is_refusal(error) or self.spec.is_outage(error):
             return self.spec.is_refusal(error)
         return self.outage.num_failures >= _TRIES_PER_ROW and feed.is_first_at_fault()
@@ -417,7 +409,7 @@ class Delivery:
         while True:
             try:
                 self.spec.finish(self.tracker, self._status)
-            except Exception as error:  # noqa: BLE001 - whatever a tracker raises
+            except Exception as error:  # noqa: BLE001 - trackers may raise anything
                 delay = self.outage.count(error)
             else:
                 self.account.status = self._status
@@ -441,7 +433,7 @@ class Delivery:
 
 
 def wait_for_the_end(deliveries: Sequence[Delivery], status: str, flush_s: float) -> None:
-    """End the run in all trackers, and wait until they have everything, but no longer than `flush_s` in all."""
+    """End the run in all trackers, and wait at most `flush_s` in total until all rows are delivered."""
     deadline = time.monotonic() + flush_s
     for delivery in deliveries:
         delivery.end(status, flush_s)
@@ -449,6 +441,6 @@ def wait_for_the_end(deliveries: Sequence[Delivery], status: str, flush_s: float
     waiting = [delivery for delivery in deliveries if not delivery.join(min(warn_at, deadline) - time.monotonic())]
     if waiting and flush_s > _QUIET_WAIT_S:
         names = ", ".join(delivery.spec.name for delivery in waiting)
-        say(f"the last rows go to {names}: this takes {flush_s:g} s at most")
+        say(f"delivering the last rows to {names}: this takes at most {flush_s:g} s")
     for delivery in waiting:
         delivery.join(deadline - time.monotonic())

@@ -1,11 +1,11 @@
-"""`history.jsonl`: every row of a run, one strict JSON object a line; it is also the spool that trackers are fed from.
+"""`history.jsonl`: all rows of a run, one strict JSON object per line; trackers receive their rows from this file.
 
-Five kinds of line: `{"step", "time", "values"}` for a row of logged numbers, `{"step", "time", "media"}` for images, a
-table or files, whose `"media": {"kind", "name", "path"}` says where they lie, `{"time", "config"}` where a run starts
-or resumes, `{"time", "rewind"}` where a resumed run goes back to its checkpoint, or to its beginning where there was
-none, `{"time", "status"}` where it ends; after Ctrl-C with `"how": "interrupted"`, which is "KILLED" to trackers.
-`time` is in seconds since the epoch. Nothing is ever taken out: `"rewind": {"line", "step", "attempt"}` says that the
-rows from line `line` (counted from 0) on to itself were logged after the checkpoint, and are superseded.
+There are five kinds of lines: `{"step", "time", "values"}` for a row of logged numbers; `{"step", "time", "media"}` for
+images, a table or files, with their location in `"media": {"kind", "name", "path"}`; `{"time", "config"}` when a run
+starts or resumes; `{"time", "rewind"}` when a resumed run returns to its checkpoint, or to the beginning without one;
+`{"time", "status"}` when it ends, after Ctrl-C with `"how": "interrupted"`, which trackers receive as "KILLED".
+`time` is in seconds since the epoch. Lines are never removed: `"rewind": {"line", "step", "attempt"}` means that all
+rows from line `line` (counted from 0) up to this one were logged after the checkpoint and are superseded.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ MAX_UNWRITTEN = 10_000
 
 
 class History:
-    """Appends rows to `history.jsonl`; each is with the operating system before the call returns.
+    """Appends rows to `history.jsonl`; each row is passed to the operating system before the call returns.
 
-    On a full disk up to `MAX_UNWRITTEN` rows wait in memory, and are written as soon as there is room again.
+    If the disk is full, up to `MAX_UNWRITTEN` rows wait in memory and are written as soon as there is free space.
 
     Args:
-        folder: The run folder; it must exist. Rows of an earlier part of the run stay.
+        folder: The run folder; it must exist. Existing rows are kept.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,12 +57,12 @@ class History:
 
     @property
     def num_lines(self) -> int:
-        """The lines so far, those of earlier attempts and those that wait for room on the disk included."""
+        """The number of lines, including those of earlier attempts and those that wait for free disk space."""
         with self._lock:
             return self.num_written + len(self._unwritten)
 
     def is_ours_alone(self) -> bool:
-        """Claim the file until it is closed or the process ends; False where another process has claimed it."""
+        """Lock the file until it is closed or the process ends; return False if another process holds the lock."""
         try:
             fcntl.flock(self._open_descriptor(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -76,29 +76,29 @@ class History:
         self._append({"step": step, "time": time.time(), "values": dict(values)})
 
     def add_media(self, kind: str, name: str, path: str, step: int) -> None:
-        """Write that images, a table or files were logged at step `step`; `path` is theirs in the run folder."""
+        """Record images, a table or files logged at step `step`; `path` is relative to the run folder."""
         self._append({"step": step, "time": time.time(), "media": {"kind": kind, "name": name, "path": path}})
 
     def add_config(self, config: Mapping[str, Any]) -> None:
-        """Write the configuration, nested as it is, at the start of the run."""
+        """Write the nested configuration at the start of the run."""
         self._append({"time": time.time(), "config": dict(config)})
 
     def add_rewind(self, line: int, step: int | None, attempt: int) -> None:
-        """Declare the rows from `line` on superseded: attempt `attempt` resumes after step `step`."""
+        """Mark all rows from `line` on as superseded: attempt `attempt` resumes after step `step`."""
         self._append({"time": time.time(), "rewind": {"line": line, "step": step, "attempt": attempt}})
 
     def add_status(self, status: str, *, how: str | None = None) -> None:
-        """Write that the run has ended, and how, where the trackers' word for that does not say it."""
+        """Write the final status; `how` is more specific than the status that trackers receive."""
         self._append({"time": time.time(), "status": status, **({} if how is None else {"how": how})})
 
     def unwritten(self, line: int) -> bytes | None:
-        """Return a line that waits for room on the disk; None where it is on the disk, or not there yet."""
+        """Return a line that waits for free disk space; None if it is on disk or does not exist yet."""
         with self._lock:
             index = line - self.num_written
             return self._unwritten[index] if 0 <= index < len(self._unwritten) else None
 
     def close(self) -> None:
-        """Close the file; calling it twice does no harm."""
+        """Close the file; may be called more than once."""
         with self._lock:
             if self._descriptor is None:
                 return
@@ -107,8 +107,9 @@ class History:
             self._descriptor = None
         lost = self._num_lost + len(self._unwritten)
         if lost:
-            got = f"{lost} rows that were never written"
-            warn(explain(str(self.path), got, "room on the disk before the run ends", "make room for the next run"))
+            got = f"{lost} rows could not be written"
+            do = "free disk space before the next run"
+            warn(explain(str(self.path), got, "free disk space before the end of the run", do))
 
     def _append(self, row: dict[str, Any]) -> None:
         line = (dumps(row) + "\n").encode()
@@ -127,7 +128,10 @@ class History:
                 self.num_written += 1
             self._is_full = False
         except OSError as error:
-            self._warn_of_full_disk(error)
+            if not self._is_full:
+                self._is_full = True
+                expected = f"free disk space; training continues, and up to {MAX_UNWRITTEN:,} rows are kept in memory"
+                warn(explain(str(self.path), str(error), expected, f"free disk space in {self.path.parent}"))
 
     def _write(self, line: bytes) -> None:
         descriptor = self._open_descriptor()
@@ -135,13 +139,6 @@ class History:
         if written < len(line):
             os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _warn_of_full_disk(self, error: OSError) -> None:
-        if self._is_full:
-            return
-        self._is_full = True
-        expected = f"free space for the log; training continues, and {MAX_UNWRITTEN:,} rows are kept in memory"
-        warn(explain(str(self.path), str(error), expected, f"make room in {self.path.parent}"))
 
     def _open_descriptor(self) -> int:
         if self._descriptor is None:
@@ -159,7 +156,7 @@ class HistoryReader:
         self.line = line
 
     def read(self, limit: int) -> list[tuple[int, dict[str, Any]]]:
-        """Return up to `limit` further rows, each with the number of its line; none where there are none yet."""
+        """Return up to `limit` further rows with their line numbers; empty if there are none yet."""
         rows: list[tuple[int, dict[str, Any]]] = []
         while len(rows) < limit and (line := self._next_line()) is not None:
             rows.append((self.line, _as_row(read_json_line(line))))
@@ -180,7 +177,7 @@ class HistoryReader:
 
 
 class Superseded:
-    """Which rows a resumed run took back."""
+    """The rows that a resumed run replaced."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self._spans = [range(row["rewind"]["line"], line) for line, row in enumerate(rows) if "rewind" in row]
@@ -191,9 +188,9 @@ class Superseded:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the row of each line, so that rows keep the numbers of their lines; a line that is no row is empty.
+    """Yield one row per line, so that indices are line numbers; an invalid line gives an empty row.
 
-    A last line that a crash cut short is left out.
+    A last line that is incomplete after a crash is omitted.
     """
     bad: list[int] = []
     for line, content in enumerate(read_json_lines(path)):
@@ -202,23 +199,22 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             bad.append(line + 1)
         yield row
     if bad:
-        what = f"{path}: {len(bad)} line{'s' if len(bad) > 1 else ''} cannot be read and will be skipped"
+        what = f"{path}: skipping {len(bad)} invalid line{'s' if len(bad) > 1 else ''}"
         warn_once(f"{what} (the first is line {bad[0]})", about=what)
 
 
 def _as_row(content: Any) -> dict[str, Any]:
-    """Return the content of a line where it is a row of one of the five kinds, else an empty dict."""
-    if not isinstance(content, dict) or not _is_finite(content.get("time")):
+    """Return the content of a line if it is a valid row of one of the five kinds, else an empty dict."""
+    if not isinstance(content, dict):
+        return {}
+    time_s = content.get("time")
+    if not isinstance(time_s, int | float) or not abs(time_s) < _TOO_LARGE:  # NaN fails the comparison
         return {}
     kinds = content.keys() & _IS_VALID.keys()
     is_valid = len(kinds) == 1 and all(_IS_VALID[kind](content[kind]) for kind in kinds)
     if not is_valid or ("step" in content or kinds & {"values", "media"}) and not _is_count(content.get("step")):
         return {}
     return content
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) < _TOO_LARGE  # which no NaN is
 
 
 def _is_count(value: Any) -> bool:
@@ -257,14 +253,14 @@ _IS_VALID: dict[str, Callable[[Any], bool]] = {
 
 
 def read_history(folder: Path, *, include_superseded: bool = False) -> list[dict[str, Any]]:
-    """Read the rows of a run in the order of writing.
+    """Read the rows of a run in the order in which they were written.
 
-    Lines that cannot be read are skipped, and a warning says how many; so is a last one that a crash cut short.
+    Invalid lines are skipped with a warning that counts them. A last line that is incomplete after a crash is skipped.
 
     Args:
-        folder: The run folder, of a finished run or of one that is running.
-        include_superseded: Whether rows that a killed attempt logged after the checkpoint from which the run was
-            resumed are returned too.
+        folder: The folder of a finished or running run.
+        include_superseded: Whether to include rows that a killed attempt logged after the checkpoint from which the
+            run was resumed.
 
     Raises:
         FileNotFoundError: There is no `history.jsonl` in `folder`.
@@ -275,7 +271,7 @@ def read_history(folder: Path, *, include_superseded: bool = False) -> list[dict
 
 
 def _measure(path: Path) -> tuple[int, int]:
-    """Return the bytes and the number of a file's whole lines: a crash can cut the last one short."""
+    """Return the size and number of a file's complete lines; the last line may be incomplete after a crash."""
     size = lines = 0
     with path.open("rb") as file:
         for line in file:
@@ -285,35 +281,35 @@ def _measure(path: Path) -> tuple[int, int]:
     return size, lines
 
 
-# ---- Names and places of a run: its folder, or the URL of the server that keeps it.
+# ---- Name, folder and URL of a run
 
 
 DEFAULT_LOGGING_DIR = "logs"
 
-_MAX_BYTES = 180  # file systems take 255; names of files are made from it, too
+_MAX_BYTES = 180  # file systems allow 255; file names are derived from it, too
 _HOST = re.compile(r"localhost|[\w.-]+:\d{1,5}", re.ASCII)
 
 
 def default_run_name() -> str:
-    """Make a readable name, the time first so that names sort: `2026-11-21_10-24-31-kqtz`.
+    """Return a readable name that starts with the time, so that names sort: `2026-11-21_10-24-31-kqtz`.
 
-    Processes: each one would draw other letters; one draws them and sends them to the others.
+    Processes: letters are random; one process must draw them and send them to the others.
     """
     letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(4))
     return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{letters}"
 
 
 def default_track_name(model_path: str | os.PathLike[str]) -> str:
-    """Take the base name of `model_path`, which a trailing slash or `.` does not make empty."""
+    """Return the base name of `model_path`, ignoring a trailing slash or `.`."""
     return Path(os.path.normpath(Path(model_path).absolute())).name or "accmt"
 
 
 def is_url(logging_dir: str | os.PathLike[str]) -> bool:
-    """Return whether it is a tracker's server or database, and no folder.
+    """Return whether `logging_dir` is a tracker's server or database rather than a folder.
 
     Args:
         logging_dir: Anything with a scheme (`https://...`, `sqlite:///...`, but not `file:`), `databricks`,
-            `localhost` and `host:port`, with or without a path after it, are URLs; all else is a folder.
+            `localhost` and `host:port`, with or without a path, are URLs; everything else is a folder.
     """
     place = os.fspath(logging_dir)
     if place.startswith("file:"):
@@ -324,12 +320,12 @@ def is_url(logging_dir: str | os.PathLike[str]) -> bool:
 
 @dataclass(frozen=True)
 class RunPlace:
-    """Where the records of one run go.
+    """The location of one run's records.
 
     Args:
-        logging_dir: Folder of logs, or a URL as by `is_url`.
-        folder: The run folder, where it is not the one that the other three say.
-        home: From where a relative folder of logs holds.
+        logging_dir: The logging folder, or a URL; see `is_url`.
+        folder: The run folder, if it does not follow from the other arguments.
+        home: The folder to which a relative logging folder refers.
     """
 
     logging_dir: str
@@ -340,7 +336,7 @@ class RunPlace:
 
     @property
     def url(self) -> str | None:
-        """The server or database with its scheme (`http://` where none was given), or None for a folder."""
+        """The server or database with its scheme (default `http://`), or None for a folder."""
         if not is_url(self.logging_dir):
             return None
         has_scheme = "://" in self.logging_dir or self.logging_dir == "databricks"
@@ -356,18 +352,18 @@ class RunPlace:
 
     @property
     def run_folder(self) -> Path:
-        """`<base_folder>/<track_name>/<run_name>`, the names made fit for a file system."""
+        """`<base_folder>/<track_name>/<run_name>`, with names that are valid in a file system."""
         return self.folder or self.base_folder / folder_name(self.track_name) / folder_name(self.run_name)
 
     @property
     def shown_folder(self) -> Path:
-        """The run folder for messages: as the user wrote it, while the program is in the folder where it was then."""
+        """The run folder for messages: as the user wrote it, unless the working folder has changed."""
         is_there = is_current(self.home) and not Path(self.logging_dir).is_absolute() and self.folder is None
         return replace(self, home=Path()).run_folder if is_there else self.run_folder
 
 
 def folder_name(name: str) -> str:
-    """Return a name as a folder can have it: other characters become `_`, a long one ends in a digest of the whole."""
+    """Return a valid folder name: other characters become `_`, and a long name is cut and gets a digest."""
     fit = re.sub(r"[^\w.\- ]", "_", name).strip(" .") or "_"
     if len(fit.encode()) <= _MAX_BYTES:
         return fit

@@ -1,4 +1,4 @@
-"""What the Trainer's `log_with` and its further keywords mean: which trackers, and the arguments of each."""
+"""Resolves the Trainer's `log_with` and tracker keywords into trackers and their arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accmt.tracking.history import RunPlace
 from accmt.tracking.spec import TrackerSpec, UserTracker
 
 GROUP = "accmt.trackers"
-"""The extension point of trackers: `log_with` takes the names in it."""
+"""The extension point of trackers: `log_with` accepts the names in it."""
 
 
 def resolve_trackers(log_with: Any) -> list[TrackerSpec]:
@@ -21,20 +21,25 @@ def resolve_trackers(log_with: Any) -> list[TrackerSpec]:
 
     Args:
         log_with: None or False for none, True for TensorBoard, a tracker's class, instance or lower-case name, a class
-            or instance of any accelerate `GeneralTracker`, or a list of these.
+            or instance of any Accelerate `GeneralTracker`, or a list of these.
 
     Raises:
-        ArgumentError: An entry is no tracker (the nearest name is in the message), or one is named twice.
+        ArgumentError: An entry is not a tracker (the message suggests the closest name), or a tracker is listed twice.
         MissingPackageError: The tracker's package is not installed.
     """
     specs = find_specs(log_with)
     for spec in specs:
-        _require_package(spec)
+        found = None if isinstance(spec, UserTracker) else find_spec(spec.name)
+        # Without an origin it is only a folder of that name, such as the `wandb` folder that wandb runs leave.
+        if not isinstance(spec, UserTracker) and (found is None or found.origin is None):
+            where, do = f"Trainer(log_with={type(spec).__name__})", f"pip install {spec.package}"
+            got = f"the package {spec.package} is not installed"
+            raise MissingPackageError(explain(where, got, "the tracker's package", do))
     return specs
 
 
 def find_specs(log_with: Any) -> list[TrackerSpec]:
-    """Do what `resolve_trackers` does, without checking whether packages are installed."""
+    """Like `resolve_trackers`, without checking whether packages are installed."""
     if log_with is None or log_with is False:
         return []
     entries = log_with if isinstance(log_with, list | tuple) else ["tensorboard" if log_with is True else log_with]
@@ -43,14 +48,14 @@ def find_specs(log_with: Any) -> list[TrackerSpec]:
     for name in names:
         if names.count(name) > 1:
             got = f"{name!r} {names.count(name)} times"
-            raise ArgumentError(explain("Trainer(log_with=...)", got, "each tracker once", f"leave one {name!r}"))
+            raise ArgumentError(explain("Trainer(log_with=...)", got, "each tracker once", f"keep one {name!r}"))
     return specs
 
 
 def kwargs_of_each(specs: Sequence[TrackerSpec], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Distribute keywords to trackers.
 
-    `mlflow={...}` goes to MLflow alone; any other keyword goes to every tracker that takes it.
+    `mlflow={...}` is only for MLflow; any other keyword goes to every tracker that accepts it.
     """
     own = {spec.name: dict(kwargs[spec.name]) for spec in specs if isinstance(kwargs.get(spec.name), Mapping)}
     shared = {name: value for name, value in kwargs.items() if name not in own}
@@ -68,18 +73,19 @@ def kwargs_of_each(specs: Sequence[TrackerSpec], kwargs: Mapping[str, Any]) -> l
 
 
 def report_missing_key(spec: TrackerSpec, place: RunPlace, kwargs: Mapping[str, Any], *, is_needed: bool) -> None:
-    """Say that a tracker without a key writes files, and how to upload them later.
+    """Log that a tracker without an API key writes files, and how to upload them later.
 
-    Nobody is asked for a key: a run that waits for an answer on a terminal is a run that does not train.
+    accmt never prompts for a key: a run that waits for input does not train.
     """
     how = spec.missing_key(kwargs)
     if how is None:
         return
     if is_needed:
         where = f"the tracker {spec.name}"
-        expected = 'a key of its service, for tracker_delivery={"offline": False}'
-        raise TrackerError(explain(where, "no key", expected, f'{how}, or tracker_delivery={{"offline": "auto"}}'))
-    say(f"the tracker {spec.name} has no key ({how}) and writes files; upload them by `{spec.upload_command(place)}`")
+        expected = 'an API key, because of tracker_delivery={"offline": False}'
+        raise TrackerError(explain(where, "no API key", expected, f'{how}, or tracker_delivery={{"offline": "auto"}}'))
+    command = spec.upload_command(place)
+    say(f"the tracker {spec.name} has no API key ({how}) and writes files; upload them with `{command}`")
 
 
 def _find_spec(entry: Any) -> TrackerSpec:
@@ -107,21 +113,12 @@ def _find_named(name: str) -> TrackerSpec:
     return _find_spec(tracker)
 
 
-def _require_package(spec: TrackerSpec) -> None:
-    found = None if isinstance(spec, UserTracker) else find_spec(spec.name)
-    if isinstance(spec, UserTracker) or (found is not None and found.origin is not None):
-        return  # without an origin it is only a folder of that name, such as the `wandb` that runs of wandb leave
-    where = f"Trainer(log_with={type(spec).__name__})"
-    got = f"the package {spec.package} is not installed"
-    raise MissingPackageError(explain(where, got, "the tracker's package", f"pip install {spec.package}"))
-
-
 def _reject_unknown(entry: Any) -> NoReturn:
     known = names(GROUP)
     meant = nearest(entry, known, cutoff=0.5)
     got = f"{entry!r} ({type(entry).__name__})"
-    expected = f"{', '.join(known)}, a tracker's class, any accelerate GeneralTracker, or a list of these"
-    do = f"log_with={meant!r}?" if meant else "log_with='tensorboard', for example"
+    expected = f"{', '.join(known)}, a tracker class, any Accelerate GeneralTracker, or a list of these"
+    do = f"did you mean log_with={meant!r}?" if meant else "for example log_with='tensorboard'"
     raise ArgumentError(explain("Trainer(log_with=...)", got, expected, do))
 
 
@@ -131,6 +128,6 @@ def _require_accepted(names: Iterable[str], accepted: frozenset[str] | None, whe
     for name in names:
         if name not in accepted:
             meant = nearest(name, accepted)
-            do = f"{meant}=...?" if meant else f"leave {name} out"
+            do = f"did you mean {meant}=...?" if meant else f"leave out {name}"
             expected = "a keyword of a tracker in log_with" + (f": {', '.join(sorted(accepted))}" if accepted else "")
-            raise UnknownArgumentError(explain(where, f"{name}=..., which no tracker takes", expected, do))
+            raise UnknownArgumentError(explain(where, f"{name}=..., which no tracker accepts", expected, do))

@@ -1,4 +1,4 @@
-"""Images, tables and files that a run logs: they lie in the run folder first, and trackers get them from there."""
+"""Images, tables and files that a run logs: they are written to the run folder and delivered from there."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 MEDIA_FOLDER = "media"
 _TABLE_FILE = "table.json"
 _ACCEPTED_IMAGES = (
-    "uint8, or floats from 0 to 1: tensors [images, channels, height, width], NumPy arrays [images, height, width, "
-    "channels], with 1, 3 or 4 channels or none; one image without the first; a list; Pillow's images"
+    "uint8 or floats from 0 to 1: tensors [images, channels, height, width] or NumPy arrays [images, height, width, "
+    "channels] with 1, 3 or 4 channels or without that dimension; a single image; a list; Pillow images"
 )
 _TOLERANCE = 0.01
 _MODES = ("L", "RGB", "RGBA")
@@ -38,14 +38,14 @@ Kind: TypeAlias = Literal["images", "table", "artifact"]
 
 @dataclass(frozen=True)
 class Media:
-    """Something logged that is no number, as it lies in the run folder.
+    """Logged images, table or artifact, stored in the run folder.
 
     Args:
-        kind: What it is; an artifact is a file or a folder of files.
-        name: Its name; that of an artifact is the file's or the folder's.
-        step: The step that it belongs to.
-        time: When it was logged, in seconds since the epoch.
-        folder: Where its files are; nothing else has this folder.
+        kind: The kind; an artifact is a file or a folder of files.
+        name: The name; for an artifact, that of the file or folder.
+        step: The step at which it was logged.
+        time: The time at which it was logged, in seconds since the epoch.
+        folder: The folder of its files, which contains nothing else.
     """
 
     kind: Kind
@@ -65,7 +65,7 @@ class Media:
         return self.folder / self.name
 
     def images(self) -> dict[str, Image]:
-        """Return the images by name: `samples`, or `samples/0`, `samples/1` and so on where there are several."""
+        """Return the images by name: `samples`, or `samples/0`, `samples/1` and so on if there are several."""
         paths = sorted(self.folder.glob("*.png"), key=lambda path: int(path.stem))
         names = [self.name] if len(paths) == 1 else [f"{self.name}/{path.stem}" for path in paths]
         return dict(zip(names, map(read_image, paths), strict=True))
@@ -77,15 +77,15 @@ class Media:
             content = loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             problem = str(error)
-        if problem:  # out of reach of the OSError, which would look like a server that is down
-            raise DataError(explain(str(path), problem, "the table as it was logged", "nothing: it is lost"))
+        if problem:  # not chained to the OSError, which would look like an outage of the server
+            raise DataError(explain(str(path), problem, "the table that was logged", "nothing: it is lost"))
         return content["columns"], content["data"]
 
 
 class MediaLog:
-    """Takes images, tables and files of a run; all is with the operating system before a call returns.
+    """Logs images, tables and files of a run; they are passed to the operating system before a call returns.
 
-    On a full disk there is one warning, and what was to be logged is lost.
+    If the disk is full, accmt warns once, and what you log is lost.
 
     Processes: main only.
     """
@@ -96,16 +96,16 @@ class MediaLog:
         self._run_folder = history.path.parent
 
     def log_images(self, images: Any, step: int) -> None:
-        """Log images, as `AcceleratorModule.log_images` says."""
+        """Log images; see `AcceleratorModule.log_images`."""
         if not isinstance(images, Mapping):
             got, do = f"{type(images).__name__}", 'log_images({"samples": images})'
-            raise ArgumentError(explain("log_images", got, "images by name", do))
+            raise ArgumentError(explain("log_images", got, "a dict of images by name", do))
         _check("log_images", step, *images)
         for name, made in [(name, to_images(name, value)) for name, value in images.items()]:
             self._add("images", name, step, partial(write_images, made))
 
     def log_table(self, name: str, columns: Sequence[str], data: Iterable[Iterable[Any]], step: int) -> None:
-        """Log a table, as `AcceleratorModule.log_table` says."""
+        """Log a table; see `AcceleratorModule.log_table`."""
         _check("log_table", step, name)
         content = dumps(_check_table(name, columns, data))
         self._add("table", name, step, lambda target: (target / _TABLE_FILE).write_text(content, encoding="utf-8"))
@@ -129,7 +129,8 @@ class MediaLog:
             raise ArgumentError(explain(where, got, "a folder", do))
         if self._run_folder.resolve().is_relative_to(source.resolve()):
             got = "a folder that contains the run folder, which would be copied into itself"
-            raise ArgumentError(explain(where, got, "a folder of its own", "pass the folder of the files alone"))
+            do = "pass the folder that has only the files to log"
+            raise ArgumentError(explain(where, got, "a folder outside the run folder's path", do))
         name = source.resolve().name
         self._add("artifact", name, step, lambda target: shutil.copytree(source, target / name))
 
@@ -137,15 +138,15 @@ class MediaLog:
         try:
             folder = self._write(name, step, write)
         except OSError as error:
-            expected = "free space and write permission for what is logged; training continues without it"
-            do = f"make room in {self._run_folder}"
+            expected = "free disk space and write permission; training continues, and this is not logged"
+            do = f"free disk space in {self._run_folder}"
             warn_once(explain(f"logging {name!r} at step {step}", str(error), expected, do), about="media not written")
             return
         self._history.add_media(kind, name, folder.relative_to(self._run_folder).as_posix(), step)
         self._notify()
 
     def _write(self, name: str, step: int, write: Callable[[Path], Any]) -> Path:
-        """Make `media/<name>/<step>`, or with `-2` and so on behind it, complete or not at all."""
+        """Create `media/<name>/<step>` atomically, with a suffix `-2` and so on if it exists."""
         parent = self._run_folder / MEDIA_FOLDER / folder_name(name)
         parent.mkdir(parents=True, exist_ok=True)
         numbered = (f"{step:08d}" if number == 1 else f"{step:08d}-{number}" for number in itertools.count(1))
@@ -160,10 +161,10 @@ class MediaLog:
 
 def _check(where: str, step: Any, *names: Any) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ArgumentError(explain(where, f"step={step!r}", "the number of a step, from 0", "leave step out"))
+        raise ArgumentError(explain(where, f"step={step!r}", "a step number >= 0", "leave out step"))
     for name in names:
         if not isinstance(name, str) or not name.strip():
-            raise ArgumentError(explain(where, f"the name {name!r}", "text", f'{where}("samples", ...)'))
+            raise ArgumentError(explain(where, f"the name {name!r}", "a non-empty string", f'{where}("samples", ...)'))
 
 
 def _check_table(name: str, columns: Sequence[str], data: Iterable[Iterable[Any]]) -> dict[str, Any]:
@@ -172,46 +173,42 @@ def _check_table(name: str, columns: Sequence[str], data: Iterable[Iterable[Any]
     if not titles or len(set(titles)) < len(titles) or not all(isinstance(title, str) for title in titles):
         got, do = f"columns={columns!r:.200}", 'columns=["text", "label"]'
         raise ArgumentError(explain(where, got, "unique column names", do))
-    rows = [[_to_cell(cell) for cell in row] for row in data]
+    plain = ([to_plain(cell) for cell in row] for row in data)
+    rows = [[dumps(cell) if isinstance(cell, dict | list) else cell for cell in row] for row in plain]
     for number, row in enumerate(rows):
         if len(row) != len(titles):
-            got = f"{len(row)} cells in row {number}, for {len(titles)} columns"
+            got = f"{len(row)} cells in row {number} for {len(titles)} columns"
             raise ArgumentError(explain(where, got, "one cell per column", "data=[[text, label], ...]"))
     return {"columns": titles, "data": rows}
 
 
-def _to_cell(value: Any) -> Any:
-    plain = to_plain(value)
-    return dumps(plain) if isinstance(plain, dict | list) else plain
-
-
 def to_images(name: str, images: Any) -> list[Image]:
-    """Turn a batch, a list or a single one of tensors, arrays or Pillow's images into Pillow's images.
+    """Convert a batch, a list or a single image (tensor, array or Pillow image) to Pillow images.
 
     Shapes: a tensor `[images, channels, height, width]`, a NumPy array `[images, height, width, channels]`; with 1, 3
-    or 4 channels, or without that dimension; one image without the first.
+    or 4 channels, or without that dimension; a single image has no first dimension.
 
     Args:
-        name: Their name, for messages.
-        images: Floats outside of 0 to 1 are cut off, with one warning.
+        name: The name of the images, for messages.
+        images: The images. Floats outside 0 to 1 are clipped, with one warning.
 
     Processes: waits for the device of a tensor.
     """
     is_batch = isinstance(images, list | tuple) or getattr(images, "ndim", None) == 4
     made = [_to_image(name, image) for image in (images if is_batch else [images])]
     if not made:
-        raise ArgumentError(explain(_where(name), "no image", "one or more", "log nothing where there is none"))
+        raise ArgumentError(explain(_where(name), "no images", "one or more", "skip the call if there are none"))
     return made
 
 
 def write_images(images: Sequence[Image], folder: Path) -> None:
-    """Write `0.png`, `1.png` and so on; larger than they might be, for the run waits for them."""
+    """Write `0.png`, `1.png` and so on; with fast compression, because the run waits."""
     for number, image in enumerate(images):
         image.save(folder / f"{number}.png", compress_level=1)
 
 
 def read_image(path: Path) -> Image:
-    """Read a file of `write_images`."""
+    """Read a file written by `write_images`."""
     problem = ""
     try:
         with _pillow().open(path) as image:
@@ -219,8 +216,8 @@ def read_image(path: Path) -> Image:
             return copy
     except OSError as error:
         problem = str(error)
-    # Out of reach of the OSError, which would look like a server that is down.
-    raise DataError(explain(str(path), problem, "the image as it was logged", "nothing: it is lost"))
+    # Not chained to the OSError, which would look like an outage of the server.
+    raise DataError(explain(str(path), problem, "the image that was logged", "nothing: it is lost"))
 
 
 def _to_image(name: str, image: Any) -> Image:
@@ -234,13 +231,18 @@ def _to_image(name: str, image: Any) -> Image:
         do = 'log_images({"samples": images})'
         raise ArgumentError(explain(_where(name), f"{type(image).__name__}{shape}", _ACCEPTED_IMAGES, do))
     if pixels.dtype != np.uint8:
-        pixels = _scale(name, pixels)
+        lowest, highest = pixels.min(), pixels.max()
+        if not (lowest >= -_TOLERANCE and highest <= 1 + _TOLERANCE):
+            expected = "0 to 1, or uint8; values outside are clipped"
+            message = explain(_where(name), f"floats from {lowest:.4g} to {highest:.4g}", expected, "scale them")
+            warn_once(message, about=f"pixels of {name}")
+        pixels = (np.nan_to_num(pixels.astype(np.float32)).clip(0, 1) * 255).round().astype(np.uint8)
     made: Image = pillow.fromarray(pixels)
     return made
 
 
 def _to_pixels(image: Any) -> np.ndarray[Any, Any] | None:
-    """Return `[height, width]` or `[height, width, 3 or 4]`, bytes or floats; None where it is no image."""
+    """Return `[height, width]` or `[height, width, 3 or 4]`, uint8 or floats; None if it is not an image."""
     if isinstance(image, torch.Tensor):
         image = image.detach().cpu()
         image = (image.float() if image.is_floating_point() else image).numpy()
@@ -254,16 +256,6 @@ def _to_pixels(image: Any) -> np.ndarray[Any, Any] | None:
     return np.ascontiguousarray(image) if has_shape and has_type else None
 
 
-def _scale(name: str, pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    lowest, highest = pixels.min(), pixels.max()
-    if not (lowest >= -_TOLERANCE and highest <= 1 + _TOLERANCE):
-        expected = "0 to 1, or uint8; what is outside is cut off"
-        message = explain(_where(name), f"floats from {lowest:.4g} to {highest:.4g}", expected, "scale them")
-        warn_once(message, about=f"pixels of {name}")
-    scaled: np.ndarray[Any, Any] = np.nan_to_num(pixels.astype(np.float32)).clip(0, 1) * 255
-    return scaled.round().astype(np.uint8)
-
-
 def _where(name: str) -> str:
     return f"log_images({{{name!r}: ...}})"
 
@@ -272,6 +264,6 @@ def _pillow() -> ModuleType:
     try:
         from PIL import Image
     except ImportError as error:
-        message = explain("log_images", "no Pillow", "the package that writes images", "pip install pillow")
+        message = explain("log_images", "Pillow is not installed", "Pillow, to write images", "pip install pillow")
         raise MissingPackageError(message) from error
     return Image

@@ -1,4 +1,4 @@
-"""Which rows a tracker is still to get, after a run was killed, resumed, or continued without the tracker."""
+"""Decides which rows a tracker still needs after a run was killed, resumed, or continued without the tracker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from accmt.files import dumps, loads, write_text
 from accmt.tracking.history import Superseded, read_rows
 
-# ---- `delivery.json`: how far each tracker of a run has got, so that a later process continues where this one stopped.
+# ---- `delivery.json`: the delivery state of each tracker, so that a later process can continue
 
 
 LEDGER_FILE = "delivery.json"
@@ -22,17 +22,17 @@ LEDGER_FILE = "delivery.json"
 
 @dataclass
 class Account:
-    """What one tracker has got of `history.jsonl`. Lines are counted from 0.
+    """One tracker's delivery state for `history.jsonl`. Lines are counted from 0.
 
     Args:
-        server: The URL of the tracker's store, None for one in the folder of logs.
-        run_id: The id by which the tracker knows the run.
+        server: The URL of the tracker's store; None for one in the logging folder.
+        run_id: The tracker's id of the run.
         first: The first line of the run.
-        delivered: The line before which the tracker has everything.
-        handed: The line before which it may have everything: what is between was under way when this was written.
-        settled: The line before which it has everything permanently, also after a kill; the rest it may have in memory.
-        num_rejected: Rows that it rejected for their content.
-        names: Its name of each metric.
+        delivered: All lines before this one are delivered.
+        handed: Lines before this one may be delivered: those after `delivered` were in progress when this was written.
+        settled: All lines before this one survive a kill; later ones may only be in the tracker's memory.
+        num_rejected: The number of rows that the tracker rejected because of their content.
+        names: The tracker's name of each metric.
     """
 
     server: str | None = None
@@ -47,12 +47,12 @@ class Account:
     status: str | None = None
 
     def restart(self) -> None:
-        """Count nothing as delivered: the tracker's run is a new one."""
+        """Reset the state, because the tracker has started a new run."""
         self.delivered = self.handed = self.settled = self.first
         self.status = None
 
     def reopen(self) -> None:
-        """Count as under way what a killed process had handed over, and the tracker may have lost with it."""
+        """Treat rows that the tracker may have lost in a kill as not yet delivered."""
         if self.status is None:
             self.delivered = min(self.delivered, self.settled)
 
@@ -70,7 +70,7 @@ class Ledger:
 
     @classmethod
     def read(cls, folder: Path) -> Ledger | None:
-        """Return what an earlier process wrote; None where there is no file, or a damaged one."""
+        """Return the ledger of an earlier process; None if the file is missing or damaged."""
         try:
             content = loads((folder / LEDGER_FILE).read_text(encoding="utf-8"))
             ledger = cls(folder, content["track_name"], content["run_name"])
@@ -81,28 +81,28 @@ class Ledger:
         return ledger
 
     def save(self) -> None:
-        """Replace the file; on a full disk it stays as it is, and rows may be delivered twice after a kill."""
+        """Replace the file. If the disk is full, the old file is kept, and rows may be delivered twice after a kill."""
         with self._lock, suppress(OSError):
-            # Copies: the threads of other trackers keep changing theirs.
+            # Copy them, because the threads of other trackers keep changing theirs.
             accounts = {key: {**vars(own), "names": dict(own.names)} for key, own in self.accounts.items()}
             content = {"track_name": self.track_name, "run_name": self.run_name, "attempt": self.attempt}
             write_text(self._path, dumps({**content, "trackers": accounts}, indent=2) + "\n")
 
 
 class Rewinding(Enum):
-    """What a tracker does with points that a resumed run takes back."""
+    """How a tracker handles points that a resumed run supersedes."""
 
-    WITHDRAWS = "it forgets them, from a step on"
+    WITHDRAWS = "it can delete all points from a step on"
     KEEPS = "it keeps them, and would show a second point at the same step"
-    UNKNOWN = "nobody knows: it gets the new ones too"
+    UNKNOWN = "unknown: it also gets the new points"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of numbers on its way to a tracker.
+    """One row of numbers for a tracker.
 
     Args:
-        step: The step that it belongs to.
+        step: The step at which it was logged.
         values: Numbers by the tracker's names.
     """
 
@@ -113,13 +113,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Resume:
-    """What a tracker has to know to resume a run.
+    """The information that a tracker needs to resume a run.
 
     Args:
-        run_id: Its id of the run; None for a new run.
+        run_id: The tracker's id of the run; None for a new run.
         attempt: 1 for the first process of the run, 2 for the one that resumed it, and so on.
-        first_step: Points from this step on are withdrawn; None withdraws none.
-        kept_steps: The first and the last step at which points of a killed attempt stay; None where there are none.
+        first_step: Points from this step on are deleted; None deletes none.
+        kept_steps: The first and the last step at which points of a killed attempt are kept; None if there are none.
     """
 
     run_id: str | None = None
@@ -129,7 +129,7 @@ class Resume:
 
     @property
     def tags(self) -> dict[str, str]:
-        """What a resumed run says of itself in trackers that keep the points of earlier attempts."""
+        """Tags of a resumed run in trackers that keep the points of earlier attempts."""
         if self.attempt == 1:
             return {}
         steps = {} if self.kept_steps is None else {"accmt.steps_of_earlier_attempts": "{}-{}".format(*self.kept_steps)}
@@ -137,14 +137,14 @@ class Resume:
 
 
 class Replay:
-    """Decides about each line of the history whether a tracker gets it.
+    """Decides for each line of the history whether a tracker gets it.
 
     Attributes:
-        start: The first line to look at.
+        start: The first line to read.
     """
 
     def __init__(self, history: Path, account: Account, rewinding: Rewinding) -> None:
-        self._account = replace(account)  # as it was: delivery continues meanwhile
+        self._account = replace(account)  # a copy, because delivery continues meanwhile
         self._rewinding = rewinding
         self._superseded = Superseded(read_rows(history))
         self._kept: dict[int, set[Hashable]] = defaultdict(set)
@@ -158,7 +158,7 @@ class Replay:
         return line >= self._account.delivered
 
     def wanted(self, line: int, row: Mapping[str, Any]) -> dict[str, float]:
-        """Return the numbers of a row that the tracker is to get; none where it has them, or they are superseded."""
+        """Return the numbers of a row to deliver; empty if the tracker has them or they are superseded."""
         values: dict[str, float] = row["values"]
         if not self._is_wanted(line, row):
             return {}
@@ -169,12 +169,12 @@ class Replay:
         return self._is_wanted(line, row) and not (_names_of(row) & self._kept_beside(line, row))
 
     def _is_wanted(self, line: int, row: Mapping[str, Any]) -> bool:
-        if self._superseded.has(line):  # only what is under way, and so may be there already
+        if self._superseded.has(line):  # only rows in progress, which the tracker may already have
             return self._rewinding is Rewinding.KEEPS and line < self._account.handed
         return self.first_step is None or line >= self._account.delivered or row["step"] >= self.first_step
 
     def _kept_beside(self, line: int, row: Mapping[str, Any]) -> Set[Hashable]:
-        """Return what the tracker keeps of a killed attempt at the step of a row of a later one."""
+        """Return the names that the tracker keeps of a killed attempt at the step of a later row."""
         return frozenset() if self._superseded.has(line) else self._kept.get(row["step"], frozenset())
 
     def _look_back(self, history: Path) -> None:
@@ -182,19 +182,16 @@ class Replay:
             if "step" not in row or line < self._account.first:
                 continue
             if self._rewinding is Rewinding.KEEPS:
-                self._keep(line, row)
+                if self._superseded.has(line) and line < self._account.handed:
+                    self._kept[row["step"]] |= _names_of(row)
             elif line >= self._account.delivered or self._superseded.has(line, since=self._account.delivered):
                 self.first_step = row["step"] if self.first_step is None else min(self.first_step, row["step"])
         if self.first_step is not None:
             self.start = self._account.first
 
-    def _keep(self, line: int, row: Mapping[str, Any]) -> None:
-        if self._superseded.has(line) and line < self._account.handed:
-            self._kept[row["step"]] |= _names_of(row)
-
 
 def _names_of(row: Mapping[str, Any]) -> Set[Hashable]:
-    """Return what a tracker that keeps its points must not get twice at a step; a later artifact replaces another."""
+    """Return the names that a tracker that keeps its points must not get twice at a step; artifacts are replaced."""
     if "values" in row:
         return row["values"].keys()  # type: ignore[no-any-return]
     media = row["media"]
@@ -202,7 +199,7 @@ def _names_of(row: Mapping[str, Any]) -> Set[Hashable]:
 
 
 def count_rows_left(history: Path, account: Account) -> int:
-    """Return how many rows of numbers, images, tables and artifacts, superseded ones aside, a tracker has not got."""
+    """Return the number of rows (numbers and media, without superseded ones) that a tracker still needs."""
     superseded = Superseded(read_rows(history))
     rows = enumerate(read_rows(history))
     return sum("step" in row and line >= account.delivered and not superseded.has(line) for line, row in rows)

@@ -1,4 +1,4 @@
-"""What accmt asks of a tracker: the base of every file in `trackers/`, and the answers for a user's own tracker."""
+"""The interface of trackers: base classes for the files in `trackers/`, and the adapter for a user's tracker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
 
-# ---- A tracker that does not answer: how long to wait before the next try, and the one warning.
+# ---- Outages: retry delays and the warning
 
 
 _FIRST_DELAY_S = 0.05
@@ -33,7 +33,7 @@ _TRIES_BEFORE_WARNING = 3
 
 
 class Outage:
-    """The failures of one tracker since it last took something."""
+    """The failures of one tracker since its last successful delivery."""
 
     def __init__(self, tracker: str, where_rows_wait: str) -> None:
         self._tracker = tracker
@@ -43,10 +43,10 @@ class Outage:
         self.error: BaseException | None = None
 
     def count(self, error: BaseException) -> float:
-        """Count one failure; the third in a row is worth a warning.
+        """Count one failure; warn at the third in a row.
 
         Returns:
-            The seconds to wait before the next try.
+            The seconds to wait before the next attempt.
         """
         self._add(error, 1)
         if self.num_failures == _TRIES_BEFORE_WARNING:
@@ -55,15 +55,15 @@ class Outage:
         return float(min(_FIRST_DELAY_S * 2 ** min(self.num_failures - 1, 10), longest))
 
     def announce(self, error: BaseException) -> None:
-        """Count a failure that is worth the warning at once."""
+        """Count a failure and warn immediately."""
         self._add(error, _TRIES_BEFORE_WARNING)
         self._warn()
 
     def end(self) -> None:
-        """Forget the failures, and say so where they had been worth a warning."""
+        """Reset the failures, and log the recovery if there was a warning."""
         if self.num_failures >= _TRIES_BEFORE_WARNING:
             seconds = time.monotonic() - self._began
-            say(f"the tracker {self._tracker} accepts rows again after {seconds:.1f} s, and gets those that waited")
+            say(f"the tracker {self._tracker} accepts rows again after {seconds:.1f} s; delivering those that waited")
         self.num_failures = 0
         self.error = None
 
@@ -73,33 +73,31 @@ class Outage:
         self.error = error
 
     def _warn(self) -> None:
-        expected = f"a tracker that accepts rows; training continues, and they wait in {self._where_rows_wait}"
-        do = "nothing: they are delivered as soon as it does"
+        expected = f"a tracker that accepts rows; training continues, and rows wait in {self._where_rows_wait}"
+        do = "nothing: rows are delivered as soon as the tracker accepts them"
         warn(explain(f"the tracker {self._tracker}", name_error(self.error), expected, do))
 
 
 def is_outage(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it came from, is a connection's or a time-out's, not a mistake's."""
-    return any(isinstance(cause, OSError) and not isinstance(cause, _MISTAKES) for cause in _causes(error))
+    """Return whether an error or one of its causes is a connection error or a timeout, rather than a mistake."""
+    while error is not None:
+        if isinstance(error, OSError) and not isinstance(error, _MISTAKES):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def name_error(error: BaseException | None) -> str:
-    """Return an error as messages show it: the libraries' own for a dead server fill half a screen."""
+    """Return a short form of an error: libraries' messages about an unreachable server fill half a screen."""
     return "no answer" if error is None else shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
 
 
-# A ValueError too: the request libraries' errors for malformed URLs are both.
+# Includes ValueError, because request libraries derive errors for malformed URLs from both.
 _MISTAKES = (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 STATUS = "accmt.status"
-"""Where a tracker keeps how the run ended, beside or instead of a status of its own."""
+"""The tag or field for accmt's run status in a tracker."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class RunStart:
     """How a run starts in a tracker.
 
     Args:
-        is_quiet: Whether the tracker's own messages are held back.
+        is_quiet: Whether to suppress the tracker's own messages.
     """
 
     place: RunPlace
@@ -117,21 +115,21 @@ class RunStart:
 
 
 class TrackerSpec:
-    """One kind of tracker, before a run exists; `log_with` takes the class, an instance with arguments, or its name.
+    """Describes a kind of tracker; `log_with` accepts the class, an instance with arguments, or its name.
 
-    The tracker of a run is what `build` returns: a `TrackerRun` with `log_rows(rows)`, `finish(status)` and, where
-    there are such, `run_id`, `add_images(media)`, `add_table(media)` and `add_artifact(media)`.
+    `build` returns the tracker of a run: a `TrackerRun` with `log_rows(rows)`, `finish(status)` and optionally
+    `run_id`, `add_images(media)`, `add_table(media)` and `add_artifact(media)`.
 
     Args:
-        init_kwargs: Arguments of the tracker's start, as in `MLFlow(tags={"team": "news"})`.
+        init_kwargs: Arguments for starting the tracker, as in `MLFlow(tags={"team": "news"})`.
 
     Attributes:
-        name: Its lower-case name, which is also that of its file and of the module that it imports.
-        package: What to install.
-        kwargs_of: The class or function whose keywords its start takes, as `module:name`.
-        reserved: Those of them that accmt sets.
+        name: The lower-case name, which is also the name of its file and of the module that it imports.
+        package: The package to install.
+        kwargs_of: The class or function that defines the accepted keywords, as `module:name`.
+        reserved: Keywords that accmt sets.
         takes_url: Whether `logging_dir` may be the URL of its server.
-        rewinding: What it does with points that a resumed run takes back.
+        rewinding: How it handles points that a resumed run supersedes.
     """
 
     name: str
@@ -146,70 +144,70 @@ class TrackerSpec:
         self.init_kwargs = init_kwargs
 
     def accepted_names(self) -> frozenset[str] | None:
-        """Return the keywords that the tracker's start takes; None where it takes any."""
+        """Return the accepted keywords; None if any keyword is accepted."""
         names = parameter_names(resolve_name(self.kwargs_of))
         return None if names is None else names - self.reserved
 
     def build(self, start: RunStart) -> GeneralTracker:
-        """Make the tracker of one run; the caller starts it."""
+        """Create the tracker of one run; the caller starts it."""
         raise NotImplementedError
 
     def server(self, place: RunPlace) -> str | None:
-        """Return the URL of the store that the tracker uses; None for one in the folder of logs."""
+        """Return the URL of the tracker's store; None for one in the logging folder."""
         return None
 
     def is_remote(self, place: RunPlace, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the tracker, started with `kwargs`, reaches its store over the network."""
+        """Return whether the tracker, started with `kwargs`, uses the network."""
         return False
 
     def missing_key(self, kwargs: Mapping[str, Any]) -> str | None:
-        """Return how to provide the key that the tracker needs to reach its service; None where nothing is missing."""
+        """Return how to provide the missing API key; None if nothing is missing."""
         return None
 
     def upload_command(self, place: RunPlace) -> str:
-        """Return the command that uploads to the service what a run without a key left in files."""
+        """Return the command that uploads the files of a run without an API key."""
         return ""
 
     def deliver(self, tracker: GeneralTracker, rows: Sequence[Row]) -> Iterator[int]:
-        """Log rows in their order; yields how many more of them the tracker has."""
+        """Log rows in order; yields how many more rows were delivered."""
         tracker.log_rows(rows)
         yield len(rows)
 
     def takes(self, tracker: GeneralTracker, kind: Kind) -> bool:
-        """Return whether the tracker has a place for images, tables or artifacts."""
+        """Return whether the tracker supports images, tables or artifacts."""
         return hasattr(tracker, f"add_{kind}")
 
     def deliver_media(self, tracker: GeneralTracker, media: Media) -> None:
         getattr(tracker, f"add_{media.kind}")(media)
 
     def is_outage(self, error: BaseException | None) -> bool:
-        """Return whether an error of the tracker means that its service cannot be reached at the moment."""
+        """Return whether an error means that the tracker's service is temporarily unavailable."""
         return is_outage(error)
 
     def is_refusal(self, error: BaseException) -> bool:
-        """Return whether an error of the tracker means that it will never take a row, because of its content."""
+        """Return whether an error means that the tracker will never accept a row, because of its content."""
         return False
 
     def attach(self, tracker: GeneralTracker) -> None:
-        """Do what a started tracker needs on the main thread, where a user's own code calls its library."""
+        """Set up the started tracker on the main thread, where user code calls its library."""
 
     def detach(self, tracker: GeneralTracker, status: str) -> None:
-        """Undo `attach`, after the tracker's run was ended or given up."""
+        """Undo `attach` after the tracker's run was ended or abandoned."""
 
     def clean_name(self, name: str) -> str:
-        """Return the name under which the tracker keeps a metric or a parameter."""
+        """Return a valid name for a metric or a parameter in the tracker."""
         return name
 
     def finish(self, tracker: GeneralTracker, status: str) -> None:
         tracker.finish(status)
 
     def run_id(self, tracker: GeneralTracker) -> str | None:
-        """Return the id by which the tracker's service knows the run, if it has one."""
+        """Return the id of the run in the tracker's service, if there is one."""
         run_id = getattr(tracker, "run_id", None)
         return None if run_id is None else str(run_id)
 
     def dashboard_command(self, place: RunPlace) -> list[str]:
-        """Return the command that shows the runs in a browser; empty where there is nothing to start."""
+        """Return the command that shows the runs in a browser; empty if there is nothing to start."""
         return []
 
 
@@ -220,14 +218,14 @@ else:
 
 
 class TrackerRun(_Base):  # type: ignore[misc]
-    """What accmt adds to one of Accelerate's trackers.
+    """Extends one of Accelerate's trackers.
 
-    Accelerate's class becomes a base when the first object is made, not where the class is written: otherwise naming
+    Accelerate's class becomes a base when the first object is created, not in the class statement: otherwise naming
     a tracker would import Accelerate, which takes a third of a second.
 
     Attributes:
         base: Accelerate's class, as `module:name`.
-        settles_in_s: After how long a kill no longer takes a row from the tracker; infinite until its end.
+        settles_in_s: The time after which a kill no longer loses a row; infinite means only after the run has ended.
     """
 
     base: ClassVar[str]
@@ -244,20 +242,20 @@ def _with_base(run: type[TrackerRun]) -> type[TrackerRun]:
 
 
 class ServiceSpec(TrackerSpec):
-    """A tracker with accounts: it needs a key, and has a mode of its own in which it only writes files."""
+    """A tracker that needs an API key, and has an offline mode in which it only writes files."""
 
     key_advice: ClassVar[str]
 
     def has_key(self, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the service's key is known; nobody is asked for it."""
+        """Return whether the API key is known, without prompting for it."""
         raise NotImplementedError
 
     def is_offline_wanted(self, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the user told the tracker to leave its service alone."""
+        """Return whether the user set the tracker to offline mode."""
         raise NotImplementedError
 
     def is_offline(self, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the run goes to files instead of the service."""
+        """Return whether the run is written to files instead of the service."""
         return self.is_offline_wanted(kwargs) or not self.has_key(kwargs)
 
     def is_remote(self, place: RunPlace, kwargs: Mapping[str, Any]) -> bool:
@@ -268,14 +266,14 @@ class ServiceSpec(TrackerSpec):
 
 
 class UserTracker(TrackerSpec):
-    """A user's own Accelerate tracker: an instance, or a class.
+    """Adapter for a user's Accelerate tracker: an instance or a class.
 
-    A class is called with those of `run_name`, `track_name`, `project_name`, `experiment_name` and `logging_dir` (the
-    run folder) that its constructor names, and with the Trainer's further keywords that it takes.
+    A class is called with the arguments that its constructor declares out of `run_name`, `track_name`, `project_name`,
+    `experiment_name` and `logging_dir` (the run folder), and with the Trainer's extra keywords that it accepts.
 
-    A resumed run is a new start for it: nobody can know whether it continues the old one. It gets the rows after the
-    checkpoint, and those before it that it had not got. Its `start`, `log` and `finish` are called from one thread, and
-    so are those of `log_images`, `log_table`, `log_artifact` and `log_artifacts` that it has, as Accelerate names them.
+    A resumed run starts the tracker as usual, because accmt cannot know whether it continues the old one. It gets the
+    rows after the checkpoint, and earlier rows that were not delivered. `start`, `log`, `finish` and, if defined,
+    `log_images`, `log_table`, `log_artifact` and `log_artifacts` are all called from one thread.
     """
 
     rewinding = Rewinding.UNKNOWN
@@ -325,7 +323,7 @@ class UserTracker(TrackerSpec):
 
 
 def parameter_names(function: Any) -> frozenset[str] | None:
-    """Return the names of a function's parameters; None where it takes any keyword."""
+    """Return the names of a function's parameters; None if it accepts any keyword."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None

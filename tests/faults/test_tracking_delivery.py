@@ -63,7 +63,7 @@ def test_a_tracker_that_always_raises_ends_with_one_warning_and_what_is_left(tmp
     assert max(waits) <= 1.0, "the end of the run waits no longer than it was told to"
     during, after = warnings_of(caplog)
     assert "RuntimeError: always" in during
-    assert "50 rows left (RuntimeError: always)" in after
+    assert "50 rows not delivered (RuntimeError: always)" in after
     assert f"{tmp_path}/track/run/history.jsonl has them" in after
     assert tracker.is_finished
     assert steps_of(tmp_path / "track" / "run") == list(range(1, 51))
@@ -83,7 +83,7 @@ def test_a_slow_tracker_holds_up_neither_training_nor_other_trackers_nor_the_end
     assert slow.steps == [1, 2, 3]
     gate.set()
     (warning,) = warnings_of(caplog)
-    assert "the tracker slow\n  got: 97 rows left" in warning
+    assert "the tracker slow\n  got: 97 rows not delivered" in warning
     wait_until(lambda: "accmt-slow" not in {thread.name for thread in threading.enumerate()})
     assert slow.is_finished
 
@@ -121,8 +121,8 @@ def test_a_row_refused_for_its_content_is_skipped_and_said(tmp_path, caplog):
     tracking.finish("FINISHED")
     assert tracker.steps == [1, 2, 3, 5, 6, 8, 9, 10]
     said = "\n".join(warnings_of(caplog))
-    assert "the row of step 4 was refused: ValueError: name too long" in said
-    assert "2 rows were rejected" in said
+    assert "the row at step 4 was rejected: ValueError: name too long" in said
+    assert "2 rejected rows" in said
     assert "left" not in said
 
 
@@ -147,7 +147,7 @@ def test_of_a_batch_with_one_row_that_is_refused_all_others_arrive(store, monkey
     assert [step for step, _ in points] == [step for step in range(1, 9) if step != refused]
     assert max(sizes) > 1, "there was a batch"
     (warning,) = warnings_of(caplog)
-    assert f"the row of step {refused} was refused" in warning
+    assert f"the row at step {refused} was rejected" in warning
 
 
 def test_the_training_thread_calls_no_tracker_and_waits_for_none(tmp_path, monkeypatch):
@@ -220,7 +220,7 @@ def test_memory_is_bounded_on_a_disk_that_stays_full(tmp_path, caplog, monkeypat
         assert history.num_lines == 6
     history.close()
     assert steps_of(tmp_path) == [0, 1, 2, 3, 4]
-    assert "3 rows that were never written" in warnings_of(caplog)[-1]
+    assert "3 rows could not be written" in warnings_of(caplog)[-1]
 
 
 @contextmanager

@@ -86,7 +86,7 @@ class TestAResumeContinues:
         with caplog.at_level(logging.WARNING, logger="accmt"):
             assert fit(resume=True, log_with=log_with) == unbroken
         assert [row["step"] for row in read_history(Path(RUN)) if "train_loss" in row.get("values", ())][-1] == 4
-        assert ("set-aside" if damage is make_a_folder else "1 line cannot be read") in caplog.text
+        assert ("set-aside" if damage is make_a_folder else "skipping 1 invalid line") in caplog.text
 
     def test_with_folders_where_its_files_belong(self, unbroken, caplog):
         settings = {"model_saving": "best_valid_loss", "evaluate_every_n_steps": 1, "log_with": "tensorboard"}
@@ -135,7 +135,7 @@ def test_each_line_that_is_no_row_is_skipped_and_counted(caplog):
     assert read_history(Path(RUN)) == rows
     assert read_run(Path(RUN)) == record
     num_bad = len(mixed) - len(lines) + 2
-    assert f"{num_bad} lines cannot be read and will be skipped (the first is line 2)" in caplog.text
+    assert f"skipping {num_bad} invalid lines (the first is line 2)" in caplog.text
 
 
 def test_rows_keep_the_numbers_of_their_lines_where_one_cannot_be_read():

@@ -184,7 +184,7 @@ class TrackerContract:
         tracking.finish("FINISHED", flush_s=FLUSH_S)
         assert "refused" not in caplog.text
         for kind, plural in KINDS.items():
-            assert (f"{plural}, for which it has no place" in caplog.text) == (kind not in self.kinds)
+            assert (f"{plural}, which it does not support" in caplog.text) == (kind not in self.kinds)
         assert {kind: self.media(tracking, kind) for kind in self.kinds} == {kind: MEDIA[kind] for kind in self.kinds}
         assert self.points(tracking) == [(3, 1.0)]
 
@@ -235,9 +235,9 @@ class TrackerContract:
         tracking = make(self.kind, tmp_path)
         tracking.start({})
         tracking.finish("FINISHED", flush_s=FLUSH_S)
-        (line,) = [message for message in caplog.messages if "has no key" in message]
-        assert f"the tracker {self.kind.name} has no key" in line
-        command = line.partition("upload them by `")[2].rstrip("`")
+        (line,) = [message for message in caplog.messages if "has no API key" in message]
+        assert f"the tracker {self.kind.name} has no API key" in line
+        command = line.partition("upload them with `")[2].rstrip("`")
         left = command.split(maxsplit=2)[-1]
         pattern = Path(self.left_for_upload(tracking, left))
         assert list(pattern.parent.glob(pattern.name))
@@ -254,7 +254,7 @@ class TrackerContract:
         tracking.log({"loss": 1.0}, 1)
         tracking.finish("FINISHED", flush_s=FLUSH_S)
         assert self.points(tracking) == [(1, 1.0)]
-        assert "has no key" not in caplog.text
+        assert "has no API key" not in caplog.text
 
     def test_with_a_key_and_no_network_nothing_is_held_up_for_long_nor_lost(self, tmp_path):
         self.require_a_service()
@@ -280,7 +280,7 @@ class TrackerContract:
 
     def test_without_a_key_a_run_that_must_be_online_does_not_start(self, tmp_path):
         self.require_a_service()
-        with pytest.raises(TrackerError, match=f"the tracker {self.kind.name}\\s+got: no key"):
+        with pytest.raises(TrackerError, match=f"the tracker {self.kind.name}\\s+got: no API key"):
             make(self.kind, tmp_path, offline=False).start({})
 
     def doubled_by_a_kill(self) -> int:

@@ -95,6 +95,6 @@ def test_images_have_a_file_for_each_step_and_there_is_no_place_for_the_rest(tmp
     folder = tmp_path / "track" / "run" / "dvclive" / "plots" / "images"
     paths = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.png"))
     assert paths == ["one/3.png", "val/samples/0/3.png", "val/samples/1/3.png"]
-    assert "a table, for which it has no place" in caplog.text
-    assert "files, for which it has no place" in caplog.text
+    assert "a table, which it does not support" in caplog.text
+    assert "files, which it does not support" in caplog.text
     assert "refused" not in caplog.text

@@ -125,5 +125,5 @@ def test_a_mistake_ends_the_run_and_says_what_was_expected():
             self.log_images({"inputs": batch[0].long()})
             return super().training_step(batch)
 
-    with pytest.raises(ArgumentError, match=r"Tensor of shape \[2, 3\] and torch.int64[\s\S]*uint8, or floats"):
+    with pytest.raises(ArgumentError, match=r"Tensor of shape \[2, 3\] and torch.int64[\s\S]*uint8 or floats"):
         make_trainer().fit(Wrong(), make_points(2))

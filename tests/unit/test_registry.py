@@ -60,5 +60,5 @@ def test_a_package_adds_a_name(package: None) -> None:
 def test_an_unknown_name_is_an_error_that_lists_those_that_packages_add(package: None) -> None:
     with pytest.raises(KeyError):
         find("accmt.trackers", "lanes")
-    with pytest.raises(ArgumentError, match=r"(?s)swanlab, lines, a tracker's class.*log_with='lines'\?"):
+    with pytest.raises(ArgumentError, match=r"(?s)swanlab, lines, a tracker class.*log_with='lines'\?"):
         find_specs("lanes")

@@ -148,7 +148,7 @@ def test_on_a_full_disk_the_first_rows_wait_and_those_beyond_the_limit_are_count
     steps = [1, 2, 3, 7]  # the first three wait, and rows keep the lines under which readers got them
     assert [row["step"] for row in read_history(tmp_path)] == steps
     assert [(line, row["step"]) for line, row in waiting] == list(enumerate(steps))
-    assert "3 rows that were never written" in caplog.text
+    assert "3 rows could not be written" in caplog.text
 
 
 def test_rows_that_waited_for_room_are_written_at_the_end(tmp_path, monkeypatch, caplog):

@@ -192,7 +192,7 @@ def test_the_nearer_the_tracker_the_stronger_the_keyword():
 
 
 def test_a_keyword_that_no_tracker_takes_is_an_error_with_the_nearest():
-    with pytest.raises(UnknownArgumentError, match=r"descripton=[\s\S]*do: description=\.\.\.\?"):
+    with pytest.raises(UnknownArgumentError, match=r"descripton=[\s\S]*do: did you mean description=\.\.\.\?"):
         kwargs_of_each([MLFlow()], {"descripton": "x"})
     with pytest.raises(UnknownArgumentError, match=r"mlflow=\{\.\.\.\}[\s\S]*tagz"):
         kwargs_of_each([MLFlow()], {"mlflow": {"tagz": {}}})
@@ -225,11 +225,11 @@ def test_a_missing_key_is_one_line_that_says_how_to_upload_later(caplog):
     caplog.set_level("INFO", logger="accmt")
     report_missing_key(Keyless(), PLACE, {}, is_needed=False)
     (line,) = caplog.messages
-    assert line.endswith("has no key (set THE_KEY) and writes files; upload them by `upload logs/track/run`")
+    assert line.endswith("has no API key (set THE_KEY) and writes files; upload them with `upload logs/track/run`")
 
 
 def test_a_missing_key_is_an_error_where_the_service_must_be_reached():
-    with pytest.raises(TrackerError, match="the tracker keyless\\s+got: no key[\\s\\S]*do: set THE_KEY, or"):
+    with pytest.raises(TrackerError, match="the tracker keyless\\s+got: no API key[\\s\\S]*do: set THE_KEY, or"):
         report_missing_key(Keyless(), PLACE, {}, is_needed=True)
 
 

@@ -207,9 +207,9 @@ def test_trackers_get_what_they_have_a_place_for_and_say_once_what_they_have_non
     assert own.steps == [3, 4, 5, 6]
 
     table_warning, file_warning = warnings_of(caplog)
-    assert "the tracker tensorboard\n  got: a table, for which it has no place" in table_warning
-    assert "the tracker tensorboard\n  got: files, for which it has no place" in file_warning
-    assert f"{tracking.run_folder}/media has them" in table_warning
+    assert "the tracker tensorboard\n  got: a table, which it does not support" in table_warning
+    assert "the tracker tensorboard\n  got: files, which it does not support" in file_warning
+    assert f"the files are in {tracking.run_folder}/media" in table_warning
 
 
 @pytest.mark.parametrize("error", [ConnectionError, RuntimeError])
@@ -245,8 +245,8 @@ def test_what_a_tracker_refuses_for_good_is_skipped_and_said(tmp_path, is_alone,
     assert [kind for kind, *_ in own.kept] == ["table", "files"]
     assert own.steps == ([] if is_alone else [4, 5, 6])
     warnings = "\n".join(warnings_of(caplog))
-    assert "'val/samples' (images) of step 3 was refused: TypeError: not like that" in warnings
-    assert "2 rows were rejected" in warnings
+    assert "'val/samples' (images) at step 3 was rejected: TypeError: not like that" in warnings
+    assert "2 rejected rows" in warnings
     assert "left" not in warnings
 
 
@@ -370,7 +370,7 @@ def test_without_room_on_the_disk_there_is_one_warning_and_training_goes_on(tmp_
     tracking.finish("FINISHED")
     (warning,) = warnings_of(caplog)
     assert "logging 'val/samples' at step 3" in warning
-    assert "training continues without it" in warning
+    assert "training continues, and this is not logged" in warning
     assert (own.kept, own.steps) == ([], [4])
 
 
@@ -383,9 +383,9 @@ def test_without_room_on_the_disk_there_is_one_warning_and_training_goes_on(tmp_
         (lambda log: log.log_images({"samples": PIXELS}, -1), "step=-1"),
         (lambda log: log.log_table("t", ["a"], [[1]], 1.0), r"step=1\.0"),
         (lambda log: log.log_table(3, ["a"], [[1]], 1), "the name 3"),
-        (lambda log: log.log_table("t", ["a", "b"], [[1, 2], [1]], 1), "1 cells in row 1, for 2 columns"),
+        (lambda log: log.log_table("t", ["a", "b"], [[1, 2], [1]], 1), "1 cells in row 1 for 2 columns"),
         (lambda log: log.log_table("t", ["a", "a"], [[1, 2]], 1), "unique column names"),
-        (lambda log: log.log_table("t", "ab", [[1, 2]], 1), "2 cells in row 0, for 1 columns"),
+        (lambda log: log.log_table("t", "ab", [[1, 2]], 1), "2 cells in row 0 for 1 columns"),
         (lambda log: log.log_table("t", [], [], 1), "unique column names"),
         (lambda log: log.log_artifact("missing.txt", 1), r"log_artifact\('missing.txt'\)\s+got: no such file"),
         (lambda log: log.log_artifact(".", 1), r"got: a folder[\s\S]*do: log_artifacts\(folder\)"),

@@ -95,8 +95,8 @@ def test_pillows_other_modes_become_colours(tmp_path):
         (torch.zeros(1, 2, 3, 4, 5), r"shape \[1, 2, 3, 4, 5\]"),
         ("picture.png", "got: str"),
         ([[1, 2], [3, 4]], "got: list"),
-        ([], "no image"),
-        (np.zeros((0, 4, 5, 3), np.uint8), "no image"),
+        ([], "no images"),
+        (np.zeros((0, 4, 5, 3), np.uint8), "no images"),
     ],
 )
 def test_what_is_no_image_is_an_error_that_says_so(given, got):

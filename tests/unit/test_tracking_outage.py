@@ -69,7 +69,7 @@ def test_an_outage_is_told_once_and_its_end_once(caplog):
     one.end()
     warning, end = caplog.messages
     assert "ConnectionError: refused" in warning
-    assert "they wait in history.jsonl" in warning
+    assert "rows wait in history.jsonl" in warning
     assert "the tracker mlflow accepts rows again" in end
 
 

@@ -230,7 +230,7 @@ def test_a_refused_configuration_and_a_failing_end_are_warnings(tmp_path, caplog
     tracking.start(CONFIG)
     tracking.log({"loss": 1.0}, 1)
     tracking.finish("FAILED")
-    assert "the configuration was refused: ValueError: config refused" in caplog.text
+    assert "the configuration was rejected: ValueError: config refused" in caplog.text
     assert "finish refused" in caplog.text
     assert refusing.calls == [("start",), ("log", {"loss": 1.0}, 1), ("finish",)]
 
@@ -270,7 +270,7 @@ def test_a_server_that_is_down_at_the_start_costs_one_warning(caplog):
     tracking = make([MLFlow, Recorder], "127.0.0.1:9")
     tracking.start({})
     assert "the tracker mlflow" in caplog.text
-    assert "has not started within" not in caplog.text, "the start is not waited for"
+    assert "did not start within" not in caplog.text, "the start is not waited for"
     first, second = tracking.loggers
     first.log({"loss": 1.0}, step=1)  # a stand-in: a user's own calls must not end the run
     assert type(tracking.get_tracker("mlflow", unwrap=True)) is type(first) is GeneralTracker
@@ -279,7 +279,7 @@ def test_a_server_that_is_down_at_the_start_costs_one_warning(caplog):
     tracking.finish("FINISHED", flush_s=0.5)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 2
-    assert "1 rows left, and the run is not ended there" in warnings[1]
+    assert "1 rows not delivered, and the run not ended" in warnings[1]
     assert f"do: accmt sync {tracking.run_folder.absolute()}" in warnings[1]
     assert second.calls[-1] == ("finish",)
 
