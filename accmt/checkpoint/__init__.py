@@ -1,1 +1,1 @@
-"""Checkpoints: what survives a crash, how it is written, found again and verified."""
+"""Checkpoints: writing, finding and verifying the state that survives a crash."""

@@ -1,10 +1,10 @@
-"""A training run's state in a folder: what is collected, written and loaded again on any number of processes.
+"""The state of a training run in a folder: collecting it, writing it, and loading it on any number of processes.
 
 A folder holds one file of tensors per process (safetensors) and `state.json` with everything else (typed JSON): the
-structure of the whole state, in which each tensor stands as `{"$tensor": name}`. Reading it executes nothing.
+structure of the whole state, with `{"$tensor": name}` in place of each tensor. Reading it executes no code.
 
-Saving has three parts, so that a thread can do the last: `StateCollector.collect` (all processes together, copies
-nothing), `CollectedState.copied_by` a snapshot, and `write_state` (each process for itself).
+Saving has three phases, so that a thread can do the last one: `StateCollector.collect` (collective, copies nothing),
+`CollectedState.copied_by` (copies into a snapshot), and `write_state` (each process independently).
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ from accmt.messages import warn_once
 from accmt.processes import gather_objects, is_main_process, num_processes, process_index
 from accmt.sharded_tensors import is_dtensor, is_expanded
 
-# ---- Which process writes which piece of the tensors, and the files that hold them.
+# ---- Which process writes which piece of each tensor, and to which file.
 #
-# `torch.distributed.checkpoint` plans: each shard is written by a process that has it, what all processes have by one
-# of them. The files are those of safetensors, with the metadata by which torch's `HuggingFaceStorageReader` puts pieces
-# together for any other number of processes.
+# Follows `torch.distributed.checkpoint`: a shard is written by a process that has it, a replicated tensor by one of the
+# processes. The files are safetensors, with the metadata from which torch's `HuggingFaceStorageReader` reassembles the
+# pieces for any other number of processes.
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """What one process writes.
+    """The pieces that one process writes.
 
     Attributes:
-        tensors: This process's piece of each tensor it writes, by the tensor's name.
-        offsets: Where the piece begins in the whole tensor, per dimension.
+        tensors: This process's piece of each tensor that it writes, by tensor name.
+        offsets: Where the piece starts in the whole tensor, per dimension.
     """
 
     tensors: Mapping[str, Tensor]
@@ -86,10 +86,10 @@ class Pieces:
 
 
 class PiecePlanner:
-    """Decides which process writes what: everything once, each process about as much as the others.
+    """Decides which process writes what: everything exactly once, spread evenly over the processes.
 
-    A plan holds as long as the tensors keep their names, shapes and dtypes on every process, and is then used again:
-    planning is long beside a copy of the tensors.
+    A plan is reused as long as the tensors keep their names, shapes and dtypes on every process, because planning takes
+    longer than copying the tensors.
     """
 
     def __init__(self) -> None:
@@ -97,13 +97,16 @@ class PiecePlanner:
         self._offsets: Mapping[str, tuple[int, ...]] = {}
 
     def pieces_of(self, tensors: Mapping[str, Tensor]) -> Pieces:
-        """Return this process's pieces; they are the tensors themselves or their local parts, not copies.
+        """Return this process's pieces: the tensors themselves or their local parts, not copies.
 
-        Processes: collective; every process passes the same names. A tensor is the same on all, or sharded (DTensor).
+        Processes: collective; every process passes the same names. A tensor is replicated or sharded (DTensor).
         """
         if num_processes() == 1:
             return Pieces.whole({name: local_part(tensor) for name, tensor in tensors.items()})
-        layouts = gather_objects(_layout_of(tensors))
+        layout = [
+            (name, tensor.shape, tensor.dtype, getattr(tensor, "placements", None)) for name, tensor in tensors.items()
+        ]
+        layouts = gather_objects(hashlib.sha256(repr(layout).encode()).hexdigest())
         if layouts != self._layouts:
             self._offsets = _plan(tensors)
             self._layouts = layouts
@@ -113,16 +116,9 @@ class PiecePlanner:
 def _plan(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(tensors), is_coordinator=True)
-    # Every process computes the same plan from the same local plans, which saves sending it.
+    # Every process computes the same plan from the same local plans, so the plan is never sent.
     plans, _ = planner.create_global_plan(gather_objects(planner.create_local_plan()))
     return {item.index.fqn: tuple(item.index.offset or ()) for item in plans[process_index()].items}
-
-
-def _layout_of(tensors: Mapping[str, Tensor]) -> str:
-    layout = [
-        (name, tensor.shape, tensor.dtype, getattr(tensor, "placements", None)) for name, tensor in tensors.items()
-    ]
-    return hashlib.sha256(repr(layout).encode()).hexdigest()
 
 
 def file_names(num_files: int) -> list[str]:
@@ -130,7 +126,7 @@ def file_names(num_files: int) -> list[str]:
 
 
 def write_pieces(pieces: Pieces, folder: Path) -> Path:
-    """Write this process's file of tensors, also where it has none, and return it, not yet durable."""
+    """Write this process's file of tensors, even if it is empty, and return its path. Does not fsync."""
     path = folder / file_names(num_processes())[process_index()]
     sharding = {name: {"saved_offsets": list(offsets)} for name, offsets in pieces.offsets.items()}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
@@ -143,27 +139,27 @@ def write_pieces(pieces: Pieces, folder: Path) -> Path:
     return path
 
 
-# ---- A copy of tensors in host memory, so that a thread can write them during training.
+# ---- A copy of the tensors in host memory, which a thread writes during training.
 
 
 class HostSnapshot:
-    """Host buffers that are reused from one copy to the next.
+    """Host buffers that are reused for every copy.
 
-    Fresh memory costs several times the copy itself (the system hands it out page by page), so the buffers stay. Those
-    for tensors of a CUDA device are pinned, which lets the device write into them directly; a machine that gives no
-    more pinned memory still gets its checkpoint.
+    Allocating fresh memory costs several times the copy itself (the system maps it page by page), so the buffers are
+    kept. Buffers for tensors of a CUDA device are pinned, so that the device writes into them directly. If no more
+    pinned memory is available, ordinary memory is used.
 
-    Who reads a copy must be done with it before the next `take`.
+    A reader must be done with a copy before the next `take`.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor], helper: Executor | None = None) -> dict[str, Tensor]:
-        """Copy tensors as they are now; when this returns, the sources may change. The copies live until the next one.
+        """Copy the current tensors; the sources may change afterwards. The copies are valid until the next call.
 
-        Where torch computes with one thread, as a launcher sets it, `helper` copies half of those on the CPU: one core
-        alone does not use the memory's speed.
+        If torch uses one thread, as launchers configure it, `helper` copies half of the CPU tensors: a single core does
+        not saturate the memory bandwidth.
         """
         self._fit(tensors)
         pairs = [(self._buffers[name], tensor.detach()) for name, tensor in tensors.items()]
@@ -180,7 +176,7 @@ class HostSnapshot:
         return dict(self._buffers)
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Get the memory for a copy of such tensors, so that the first `take` takes no longer than the others."""
+        """Allocate memory for a copy of such tensors, so that the first `take` is as fast as the following ones."""
         self._fit(tensors)
         for buffer in self._buffers.values():
             buffer.zero_()
@@ -196,7 +192,7 @@ class HostSnapshot:
             try:
                 return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             except RuntimeError as error:
-                what = f"checkpoints are copied through ordinary memory, which takes longer: {error}"
+                what = f"checkpoints are copied through unpinned memory, which is slower: {error}"
                 warn_once(what, about="pinned memory")
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
@@ -216,20 +212,20 @@ class CollectedState:
     """What one process writes of a state.
 
     Attributes:
-        pieces: Its share of the tensors: the live ones, until `copied_by` a snapshot.
-        text: Everything else of the whole state, as typed JSON; the main process writes it.
+        pieces: Its shards of the tensors: the live tensors until `copied_by` returns copies.
+        text: The rest of the whole state, as typed JSON; written by the main process.
     """
 
     pieces: Pieces
     text: str
 
     def copied_by(self, snapshot: HostSnapshot, helper: Executor | None = None) -> CollectedState:
-        """Return the same with copies of the tensors as they are now; valid until the snapshot's next copy."""
+        """Return this state with copies of the current tensors; valid until the snapshot's next copy."""
         return replace(self, pieces=replace(self.pieces, tensors=snapshot.take(self.pieces.tensors, helper)))
 
 
 class StateCollector:
-    """Collects the state of a run again and again."""
+    """Collects the state of a run, once per checkpoint."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         require_known(model, optimizers)
@@ -240,13 +236,13 @@ class StateCollector:
         self._planner = PiecePlanner()
 
     def collect(self, others: Mapping[str, Any]) -> CollectedState:
-        """Collect the state as it is, and decide which process writes what of it; copies nothing.
+        """Collect the current state and decide which process writes which part; copies nothing.
 
-        Processes: collective. Model and optimizers may be sharded; no process gets the whole of either.
+        Processes: collective. Model and optimizers may be sharded; no process gathers either of them.
 
         Args:
-            others: Further states by name: JSON values and tensors. Those of the main process are kept, and of what is
-                named "own" those of each process, where they differ.
+            others: Further states by name: JSON values and tensors. The main process's are saved; the state named "own"
+                is saved for each process where they differ.
 
         Raises:
             CheckpointError: Something cannot be stored; the message names it.
@@ -274,13 +270,13 @@ def _collect_own(state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Processes: collective.
 
     Returns:
-        This process's tensors, and the rest of the state of each process but the main one, by its number; nothing where
-        all have the same state.
+        This process's tensors, and the rest of the state of every process except the main one, by process index; empty
+        where all processes have the same state.
     """
     if num_processes() == 1:
         return {}, {}
     tensors, rest = split_tensors({"own": state})
-    if any(map(is_dtensor, tensors.values())):  # which all processes hold together
+    if any(map(is_dtensor, tensors.values())):  # already collective across processes
         tensors, rest = {}, {}
     sums = [checksum(tensor) for tensor in tensors.values()]
     if len(set(gather_objects(xxhash.xxh3_64_hexdigest(f"{encode(rest)} {sums}".encode())))) == 1:
@@ -291,36 +287,36 @@ def _collect_own(state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _reject_stateful_hooks(model: nn.Module) -> None:
-    """Reject communication hooks that carry something from step to step, on each process something else."""
+    """Reject communication hooks whose state differs by process and changes from step to step."""
     states = states_of_comm_hooks(model) if isinstance(model, DistributedDataParallel) else []
     for state in states:
         kind = type(state).__name__
         if kind in _STATEFUL_HOOKS:
-            got = f"a communication hook of DistributedDataParallel whose state ({kind}) no checkpoint holds"
-            expected = "gradients that depend on the step alone, so that a run can be resumed from a checkpoint"
-            do = "checkpoint_every=None without failure handlers; or a hook without state, such as "
+            got = f"a communication hook of DistributedDataParallel with state ({kind}), which no checkpoint contains"
+            expected = "gradients that depend on the step alone, so that the run can resume from a checkpoint"
+            do = "set checkpoint_every=None without failure handlers; or use a hook without state, such as "
             do += "DDPCommunicationHookType.BF16"
             raise CheckpointError(explain("checkpoints", got, expected, do))
         if not (state is None or isinstance(state, ProcessGroup) or hasattr(state, "state_dict")):
-            what = f"the state of a communication hook ({kind}) is in no checkpoint"
+            what = f"checkpoints do not include the state of the communication hook ({kind})"
             warn_once(f"{what}: if it changes, return it from the module's `state_dict`", about="communication hook")
 
 
 def require_numbers(collected: CollectedState) -> None:
-    """Reject weights and optimizer states that hold NaN: no run could resume from them.
+    """Reject weights and optimizer states that contain NaN: no run could resume from them.
 
-    The norm of a tensor tells, in one pass and without memory of its own; infinite entries, as in masks, are allowed.
+    Uses the norm of each tensor: one pass, no extra memory. Infinite entries, as in masks, are allowed.
     """
     for name, tensor in collected.pieces.tensors.items():
         if name.startswith(("others.", "own.")) or not tensor.is_floating_point() or tensor.element_size() == 1:
             continue
         if torch.isnan(torch.linalg.vector_norm(tensor)):
-            do = "find the step that caused it: a loss or a gradient was not finite"
+            do = "find the step where a loss or gradient became NaN or infinite"
             raise CheckpointError(explain(f"the checkpoint's {name}", "NaN", "numbers to resume from", do))
 
 
 def write_state(collected: CollectedState, folder: Path) -> list[Path]:
-    """Write this process's files, and return them, not yet durable; no process waits for another."""
+    """Write this process's files and return their paths. Not collective; does not fsync."""
     written = [write_pieces(collected.pieces, folder)]
     if is_main_process():
         path = folder / STATE_FILE
@@ -331,25 +327,25 @@ def write_state(collected: CollectedState, folder: Path) -> list[Path]:
 
 @contextmanager
 def rejecting_other_forms(folder: Path) -> Iterator[None]:
-    """Name the checkpoint where its files are whole, and its state is not of the form that this version writes."""
+    """Report the checkpoint's path if its files are intact but its state has an unexpected structure."""
     try:
         yield
     except AccmtError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        got = f"a state of another form: {type(error).__name__}: {error}"
+        got = f"a state with another structure: {type(error).__name__}: {error}"
         do = "resume from another checkpoint, or with the version of accmt that wrote this one (see manifest.json)"
-        raise CheckpointError(explain(f"checkpoint {folder}", got, "the form that this version writes", do)) from error
+        raise CheckpointError(explain(f"checkpoint {folder}", got, "the structure of this version", do)) from error
 
 
 def read_others(folder: Path, *, whole: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the other states of a folder without their tensors: each is a `TensorReference`.
+    """Return the other states of a folder; each tensor is a `TensorReference`.
 
     Args:
-        folder: That of the checkpoint.
-        whole: The states that are read with their tensors, on the CPU.
+        folder: The checkpoint's folder.
+        whole: States to read with their tensors, on the CPU.
 
-    Processes: collective where `whole` names any.
+    Processes: collective if `whole` is not empty.
     """
     saved = _read_rest(folder)
     others: dict[str, Any] = saved["others"]
@@ -364,9 +360,9 @@ def read_others(folder: Path, *, whole: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def read_model(folder: Path) -> tuple[dict[str, Tensor], int]:
-    """Read the model's part of what any number of processes saved, without the model.
+    """Read the saved model state without a model, for any number of saving processes.
 
-    That is whole weights and buffers on the CPU by plain name, tied ones as one tensor, and the number of frozen
+    Returns the full weights and buffers on the CPU by plain name (tied weights as one tensor), and the number of frozen
     weights that were left out.
     """
     with rejecting_other_forms(folder):
@@ -380,20 +376,20 @@ def read_model(folder: Path) -> tuple[dict[str, Tensor], int]:
 
 
 def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder: Path) -> dict[str, Any]:
-    """Load what any number of processes saved; each process reads the parts that it needs.
+    """Load a state saved by any number of processes; each process reads the parts that it needs.
 
     Processes: collective.
 
     Args:
-        model: The model, built and wrapped as it will be trained; its weights are replaced in place.
-        optimizers: The optimizers, built as when it was saved; None leaves them as they are.
+        model: The model, built and wrapped for training; its weights are replaced in place.
+        optimizers: The optimizers, built as in the saved run; None leaves them unchanged.
 
     Returns:
         The other states, with their tensors on the CPU.
 
     Raises:
         CheckpointCorruptError: The checkpoint is incomplete.
-        CheckpointError: It is that of another model or of other optimizers.
+        CheckpointError: The checkpoint is from another model or other optimizers.
         OSError: A file cannot be read.
     """
     saved = _read_rest(folder)
@@ -414,7 +410,7 @@ def load_state(model: nn.Module, optimizers: Sequence[Optimizer] | None, folder:
         if not torch.equal(loaded["model"].pop(name), tensor):
             got, do = (
                 f"{name} has other values, in memory that is mapped read-only",
-                "map the file of the run that saved",
+                "map the same file as the saved run",
             )
             raise CheckpointError(explain("the model", got, "the values of the checkpoint", do))
     restore_model(model, loaded["model"])
@@ -432,7 +428,7 @@ def _read_rest(folder: Path) -> State:
     if found == set(rest["files"]):
         return rest
     missing, unexpected = sorted(set(rest["files"]) - found), sorted(found - set(rest["files"]))
-    got = f"missing: {', '.join(missing) or 'nothing'}; not part of it: {', '.join(unexpected) or 'nothing'}"
+    got = f"missing: {', '.join(missing) or 'none'}; unexpected: {', '.join(unexpected) or 'none'}"
     do = "resume from another checkpoint"
     raise CheckpointCorruptError(explain(str(folder), got, f"{len(rest['files'])} files of tensors", do))
 
@@ -441,7 +437,7 @@ def _read_metadata(reader: HuggingFaceStorageReader, saved: State, folder: Path)
     try:
         stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
         missing = sorted(referred_tensors(saved) - stored.keys())
-        fault = f"tensors are missing: {', '.join(missing[:5])}" if missing else None
+        fault = f"missing tensors: {', '.join(missing[:5])}" if missing else None
     except SafetensorError as error:
         fault = str(error)
     if fault is None:
@@ -451,7 +447,7 @@ def _read_metadata(reader: HuggingFaceStorageReader, saved: State, folder: Path)
 
 
 def _targets(ours: State, saved: State, stored: Mapping[str, Any], fixed: Collection[str]) -> dict[str, Tensor]:
-    """Return where to read each tensor into: weights in place, optimizer state sharded like its parameter."""
+    """Return the tensors to read into: weights in place, optimizer state sharded like its parameter."""
     targets: dict[str, Tensor] = {}
     for name, entry in saved["model"].items():
         if isinstance(entry, TensorReference):
@@ -464,7 +460,7 @@ def _targets(ours: State, saved: State, stored: Mapping[str, Any], fixed: Collec
 
 
 def _empty(stored: TensorStorageMetadata, like: Tensor | None) -> Tensor:
-    # A scalar is rather a count, which torch.optim keeps on the CPU; it moves what it wants elsewhere.
+    # A scalar is most likely a step count, which torch.optim keeps on the CPU; it moves other scalars itself.
     if like is not None and like.dim() > 0 and like.shape == stored.size:
         return torch.empty_like(like, dtype=stored.properties.dtype)
     return torch.empty(stored.size, dtype=stored.properties.dtype)
@@ -474,7 +470,7 @@ def _read_tensors(targets: dict[str, Tensor], reader: HuggingFaceStorageReader, 
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     try:
         with warnings.catch_warnings():
-            # "assuming the intent is to load in a single process", which is so
+            # "assuming the intent is to load in a single process", which is the case here
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             load(targets, storage_reader=reader, planner=planner)
     except CheckpointException as error:
@@ -483,41 +479,39 @@ def _read_tensors(targets: dict[str, Tensor], reader: HuggingFaceStorageReader, 
 
 
 def _model_layout(state: State) -> dict[str, str]:
-    """Return what a model's state has to have in common with the one that is loaded: names, shapes, dtypes."""
+    """Return what the model's state must share with a loaded state: names, shapes, dtypes."""
     return {name: _describe(entry) for name, entry in state.items()}
 
 
 def _require_same_layout(begun: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Reject a model whose entries have changed since the run was built: a new model could not load them."""
+    """Reject a model whose entries have changed since the run started: a new model could not load them."""
     if begun == now:
         return
     both = sorted(begun.keys() & now.keys())
-    faults = [f"{name} is {now[name]}, and was {begun[name]}" for name in both if begun[name] != now[name]]
+    faults = [f"{name} is {now[name]} but was {begun[name]}" for name in both if begun[name] != now[name]]
     faults += [f"{name} is new" for name in now.keys() - begun.keys()]
-    faults += [f"{name} is gone" for name in begun.keys() - now.keys()]
-    expected = "the entries, shapes and dtypes that it was built with: only into those a resume can load"
-    do = "give a buffer its final size when the model is built, and count how much of it is in use"
+    faults += [f"{name} is missing" for name in begun.keys() - now.keys()]
+    expected = "the same entries, shapes and dtypes as when it was built, so that a resumed run can load them"
+    do = "allocate a buffer at its final size when the model is built, and count how much of it is used"
     if begun.keys() != now.keys():
         do = "add, replace or prune layers when the module is built, before fit"
     raise CheckpointError(explain("the state of the model", "; ".join(faults[:5]), expected, do))
 
 
 def _require_same_model(ours: State, saved: State, stored: Mapping[str, Any]) -> None:
-    """Check that a model has the entries of a checkpoint."""
+    """Check that the model has the same entries as the checkpoint."""
     faults = [f"{name} is not in the checkpoint" for name in ours.keys() - saved.keys()]
     faults += [f"{name} is not in the model" for name in saved.keys() - ours.keys()]
     for name in ours.keys() & saved.keys():
-        got, expected = _describe(ours[name]), _describe(_metadata_of(saved[name], stored))
+        entry = saved[name]
+        metadata = stored.get(entry.name) if isinstance(entry, TensorReference) else entry
+        got, expected = _describe(ours[name]), _describe(metadata)
         if got != expected:
             faults.append(f"{name} is {got} in the model, {expected} in the checkpoint")
     if faults:
         got = f"{len(faults)} differences: " + "; ".join(sorted(faults)[:5])
-        do = "build it as in the run that saved, or start a new run with `resume=False`"
-        raise CheckpointError(explain("the model", got, "the model that was saved", do))
-
-
-def _metadata_of(entry: Any, stored: Mapping[str, Any]) -> Any:
-    return stored.get(entry.name) if isinstance(entry, TensorReference) else entry
+        do = "build it as in the saved run, or start a new run with `resume=False`"
+        raise CheckpointError(explain("the model", got, "the saved model", do))
 
 
 def _describe(entry: Any) -> str:
@@ -528,11 +522,11 @@ def _describe(entry: Any) -> str:
         return f"{entry.size} {entry.dtype} {entry.kind}"
     if isinstance(entry, TensorStorageMetadata):
         return f"{tuple(entry.size)} {entry.properties.dtype}"
-    return "missing" if entry is None else "no tensor"
+    return "missing" if entry is None else "not a tensor"
 
 
 def _require_same_number(optimizers: Sequence[Optimizer], saved: Sequence[State]) -> None:
-    """Check that there are as many optimizers as in a checkpoint."""
+    """Check that the number of optimizers matches the checkpoint."""
     if len(optimizers) != len(saved):
-        expected, do = f"{len(saved)}, as in the checkpoint", "build the ones that were saved"
+        expected, do = f"{len(saved)}, as in the checkpoint", "build the same optimizers as in the saved run"
         raise CheckpointError(explain("the optimizers", str(len(optimizers)), expected, do))

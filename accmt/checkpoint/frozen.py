@@ -1,7 +1,8 @@
-"""What a checkpoint leaves out of a model: the frozen weights around which adapters are, or that have no entry in it.
+"""The weights that a checkpoint leaves out: frozen weights under adapters, and those missing from the state dict.
 
-These and what is mapped read-only come from elsewhere and do not change, so a checkpoint holds digests of them, and a
-run that resumes from it builds the model again. Other models' frozen weights are kept: nobody else may have them.
+These weights, and memory that is mapped read-only, come from elsewhere and do not change. A checkpoint holds only their
+digests, and a run that resumes builds the model again. Frozen weights of other models are saved: they may exist nowhere
+else.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ class FrozenWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._fixed = find_read_only(model)  # cannot change, and may be larger than memory: read when first asked for
+        self._fixed = find_read_only(model)  # cannot change and may be larger than memory: read only when needed
         weights = {name: weight for name, weight in find_frozen(model).items() if name not in self._fixed}
         self._digests = {name: digest_of(weight) for name, weight in weights.items()}
         self._checksums = {name: checksum(weight) for name, weight in weights.items()}
         self._fixed_digests: dict[str, str] | None = None
 
     def digests(self) -> dict[str, str]:
-        """Return the digest of each weight left out, by plain name; one that was trained or changed is not.
+        """Return the digest of each weight that is left out, by plain name, except those that were trained or changed.
 
-        Every value is looked at: a change through `.data`, as PEFT merges adapters, leaves no other trace. That costs
-        less than the forward pass of one step, which reads them all too.
+        Compares every value, because a change through `.data` (PEFT merges adapters this way) leaves no other trace.
+        This costs less than the forward pass of one step, which also reads every weight.
 
-        Processes: collective: what changed on one process is left out on none.
+        Processes: collective: a weight that changed on one process is left out on none.
         """
         if self._fixed_digests is None:
             self._fixed_digests = {name: digest_of(tensor) for name, tensor in self._fixed.items()}
@@ -58,13 +59,13 @@ class FrozenWeights:
 
 
 def find_frozen(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a checkpoint leaves out, by plain name: frozen parameters, and what their modules keep with them.
+    """Return what a checkpoint leaves out, by plain name: frozen parameters and the tensors that belong to them.
 
-    Those are all of a model that PEFT gave adapters, and of another model those that its own `state_dict` leaves out,
-    and those that bitsandbytes has quantized, whose layers load them only as a part of a model folder.
-    An adapter that is not active is frozen too, and belongs to what is trained: its parameters have its name in theirs.
-    What modules keep with a weight are such as the scales of a quantized one, which are neither parameter nor buffer.
-    What is mapped read-only cannot be loaded at all.
+    For a model with PEFT adapters, these are all frozen parameters. For other models, only those that the model's
+    `state_dict` leaves out, and those quantized by bitsandbytes, which load only as part of a model folder.
+    An inactive adapter is frozen but belongs to the trained state: its parameters contain the adapter's name.
+    Tensors that belong to a weight are, for example, the scales of a quantized weight, neither parameters nor buffers.
+    Memory that is mapped read-only cannot be loaded into at all.
     """
     fixed = find_read_only(model)
     frozen = {name: weight for name, weight in plain_parameter_names(model).items() if not weight.requires_grad}
@@ -81,9 +82,9 @@ def find_frozen(model: nn.Module) -> dict[str, Tensor]:
 
 
 def find_read_only(model: nn.Module) -> dict[str, Tensor]:
-    """Return the frozen weights and buffers that are mapped from a file for reading only, by plain name.
+    """Return the frozen weights and buffers in memory that is mapped read-only from a file, by plain name.
 
-    Writing into them would end the process without a message (signal 11), as with `np.load(..., mmap_mode="r")`.
+    Writing to them would kill the process without an error message (signal 11), as with `np.load(..., mmap_mode="r")`.
     """
     places: dict[str, tuple[Tensor, int]] = {}
     for name, tensor in {**plain_parameter_names(model), **kept_buffers(model)}.items():
@@ -126,13 +127,13 @@ def _memory_of(tensor: Tensor) -> int:
 
 
 def checksum(weight: Tensor) -> object:
-    """Return what changes with any bit of this process's part of a weight; off the CPU it is computed on the device."""
+    """Return a checksum of this process's part of a weight, computed on the weight's device."""
     parts = plain_parts(local_part(weight.detach()))
     return [_digest(part) if part.device.type == "cpu" else _sums(part) for part in parts]
 
 
 def _sums(part: Tensor) -> list[int]:
-    """Return sums of a tensor's bytes, each times an odd number of its own, by chunks."""
+    """Return sums of a tensor's bytes, chunk by chunk, each byte weighted by a different odd number."""
     data = part.contiguous().reshape(-1).view(torch.uint8)
     sums = [(chunk * _weights(str(part.device))[: len(chunk)]).sum() for chunk in torch.split(data, _CHUNK)]
     return torch.stack(sums).tolist()
@@ -162,7 +163,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def require_same_frozen(model: nn.Module, saved: Mapping[str, str]) -> None:
-    """Check that the weights which a checkpoint left out are those of the model.
+    """Check that the weights which a checkpoint left out are the same in the model.
 
     Processes: collective where the model is sharded.
     """
@@ -171,8 +172,8 @@ def require_same_frozen(model: nn.Module, saved: Mapping[str, str]) -> None:
     if others:
         message = explain(
             "the frozen weights of the model",
-            f"{len(others)} of {len(saved)} are not those of the run that saved: {', '.join(others[:_SHOWN])}",
-            "the same model under the adapter as in the run that saved: a checkpoint holds only the adapter",
-            "load the same base model, and seed what it draws (such as a new head), or start a run with `resume=False`",
+            f"{len(others)} of {len(saved)} differ from those of the saved run: {', '.join(others[:_SHOWN])}",
+            "the same base model as in the saved run: a checkpoint holds only the adapter",
+            "load the same base model, seed the random values in it (such as a new head), or start with `resume=False`",
         )
         raise CheckpointError(message)

@@ -1,7 +1,7 @@
-"""`manifest.json`: what a checkpoint holds, with size and digest of every file; written last, so it is the proof.
+"""`manifest.json`: the contents of a checkpoint with size and digest of every file, written last as proof.
 
-A checkpoint is complete when its manifest is there, has its own digest, is of a known version, and every file that it
-names is there with its size and digest. The digest of the manifest covers its other entries as one line of strict JSON.
+A checkpoint is complete if its manifest exists, matches its own digest and a known version, and every file that it
+lists has the recorded size and digest. The manifest's digest covers its other entries as one line of strict JSON.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from accmt.files import dumps, loads, write_text
 from accmt.processes import num_processes
 from accmt.version import __version__
 
-# ---- The names of what lies in a checkpoint folder, and whether somebody still works on what is unfinished.
+# ---- File names in a checkpoint folder, and whether a process still works on an unfinished folder.
 
 
 STEP = re.compile(r"step-(\d{8,})")
-"""A published checkpoint. The name is no proof that it is complete: its manifest is."""
+"""A published checkpoint. Only its manifest proves that it is complete."""
 
 SET_ASIDE = re.compile(r"(?:damaged|replaced)-step-(\d{8,})(?:-\d+)?")
-"""A checkpoint that is out of use: found damaged, or replaced although it must not be deleted."""
+"""A checkpoint that is no longer used: damaged, or replaced but protected from deletion."""
 
 SILENT_FOR_S = 3600.0
-"""Seconds without a change after which the unfinished folder of another machine counts as abandoned."""
+"""Seconds without a change after which another machine's unfinished folder counts as abandoned."""
 
 Kind = Literal["tmp", "old"]
-"""What an unfinished folder is: one being written or deleted ("tmp"), or one being replaced ("old")."""
+"""The kind of an unfinished folder: being written or deleted ("tmp"), or being replaced ("old")."""
 
 _UNFINISHED = re.compile(r"\.(?P<kind>tmp|old)-step-(?P<step>\d{8,})-(?P<host>.+)-(?P<pid>\d+)-(?P<started>\d+)-\w{8}")
-_CLOCK_SLACK_S = 2.0  # the system derives the start of a process from its clock, which may have been set since
+_CLOCK_SLACK_S = 2.0  # process start times depend on the system clock, which may have been adjusted
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """What the name of an unfinished folder says.
+    """The parsed name of an unfinished folder.
 
     Attributes:
-        started: When that process began, in whole seconds since 1970: numbers of processes are used again.
+        started: When that process started, in whole seconds since 1970, because process ids are reused.
     """
 
     kind: Kind
@@ -68,13 +68,13 @@ def step_name(step: int) -> str:
 
 
 def make_unfinished_name(kind: Kind, step: int) -> str:
-    """Return a name that nobody else uses, and that says which process works on it."""
+    """Return a unique name that identifies the process working on the folder."""
     started = int(psutil.Process().create_time())
     return f".{kind}-{step_name(step)}-{_this_host()}-{os.getpid()}-{started}-{secrets.token_hex(4)}"
 
 
 def parse_unfinished_name(name: str) -> Unfinished | None:
-    """Read what `make_unfinished_name` wrote; None for every other name."""
+    """Parse a name made by `make_unfinished_name`; None for any other name."""
     match = _UNFINISHED.fullmatch(name)
     if match is None:
         return None
@@ -83,10 +83,10 @@ def parse_unfinished_name(name: str) -> Unfinished | None:
 
 
 def is_abandoned(folder: Path, unfinished: Unfinished) -> bool:
-    """Return whether no other process works on an unfinished folder; this process has to know its own.
+    """Return whether no other process works on an unfinished folder; this process has to track its own.
 
-    Nobody can know about processes of another machine. What one moved aside has to come back in any case; what it was
-    writing is left alone until it has been silent for long.
+    Processes of another machine cannot be checked. A folder that one moved aside is always moved back; a folder that
+    one was writing counts as abandoned only after a long time without changes.
     """
     if unfinished.host != _this_host():
         if unfinished.kind == "old":
@@ -107,7 +107,7 @@ def _is_alive(pid: int, started: int) -> bool:
         return is_same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-    except psutil.Error:  # it is there, and not ours to look at
+    except psutil.Error:  # it exists, but belongs to another user
         return True
 
 
@@ -131,11 +131,11 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds and where it comes from.
+    """The contents and origin of a checkpoint.
 
     Attributes:
-        sequence: How many checkpoints the folder had seen, this one included. The newest is the one with the largest:
-            a run that resumes from an old checkpoint does the same steps again.
+        sequence: How many checkpoints the folder had seen, including this one. The newest has the largest number: a
+            run that resumes from an old checkpoint repeats the same steps.
     """
 
     step: int
@@ -164,14 +164,14 @@ class Manifest:
 
     @classmethod
     def of_content(cls, content: Mapping[str, Any]) -> Manifest:
-        """Build it from the JSON of a file."""
+        """Create it from a parsed JSON file."""
         files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
         return cls(**{**{key: value for key, value in content.items() if key != "version"}, "files": files})
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: every file was found to be what was written."""
+    """A complete checkpoint: every file has been verified."""
 
     folder: Path
     manifest: Manifest
@@ -191,17 +191,17 @@ class Damage:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest.json`, durably: from here on the folder is complete."""
-    # Through JSON and back: the digest is that of what will be read, where keys are strings and tuples are lists.
+    """Write `manifest.json` durably; the folder is complete afterwards."""
+    # Through JSON and back: the digest must match what is read later, with string keys and tuples as lists.
     content = loads(dumps({"version": MANIFEST_VERSION, **asdict(manifest)}))
     write_text(folder / MANIFEST_NAME, dumps({**content, _OWN_DIGEST: _digest(content)}, indent=2) + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest | Damage:
-    """Read `manifest.json`, without a look at the other files.
+    """Read `manifest.json` without checking the other files.
 
     Raises:
-        CheckpointError: It is of a version that this accmt does not know, or cannot be read now.
+        CheckpointError: It has a version unknown to this accmt, or cannot be read now.
     """
     try:
         content = loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
@@ -223,9 +223,9 @@ def read_manifest(folder: Path) -> Manifest | Damage:
         numbers = [manifest.step, manifest.sequence, manifest.processes, manifest.threads]
         numbers += [entry.size for entry in manifest.files.values()]
         if not all(type(number) is int for number in numbers):
-            raise TypeError("a number is of another type")
+            raise TypeError("a number has the wrong type")
         if not (isinstance(manifest.info, dict) and isinstance(manifest.versions, dict)):
-            raise TypeError("info and versions are no objects")
+            raise TypeError("info and versions are not objects")
         return manifest
     except (KeyError, TypeError, AttributeError) as error:
         return Damage(f"{MANIFEST_NAME} does not have the entries of format {MANIFEST_VERSION}: {error}")
@@ -241,7 +241,7 @@ def examine(folder: Path) -> Checkpoint | Damage:
 
 
 def find_faults(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield each file that is not what the manifest says, and what is wrong with it."""
+    """Yield a description of each file that does not match the manifest."""
     for name, entry in manifest.files.items():
         fault = _find_fault(folder / name, name, entry)
         if fault is not None:
@@ -249,18 +249,18 @@ def find_faults(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Return the checkpoint in `folder` once every file was found to be what was written.
+    """Return the checkpoint in `folder` after verifying every file.
 
     Raises:
         NoCheckpointError: There is no checkpoint.
-        CheckpointCorruptError: A file is missing, or has changed since it was written.
-        CheckpointError: It is of a version that this accmt does not know, or cannot be read now.
+        CheckpointCorruptError: A file is missing or has changed since it was written.
+        CheckpointError: It has a version unknown to this accmt, or cannot be read now.
     """
     if not (folder / MANIFEST_NAME).exists() and not (folder.is_dir() and STEP.fullmatch(folder.name)):
         raise NoCheckpointError(_explain_absence(folder))
     found = examine(folder)
     if isinstance(found, Damage):
-        expected = f"every file as {MANIFEST_NAME} says"
+        expected = f"every file as recorded in {MANIFEST_NAME}"
         do = 'resume from another checkpoint; `resume="auto"` takes the newest complete one'
         raise CheckpointCorruptError(explain(f"checkpoint {folder}", found.reason, expected, do))
     return found
@@ -278,14 +278,14 @@ def _find_fault(path: Path, name: str, expected: FileEntry) -> str | None:
         return _name_fault(path, name, error)
     if found is None:
         return f"{name} has {size} bytes instead of {expected.size}"
-    return None if found == expected else f"{name} does not hold what was written (its digest differs)"
+    return None if found == expected else f"{name} has changed since it was written (its digest differs)"
 
 
 def _name_fault(path: Path, name: str, error: OSError) -> str:
-    """Say what is wrong with a file that is not there, or is none.
+    """Describe the problem with a file that is missing or not a regular file.
 
     Raises:
-        CheckpointError: It may be as it was written, and cannot be read now: too many open files, a server away.
+        CheckpointError: The file may be intact but cannot be read now: too many open files, an unreachable server.
     """
     if isinstance(error, FileNotFoundError):
         return f"{name} is missing"
@@ -293,7 +293,7 @@ def _name_fault(path: Path, name: str, error: OSError) -> str:
         return f"{name} cannot be read: {error.strerror}"
     do = "try again, or move this checkpoint away to use the one before it"
     got = f"it cannot be read: {error.strerror}"
-    raise CheckpointError(explain(str(path), got, "a file that can be read", do)) from error
+    raise CheckpointError(explain(str(path), got, "a readable file", do)) from error
 
 
 def _explain_absence(folder: Path) -> str:

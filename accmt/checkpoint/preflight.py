@@ -1,7 +1,7 @@
-"""A trial of save and load in memory, before anything depends on it.
+"""Tests saving and loading in memory, before a run depends on it.
 
-What a checkpoint would hold of a model is copied, the model is overwritten, and the copy is loaded as a resume loads
-it. A weight that does not have its bits back then is in no checkpoint, or would not return from one.
+The state that a checkpoint would hold of a model is copied, the model is overwritten, and the copy is loaded as on
+resume. A weight that is not restored bit for bit is missing from checkpoints, or cannot be loaded from them.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def try_model(model: nn.Module) -> None:
-    """Check that everything the model has comes back, bit for bit, from what a checkpoint holds of it.
+    """Check that everything in the model is restored bit for bit from its checkpoint state.
 
-    What training does not write is not written here either: it may be mapped from a file for reading only, or be a view
-    of something else. Frozen weights and buffers are copies meanwhile.
+    Weights that training does not write are not written here either: they may be mapped read-only from a file, or be
+    views of other memory. Frozen weights and buffers are replaced by copies during the test.
 
-    Memory: copies of the trainable weights, as their gradients take, or of 256 MiB with buffers and frozen weights.
+    Memory: copies of the trainable weights, like their gradients, or 256 MiB with buffers and frozen weights.
     """
     left_out = find_frozen(model)
     kept = {name: tensor for name, tensor in _tensors_of(model).items() if name not in left_out}
@@ -68,7 +68,8 @@ def try_model(model: nn.Module) -> None:
     }
     try:
         for tensor in replaced.values():
-            tensor.data = _turned_over(own[id(tensor)])
+            inverted = _bits(own[id(tensor)].clone(memory_format=torch.contiguous_format)).bitwise_not_()
+            tensor.data = inverted.view(tensor.dtype)
         _overwrite(live)
         _load(model, join_tensors(copied, decode(text)))
         _require_same_bits(model, tried, copies)
@@ -79,9 +80,9 @@ def try_model(model: nn.Module) -> None:
 
 
 def try_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """Check that an optimizer's state comes back with its bits and types, once it has one.
+    """Check that an optimizer's state, once it exists, is restored with its bits and types.
 
-    Of parameters whose states are alike one is tried, the smallest, on another object of the optimizer's class.
+    Among parameters with the same kind of state, only the smallest is tested, on another instance of the optimizer.
     """
     state = optimizer_state(model, optimizer)
     _require_nothing_left_out(optimizer, state)
@@ -99,15 +100,15 @@ def try_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     returned = optimizer_state(model, twin)
     faults = list(_differences(state, returned, ""))
     if faults:
-        got = f"{len(faults)} entries come back changed: {'; '.join(faults[:_SHOWN])}"
+        got = f"{len(faults)} entries change on load: {'; '.join(faults[:_SHOWN])}"
         raise _failure(f"the state of {type(optimizer).__name__}", got)
 
 
 def _require_nothing_left_out(optimizer: Optimizer, state: State) -> None:
-    """Reject an optimizer that holds another one whose state its own leaves out.
+    """Reject an optimizer whose state omits the state of another optimizer inside it.
 
-    Copies of the weights in an attribute are only warned of: they may be of use within a step alone. A `state_dict`
-    that adds entries of its own is believed to know what it needs.
+    Copies of the weights in an attribute only cause a warning: they may matter within one step only. A `state_dict`
+    that adds its own entries is trusted to be complete.
     """
     if "added" in state:
         return
@@ -123,7 +124,7 @@ def _require_nothing_left_out(optimizer: Optimizer, state: State) -> None:
             got = f"it leaves out the state of the optimizer in its attribute `{name}` ({type(inner).__name__})"
             raise _failure(where, got)
         if left_out and sorted(one.shape for one in left_out) == sorted(one.shape for one in parameters):
-            what = f"{where} leaves out the tensors in `{name}`, which are shaped like the parameters"
+            what = f"{where} omits the tensors in `{name}`, which have the shapes of the parameters"
             warn(f"{what}: if steps depend on them, a resumed run continues differently; add them to its `state_dict`")
 
 
@@ -134,7 +135,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _as_read(tensor: Tensor) -> Tensor:
-    """Return a copy as it would come out of a file: of no sub-class."""
+    """Return a copy as a file reader would return it: a plain tensor."""
     return tensor.clone() if isinstance(tensor, DTensor) else tensor.as_subclass(Tensor).clone()
 
 
@@ -143,7 +144,7 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _require_tensors(kept: Mapping[str, Tensor]) -> None:
-    """Reject what has no data to store, and parameters that cannot be written in place."""
+    """Reject tensors without data to store, and parameters that cannot be written in place."""
     for name, tensor in kept.items():
         is_fixed = tensor.requires_grad and is_expanded(local_part(tensor))
         if tensor.is_meta or tensor.layout != torch.strided or is_fixed:
@@ -163,16 +164,12 @@ def _choose(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _is_replaceable(tensor: Tensor) -> bool:
-    """Return whether training leaves the memory of a tensor to the model, and another can stand in its place."""
+    """Return whether training leaves the tensor's memory to the model, so that another tensor can replace it."""
     return not tensor.requires_grad and type(tensor) in (Tensor, nn.Parameter) and not tensor.is_inference()
 
 
-def _turned_over(tensor: Tensor) -> Tensor:
-    return _bits(tensor.clone(memory_format=torch.contiguous_format)).bitwise_not_().view(tensor.dtype)
-
-
 def _overwrite(live: Mapping[str, list[Tensor]]) -> None:
-    """Turn every bit of the tensors over; those that share memory once only."""
+    """Invert every bit of the tensors, once per shared memory."""
     turned = set()
     for part in (part for parts in live.values() for part in parts):
         if part.numel() and part.data_ptr() not in turned:
@@ -198,10 +195,10 @@ def _require_same_bits(model: nn.Module, tried: Mapping[str, Tensor], copies: Ma
     lost = [name for name in tried if name not in now or not _has_bits(now[name], copies[name])]
     replaced = [name for name, tensor in tried.items() if tensor.requires_grad and now.get(name) is not tensor]
     if lost:
-        got = f"{len(lost)} of its weights and buffers do not come back: {', '.join(lost[:_SHOWN])}"
+        got = f"{len(lost)} of its weights and buffers are not restored: {', '.join(lost[:_SHOWN])}"
         raise _failure("the model's `state_dict` and `load_state_dict`", got)
     if replaced:
-        got = f"parameters are replaced, so that the optimizer would train others: {', '.join(replaced[:_SHOWN])}"
+        got = f"parameters are replaced, so the optimizer would train the old ones: {', '.join(replaced[:_SHOWN])}"
         raise _failure("the model's `load_state_dict`", got)
 
 
@@ -259,7 +256,7 @@ def _differences(saved: Any, loaded: Any, path: str) -> Iterator[str]:
 
 
 def _difference(saved: Any, loaded: Any) -> str | None:
-    """Compare two values, or the keys of two containers; what is in these is compared next."""
+    """Compare two values, or the keys of two containers; the contents are compared next."""
     expected, got = _type_of(saved), _type_of(loaded)
     if expected is not got:
         return f"as {_name(got)} instead of {_name(expected)}"
@@ -269,18 +266,15 @@ def _difference(saved: Any, loaded: Any) -> str | None:
         return None if _has_bits(loaded, plain_parts(local_part(saved))) else "with other values"
     if isinstance(saved, dict | list | tuple):
         return None if _children(saved).keys() == _children(loaded).keys() else "with other entries"
-    return None if _same_value(saved, loaded) else f"as {loaded!r} instead of {saved!r}"
+    is_nan = isinstance(saved, float) and math.isnan(saved) and math.isnan(loaded)
+    return None if bool(saved == loaded) or is_nan else f"as {loaded!r} instead of {saved!r}"
 
 
 def _type_of(value: Any) -> type:
-    """Return a value's type; what a checkpoint is documented to make of another type counts as that."""
+    """Return a value's type, where types that a checkpoint converts by design count as equal."""
     value = value.item() if isinstance(value, np.generic) else value
     kinds: dict[type, type] = {OrderedDict: dict, nn.Parameter: Tensor}
     return kinds.get(type(value), type(value))
-
-
-def _same_value(one: Any, other: Any) -> bool:
-    return bool(one == other) or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
 
 
 def _name(kind: type) -> str:
@@ -288,6 +282,6 @@ def _name(kind: type) -> str:
 
 
 def _failure(where: str, got: str) -> CheckpointError:
-    expected = "a state that is saved and loaded without a change, so that a run can be resumed from a checkpoint"
-    do = "fix what is named, or train without checkpoints (`checkpoint_every=None`)"
+    expected = "a state that is saved and loaded unchanged, so that a run can resume from a checkpoint"
+    do = "fix the named entries, or train without checkpoints (`checkpoint_every=None`)"
     return CheckpointError(explain(where, got, expected, do))

@@ -1,4 +1,4 @@
-"""The folders of checkpoints: which are kept, how the others go, and where those of an earlier run go."""
+"""Which checkpoint folders are kept, how others are deleted, and where those of an earlier run are moved."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from accmt.files import find_free_name, format_bytes, free_space, fsync_folder
 from accmt.messages import warn
 
 PIN_NAME = "PINNED"
-"""A file of this name in a checkpoint keeps it forever."""
+"""A file with this name in a checkpoint keeps it permanently."""
 
 
 def list_published(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    with os.scandir(folder) as entries:  # which knows what is a folder without asking for each
+    with os.scandir(folder) as entries:  # knows which entries are folders without a stat for each
         return sorted(folder / entry.name for entry in entries if STEP.fullmatch(entry.name) and entry.is_dir())
 
 
 class Ages:
-    """The ages of a folder's checkpoints: each manifest is read once, however many checkpoints are kept."""
+    """The ages of a folder's checkpoints; reads each manifest once, however many checkpoints are kept."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._known: dict[tuple[str, int, int], int] = {}
 
     def oldest_first(self) -> list[tuple[Path, int]]:
-        """Return the checkpoints whose manifest can be read, each with its place among all that there ever were."""
+        """Return the checkpoints with a readable manifest, each with its sequence number in the folder."""
         ages: list[tuple[Path, int]] = []
         known = self._known
         self._known = {}
@@ -68,15 +68,15 @@ class Ages:
 
 
 def prune(folder: Path, ages: Ages, *, newest: Path, num_kept: int) -> None:
-    """Delete the checkpoints that are too many, and damaged ones that the newest has overtaken.
+    """Delete surplus checkpoints, and damaged ones that are older than the newest.
 
-    Pinned folders stay and do not count; nor does anything without a manifest of ours, which somebody else may have
-    written. What cannot be deleted is a warning.
+    Pinned folders stay and do not count. Folders without an accmt manifest are never touched: someone else may have
+    written them. A folder that cannot be deleted causes a warning.
 
     Processes: main only.
     """
     kept = [path for path, _ in ages.oldest_first() if path != newest]
-    if len(kept) >= num_kept:  # else there is no need to look into each
+    if len(kept) >= num_kept:  # otherwise there is no need to inspect each
         kept = [path for path in kept if is_deletable(path)]
     surplus = kept[: max(len(kept) - (num_kept - 1), 0)]
     for path in (*surplus, *_find_overtaken(folder, newest)):
@@ -84,32 +84,32 @@ def prune(folder: Path, ages: Ages, *, newest: Path, num_kept: int) -> None:
 
 
 def is_deletable(path: Path) -> bool:
-    """Return whether we wrote `path` and nobody pinned it."""
+    """Return whether accmt wrote `path` and nobody pinned it."""
     is_ours = path.is_dir() and not path.is_symlink() and (path / MANIFEST_NAME).is_file()
     return is_ours and not (path / PIN_NAME).exists()
 
 
 def delete(path: Path, *, step: int) -> None:
-    """Delete a checkpoint: first its name, so that a kill leaves no half of one; a failure is a warning."""
+    """Delete a checkpoint, renaming it first, so that a kill never leaves half of it. A failure causes a warning."""
     try:
         shutil.rmtree(path.rename(path.with_name(make_unfinished_name("tmp", step))))
     except OSError as error:
-        warn(f"the old checkpoint {path} could not be deleted: {error}")
+        warn(f"could not delete the old checkpoint {path}: {error}")
 
 
 def dispose(replaced: Path, *, step: int) -> None:
-    """Delete a checkpoint that was replaced, or give it a visible name where it must stay; a failure is a warning."""
+    """Delete a replaced checkpoint, or make it visible if it must be kept. A failure causes a warning."""
     if is_deletable(replaced):
         delete(replaced, step=step)
         return
     try:
         replaced.rename(find_free_name(replaced.with_name(f"replaced-{step_name(step)}")))
     except OSError as error:
-        warn(f"the replaced checkpoint {replaced} could not be renamed: {error}")
+        warn(f"could not rename the replaced checkpoint {replaced}: {error}")
 
 
 def move(paths: Sequence[Path], target: Path, *, otherwise: Path) -> Path:
-    """Move folders into `target`, or into `otherwise` where they are on a disk of their own; return which it was."""
+    """Move folders into `target`, or into `otherwise` if they are on another disk; return which one was used."""
     try:
         target.mkdir()
         paths[0].rename(target / paths[0].name)
@@ -125,22 +125,22 @@ def move(paths: Sequence[Path], target: Path, *, otherwise: Path) -> Path:
 
 
 def move_back(source: Path, folder: Path) -> None:
-    """Move what `move` put into `source` back to `folder`; wherever that ends, each is whole in one of the two."""
-    for path in sorted(source.iterdir(), reverse=True):  # the newest first: it is what a resume looks for
+    """Undo `move`: move the folders in `source` back to `folder`. If interrupted, each is complete in one of them."""
+    for path in sorted(source.iterdir(), reverse=True):  # newest first: a resume looks for it
         path.rename(folder / path.name)
     source.rmdir()
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder; what cannot be deleted is said."""
+    """Delete a folder; warn if that fails."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
-        warn(f"the rest of an unfinished checkpoint could not be removed: {error}")
+        warn(f"could not remove the rest of an unfinished checkpoint: {error}")
 
 
 def make_durable(folder: Path) -> None:
-    """Make a folder so that a power cut does not take it away again."""
+    """Create a folder that survives a power failure."""
     if folder.is_dir():
         return
     make_durable(folder.parent)
@@ -151,7 +151,7 @@ def make_durable(folder: Path) -> None:
 def _read_ours(path: Path) -> Manifest | None:
     try:
         manifest = read_manifest(path)
-    except CheckpointError:  # of a newer accmt, which may want it back
+    except CheckpointError:  # of a newer accmt, which may need it
         return None
     return None if isinstance(manifest, Damage) else manifest
 
@@ -167,14 +167,14 @@ def _step_in(path: Path) -> int:
     return int(match[1]) if match else 0
 
 
-# ---- Whether the disk will hold the checkpoints of a run.
+# ---- Whether the disk has enough space for the checkpoints of a run.
 
 
 def estimate_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return about how many bytes a checkpoint will have, before the optimizer has any state.
+    """Estimate the size of a checkpoint in bytes, before the optimizer has any state.
 
-    The frozen weights under an adapter are not in it, and nothing frozen has a state. How much state an optimizer keeps
-    per parameter is seen on a parameter of two elements that a copy of it steps.
+    Leaves out frozen weights under an adapter; frozen weights have no optimizer state. The state per parameter is
+    measured by stepping a copy of the optimizer on a parameter of two elements.
     """
     frozen = find_frozen(model)
     kept = {name: value for name, value in model_state(model).items() if name not in frozen}
@@ -183,7 +183,7 @@ def estimate_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def estimate_state(optimizer: torch.optim.Optimizer) -> int:
-    """Return about how many bytes the state of an optimizer will have."""
+    """Estimate the size of an optimizer's state in bytes."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     trained: int = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     return trained * _state_per_parameter(optimizer)
@@ -197,24 +197,24 @@ def _state_per_parameter(optimizer: torch.optim.Optimizer) -> int:
         twin = type(optimizer)([probe], **copy.deepcopy(optimizer.defaults))
         twin.param_groups[0].update(settings)
         twin.step()
-    except Exception:  # noqa: BLE001 - an optimizer of another kind; most have two values per weight
+    except Exception:  # noqa: BLE001 - an optimizer of another kind; most keep two values per weight
         return 2
     state = twin.state[probe].values()
     return sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in state)
 
 
 def find_shortage(bytes_needed: int, folder: Path) -> str | None:
-    """Say what to change when the checkpoints of a run will not fit; None when they will.
+    """Return advice if the checkpoints of a run will not fit on the disk, otherwise None.
 
-    What the folder's checkpoints occupy now counts as room: they are replaced by those of the run. `bytes_needed` is
-    for those kept and one more, which is written before the oldest goes.
+    Space used by existing checkpoints in the folder counts as free, because the run replaces them. `bytes_needed`
+    includes one extra checkpoint, which is written before the oldest is deleted.
     """
     occupied = sum(_size_of(path) for path in list_published(folder))
     room = free_space(folder) + occupied
     if bytes_needed <= room:
         return None
     return (
-        f"checkpoints will need {format_bytes(bytes_needed)} in {folder}, and there is room for {format_bytes(room)}: "
+        f"checkpoints will need {format_bytes(bytes_needed)} in {folder}, but only {format_bytes(room)} are available: "
         "free space there, lower `max_checkpoints`, or pass another `checkpoint` folder"
     )
 

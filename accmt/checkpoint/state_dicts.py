@@ -1,4 +1,4 @@
-"""Taking the tensors out of a nested state, and putting them back."""
+"""Splits a nested state into its tensors and the rest, and joins them again."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from accmt.errors import CheckpointCorruptError, CheckpointError, ModuleContract
 from accmt.libraries.private_names import buffers_of, children_of, is_made_of_tensors, is_saved
 from accmt.sharded_tensors import is_expanded, write_into
 
-# ---- The states of model and optimizers under the parameters' plain names, as if nothing were wrapped.
+# ---- The states of model and optimizers by the parameters' plain names, independent of wrappers.
 #
-# `torch.distributed.checkpoint.state_dict` does the same for more wrappers, but steps an optimizer that has no state
-# yet (which leaves momenta behind), misses the second name of a module that a wrapped model has twice, and costs
-# several times as much while training waits.
+# `torch.distributed.checkpoint.state_dict` supports more wrappers, but it steps an optimizer that has no state yet
+# (which leaves momentum buffers behind), misses the second name of a module that appears twice in a wrapped model, and
+# takes several times as long while training waits.
 
 
 State = dict[str, Any]
 
 
 def require_known(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Check that model and optimizers are such that every tensor has a plain name."""
+    """Check that every tensor of model and optimizers has a plain name."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         got, do = "a model sharded by FSDP version 1", "set `fsdp_version: 2` in Accelerate's configuration"
         raise CheckpointError(explain(type(model).__name__, got, "DDP, or `fully_shard` (FSDP version 2)", do))
@@ -40,19 +40,19 @@ def require_known(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 
 def model_state(model: nn.Module) -> State:
-    """Return the model's state by plain names; its tensors are the model's, not copies."""
+    """Return the model's state by plain names; the tensors are not copied."""
     wrapped = _wrapped_paths(model)
     return {_plain_name(key, wrapped): value for key, value in model.state_dict().items()}
 
 
 def plain_parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by plain name; one that is tied stands under each of its names."""
+    """Return the parameters by plain name; a tied parameter is listed under each of its names."""
     wrapped = _wrapped_paths(model)
     return {_plain_name(name, wrapped): weight for name, weight in model.named_parameters(remove_duplicate=False)}
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a state dict holds, by plain name; one that is shared stands under each of its names."""
+    """Return the persistent buffers by plain name; a shared buffer is listed under each of its names."""
     wrapped = _wrapped_paths(model)
     return {
         _plain_name(f"{path}.{name}".removeprefix("."), wrapped): buffer
@@ -65,7 +65,7 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
     """Return an optimizer's state: its class, `state` by parameter name, `param_groups` with names; nothing is copied.
 
-    What its own `state_dict` adds, such as the slow weights of Lookahead, is in `added`.
+    Other entries of its `state_dict`, such as the slow weights of Lookahead, are in `added`.
     """
     try:
         names = _parameter_names(model, optimizer)
@@ -76,7 +76,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
     unknown = [key for key in state["state"] if key not in range(len(names))]
     if unknown:
         got = f"entries that belong to no parameter: {', '.join(map(repr, unknown))}"
-        expected, do = "state by parameter, as torch.optim keeps it", "keep them in the module's `state_dict`"
+        expected, do = "state per parameter, as in torch.optim", "keep them in the module's `state_dict`"
         raise CheckpointError(explain(f"the state of {type(optimizer).__name__}", got, expected, do))
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
     entries = {names[index]: entry for index, entry in state["state"].items()}
@@ -86,7 +86,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
 
 
 def restore_model(model: nn.Module, state: State) -> None:
-    """Give the model a state as `model_state` returns it; what is not in it stays as it is."""
+    """Load a state returned by `model_state`; entries that it lacks stay unchanged."""
     wrapped = _wrapped_paths(model)
     names = {key: _plain_name(key, wrapped) for key in model.state_dict()}
     expanded = {name: buffer for name, buffer in kept_buffers(model).items() if is_expanded(buffer)}
@@ -97,7 +97,7 @@ def restore_model(model: nn.Module, state: State) -> None:
 
 
 def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> None:
-    """Give the optimizer a state as `optimizer_state` returns it, with the groups that were added during the run."""
+    """Load a state returned by `optimizer_state`, including groups that were added during the run."""
     if state["class"] != _class_of(optimizer):
         raise _other_groups(optimizer, f"{_class_of(optimizer)}; the checkpoint's is {state['class']}")
     _add_later_groups(model, optimizer, state["param_groups"][len(optimizer.param_groups) :])
@@ -122,18 +122,18 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: State) -> N
 
 
 def _class_of(optimizer: Optimizer) -> str:
-    """Return the name of an optimizer's class, or the names of those that it chains."""
+    """Return the name of an optimizer's class, or the names of the chained classes."""
     return str(getattr(optimizer, "class_names", type(optimizer).__qualname__))
 
 
 def _add_later_groups(model: nn.Module, optimizer: Optimizer, groups: Sequence[State]) -> None:
-    """Add the groups that `Optimizer.add_param_group` made during the run, for layers that were unfrozen."""
+    """Add the groups that `Optimizer.add_param_group` created during the run, for layers that were unfrozen."""
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     named = plain_parameter_names(model)
     for group in groups:
         parameters = [named[name] for name in group["params"] if name in named]
         if len(parameters) < len(group["params"]) or not held.isdisjoint(parameters):
-            return  # they are others, which is an error
+            return  # other parameters, which raises an error later
         optimizer.add_param_group({**group, "params": parameters})
 
 
@@ -153,7 +153,7 @@ def _require_parameters_of(model: nn.Module, optimizer: Optimizer, where: str) -
 
 
 def _wrapped_paths(model: nn.Module) -> set[str]:
-    """Return the paths of modules that stand inside a wrapper, whose last part is no part of a plain name."""
+    """Return the paths of modules inside a wrapper; their last component is not part of a plain name."""
     paths = set()
     for path, module in model.named_modules(remove_duplicate=False):
         inner = "module" if isinstance(module, DistributedDataParallel) else "_orig_mod"  # the latter: torch.compile
@@ -170,7 +170,7 @@ def _plain_name(key: str, wrapped: set[str]) -> str:
 
 
 def _parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return the plain name of each parameter, in the order in which the optimizer numbers them."""
+    """Return the plain name of each parameter, in the optimizer's order."""
     wrapped = _wrapped_paths(model)
     names = {parameter: _plain_name(name, wrapped) for name, parameter in model.named_parameters()}
     return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
@@ -186,8 +186,8 @@ def _require_same_groups(optimizer: Optimizer, got: list[list[str]], saved: list
 
 
 def _other_groups(optimizer: Optimizer, got: str) -> CheckpointError:
-    expected = "the optimizer that was saved, with its parameter groups"
-    do = "build it as in the run that saved, or start with a new one: `reset_optimizer_on_resume=True`"
+    expected = "the same optimizer and parameter groups as in the saved run"
+    do = "build it as in the saved run, or start with a new optimizer: `reset_optimizer_on_resume=True`"
     return CheckpointError(explain(type(optimizer).__name__, got, expected, do))
 
 
@@ -203,7 +203,7 @@ def _restore_dtypes(optimizer: Optimizer, names: list[str], saved: State) -> Non
                 optimizer.state[parameter][key] = value.to(parameter.device)
 
 
-# What both safetensors and its reader in torch.distributed.checkpoint know.
+# The dtypes that both safetensors and its reader in torch.distributed.checkpoint support.
 STORABLE = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
     | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64}
@@ -211,16 +211,16 @@ STORABLE = frozenset(
 
 
 def split_tensors(state: Any) -> tuple[dict[str, Tensor], Any]:
-    """Take every tensor out of a state.
+    """Extract every tensor from a state.
 
-    A tensor's name is the path to it, joined by dots. Tensors that share their memory (tied weights) are taken once.
-    One of a sub-class that is made of other tensors (such as a quantized one) is taken apart into those.
+    A tensor's name is the path to it, joined by dots. Tensors that share memory (tied weights) are extracted once.
+    Tensor subclasses that wrap other tensors (such as quantized tensors) are split into the inner tensors.
 
     Returns:
-        The tensors by name, and the state with a `TensorReference` or a `WrappedTensor` in the place of each.
+        The tensors by name, and the state with a `TensorReference` or a `WrappedTensor` in place of each.
 
     Raises:
-        CheckpointError: A tensor is sparse, quantized, without data, or of a dtype that safetensors does not have.
+        CheckpointError: A tensor is sparse, quantized, without data, or of a dtype that safetensors does not support.
     """
     tensors: dict[str, Tensor] = {}
     names: dict[Any, str] = {}
@@ -239,11 +239,11 @@ def split_tensors(state: Any) -> tuple[dict[str, Tensor], Any]:
 
 
 def join_tensors(tensors: Mapping[str, Tensor], rest: Any) -> Any:
-    """Put tensors back: the inverse of `split_tensors`.
+    """Insert the tensors again: the inverse of `split_tensors`.
 
     Raises:
         CheckpointCorruptError: A tensor that the state refers to is missing.
-        CheckpointError: A sub-class of tensors is not there: what defines it has not been imported.
+        CheckpointError: A tensor subclass is unknown because the module that defines it has not been imported.
     """
 
     def find(reference: TensorReference | WrappedTensor, path: str) -> Tensor:
@@ -268,19 +268,19 @@ def referred_tensors(rest: Any) -> set[str]:
 
 
 def is_made_of_others(tensor: Tensor) -> bool:
-    """Return whether a tensor has no memory of its own, but is made of other tensors, as quantized ones are."""
+    """Return whether a tensor wraps other tensors and has no memory itself, such as a quantized tensor."""
     is_other = isinstance(tensor, DTensor) or tensor.layout != torch.strided
-    anything: object = tensor  # else mypy takes such a sub-class for impossible
+    anything: object = tensor  # otherwise mypy considers such a subclass impossible
     return not is_other and is_made_of_tensors(anything)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this process has of a sharded tensor; another tensor is its own part."""
+    """Return this process's part of a sharded tensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def plain_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that a tensor is made of; a plain one is its own only part."""
+    """Return the plain tensors inside a tensor, or the tensor itself if it is plain."""
     if not is_made_of_others(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -288,12 +288,12 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def describe_kind(kind: type) -> str:
-    """Return the name under which a sub-class of tensors stands in a checkpoint."""
+    """Return the name of a tensor subclass in a checkpoint."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _take_apart(tensor: Tensor, split: Callable[[Tensor, str], Any]) -> WrappedTensor:
-    """Return what stands for a tensor that is made of others.
+    """Return the placeholder for a tensor that wraps others.
 
     Source: `torch.utils._python_dispatch.is_traceable_wrapper_subclass` describes both halves of the protocol.
     """
@@ -305,12 +305,12 @@ def _take_apart(tensor: Tensor, split: Callable[[Tensor, str], Any]) -> WrappedT
 
 def _put_together(wrapped: WrappedTensor, parts: Mapping[str, Tensor]) -> Tensor:
     module, _, name = wrapped.kind.partition(":")
-    try:  # nothing is imported for the sake of a name in a file
+    try:  # never import a module because a file names it
         kind: Any = functools.reduce(getattr, name.split("."), sys.modules[module])
         put_together: Callable[..., Tensor] = kind.__tensor_unflatten__
     except (KeyError, AttributeError) as error:
-        got, expected = f"{wrapped.kind}, which is not imported", "the sub-class of tensors that was saved"
-        message = explain("a tensor of the checkpoint", got, expected, f"import {module} (and define it at its top)")
+        got, expected = f"{wrapped.kind}, which is not imported", "the tensor subclass that was saved"
+        message = explain("a tensor of the checkpoint", got, expected, f"import {module} (and define it at top level)")
         raise CheckpointError(message) from error
     return put_together(dict(parts), wrapped.context, torch.Size(wrapped.size), wrapped.stride)
 
@@ -327,7 +327,7 @@ def _replace(state: Any, path: str, kind: type | tuple[type, ...], replace: Call
 
 
 def _unused_name(path: str, taken: Mapping[str, Tensor]) -> str:
-    # {"a": {"b": x}, "a.b": y} gives the same path twice.
+    # {"a": {"b": x}, "a.b": y} results in the same path twice.
     name, count = path, 1
     while name in taken:
         count += 1
@@ -338,7 +338,7 @@ def _unused_name(path: str, taken: Mapping[str, Tensor]) -> str:
 def _memory_of(tensor: Tensor) -> Any:
     local = local_part(tensor)
     if type(local) not in (Tensor, torch.nn.Parameter) or local.numel() == 0:
-        return id(tensor)  # no memory of its own to compare
+        return id(tensor)  # no memory to compare
     return (local.device, local.data_ptr(), local.dtype, tensor.shape, tensor.stride())
 
 
@@ -346,7 +346,7 @@ def _require_storable(tensor: Tensor, path: str) -> None:
     is_dense = (
         tensor.layout == torch.strided
         and tensor.dtype in STORABLE
-        and not (tensor.is_meta or tensor.is_nested)  # a nested one may be strided, and has no shape
+        and not (tensor.is_meta or tensor.is_nested)  # a nested tensor may be strided but has no shape
     )
     if is_dense and not (isinstance(tensor, DTensor) and is_made_of_others(tensor.to_local())):
         return
@@ -355,6 +355,6 @@ def _require_storable(tensor: Tensor, path: str) -> None:
         path or "state",
         f"a {kind} ({tensor.dtype}, {tensor.layout}, on {tensor.device}), which cannot be stored",
         f"a dense tensor with data, of {', '.join(sorted(str(dtype) for dtype in STORABLE))}",
-        "convert it in `state_dict`, or keep it out of the state (a buffer: `persistent=False`)",
+        "convert it in `state_dict`, or exclude it from the state (a buffer: `persistent=False`)",
     )
     raise CheckpointError(message)

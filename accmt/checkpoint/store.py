@@ -1,8 +1,8 @@
-"""A folder of checkpoints of which the newest complete one survives whatever happens, at any moment.
+"""A folder of checkpoints whose newest complete one survives a failure at any moment.
 
-A checkpoint is written under a temporary name, made durable, and published by one rename; only then do older ones go.
-A step that is saved again moves its old checkpoint aside for the instant between two renames; whoever opens the folder
-after a kill in that instant moves it back.
+A checkpoint is written under a temporary name, made durable, and published by one rename; older ones are deleted only
+afterwards. When a step is saved again, its old checkpoint is moved aside between two renames; after a kill in that
+instant, whoever opens the folder next moves it back.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXI
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process could not write its part, in a form that can travel."""
+    """Why a process could not write its part, in serializable form."""
 
     cause: str
     advice: str
@@ -83,7 +83,7 @@ class Part:
 class Staging:
     """A checkpoint that is being written.
 
-    Nothing here communicates, so files can be written by another thread than the one that begins and publishes.
+    Does not communicate, so a different thread than the one that begins and publishes can write the files.
     """
 
     def __init__(self, step: int, folder: Path) -> None:
@@ -93,11 +93,11 @@ class Staging:
         self._files: dict[str, FileEntry] = {}
 
     def write(self, write: Callable[[Path], None]) -> None:
-        """Let `write` put files, and folders of them, into a folder of this process; make them durable, measure them.
+        """Call `write` with a folder of this process, then make its content durable and record the digests.
 
-        An error is kept rather than raised: `CheckpointStore.publish` raises it on every process, so that none waits
-        for the others. May be called more than once; after an error nothing more is written. No two processes may
-        write a file of the same name.
+        An error is stored, not raised: `CheckpointStore.publish` raises it on every process, so that no process waits
+        for the others. May be called repeatedly; after an error nothing more is written. File names must be unique
+        across processes.
         """
         if self.error is not None:
             return
@@ -106,7 +106,7 @@ class Staging:
             own.mkdir()
             write(own)
             self._take_over(own)
-        except Exception as error:  # noqa: BLE001 - raised by publish, on every process
+        except Exception as error:  # noqa: BLE001 - publish raises it on every process
             self.error = error
 
     def part(self) -> Part:
@@ -126,10 +126,10 @@ class Staging:
 class CheckpointStore:
     """Saves and finds checkpoints in one folder.
 
-    A save is `begin`, `Staging.write` and `publish`; the writing can be done by another thread. One checkpoint is
-    written at a time: `begin` gives up one that was neither published nor discarded.
+    A save is `begin`, `Staging.write` and `publish`; another thread may do the writing. One checkpoint is written at a
+    time: `begin` drops one that was neither published nor discarded.
 
-    The processes agree in `group`, the default one or, where another thread publishes, one of its own
+    The processes communicate in `group`: the default one, or, if another thread publishes, a separate one
     (`new_cpu_group`).
     """
 
@@ -144,9 +144,9 @@ class CheckpointStore:
         self._claim: FolderLock | None = None
 
     def claim(self) -> None:
-        """Keep every other run from writing here, until `release` or the end of this process, however it ends.
+        """Lock the folder against other runs until `release` or the end of this process.
 
-        Processes: collective; the main process holds the claim.
+        Processes: collective; the main process holds the lock.
         """
 
         def lock() -> None:
@@ -154,8 +154,10 @@ class CheckpointStore:
             try:
                 self._claim = FolderLock.take(self.folder)
             except FolderTakenError as error:
-                got = f"a run is writing there ({error})"
-                expected = "a folder that no other run writes to: each would move and delete the other's checkpoints"
+                got = f"in use by another run ({error})"
+                expected = (
+                    "a separate folder for each run: runs in one folder would move and delete each other's checkpoints"
+                )
                 do = "wait for that run, stop it, or pass another `checkpoint` folder"
                 message = explain(f"checkpoint folder {self.folder}", got, expected, do)
                 raise CheckpointError(message) from None
@@ -163,13 +165,13 @@ class CheckpointStore:
         self._run_on_main(lock)
 
     def release(self) -> None:
-        """Give up what `claim` took; without a claim nothing happens. Needs no other process."""
+        """Release the lock of `claim`, if there is one. Not collective."""
         if self._claim is not None:
             self._claim.release()
             self._claim = None
 
     def begin(self, step: int) -> Staging:
-        """Make the temporary folder of a checkpoint. Processes: collective."""
+        """Create the temporary folder of a checkpoint. Processes: collective."""
 
         def make() -> Path:
             self._in_progress = None
@@ -183,10 +185,10 @@ class CheckpointStore:
         return Staging(step, self._run_on_main(make, step=step))
 
     def publish(self, staging: Staging, info: Mapping[str, Any]) -> Path:
-        """Give a checkpoint its name once every process has written its part, then delete those that are too many.
+        """Rename a checkpoint to its final name once every process has written its part, then delete surplus ones.
 
         Raises:
-            CheckpointError: Something failed on some process. The temporary folder is removed, older checkpoints stand.
+            CheckpointError: A process failed. The temporary folder is removed; older checkpoints are kept.
 
         Processes: collective.
         """
@@ -201,23 +203,23 @@ class CheckpointStore:
         self._run_on_main(lambda: self._discard(staging.folder))
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint, every file verified; None where there is none.
+        """Return the newest complete checkpoint, with every file verified, or None.
 
-        A damaged one is named in a warning and set aside as `damaged-step-...`, and the one before it is used.
+        A damaged checkpoint causes a warning, is renamed to `damaged-step-...`, and the previous one is used.
 
-        It is an error where one is of a version that this accmt does not know: it may be the newest.
+        Raises an error if one has a version unknown to this accmt: it may be the newest.
 
         Processes: collective; the main process decides.
         """
         return self._run_on_main(self._find_newest)
 
     def find(self, path: Path) -> Checkpoint:
-        """Return the checkpoint in the folder `path`, every file verified.
+        """Return the checkpoint in the folder `path`, with every file verified.
 
         Raises:
             NoCheckpointError: There is no checkpoint.
-            CheckpointCorruptError: A file is missing, or has changed since it was written.
-            CheckpointError: It is of a version that this accmt does not know.
+            CheckpointCorruptError: A file is missing or has changed since it was written.
+            CheckpointError: The checkpoint has a version unknown to this accmt.
 
         Processes: collective; the main process decides.
         """
@@ -236,16 +238,16 @@ class CheckpointStore:
         return self._run_on_main(self._set_aside_previous)
 
     def remove_surplus(self, keep: int | None) -> None:
-        """Delete the checkpoints of the oldest earlier runs that were set aside; other files there stay.
+        """Delete the checkpoints of the oldest earlier runs; other files there are kept.
 
         Processes: main only.
         """
         for place in find_surplus(self.folder.resolve(), keep, _newest_manifest_in):
             for path in filter(_is_checkpoint, sorted(place.iterdir())):
                 remove(path)
-            with suppress(OSError):  # it holds something else, too
+            with suppress(OSError):  # it contains other files too
                 place.rmdir()
-            say(f"the checkpoints of an earlier run in {place} were deleted (max_previous_runs={keep})")
+            say(f"deleted the checkpoints of an earlier run in {place} (max_previous_runs={keep})")
 
     def _run_on_main(self, action: Callable[[], T], *, step: int | None = None) -> T:
         def act() -> T:
@@ -261,14 +263,14 @@ class CheckpointStore:
     def _explain(self, failure: Failure, step: int | None) -> str:
         where = f"checkpoint folder {self.folder}" if step is None else f"checkpoint of step {step} in {self.folder}"
         expected = "every file written and made durable; the complete checkpoints are untouched"
-        cause = failure.cause.replace(f"{self.folder}/", "")  # a path in it goes on from that of `where`
+        cause = failure.cause.replace(f"{self.folder}/", "")  # `where` already contains the folder
         return explain(where, cause, expected, failure.advice)
 
     def _publish(self, staging: Staging, files: Mapping[str, FileEntry], info: Mapping[str, Any]) -> Path:
         published = self.folder / step_name(staging.step)
         try:
-            # The files are durable; their names come next, then the manifest, then the rename: whenever the power
-            # fails, there is no checkpoint of this name, or a complete one.
+            # The files are durable; their names come next, then the manifest, then the rename: after a power failure at
+            # any point there is either no checkpoint with this name or a complete one.
             for folder in (staging.folder, *(path for path in staging.folder.rglob("*") if path.is_dir())):
                 fsync_folder(folder)
             sequence = 1 + max((sequence for _, sequence in self._ages.oldest_first()), default=0)
@@ -292,7 +294,7 @@ class CheckpointStore:
             if old.exists():
                 old.rename(published)
             raise
-        fsync_folder(self.folder)  # before the old one goes: else a power cut could take both
+        fsync_folder(self.folder)  # before the old one is deleted: otherwise a power failure could lose both
         if old.exists():
             dispose(old, step=staging.step)
 
@@ -307,7 +309,7 @@ class CheckpointStore:
             found = examine(folder)
             if isinstance(found, Checkpoint):
                 return found
-            warn(f"the checkpoint {folder} is damaged: {found.reason}; {_set_aside(folder)}")
+            warn(f"checkpoint {folder} is damaged: {found.reason}; {_set_aside(folder)}")
         return None
 
     def _clean(self) -> None:
@@ -337,7 +339,7 @@ class CheckpointStore:
         ours = list(filter(_is_checkpoint, entries))
         if not ours:
             return None
-        folder = self.folder.resolve()  # a link may lead to another disk, and nothing is renamed across disks
+        folder = self.folder.resolve()  # a link may lead to another disk, and renames work only within one disk
         previous = place_beside(folder)
         try:
             previous = move(ours, previous, otherwise=place_inside(folder))
@@ -345,7 +347,7 @@ class CheckpointStore:
             expected = f"a folder whose checkpoints can be moved to {previous}"
             do = "move them away, pass another `checkpoint` folder, or resume the earlier run with `resume=True`"
             raise CheckpointError(explain(f"checkpoint folder {self.folder}", str(error), expected, do)) from error
-        say(f"the checkpoints of an earlier run in {self.folder} were moved to {previous}")
+        say(f"moved the checkpoints of an earlier run in {self.folder} to {previous}")
         return previous
 
 
@@ -354,14 +356,14 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _newest_manifest_in(place: Path) -> int | None:
-    if (place / LOCK_NAME).exists():  # a run writes there
+    if (place / LOCK_NAME).exists():  # a run is writing there
         return None
     manifests = [path / MANIFEST_NAME for path in place.iterdir() if _is_checkpoint(path)]
     return max((path.stat().st_mtime_ns for path in manifests if path.is_file()), default=None)
 
 
 def _age(folder: Path) -> float:
-    """Return a number that grows from older to newer; what cannot be read counts as newest, so that it is looked at."""
+    """Return a number that grows with each checkpoint; an unreadable one counts as newest, so that it is examined."""
     manifest = read_manifest(folder)
     return math.inf if isinstance(manifest, Damage) else manifest.sequence
 
@@ -371,19 +373,19 @@ def _set_aside(folder: Path) -> str:
     try:
         folder.rename(aside)
     except OSError as error:
-        return f"it could not be set aside ({error})"
-    return f"it is set aside as {aside.name}"
+        return f"could not rename it ({error})"
+    return f"renamed it to {aside.name}"
 
 
 def _merge(parts: Sequence[Part]) -> Part:
-    """Put the parts of all processes together: their files, or one failure that names every cause."""
+    """Merge the parts of all processes: their files, or one failure that names every cause."""
     failures = [part.failure for part in parts if part.failure is not None]
     if failures:
         return Part(failure=Failure("; ".join(failure.cause for failure in failures), failures[0].advice))
     names = Counter([MANIFEST_NAME, *(name for part in parts for name in part.files)])
     taken = sorted(name for name, number in names.items() if number > 1)
     if taken:
-        return Part(failure=Failure(f"more than one file called {', '.join(taken)}", "name them by process"))
+        return Part(failure=Failure(f"more than one file called {', '.join(taken)}", "use a file name per process"))
     return Part({name: entry for part in parts for name, entry in part.files.items()})
 
 
@@ -394,23 +396,23 @@ def _advise(error: Exception) -> str:
     if number in _UNWRITABLE:
         return "make the folder writable, or pass another `checkpoint` folder"
     if number == errno.ENOENT:
-        return "do not touch the folder during a run; with several machines, put it on storage that all of them share"
+        return "do not touch the folder during a run; with several machines, use shared storage"
     return "see the cause above"
 
 
-# ---- Looking at checkpoints without loading, renaming or writing anything.
+# ---- Inspecting checkpoints without loading, renaming or writing anything.
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found in the folder of a checkpoint.
+    """The result of verifying a checkpoint folder.
 
     Attributes:
-        manifest: What it should hold; None where that cannot be read.
-        faults: Each file at fault and what is wrong with it; none: the checkpoint is complete.
-        is_known: Whether its format is one that this accmt reads; a resume stops at one that is not.
-        num_tensors: Tensors in its files; 0 where it is not complete.
-        num_values: Numbers in the model's tensors: its parameters and buffers, each once.
+        manifest: Its manifest; None if unreadable.
+        faults: Each damaged file and its problem; empty if the checkpoint is complete.
+        is_known: Whether this accmt can read its format; a resume stops at an unknown format.
+        num_tensors: Tensors in its files; 0 if it is not complete.
+        num_values: Elements in the model's parameters and buffers, each counted once.
     """
 
     folder: Path
@@ -432,22 +434,22 @@ class Inspection:
 def inspect(path: Path) -> list[Inspection]:
     """Verify every file of a checkpoint, or of all checkpoints in a folder.
 
-    The newest is the last; those without a readable manifest count as newest.
+    The newest is last; checkpoints without a readable manifest count as newest.
     """
     if (path / MANIFEST_NAME).is_file() or (path.is_dir() and STEP.fullmatch(path.name)):
         return [_inspect_one(path)]
     found = [_inspect_one(folder) for folder in list_published(path)]
     if not found:
-        got = "a folder without any" if path.is_dir() else "a file" if path.exists() else "no such folder"
+        got = "a folder without checkpoints" if path.is_dir() else "a file" if path.exists() else "no such folder"
         expected = f"a checkpoint (a folder with its {MANIFEST_NAME}), or a folder of checkpoints (step-00000120 ...)"
         raise NoCheckpointError(explain(f"checkpoint {path}", got, expected, "check the path"))
     return sorted(found, key=lambda one: math.inf if one.manifest is None else one.manifest.sequence)
 
 
 def find_resumable(found: list[Inspection]) -> Inspection | None:
-    """Return the one of a folder's checkpoints that a resume would take: the newest complete one.
+    """Return the checkpoint that a resume would use: the newest complete one.
 
-    None where there is none, and where one is of an unknown format: there a resume stops, so that nothing is lost.
+    None if there is none, or if one has an unknown format: a resume stops there, so that nothing is lost.
     """
     if not all(one.is_known for one in found):
         return None
@@ -472,7 +474,7 @@ def _inspect_one(folder: Path) -> Inspection:
 def _find_unexpected(folder: Path, manifest: Manifest) -> Iterator[str]:
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in manifest.files:
-            yield f"{path.name} is not part of it, and would be read with it"
+            yield f"{path.name} does not belong to it, but would be read with it"
 
 
 def _read_shapes(folder: Path, manifest: Manifest) -> Iterator[tuple[str, list[int]]]:

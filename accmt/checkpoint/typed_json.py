@@ -1,19 +1,19 @@
-"""JSON that gives every value back with its type and all its bits, and that never runs anything.
+"""JSON that preserves the exact type and bits of every value, and never executes anything when read.
 
-What JSON lacks is marked by an object with one key that begins with `$`:
+Values that JSON cannot represent are written as an object with one key that starts with `$`:
 
 | value | written as |
 |---|---|
 | `(1, 2)` | `{"$tuple": [1, 2]}` |
-| `{0: "a"}`, or a dict with a key that begins with `$` | `{"$dict": [[0, "a"]]}` |
+| `{0: "a"}`, or a dict with a key that starts with `$` | `{"$dict": [[0, "a"]]}` |
 | `Counter({3: 1})`, as `MultiStepLR` keeps | `{"$counter": [[3, 1]]}` |
 | `inf`, `-inf`, `nan` | `{"$float": "inf"}` |
-| an int that needs more than 53 bits, which other readers would round | `{"$int": "0x20000000000001"}` |
-| a tensor, kept elsewhere under a name | `{"$tensor": "model.weight"}` |
-| a tensor of a sub-class that is made of other tensors | `{"$wrapped": {"kind": "torchao...", "parts": ...}}` |
+| an int of more than 53 bits, which other readers would round | `{"$int": "0x20000000000001"}` |
+| a tensor, stored elsewhere under a name | `{"$tensor": "model.weight"}` |
+| a tensor subclass that wraps other tensors | `{"$wrapped": {"kind": "torchao...", "parts": ...}}` |
 | `torch.Size([2])`, `torch.float32` | `{"$size": [2]}`, `{"$dtype": "float32"}` |
 
-None, booleans, strings, lists, other floats (their shortest exact form) and ints stand as they are.
+None, booleans, strings, lists, other floats (in their shortest exact form) and ints are written as plain JSON.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _EXACT_BITS = 53
 
 @dataclass(frozen=True)
 class TensorReference:
-    """Stands in a state for a tensor that is kept elsewhere."""
+    """Placeholder in a state for a tensor that is stored elsewhere."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class WrappedTensor:
-    """Stands in a state for a tensor of a sub-class that is made of other tensors, such as a quantized one.
+    """Placeholder in a state for a tensor subclass that wraps other tensors, such as a quantized tensor.
 
     Attributes:
-        kind: The sub-class: its module and name.
-        context: What else it is made of, as its `__tensor_flatten__` returns it.
+        kind: The subclass: its module and name.
+        context: Everything but the inner tensors, as returned by `__tensor_flatten__`.
     """
 
     kind: str
@@ -58,26 +58,26 @@ class WrappedTensor:
 
 
 def encode(value: Any, where: str = "state") -> str:
-    """Write a value as typed JSON; `where` is what it is, for messages. An `OrderedDict` comes back as a dict."""
+    """Encode a value as typed JSON; `where` names it in error messages. An `OrderedDict` is read back as a dict."""
     return json.dumps(_to_json(value, where), allow_nan=False)
 
 
 def decode(text: str) -> Any:
-    """Read what `encode` wrote.
+    """Decode the output of `encode`.
 
     Raises:
-        CheckpointCorruptError: `text` is not JSON.
-        CheckpointError: It has a mark that this version does not know.
+        CheckpointCorruptError: `text` is not valid JSON.
+        CheckpointError: `text` contains a mark unknown to this version.
     """
     try:
         return json.loads(text, object_hook=_unmark)
     except json.JSONDecodeError as error:
-        got, do = f"text that is not JSON: {error}", "resume from another checkpoint"
+        got, do = f"invalid JSON: {error}", "resume from another checkpoint"
         raise CheckpointCorruptError(explain("a checkpoint's state", got, "typed JSON", do)) from error
 
 
 def _to_json(value: Any, where: str) -> Any:
-    if isinstance(value, np.generic):  # as a scheduler of numpy's functions leaves them
+    if isinstance(value, np.generic):  # a scheduler that computes with numpy leaves such values
         value = value.item()
     write = _WRITERS.get(type(value))
     if write is None:
@@ -91,7 +91,7 @@ def _cannot_store(where: str, value: Any) -> CheckpointError:
         explain(
             where,
             f"a {kind}, which cannot be stored",
-            "None, bool, int, float, str, tensors, and lists, tuples and dicts of them (exactly these types)",
+            "None, bool, int, float, str, tensors, and lists, tuples and dicts of them (no subclasses)",
             "convert it in `state_dict` (float(x), list(x), torch.as_tensor(x)) and back in `load_state_dict`",
         )
     )
@@ -111,7 +111,7 @@ def _write_dict(value: dict[Any, Any], where: str) -> Any:
     return {"$dict": [[_to_json(key, where), item] for key, item in items.items()]}
 
 
-# By exact type: a value of a sub-class would come back as one of its base.
+# Keyed by exact type: a value of a subclass would be read back as its base class.
 _WRITERS: dict[type, Callable[[Any, str], Any]] = {
     type(None): lambda value, where: value,
     bool: lambda value, where: value,
@@ -148,6 +148,6 @@ def _unmark(value: dict[str, Any]) -> Any:
         return value
     if mark not in _READERS:
         got = f"the mark {mark!r}, which this version of accmt does not know"
-        do = "load it with the version of accmt that wrote it (see its manifest)"
+        do = "load it with the version of accmt that wrote it (see manifest.json)"
         raise CheckpointError(explain("a checkpoint's state", got, f"one of {', '.join(_READERS)}", do))
     return _READERS[mark](value[mark])

@@ -1,7 +1,7 @@
-"""Checkpoints written during training, which stops for a copy in memory; a thread does the rest.
+"""Writes checkpoints during training, which pauses only for a copy in memory; a thread writes the files.
 
-A failure of the storage (a full disk, a folder that cannot be written) never stops training: it is handed to whoever
-made the writer, the older checkpoints stand, and the next save tries again.
+A storage failure (a full disk, a read-only folder) never stops training: it is passed to `on_failure`, older
+checkpoints are kept, and the next save tries again.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from accmt.errors import CheckpointError
 class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time, during training.
 
-    A program that ends without `close` first finishes the checkpoint that is being written.
+    A program that exits without `close` first finishes the checkpoint that is being written.
 
     Args:
-        store: Where they go. Nobody else may use it between a `save` and the next `wait`; with several processes it
-            needs a group of its own (`new_cpu_group`), in which the thread agrees with the other processes.
-        is_async: Whether a thread writes, from a copy in host memory; otherwise training waits, and nothing is copied.
-        on_failure: Called with a checkpoint that could not be written, on the main thread of every process, with the
-            same message everywhere: at once when not asynchronous, otherwise at the next `save` or `wait`.
+        store: Where checkpoints go. Nothing else may use it between a `save` and the next `wait`; with several
+            processes it needs a separate group (`new_cpu_group`), in which the threads communicate.
+        is_async: Whether a thread writes from a copy in host memory; otherwise training waits and nothing is copied.
+        on_failure: Called on the main thread of every process with the same error when a checkpoint could not be
+            written: immediately if not asynchronous, otherwise at the next `save` or `wait`.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class CheckpointWriter:
         self._in_flight: futures.Future[None] | None = None
 
     def prepare(self, others: Mapping[str, Any]) -> None:
-        """Find out early whether the state can be stored, and let the thread get the memory for its copy.
+        """Check early that the state can be stored, and let the thread allocate the memory for its copy.
 
-        Worth a call once the optimizer has its state, after the first step: the first save then costs no more than
-        the others, and what cannot be stored is known before hours of training.
+        Call it after the first step, once the optimizer has its state: the first save is then as fast as the following
+        ones, and a state that cannot be stored is reported before hours of training.
 
         Processes: collective.
         """
@@ -60,24 +60,24 @@ class CheckpointWriter:
             self._in_flight = self._thread.submit(self._snapshot.reserve, collected.pieces.tensors)
 
     def save(self, step: int, others: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-        """Save the state of the run as it is now; when this returns, training may change all of it.
+        """Save the current state of the run; training may change all of it when this returns.
 
-        What cannot be stored is an error that names it. Processes: collective, after an optimizer step.
+        Raises an error that names what cannot be stored. Processes: collective, after an optimizer step.
         """
         self.wait()
         collected = self._collector.collect(others)
         self._report_failure(lambda: self._start(step, collected, copy.deepcopy(dict(info))))
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is durable, or has failed. Processes: collective."""
+        """Wait until the last checkpoint is durable or has failed. Processes: collective."""
         if self._in_flight is None:
             return
-        futures.wait([self._in_flight])  # where Ctrl-C ends the waiting, it is still in flight
+        futures.wait([self._in_flight])  # if Ctrl-C interrupts this, it stays in flight
         done, self._in_flight = self._in_flight, None
         self._report_failure(done.result)
 
     def close(self) -> None:
-        """Wait for the last checkpoint, then release the thread and the memory; nothing can be saved afterwards.
+        """Wait for the last checkpoint, then release the thread and the memory. Nothing can be saved afterwards.
 
         Processes: collective.
         """

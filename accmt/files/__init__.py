@@ -1,4 +1,4 @@
-"""Writing files so that a reader sees the old content or the new, never half of either; and room on the disk."""
+"""Atomic file writes, locks, and disk space."""
 
 from accmt.files.atomic import (
     current_folder,

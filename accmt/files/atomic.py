@@ -1,4 +1,4 @@
-"""Replacing files as one step, and asking early whether a folder can be written at all."""
+"""Replaces files atomically, and checks early whether a folder is writable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from accmt.errors import SavingError, explain
 from accmt.messages import warn
 
-# ---- Folders: for files before they become visible, for the files of earlier runs, and the room on their disk.
+# ---- Folders: for staging, for the files of earlier runs, and their free disk space.
 
 
 _NUMBERED = r"previous(-\d+)?"
@@ -22,10 +22,10 @@ _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 @contextmanager
 def staging_folder(folder: Path, purpose: str) -> Iterator[Path]:
-    """Give an empty folder inside `folder`, on the same disk, so that moving a file out of it is one rename.
+    """Yield an empty folder inside `folder`, on the same disk, so that a file can be moved out of it by one rename.
 
-    What a killed process left in it is removed first; it is removed again at the end, also after an error. One writer
-    at a time may use a purpose. Processes: main only.
+    Leftovers of a killed process are removed first; the folder is removed at the end, also after an error. Each purpose
+    allows one writer at a time. Processes: main only.
     """
     staged = folder / f".tmp-{purpose}"
     if staged.exists():
@@ -38,7 +38,7 @@ def staging_folder(folder: Path, purpose: str) -> Iterator[Path]:
 
 
 def current_folder() -> Path:
-    """Return the current folder; where it was deleted, the place that it had."""
+    """Return the current folder; if it was deleted, its former path."""
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -50,15 +50,15 @@ def current_folder() -> Path:
 
 
 def is_current(folder: Path) -> bool:
-    """Return whether the program is in a folder."""
+    """Return whether a folder is the current working directory."""
     try:
         return Path.cwd() == folder
-    except FileNotFoundError:  # deleted: nothing relative can be found any more
+    except FileNotFoundError:  # deleted: relative paths no longer work
         return False
 
 
 def find_free_name(path: Path) -> Path:
-    """Return `path`, or with the first of `-2`, `-3` ... behind it that nothing bears yet."""
+    """Return `path`, or the first of `path-2`, `path-3` ... that does not exist."""
     candidate, number = path, 1
     while candidate.exists():
         number += 1
@@ -67,19 +67,19 @@ def find_free_name(path: Path) -> Path:
 
 
 def place_beside(folder: Path) -> Path:
-    """Return a free name beside a folder for what was in it."""
+    """Return a free name next to a folder for its previous content."""
     return find_free_name(folder.with_name(f"{folder.name}.previous"))
 
 
 def place_inside(folder: Path) -> Path:
-    """Return a free name in a folder, for one that is a disk of its own."""
+    """Return a free name inside a folder, for a folder that is a mount point."""
     return find_free_name(folder / "previous")
 
 
 def find_surplus(folder: Path, keep: int | None, age: Callable[[Path], int | None]) -> list[Path]:
-    """Return the places of earlier runs beyond the newest `keep`, the oldest first.
+    """Return the folders of earlier runs beyond the newest `keep`, oldest first.
 
-    `age` returns when a place was filled, in any unit; None where nothing in it is accmt's.
+    `age` returns when a folder was filled, in any unit; None if nothing in it is accmt's.
     """
     if keep is None or not folder.parent.is_dir():
         return []
@@ -92,7 +92,7 @@ def find_surplus(folder: Path, keep: int | None, age: Callable[[Path], int | Non
 
 
 def free_space(folder: Path) -> int:
-    """Return the free bytes on the disk where a folder is, or would be."""
+    """Return the free bytes on the disk of a folder that may not exist yet."""
     existing = folder.absolute()
     while not existing.is_dir() and existing != existing.parent:
         existing = existing.parent
@@ -100,7 +100,7 @@ def free_space(folder: Path) -> int:
 
 
 def format_bytes(number: int) -> str:
-    """Write a size as people read it: 1234567 is "1.23 MB"."""
+    """Format a size for people: 1234567 is "1.23 MB"."""
     value, unit = float(number), 0
     while value >= 1000 and unit < len(_UNITS) - 1:
         value, unit = value / 1000, unit + 1
@@ -108,13 +108,13 @@ def format_bytes(number: int) -> str:
 
 
 def fsync_file(path: Path) -> None:
-    """Make the content of `path` durable: a rename after this never shows an empty file, not even after a power cut."""
+    """Make the content of `path` durable: a later rename never exposes an empty file, even after a power failure."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable: a rename survives a power cut only after this."""
+    """Make the names in `folder` durable: a rename survives a power failure only after this."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -123,7 +123,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def follow_umask(path: Path) -> None:
-    """Give a file the permissions that a new one has here; some libraries write theirs for the user alone."""
+    """Set a file's permissions according to the umask; some libraries make their files private."""
     probe = path.with_name(f".tmp-mode-{os.getpid()}")
     probe.touch()
     try:
@@ -133,12 +133,12 @@ def follow_umask(path: Path) -> None:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under a temporary name beside `path`, make it durable and rename it to `path`.
+    """Write a file under a temporary name next to `path`, make it durable and rename it to `path`.
 
-    A folder that has this name is set aside: a file of ours that cannot be written would stop every run there.
+    A folder with this name is moved aside: otherwise every run there would fail.
 
     Raises:
-        OSError: The disk is full or the folder cannot be written; `path` is as it was.
+        OSError: The disk is full or the folder is not writable; `path` is unchanged.
     """
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
@@ -155,28 +155,28 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def set_folder_aside(path: Path) -> None:
-    """Rename a folder that is where one of our files belongs; without one nothing happens."""
+    """Rename a folder that is in the place of one of our files, if there is one."""
     if path.is_dir():
         aside = find_free_name(path.with_name(f"{path.name}.set-aside"))
         path.rename(aside)
-        warn(f"{path} is a folder where a file belongs: it is renamed to {aside.name}")
+        warn(f"{path} is a folder but should be a file: it is renamed to {aside.name}")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the content of `path` by `text` as one step."""
+    """Replace the content of `path` with `text` atomically."""
     replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def require_writable_folder(folder: Path, argument: str) -> None:
-    """Check that `folder` exists or could be made, and that files can be put there; nothing is left behind.
+    """Check that `folder` exists or can be created and is writable; leaves nothing behind.
 
-    `argument` is the Trainer argument that names it, for the message.
+    `argument` is the Trainer argument, for the error message.
     """
     parent = folder.absolute()
     while not parent.exists() and parent != parent.parent:
         if parent.is_symlink():
             got = f"{parent} is a link to {parent.readlink()}, which does not exist"
-            do = f"create what the link leads to, or remove the link: rm {parent}"
+            do = f"create the target of the link, or remove the link: rm {parent}"
             raise SavingError(explain(f"Trainer({argument}={str(folder)!r})", got, "a folder, or a free name", do))
         parent = parent.parent
     try:
@@ -186,8 +186,8 @@ def require_writable_folder(folder: Path, argument: str) -> None:
         reason = "it is a file" if parent.is_file() else (error.strerror or str(error))
         message = explain(
             f"Trainer({argument}={str(folder)!r})",
-            f"{parent} cannot be written: {reason}",
+            f"{parent} is not writable: {reason}",
             "a folder that exists or can be created",
             f"pass another {argument}, or make {parent} writable",
         )
-        raise SavingError(message) from None  # tempfile's frames say no more
+        raise SavingError(message) from None  # tempfile's frames add no information

@@ -1,4 +1,4 @@
-"""Folders that one run at a time writes to, or that processes use in turn."""
+"""Locks for folders that one run at a time writes to, or that processes use in turn."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _held: dict[tuple[int, int], FolderLock] = {}
 
 
 class FolderTakenError(Exception):
-    """Another process holds a folder; the text says which."""
+    """Another process holds the lock; the message names it."""
 
 
 class FolderLock:
-    """Holds a lock on a folder; the system gives it up when this process ends, however it ends.
+    """A lock on a folder, which the system releases when this process ends for any reason.
 
-    An flock of the open file: it does not end when something else in this process opens and closes the same file (such
-    as to copy the folder), as a POSIX record lock does. Linux makes one of the other over NFS. Forked processes, like
-    loader workers, let go of it at once: the lock ends with this process, not with the last of them. This process
-    itself can take it again.
+    An flock of the open file: unlike a POSIX record lock, it is not released when other code in this process opens and
+    closes the same file (such as to copy the folder). Over NFS, Linux converts one into the other. Forked processes,
+    such as loader workers, close it immediately: the lock ends with this process, not with the last of them. This
+    process itself may take it several times.
     """
 
     def __init__(self, file: int, path: Path) -> None:
@@ -39,9 +39,9 @@ class FolderLock:
         """Lock a folder; None on a file system without locks.
 
         Raises:
-            FolderTakenError: Another process holds it.
+            FolderTakenError: Another process holds the lock.
         """
-        path = folder.absolute() / LOCK_NAME  # the program may go elsewhere before the end
+        path = folder.absolute() / LOCK_NAME  # the program may change its working directory
         own = _find_own(path)
         if own is not None:
             own._times += 1
@@ -57,7 +57,7 @@ class FolderLock:
             except OSError:
                 os.close(file)
                 return None
-            if _is_same(file, path):  # and not one that its holder has just removed
+            if _is_same(file, path):  # and not a file that its holder has just removed
                 break
             os.close(file)
         os.ftruncate(file, 0)
@@ -69,11 +69,11 @@ class FolderLock:
 
     @property
     def is_shared(self) -> bool:
-        """Whether this process has taken it more than once."""
+        """Whether this process has taken the lock more than once."""
         return self._times > 1
 
     def release(self) -> None:
-        """Give the folder up, when it was released as often as it was taken; a fork has nothing to give up."""
+        """Release the lock once it was released as often as taken; a forked process has nothing to release."""
         self._times -= 1
         if self._times == 0 and _held.pop(self._key, None) is self:
             try:
@@ -84,9 +84,9 @@ class FolderLock:
 
 @contextmanager
 def taking_turns(folder: Path) -> Iterator[None]:
-    """Wait until no other process uses a folder; on a file system without locks, all may at once.
+    """Wait until no other process uses a folder; without effect on a file system without locks.
 
-    The folder itself is locked, so nothing is left behind, and the lock ends with a process that is killed.
+    Locks the folder itself, so nothing is left behind, and the lock ends when the process is killed.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
@@ -99,7 +99,7 @@ def taking_turns(folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked in the meantime has the descriptor too
         os.close(descriptor)
 
 
@@ -109,7 +109,7 @@ def _watch_forks() -> None:
 
 
 def _let_go() -> None:
-    """Close what a forked process inherited: else the lock would outlive the run, as long as a worker does."""
+    """Close the inherited descriptors in a forked process: otherwise a worker could keep the lock after the run."""
     for lock in _held.values():
         os.close(lock._file)
     _held.clear()

@@ -1,7 +1,7 @@
-"""JSON, and files of JSON lines, that every parser reads.
+"""JSON, and files of JSON lines, that every parser can read.
 
-Python writes `NaN` and `Infinity`, which are not JSON. Here they become the strings "NaN", "Infinity" and "-Infinity",
-and these three strings are read back as floats, whoever wrote them.
+Python writes `NaN` and `Infinity`, which are not valid JSON. Here they are written as the strings "NaN", "Infinity" and
+"-Infinity", and these three strings are always read back as floats.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
-    """Write `value` as strict JSON, non-finite floats as strings."""
+    """Format `value` as strict JSON, with non-finite floats as strings."""
     encoder = _ENCODER if indent is None else json.JSONEncoder(allow_nan=False, indent=indent, ensure_ascii=False)
     return encoder.encode(_encode(value))
 
 
 def loads(text: str) -> Any:
-    """Read what `dumps` wrote, non-finite floats included."""
+    """Parse the output of `dumps`, including non-finite floats."""
     return _decode(json.loads(text))
 
 
 def read_json_line(line: bytes) -> Any:
-    """Read one line of JSON; None where it cannot be read, such as a page of zeros after a power cut."""
+    """Parse one line of JSON; None if it is invalid, such as a block of zeros after a power failure."""
     try:
         return loads(line.decode("utf-8"))
-    except (ValueError, RecursionError):  # no UTF-8, no JSON, a number of thousands of digits; nested too deeply
+    except (ValueError, RecursionError):  # invalid UTF-8 or JSON, a number with thousands of digits; nested too deeply
         return None
 
 
 def read_json_lines(path: Path) -> Iterator[Any]:
-    """Yield the values of a file of JSON lines, None for one that cannot be read; a last one cut short is skipped."""
-    # In bytes: a crash can cut the last line inside a character, which no text reader would skip.
+    """Yield the values of a file of JSON lines, None for invalid lines; a truncated last line is skipped."""
+    # In bytes: a crash can truncate the last line inside a character, which a text reader cannot skip.
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):

@@ -1,1 +1,1 @@
-"""What makes a run outlive failures: checkpoints, resume, restarts, a safe end, saved models."""
+"""Survives failures: checkpoints, resume, restarts, orderly shutdown, saved models."""

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when one is due, what is said when it cannot be written, and the last one."""
+"""The checkpoints of a run: when one is due, what to do if it cannot be written, and the last one."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ from accmt.run import Run
 from accmt.secrets import hide
 
 _UNFINISHED = (
-    "a checkpoint is due in the middle of a step: the module has called backward and not yet step_optimizer, or not "
-    "zero_grad before the next backward, and gradients are in no checkpoint; it is written when one is due after a step"
+    "a checkpoint is due in the middle of a step: the module has called backward but not yet step_optimizer, or not "
+    "zero_grad before the next backward, and checkpoints do not include gradients; it will be written after a step"
 )
 
 _CHANGED_TEACHER = (
-    "self.teacher has changed since training began, and no checkpoint holds it: a resumed run begins with the one that "
-    "the module builds; return self.teacher.state_dict() from the module's `state_dict`, and load it in load_state_dict"
+    "self.teacher has changed since training began, and checkpoints do not include it: a resumed run starts with the "
+    "one that the module builds; return self.teacher.state_dict() from the module's `state_dict`, and load it in "
+    "load_state_dict"
 )
 
 
@@ -43,14 +44,16 @@ class Checkpoints:
     """Writes the checkpoints of one run.
 
     Args:
-        settings: Those of the Trainer.
-        model: The model, wrapped.
-        optimizer: Its optimizer.
+        settings: The Trainer's settings.
+        model: The wrapped model.
+        optimizer: The optimizer.
     """
 
     def __init__(self, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         options = settings.checkpoints
-        self.folder = settings.checkpoint_folder.absolute()  # a program may go to another folder while it trains
+        self.folder = (
+            settings.checkpoint_folder.absolute()
+        )  # a program may change its working directory during training
         self._launch = describe_launch()
         self._settings = settings
         self._collector = StateCollector(model, [optimizer])
@@ -62,7 +65,7 @@ class Checkpoints:
         self._newest: Path | None = None
         self._latest: Path | None = None
         self._previous: Path | None = None
-        self.requests: list[Path | None] = []  # that no step has served yet
+        self.requests: list[Path | None] = []  # not yet served
         is_on = options.every is not None and options.checkpointer is None
         self._group = new_cpu_group() if is_on else None
         self._store = CheckpointStore(self.folder, max_checkpoints=options.max_checkpoints, group=self._group)
@@ -75,12 +78,12 @@ class Checkpoints:
         return CheckpointWriter(self._store, self._collector, is_async=is_async, on_failure=self._report_failure)
 
     def continue_from(self, folder: Path) -> None:
-        """Know the checkpoint that the run begins with."""
+        """Record the checkpoint that the run starts from."""
         self._newest = folder.absolute()
         self.began_elsewhere = self._newest.parent != self.folder
 
     def owns(self, folder: Path) -> bool:
-        """Return whether a checkpoint lies where this run's do, or was moved aside from there; else a branch begins."""
+        """Return whether a checkpoint is or was in this run's folder; if not, the run is a branch."""
         place, parent = str(self.folder), str(folder.absolute().parent)
         return (
             self._checkpointer is not None or parent == place or parent.startswith((f"{place}.previous", f"{place}/"))
@@ -88,7 +91,7 @@ class Checkpoints:
 
     @property
     def are_written(self) -> bool:
-        """Whether the run writes checkpoints: regularly, or when it fails."""
+        """Whether the run writes checkpoints, either regularly or on failure."""
         return self._settings.checkpoints.every is not None or bool(self._settings.handling.kinds)
 
     @property
@@ -97,15 +100,15 @@ class Checkpoints:
         return self._latest is not None
 
     def find_newest_known(self) -> Path | None:
-        """Return the newest checkpoint that this run wrote, or else began with, if it is still there; None without.
+        """Return the newest checkpoint that this run wrote or started from, if it still exists.
 
-        Unlike `newest` it verifies no file and needs no other process.
+        Unlike `newest`, this verifies no files and is not collective.
         """
         known = (folder for folder in (self._latest, self._newest) if folder is not None)
         return next((folder for folder in known if (folder / MANIFEST_NAME).is_file()), None)
 
     def begin(self, run: Run) -> None:
-        """Make the folder this run's own.
+        """Take over the checkpoint folder for this run.
 
         Processes: collective.
         """
@@ -121,7 +124,7 @@ class Checkpoints:
         self._has_begun = True
 
     def try_collecting(self, run: Run) -> None:
-        """Find out whether everything else than the optimizer's state can be stored, as it is before training.
+        """Check before training that everything except the optimizer's state can be stored.
 
         Processes: collective.
         """
@@ -129,17 +132,17 @@ class Checkpoints:
             self._collector.collect(collect_others(run))
 
     def request(self, folder: Path | None) -> None:
-        """Ask for a checkpoint after the current step."""
+        """Request a checkpoint after the current step."""
         self.requests.append(folder)
 
     def save_requested(self, run: Run, *, is_due: bool) -> None:
-        """Save after an optimizer step, when everything else that follows it is done.
+        """Save after an optimizer step, once everything else that follows it is done.
 
         Processes: collective.
 
         Args:
             run: The run.
-            is_due: Whether a checkpoint is due, beside those that were asked for.
+            is_due: Whether a regular checkpoint is due, in addition to requested ones.
         """
         if any(has_unfinished_step() for has_unfinished_step in run.features.has_unfinished_step):
             if is_due or self.requests:
@@ -151,14 +154,14 @@ class Checkpoints:
             self._save(run, force=False)
 
     def _serve_requests(self, run: Run) -> bool:
-        """Write the checkpoints that were asked for, and return whether one of them is in the run's own folder."""
+        """Write the requested checkpoints, and return whether one of them is in the run's folder."""
         requests, self.requests = self.requests, []
         for folder in dict.fromkeys(requests):
             self.save(run, folder)
         return None in requests
 
     def _prepare_once(self, run: Run) -> None:
-        """Find at the first step, not at the first checkpoint, what no checkpoint can hold or give back."""
+        """Check at the first step, not at the first checkpoint, that the state can be stored and restored."""
         if not self.is_prepared and run.settings.failures.preflight and self.are_written:
             run_on_every_process(lambda: try_optimizer(run.model, run.stepper.optimizer))
         if self._writer is not None and not self.is_prepared:
@@ -166,7 +169,7 @@ class Checkpoints:
         self.is_prepared = True
 
     def save_last(self, run: Run) -> None:
-        """Save the end of the run, unless the last checkpoint holds it.
+        """Save the end of the run, unless the last checkpoint contains it.
 
         Processes: collective.
         """
@@ -181,9 +184,9 @@ class Checkpoints:
             self._save(run, force=True)
 
     def save_snapshot(self, run: Run, *, is_alone: bool = False) -> None:
-        """Save the step snapshot, whatever the run was doing since, and wait until it is durable.
+        """Save the step snapshot, whatever the run has done since, and wait until it is durable.
 
-        Processes: collective, unless the main one is alone.
+        Processes: collective, unless the main process is alone.
         """
         options, snapshot = self._settings.checkpoints, run.snapshot
         state = snapshot.state or {}
@@ -193,14 +196,14 @@ class Checkpoints:
             if is_alone or (self._writer is None and self._checkpointer is None):
                 store = CheckpointStore(self.folder, max_checkpoints=options.max_checkpoints)
                 self._begin_folder(run, store)
-                collector = StateCollector(run.model, [run.stepper.optimizer])  # its plan is one for these processes
+                collector = StateCollector(run.model, [run.stepper.optimizer])  # a new plan for these processes
                 self._writer = CheckpointWriter(store, collector, is_async=False, on_failure=_raise)
             self._save(run, force=True, at=state)
         if self._writer is not None:
             self._writer.wait()
 
     def save(self, run: Run, folder: Path | None = None) -> None:
-        """Save at once.
+        """Save immediately.
 
         Processes: collective.
         """
@@ -231,12 +234,12 @@ class Checkpoints:
         self._note(run, self.folder / step_name(step))
 
     def _describe(self, run: Run, counters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what people want to know of a checkpoint without loading it, and what tells whose it is."""
+        """Return the information that is readable without loading a checkpoint, and which launch wrote it."""
         return {**describe(run, counters), "launch": self._launch}
 
     def _note(self, run: Run, folder: Path) -> None:
         if folder.absolute().parent == self.folder:
-            self._newest = self.find_newest_known()  # what became of the one before is known now
+            self._newest = self.find_newest_known()  # the result of the previous save is known by now
             self._latest = folder
         for hook in run.hooks.on_save_checkpoint:
             hook(folder=folder)
@@ -250,7 +253,7 @@ class Checkpoints:
             self._writer.wait()
 
     def newest(self) -> Path:
-        """Return the newest checkpoint of the run, when it is durable; every file is verified.
+        """Return the newest checkpoint of the run once it is durable, with every file verified.
 
         Processes: collective.
         """
@@ -261,7 +264,7 @@ class Checkpoints:
             newest = CheckpointStore(self.folder).newest()
             folder = None if newest is None else newest.folder
         if folder is None:
-            do = "look above for why it could not be written"
+            do = "see above why it could not be written"
             raise NoCheckpointError(explain("resuming from a checkpoint", f"none in {self.folder}", "one", do))
         return folder
 
@@ -283,14 +286,14 @@ class Checkpoints:
         self._group = None
 
     def _remove_surplus(self, *, at_least: int = 0) -> None:
-        """Delete the oldest earlier runs' checkpoints; until this run has a result, those of the last one stay."""
+        """Delete the oldest earlier runs' checkpoints; the last run's are kept until this run has a result."""
         keep = self._settings.checkpoints.max_previous_runs
         if keep is None or not is_main_process():
             return
         try:
             self._store.remove_surplus(max(keep, at_least))
         except OSError as error:
-            warn(f"the checkpoints of earlier runs cannot be deleted: {error}")
+            warn(f"could not delete the checkpoints of earlier runs: {error}")
 
     def _put_back(self, previous: Path) -> None:
         if self.find_newest_known() is not None:
@@ -298,18 +301,18 @@ class Checkpoints:
         try:
             move_back(previous, self.folder)
         except OSError as error:
-            warn(f"the checkpoints of an earlier run stay in {previous}: {error}")
+            warn(f"could not move the checkpoints of an earlier run back from {previous}: {error}")
         else:
-            say(f"no checkpoint was written, so those of the earlier run are back in {self.folder}")
+            say(f"no checkpoint was written, so the earlier run's checkpoints were moved back to {self.folder}")
 
     def _report_failure(self, error: CheckpointError) -> None:
         if not self._is_failing:
-            warn(f"{error}\nTraining continues, and the next checkpoint is tried when it is due.")
+            warn(f"{error}\nTraining continues; the next checkpoint will be tried when it is due.")
         self._is_failing = True
 
 
 def _sample(teacher: nn.Module | None) -> list[object]:
-    """Return checksums of three weights of a teacher, which show one that follows the model."""
+    """Return checksums of three weights of a teacher, which reveal a teacher that changes."""
     weights = [] if teacher is None else list(teacher.parameters())
     return [checksum(weights[index]) for index in {0, len(weights) // 2, len(weights) - 1} if weights]
 
@@ -319,7 +322,7 @@ def _raise(error: CheckpointError) -> None:
 
 
 def describe(run: Run, counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what people want to know of a checkpoint without loading it."""
+    """Return the information that is readable without loading a checkpoint."""
     return {
         **counters,
         "best": dict(run.state.best),

@@ -1,4 +1,4 @@
-"""Saves the best models, with what their folders say of the run, on the same hooks as a user's callbacks."""
+"""Saves the best models with information about their run, on the same hooks as a user's callbacks."""
 
 from __future__ import annotations
 
@@ -50,25 +50,25 @@ from accmt.version import __version__
 
 _SAYS_NOTHING = re.compile(r"(best|checkpoint|final|last|model|out|output|pretrained|save|step|weights)([-_+.].*)?|\d+")
 _READERS = ("arrow", "audiofolder", "csv", "generator", "imagefolder", "json", "pandas", "parquet", "sql", "text")
-"""Names of `datasets` for data that somebody read from a file: no data set that a hub knows."""
+"""Names of `datasets` for data loaded from files, which are no data sets on a hub."""
 
 
 class _NotSavedError(Exception):
-    """A model could not be written, which was said and noted."""
+    """A model could not be written; the error has been logged and recorded."""
 
 
 class ModelSaver(Callback):
-    """Saves the model when an evaluation is the best, after all other callbacks have seen (or changed) its results.
+    """Saves the model at the best evaluations, after all other callbacks have seen (or changed) the results.
 
     Args:
-        selection: Decides which evaluations are.
-        patience: Counts those that are not; None counts nothing.
+        selection: Decides which evaluations are best.
+        patience: Counts the others for early stopping; None for none.
 
     Attributes:
-        run_id: Names the run, through all its interruptions, in the folders that it saves to.
+        run_id: Identifies the run, across all its interruptions, in its model folders.
     """
 
-    order = sys.float_info.max  # after every other callback, but before averaged weights give way to trained ones
+    order = sys.float_info.max  # after all other callbacks, but before averaged weights are swapped back
 
     def __init__(self, selection: Selection, patience: Patience | None = None) -> None:
         self.selection = selection
@@ -77,9 +77,9 @@ class ModelSaver(Callback):
         self._claim: ModelFolderClaim | None = None
 
     def claim(self, run: Run) -> None:
-        """Keep every other run from saving to the model folder, until `release`, or until this process ends.
+        """Lock the model folder against other runs until `release` or the end of this process.
 
-        Processes: collective; the main process holds the claim.
+        Processes: collective; the main process holds the lock.
         """
         if self.selection.names or run.settings.saving.save_last:
             run_on_main_process(lambda: self._take(run.settings.model_folder.absolute()))
@@ -88,13 +88,13 @@ class ModelSaver(Callback):
         self._claim = ModelFolderClaim.take(folder)
 
     def release(self) -> None:
-        """Give up what `claim` took; without a claim nothing happens. Needs no other process."""
+        """Release the lock of `claim`, if there is one. Not collective."""
         if self._claim is not None:
             self._claim.release()
             self._claim = None
 
     def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
-        """Save the model by every rule whose best evaluation this is."""
+        """Save the model for every rule whose best evaluation this is."""
         is_before_training = self.state.last_evaluation_step is None
         if is_before_training:
             return
@@ -106,7 +106,7 @@ class ModelSaver(Callback):
             self._save(rules)
         except BaseException as error:
             unsaved = self.selection.unsaved
-            self.selection.load_state_dict(before)  # a best value that no folder holds would be a lie
+            self.selection.load_state_dict(before)  # no folder contains the model of the new best value
             self.selection.unsaved = unsaved
             if not isinstance(error, _NotSavedError):
                 raise
@@ -115,7 +115,7 @@ class ModelSaver(Callback):
         self.update_patience_left()
 
     def _note_best(self, metrics: Mapping[str, float]) -> None:
-        """Let the state hold the best value of each result whose better direction is known."""
+        """Update `state.best_metrics` for each result with a known direction."""
         best = self.state.best_metrics
         directions = {**self.selection.directions, self.trainer.run.loss_name: operator.lt}
         for name, value in metrics.items():
@@ -124,7 +124,7 @@ class ModelSaver(Callback):
                 best[name] = value
 
     def update_patience_left(self) -> None:
-        """Let the state hold how many evaluations without a better value are still allowed."""
+        """Update `state.patience_left`: evaluations without a better value that are still allowed."""
         self.state.patience_left = None if self.patience is None else self.patience.left
 
     def _save(self, rules: list[str]) -> None:
@@ -136,7 +136,7 @@ class ModelSaver(Callback):
                 hook(folder=folder)
 
     def save_last(self, run: Run) -> None:
-        """Save the weights at the end of the run: those that evaluations use, which may be an average.
+        """Save the weights at the end of the run: those used for evaluation, which may be an average.
 
         Processes: collective.
         """
@@ -146,21 +146,21 @@ class ModelSaver(Callback):
             self._try_saving(run, {LAST: run.settings.model_folder / "last"})
 
     def _try_saving(self, run: Run, folders: Mapping[str, Path]) -> None:
-        """Save, and note where that failed: training, checkpoints and logs continue, and the end says it."""
+        """Save, and record a failure: training, checkpoints and logs continue, and the end of the run reports it."""
         unsaved = self.selection.unsaved
         try:
             save_model(run, *folders.values())
         except OSError as error:
-            # The reason alone: our error about a file has a place and advice of its own, which would be said twice.
+            # The reason alone: our error about a file has its own location and advice, which would be repeated.
             reason = error.__cause__ if isinstance(error, AccmtError) and error.__cause__ is not None else error
             for name in folders:
                 unsaved.setdefault(name, {})[self.state.global_step] = str(reason)
             where = (
                 "" if isinstance(error, AccmtError) else f" in {', '.join(map(str, folders.values()))}"
-            )  # ours say it
+            )  # our errors name it already
             warn(
-                f"the model could not be saved{where}: {error}\n"
-                "Training continues, and the next best model is tried again."
+                f"could not save the model{where}: {error}\n"
+                "Training continues; the next best model will be tried again."
             )
             raise _NotSavedError from error
         for name in folders:
@@ -172,18 +172,18 @@ class ModelSaver(Callback):
         return bool(self.selection.unsaved.keys() - {LAST}) and self.selection.needs_validation
 
     def require_saved(self, model_folder: Path) -> None:
-        """Check at the end of a run that every model which was to be saved is, or a later one in its place."""
+        """Check at the end of a run that every best model, or a later one in its place, was saved."""
         if not self.selection.unsaved:
             return
         name, failures = next(iter(self.selection.unsaved.items()))
         folder = model_folder / "last" if name == LAST else self.selection.folder(model_folder, name)
         *_, reason = failures.values()
         got = f"the model of step {', '.join(map(str, failures))} could not be written: {reason}"
-        do = "free space there; a checkpoint of such a step, where one is kept, gives its weights: `accmt get`"
+        do = "free space there; if a checkpoint of such a step exists, `accmt get` extracts its weights"
         raise SavingError(explain(f"model folder {folder}", got, "every best model saved", do)) from None
 
     def forget_missing(self, model_path: Path, run_id: str) -> None:
-        """Forget the best values of a resumed run, where the folder does not hold the model that had them.
+        """Forget the best values of a resumed run if their models are not in the folder.
 
         Processes: collective.
         """
@@ -195,20 +195,20 @@ class ModelSaver(Callback):
             ]
         )
         for best in self.selection.forget(lambda rule: rule not in missing):
-            warn(f"{model_path} does not hold the best model by {best}: the next evaluation counts as the best")
+            warn(f"{model_path} does not contain the best model by {best}: the next evaluation counts as the best")
 
     def warn_if_nothing_was_saved(self) -> None:
-        """Warn at the end of a run that was to save a model by its best value, and never did."""
+        """Warn at the end of a run that was to save a best model and never did."""
         reasons = self.selection.explain_unsaved()
         if reasons and self.state.evaluations_done == 0:
-            warn("no model was saved: no evaluation took place; evaluate more often, or at the end (eval_when_finish)")
+            warn("no model was saved: there was no evaluation; evaluate more often, or at the end (eval_when_finish)")
             return
         for reason in reasons:
-            do = "lower the learning rate, or pass clip_grad=1.0" if "finite" in reason else "look at the thresholds"
+            do = "lower the learning rate, or pass clip_grad=1.0" if "finite" in reason else "check the thresholds"
             warn(f"no model was saved: {reason}; {do}")
 
     def check(self, run: Run, metrics: Mapping[str, float]) -> None:
-        """Check, with the results of a trial, that what decides will be there."""
+        """Check, with the results of the preflight, that all required values are available."""
         values = self._values(metrics, train_loss=0.0)
         if run.user_hooks("on_evaluation_end") or run.user_hooks("on_validation_end"):
             reported = {
@@ -217,7 +217,7 @@ class ModelSaver(Callback):
                 for metric in group
                 if isinstance(metric, ReportedValue)
             }
-            values = {**{f"best_{name}": math.nan for name in reported}, **values}  # which these may add
+            values = {**{f"best_{name}": math.nan for name in reported}, **values}  # rules may use these
         self.selection.require(values)
         if self.patience is not None:
             self.patience.require(values)
@@ -228,9 +228,9 @@ class ModelSaver(Callback):
 
 
 def save_model(run: Run, *folders: Path) -> None:
-    """Save the weights, what a transformers model needs beside them, and `status.json`; keep another run's model.
+    """Save the weights, a transformers model's other files, and `status.json`; keep the model of another run.
 
-    Processes: collective: weights are gathered from all, and written by the main process.
+    Processes: collective: weights are gathered from all processes, and written by the main process.
     """
     if not folders:
         return
@@ -278,16 +278,16 @@ def _keep_previous(run: Run, folder: Path) -> None:
         kept = None if keep == 0 else keep_previous(folder, run.saver.run_id)
         removed = remove_surplus(folder, keep)
     except OSError as error:
-        warn(f"the model of an earlier run in {folder} cannot be kept, and is replaced: {error}")
+        warn(f"the model of an earlier run in {folder} could not be kept and is replaced: {error}")
         return
     if kept is not None:
-        say(f"the model of an earlier run in {folder} is kept in {kept}")
+        say(f"the model of an earlier run in {folder} was moved to {kept}")
     for place in removed:
-        say(f"the model of an earlier run in {place} was deleted (max_previous_runs={keep})")
+        say(f"deleted the model of an earlier run in {place} (max_previous_runs={keep})")
 
 
 def write_card(run: Run, folder: Path) -> None:
-    """Write `README.md` into a model folder, unless the user's own is there.
+    """Write `README.md` into a model folder, unless there is one by the user.
 
     Processes: main only.
     """
@@ -307,9 +307,9 @@ def write_card(run: Run, folder: Path) -> None:
 
 
 def describe_trainer(settings: Settings) -> dict[str, Any]:
-    """Return the arguments of the Trainer, with metrics and trackers by name where a name makes an equal one.
+    """Return the arguments of the Trainer, with metrics and trackers by name if the name recreates an equal one.
 
-    Trackers are left out where one is the user's own.
+    Custom trackers are omitted.
     """
     arguments = settings.to_arguments()
     if "metrics" in arguments:
@@ -339,7 +339,7 @@ def _count_samples(run: Run) -> dict[str, Any]:
 
 
 def _name_sources(run: Run) -> dict[str, list[str]]:
-    """Return the data sets and metrics of a run by the names that a hub knows."""
+    """Return the data sets and metrics of a run by their names on a hub."""
     read = [loader.source.dataloader.dataset for loader in (run.train_loader, *run.val_loaders.values())]
     infos = [getattr(getattr(data, "dataset", data), "info", None) for data in read]
     names = {str(name) for info in infos if (name := getattr(info, "dataset_name", None)) and name not in _READERS}
@@ -354,9 +354,9 @@ def _describe_model(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _name_of_path(path: Path) -> str:
-    """Return what a folder is called: its name, with those above it where it says nothing, such as "model"."""
+    """Return a folder's name, including its parents if the name alone is generic, such as "model"."""
     parts = path.resolve().parts
-    in_cache = [part for part in parts if part.startswith("models--")]  # of the hub: models--<owner>--<name>
+    in_cache = [part for part in parts if part.startswith("models--")]  # of the hub's cache: models--<owner>--<name>
     if in_cache:
         return in_cache[-1].removeprefix("models--").replace("--", "/")
     first = next((index for index in reversed(range(len(parts))) if not _SAYS_NOTHING.fullmatch(parts[index])), 0)
@@ -373,7 +373,7 @@ def _describe_training(run: Run) -> dict[str, Any]:
     accumulation = settings.optimization.accumulation_at(state.epoch)
     return {
         "steps": state.global_step,
-        # An evaluation at the end of an epoch comes before the epoch is counted.
+        # An evaluation at the end of an epoch happens before the epoch is counted.
         "epochs finished": state.epoch + int(state.train_step > 0 and state.is_last_training_batch),
         "training samples seen": state.samples_seen,
         "samples of a step": settings.hps.train_batch_size * accumulation * num_data_processes(),

@@ -1,7 +1,7 @@
-"""Continuing after a failure within one call of `fit`.
+"""Restarts after a failure within one call of `fit`.
 
-A run that recovers ends at a checkpoint, and `Trainer.fit` builds another that continues from there, as a program does
-that is started again. So nothing has to be undone in memory, and all that holds for a resumed run holds here.
+A run that recovers ends at a checkpoint, and `Trainer.fit` builds a new run that continues from there, as a restarted
+program would. Nothing has to be undone in memory, and everything that holds for a resumed run holds here.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from accmt.processes import gather_objects, is_main_process, run_on_main_process
 from accmt.run import Run
 
 
-class Restart(Exception):  # noqa: N818 - no error: the run continues
-    """Ends a run that another one continues at once; it never leaves `fit`."""
+class Restart(Exception):  # noqa: N818 - not an error: the run continues
+    """Ends a run so that a new one continues; it never leaves `fit`."""
 
 
 @dataclass
 class Recovery:
-    """What the runs of one call of `fit` know of those before them.
+    """Information passed between the runs of one call of `fit`.
 
     Attributes:
-        lessons: What features have learned, by their names: JSON values, which a checkpoint holds.
-        rollbacks: How often in a row the run went back to the same checkpoint.
+        lessons: What features have learned, by name: JSON values, stored in checkpoints.
+        rollbacks: How often in a row the run rolled back to the same checkpoint.
         rolled_back_to: The step of that checkpoint.
-        checkpoint: The checkpoint that the next run continues from; None where no other run is due.
-        is_temporary: Whether that checkpoint is there for the next run only.
+        checkpoint: The checkpoint that the next run continues from; None if there is no next run.
+        is_temporary: Whether that checkpoint only serves the next run.
     """
 
     lessons: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Recovery:
     is_temporary: bool = False
 
     def learn(self, lessons: Mapping[str, dict[str, Any]]) -> None:
-        """Take what the run of a checkpoint had learned, unless this one has learned more since."""
+        """Take over what the checkpoint's run had learned, unless this run has learned more since."""
         self.lessons = {**lessons, **self.lessons}
 
     def take_checkpoint(self) -> Path | None:
@@ -56,7 +56,7 @@ class Recovery:
         return checkpoint
 
     def clear_up(self, checkpoint: Path) -> None:
-        """Delete the checkpoint that was continued from, where nobody asked for checkpoints.
+        """Delete the checkpoint that the run continued from if checkpoints were not requested.
 
         Processes: collective.
         """
@@ -66,7 +66,7 @@ class Recovery:
 
 
 def restart(run: Run, checkpoint: Path) -> NoReturn:
-    """End the run, so that another one continues from a checkpoint.
+    """End the run, so that a new one continues from a checkpoint.
 
     Processes: collective.
     """
@@ -75,12 +75,12 @@ def restart(run: Run, checkpoint: Path) -> NoReturn:
 
 
 def current_micro_batch_size(run: Run) -> int:
-    """Return how many samples go through the model at once."""
+    """Return the number of samples in a micro-batch."""
     return run.settings.hps.train_batch_size // run.train_loader.source.micro_batches_per_batch
 
 
 def free_memory(run: Run) -> None:
-    """Give back the device's memory that gradients and broken steps hold."""
+    """Free the device memory used by gradients and unfinished steps."""
     from accelerate.utils.memory import clear_device_cache
 
     run.stepper.optimizer.zero_grad(set_to_none=True)
@@ -88,24 +88,24 @@ def free_memory(run: Run) -> None:
 
 
 def free_finished(run: Run) -> None:
-    """Give back what a run that is over holds of the device's memory: the optimizer's state above all.
+    """Free the device memory of a finished run, above all the optimizer's state.
 
-    Objects of a run know one another, and the module keeps its optimizer, so all that would still be there while the
-    next run loads the same again.
+    The objects of a run form reference cycles, and the module keeps its optimizer, so all of it would still exist while
+    the next run loads the same again.
     """
     run.stepper.optimizer.state.clear()
     free_memory(run)
 
 
-# ---- Starts of one run by one launcher: torchrun starts its processes again after a failure, or with other machines.
+# ---- Restarts of one run by its launcher: torchrun restarts processes after a failure, or with other machines.
 #
-# Such a start is no new run, whatever `resume` says: it continues from the newest checkpoint that was written under the
-# same launcher. A checkpoint names the launchers of its processes, one for each machine; it is enough that one of them
-# is still the same.
+# Such a restart is not a new run, whatever `resume` is: it continues from the newest checkpoint that was written under
+# the same launcher. A checkpoint records the launchers of its processes, one per machine; one common launcher is
+# enough.
 
 
 def find_relaunched(settings: Settings) -> Path | None:
-    """Return the newest checkpoint, where this launcher has started the run before; None where it has not.
+    """Return the newest checkpoint if this launcher has started the run before, otherwise None.
 
     Processes: collective.
     """
@@ -121,7 +121,7 @@ def find_relaunched(settings: Settings) -> Path | None:
 
 
 def describe_launch() -> dict[str, Any] | None:
-    """Return what tells a launch from others: the main process, and the launchers; None without such a launcher.
+    """Return what identifies a launch: the main process, and the launchers; None without such a launcher.
 
     Processes: collective.
     """
@@ -132,11 +132,11 @@ def describe_launch() -> dict[str, Any] | None:
 
 
 def _may_start_again() -> bool:
-    return "TORCHELASTIC_MAX_RESTARTS" in os.environ  # which torchrun sets, also for `accelerate launch`
+    return "TORCHELASTIC_MAX_RESTARTS" in os.environ  # set by torchrun, also for `accelerate launch`
 
 
 def _is_of(folder: Path, launch: dict[str, Any] | None) -> bool:
-    """Return whether an earlier process of a launch wrote a checkpoint."""
+    """Return whether an earlier process of the launch wrote the checkpoint."""
     manifest = read_manifest(folder) if STEP.fullmatch(folder.name) else None
     before = manifest.info.get("launch") if isinstance(manifest, Manifest) else None
     if before is None or launch is None or before["process"] == launch["process"]:
@@ -148,15 +148,15 @@ def _is_of(folder: Path, launch: dict[str, Any] | None) -> bool:
 def _name_process(number: int) -> str:
     import psutil
 
-    return f"{socket.gethostname()}-{number}-{psutil.Process(number).create_time()}"  # in containers, ids repeat
+    return f"{socket.gethostname()}-{number}-{psutil.Process(number).create_time()}"  # containers reuse process ids
 
 
-# ---- The line that says at the end of an unfinished run how to resume it.
+# ---- The resume hint at the end of an unfinished run.
 
 
 @contextmanager
 def printing_resume_hint(run: Run) -> Iterator[None]:
-    """Print last of all what the run can be resumed from; the error that ends it says so once more.
+    """Print the resume hint last, and add it as a note to the error that ends the run.
 
     Python prints a traceback below all messages, and the notes of an error below its traceback.
     """
@@ -175,10 +175,10 @@ def printing_resume_hint(run: Run) -> Iterator[None]:
 
 
 def describe_resume(run: Run) -> str | None:
-    """Return the line that says how to resume; None where nothing was done that is worth it.
+    """Return the resume hint; None if there is nothing worth resuming.
 
-    It is true when checkpoints are closed, for one that is being written may fail, and on the main process, which saves
-    alone where the others are gone.
+    Call it after checkpoints are closed, because one that is being written may fail, and on the main process, which
+    saves alone if the others have exited.
     """
     place = _find_place(run)
     if place is not None:
@@ -196,20 +196,20 @@ def describe_resume(run: Run) -> str | None:
 def _find_place(run: Run) -> str | None:
     checkpoints, checkpointer = run.checkpoints, run.settings.checkpoints.checkpointer
     if checkpointer is not None:
-        return f"what {type(checkpointer).__name__} keeps" if checkpoints.has_saved or run.is_resumed else None
+        return f"the state of {type(checkpointer).__name__}" if checkpoints.has_saved or run.is_resumed else None
     newest = checkpoints.find_newest_known()
     if newest is not None and newest.parent == checkpoints.folder:
-        return str(run.settings.checkpoint_folder / newest.name)  # as the user wrote it, not from the root on
+        return str(run.settings.checkpoint_folder / newest.name)  # as the user wrote it, possibly relative
     return None if newest is None else str(newest)
 
 
 def _with_changes(run: Run) -> str:
-    """Return what has to change in the program for it to resume there."""
+    """Return what has to change in the program so that it resumes from there."""
     resume = run.settings.checkpoints.resume
     begins_there = resume in (True, None, "auto") or (resume is not False and not run.checkpoints.has_saved)
     changes = [] if begins_there else ["Trainer(resume=True)"]
     if resume is False and run.checkpoints.began_elsewhere:
         changes.append("no load_checkpoint")
-    if run.interruption.ended_by == "max_time":  # which counts the time of all parts of a run
+    if run.interruption.ended_by == "max_time":  # counts the time before interruptions too
         changes.append("a longer max_time")
     return f" with {' and '.join(changes)}" if changes else ""

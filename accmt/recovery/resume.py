@@ -1,4 +1,4 @@
-"""Where a run begins: at step 0, or at a checkpoint; and what has changed since that was written."""
+"""Where a run starts: at step 0 or at a checkpoint; and what has changed since the checkpoint was written."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Resumed:
     """A verified checkpoint that a run continues from.
 
     Attributes:
-        folder: Where it lies.
-        others: The states besides model and optimizer; only the position of the data has its tensors.
-        manifest: Where it comes from; None where a checkpointer of the user's keeps none.
-        changes: What the hyper-parameters say otherwise than then.
+        folder: Its folder.
+        others: The states besides model and optimizer; only the data position includes its tensors.
+        manifest: Its manifest; None if a custom checkpointer keeps none.
+        changes: Hyper-parameters that have changed since.
     """
 
     folder: Path
@@ -44,7 +44,7 @@ class Resumed:
 
 
 def find_resumed(settings: Settings, override: Path | None = None) -> Resumed | None:
-    """Return what a run resumes from; None where it starts from the beginning.
+    """Return what a run resumes from; None if it starts from the beginning.
 
     Processes: collective.
     """
@@ -54,7 +54,7 @@ def find_resumed(settings: Settings, override: Path | None = None) -> Resumed | 
     resets_optimizer = settings.checkpoints.reset_optimizer_on_resume
     hps = settings.hps.to_dict()["hps"]
     with rejecting_other_forms(folder):
-        # The position of the data holds what a stream returned as its state.
+        # The data position includes the state that a stream returned.
         others = with_features(read_others(folder, whole=["data"]))
         _require_form(others)
         changes = compare(hide(others["hps"]), hide(hps), resets_optimizer=resets_optimizer)
@@ -66,7 +66,7 @@ def find_resumed(settings: Settings, override: Path | None = None) -> Resumed | 
 
 
 def with_features(others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of a checkpoint with those of features by name, where it was written before these had names."""
+    """Return the states of a checkpoint with features by name, also if it was written before they had names."""
     if "features" in others:
         return dict(others)
     learned, lessons = others["recovery"], {}
@@ -79,16 +79,16 @@ def with_features(others: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_form(others: Mapping[str, Any]) -> None:
-    """Check what a run is built by, before anything of it is used."""
+    """Check the types of what a run is built from, before using it."""
     kinds = {"seed": int, "run_name": str, "run_id": str}
     kinds |= dict.fromkeys(("hps", "data", "features", "lessons", "parts", "callbacks"), dict)
     for name, kind in kinds.items():
         if not isinstance(others[name], kind):
-            raise TypeError(f"{name} is a {type(others[name]).__name__}, no {kind.__name__}")
+            raise TypeError(f"{name} is a {type(others[name]).__name__}, not a {kind.__name__}")
     counters = others["parts"]["state"]
     for name in ("epoch", "train_step", "global_step", "samples_seen"):
         if type(counters[name]) is not int:
-            raise TypeError(f"{name} is {counters[name]!r}, no whole number")
+            raise TypeError(f"{name} is {counters[name]!r}, not a whole number")
 
 
 def _find_folder(settings: Settings) -> Path | None:
@@ -108,7 +108,7 @@ def _find_folder(settings: Settings) -> Path | None:
 def _require(folder: Path | None, settings: Settings, got: str) -> Path | None:
     if folder is not None or settings.checkpoints.resume is not True:
         return folder
-    do = 'check the path; resume="auto" starts from the beginning where there is none'
+    do = 'check the path; resume="auto" starts from the beginning if there is no checkpoint'
     previous = _find_previous(settings.checkpoint_folder)
     if previous is not None:
         do = f'resume="{previous}" continues the earlier run whose checkpoints were moved there; {do}'
@@ -116,7 +116,7 @@ def _require(folder: Path | None, settings: Settings, got: str) -> Path | None:
 
 
 def _find_previous(folder: Path) -> Path | None:
-    """Return where a new run, killed before it wrote a checkpoint, moved those of the run before it."""
+    """Return where a new run, killed before it wrote a checkpoint, moved the previous run's checkpoints."""
     folder = folder.resolve()
     beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
     moved = [path for path in beside if path.name.startswith(f"{folder.name}.previous")]
@@ -124,7 +124,7 @@ def _find_previous(folder: Path) -> Path | None:
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint in `path`, or the newest in a folder of checkpoints; every file is verified.
+    """Return the checkpoint in `path`, or the newest in a folder of checkpoints, with every file verified.
 
     Processes: collective.
     """
@@ -134,7 +134,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
 
 
 def _log_resume(resumed: Resumed, settings: Settings) -> None:
-    """Log where the run resumes, and what is no longer as it was."""
+    """Log where the run resumes and what has changed."""
     counters, manifest = resumed.counters, resumed.manifest
     epoch = f"in epoch {counters['epoch'] + 1}" if counters["train_step"] else f"{counters['epoch']} epochs finished"
     place = f"step {counters['global_step']}, {epoch}, {counters['samples_seen']} samples"
@@ -143,9 +143,11 @@ def _log_resume(resumed: Resumed, settings: Settings) -> None:
         say(f"changed since that checkpoint: {change}")
     seed, saved_seed = settings.running.seed, resumed.others["seed"]
     if seed is not None and seed != saved_seed:
-        warn(f"seed={seed} is ignored: the run keeps its seed {saved_seed}, or its order of samples would change")
+        warn(
+            f"seed={seed} is ignored: the run keeps its seed {saved_seed}, otherwise its order of samples would change"
+        )
     if settings.checkpoints.reset_optimizer_on_resume:
-        say("optimizer and scheduler start again (reset_optimizer_on_resume=True)")
+        say("optimizer and scheduler start over (reset_optimizer_on_resume=True)")
     if manifest is not None:
         _log_changed_launch(manifest)
 
@@ -159,5 +161,5 @@ def _log_changed_launch(manifest: Manifest) -> None:
     now = {"process(es)": num_processes(), "CPU thread(s)": torch.get_num_threads(), "torch": torch.__version__}
     changed = [f"{name} {saved[name]} -> {now[name]}" for name in saved if saved[name] != now[name]]
     if changed:
-        said = "samples keep their order, but results will not be the same bit for bit as without the interruption"
+        said = "the order of samples is kept, but results will not be bit-for-bit identical to an uninterrupted run"
         say(f"changed since that checkpoint: {', '.join(changed)}; {said}")

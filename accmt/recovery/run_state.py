@@ -1,4 +1,4 @@
-"""The parts of a run that have a state of their own, in the order in which a checkpoint gives it back."""
+"""The stateful parts of a run, in the order in which a checkpoint is restored."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from accmt.state import Stateful
 
 
 def stateful_parts(run: Run) -> dict[str, Stateful]:
-    """Return the parts of a run besides model, optimizer and scheduler, by the name they have in a checkpoint."""
+    """Return the parts of a run besides model, optimizer and scheduler, by their names in a checkpoint."""
     parts: dict[str, Stateful] = {
         "state": run.state,
         "weighting": run.weighting,
@@ -59,9 +59,9 @@ def stateful_parts(run: Run) -> dict[str, Stateful]:
 
 
 class _PartsBeside:
-    """The state of a module that is an `nn.Module` too: its buffers and frozen parts beside the model and the teacher.
+    """The state of a module that is also an `nn.Module`: buffers and frozen parts besides the model and the teacher.
 
-    Its own `state_dict` would hold the model once more, under names that depend on the wrapper.
+    Its own `state_dict` would contain the model again, under names that depend on the wrapper.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -83,12 +83,12 @@ def _state_of_module(module: Any) -> Stateful:
 def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the state of everything besides model and optimizer, after an optimizer step.
 
-    Processes: collective; a checkpoint holds what the main process returns.
+    Processes: collective; a checkpoint stores what the main process returns.
 
     Args:
-        at: The state of the step snapshot, if the run has gone on since; None if it is to be collected now.
+        at: The state of the step snapshot, if the run has continued since; None to collect the current state.
     """
-    run.engine.share_buffers()  # any process may write them, and training continues with the main one's
+    run.engine.share_buffers()  # any process may change them, and training continues with the main process's
     local = LocalState(run).collect() if at is None else dict(at)
     place, parts = local.pop("place"), dict(local["parts"])
     parts["running_averages"] = parts["running_averages"].state_dict()
@@ -114,7 +114,7 @@ def collect_others(run: Run, at: Mapping[str, Any] | None = None) -> dict[str, A
 
 
 def _of_each_process(run: Run, local: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of the user's callbacks that act on every process."""
+    """Return the states of the user's callbacks that run on every process."""
     own = {
         name
         for name, callback in _named(run.callbacks).items()
@@ -124,20 +124,20 @@ def _of_each_process(run: Run, local: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class LocalState:
-    """What of a run's state changes between two optimizer steps, read without waiting for device or processes.
+    """The part of a run's state that changes between optimizer steps, read without waiting for device or processes.
 
-    The snapshot is taken after every step of training, so what stays the same is looked up once.
+    The snapshot is taken after every training step, so constant parts are looked up only once.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._parts = stateful_parts(run)
-        self._parts.pop("scaler", None)  # moves with the optimizer, and reading it would wait for the device
+        self._parts.pop("scaler", None)  # changes only with the optimizer, and reading it would wait for the device
         del self._parts["running_averages"]
         self._callbacks = _named(run.callbacks)
 
     def collect(self) -> dict[str, Any]:
-        """Return a copy of that state; the running averages are a copy of their object, whose values are not read."""
+        """Return a copy of that state; running averages are copied as an object, without reading their values."""
         run, state = self._run, self._run.state
         parts: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
         parts["module"] = parts["module"] and copy_structure(parts["module"])
@@ -147,7 +147,7 @@ class LocalState:
             "is_last_batch": state.now.is_last_training_batch,
             "metrics": dict(state.metrics),
             "best_metrics": dict(state.best_metrics),
-            "lr": [deepcopy(group["lr"]) for group in run.stepper.optimizer.param_groups],  # some are tensors
+            "lr": [deepcopy(group["lr"]) for group in run.stepper.optimizer.param_groups],  # may be tensors
             "data": self._find_position(),
             "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
             "parts": parts,
@@ -156,10 +156,10 @@ class LocalState:
         }
 
     def _find_position(self) -> dict[str, Any] | None:
-        """Return where the data are; None where that is computed when a checkpoint is written.
+        """Return the data position; None if it is computed when a checkpoint is written.
 
         Unsharded data would wait for other processes. Planned data are a function of epoch and micro-batch, except
-        between two epochs, where the position tells of the epoch before.
+        between two epochs, where the position still refers to the previous epoch.
         """
         source, state = self._run.train_loader.source, self._run.state
         if isinstance(source, UnshardedSource) or (state.train_step and isinstance(source, PlannedSource)):
@@ -168,7 +168,7 @@ class LocalState:
 
 
 def copy_structure(value: Any) -> Any:
-    """Copy containers; tensors are shared: copying weights at each step would cost more than the step."""
+    """Copy containers; tensors are shared, because copying weights at each step would cost more than the step."""
     kind = type(value)
     if kind is dict:
         return {key: entry if type(entry) in _PLAIN else copy_structure(entry) for key, entry in value.items()}
@@ -182,12 +182,12 @@ _PLAIN = {float, int, str, bool, type(None), torch.Tensor, torch.device}
 
 
 def restore(run: Run, resumed: Resumed) -> None:
-    """Give every part of a newly built run the state of a checkpoint.
+    """Load the state of a checkpoint into every part of a newly built run.
 
     Processes: collective.
 
     Raises:
-        CheckpointError: It is the checkpoint of another model or optimizer.
+        CheckpointError: The checkpoint is from another model or optimizer.
     """
     resets_optimizer = run.settings.checkpoints.reset_optimizer_on_resume
     built = group_arguments(run.stepper.optimizer)
@@ -200,7 +200,7 @@ def restore(run: Run, resumed: Resumed) -> None:
         callbacks, of_trainer = others["callbacks"], others["trainer"]
     for name, part in stateful_parts(run).items():
         if name in others["parts"]:
-            # An error of the user's own `load_state_dict` stays what it is.
+            # Errors of the user's own `load_state_dict` are raised unchanged.
             with nullcontext() if part is run.module else rejecting_other_forms(resumed.folder):
                 part.load_state_dict(others["parts"][name])
     with rejecting_other_forms(resumed.folder):
@@ -221,13 +221,13 @@ def _restore_rest(run: Run, others: Mapping[str, Any], folder: Path) -> None:
 
 
 def _with_own(others: dict[str, Any]) -> dict[str, Any]:
-    """Return the states of a checkpoint with those that this process had for itself, on as many processes as then."""
+    """Return the states of a checkpoint, with this process's own states if the number of processes is unchanged."""
     if "own" not in others:
         return others
     before = others["own"]["num_processes"]
     if before != num_processes():
-        what = f"module, callbacks or Trainer had a state of its own on each of {before} processes"
-        warn(f"{what}, and there are {num_processes()} now: each begins with that of process 0")
+        what = f"module, callbacks or Trainer had a separate state on each of {before} processes"
+        warn(f"{what}, and there are {num_processes()} now: each starts with the state of process 0")
         return others
     own = others["own"]["states"].get(str(process_index()))
     if own is None:  # the main process
@@ -243,7 +243,7 @@ def _restore_scheduler(
     kind = _name_of(run.scheduler)
     if others["scheduler_class"] != kind:
         got, expected = f"a {kind}", f"the checkpoint's {others['scheduler_class']}"
-        do = "build it as in the run that saved, or begin with a new one: `reset_optimizer_on_resume=True`"
+        do = "build it as in the saved run, or start with a new scheduler: `reset_optimizer_on_resume=True`"
         raise CheckpointError(explain("the learning-rate scheduler", got, expected, do))
     lines = restore_scheduler(
         run.stepper.optimizer,
@@ -268,13 +268,13 @@ def _restore_callbacks(run: Run, saved: Mapping[str, dict[str, Any]]) -> None:
         if name in callbacks:
             callbacks[name].load_state_dict(state)
         elif state:
-            warn(f"the checkpoint holds the state of a callback {name}, which this run does not have: left out")
+            warn(f"the checkpoint contains the state of a callback {name}, which this run does not have: ignored")
     for name in callbacks.keys() - saved.keys():
-        say(f"the callback {name} is new in this run: it begins without a state")
+        say(f"the callback {name} is new in this run: it starts without a state")
 
 
 def _named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """Give each callback with a state the name under which the next start finds it: its class, and a number."""
+    """Name each stateful callback by its class and a number, so that the next start finds its state."""
     named: dict[str, Callback] = {}
     for callback in callbacks:
         kind = type(callback)
@@ -285,26 +285,25 @@ def _named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     return named
 
 
-# ---- The step snapshot: a run as its last optimizer step left it, for a checkpoint when something fails before the
-# next.
+# ---- The step snapshot: the run after its last optimizer step, for a checkpoint if something fails before the next.
 #
-# Weights and optimizer change in the optimizer step only, so they need no copy. What else changes until the next one is
-# small: counters, running averages, buffers such as batch norm's. It is copied once after each step, without waiting
-# for the device or for another process, and again only when a stage after the step has changed something.
+# Weights and optimizer change only in the optimizer step, so they need no copy. The rest that changes until the next
+# step is small: counters, running averages, buffers such as batch norm's. It is copied once after each step, without
+# waiting for the device or another process, and again only if a stage after the step has changed something.
 
 
 class StepSnapshot:
-    """A run after its last optimizer step, and how far it came with what follows that step.
+    """A run after its last optimizer step, and its progress in the stages that follow that step.
 
     Args:
-        is_kept: Whether a checkpoint may ever be asked for; if not, and no feature needs it, nothing is copied.
+        is_kept: Whether a checkpoint may ever be requested; if not, and no feature needs it, nothing is copied.
 
     Attributes:
-        next_stage: The stage that comes next: its index in `accmt.loop.stages.STAGES`, or the length of that list when
-            training continues.
-        made_step: Whether the last accumulation window ended in an optimizer step, rather than in a skipped one.
-        may_change_in_step_hooks: Whether the hooks after a step may change what the snapshot holds.
-        state: What `LocalState.collect` returned; None before the first capture.
+        next_stage: The next stage: its index in `accmt.loop.stages.STAGES`, or the length of that list when training
+            continues.
+        made_step: Whether the last accumulation window ended in an optimizer step, not in a skipped one.
+        may_change_in_step_hooks: Whether the hooks after a step may change what the snapshot contains.
+        state: The return value of `LocalState.collect`; None before the first capture.
     """
 
     def __init__(self, model: nn.Module, *, is_kept: bool) -> None:
@@ -318,17 +317,17 @@ class StepSnapshot:
         self._buffers = _Buffers(model)
 
     def capture(self, run: Run, next_stage: int) -> None:
-        """Copy the state of the run now.
+        """Copy the current state of the run.
 
         Args:
-            next_stage: The stage that comes next.
+            next_stage: The next stage.
         """
         self.next_stage, self._is_valid = next_stage, True
         if not (self._is_kept or run.features.needs_snapshot):
             return
         if self._local_state is None:
             self._local_state = LocalState(run)
-            # accmt's own hooks, such as the progress bar's, change nothing that a checkpoint holds.
+            # accmt's own hooks, such as the progress bar's, change nothing in a checkpoint.
             users = (*run.callbacks, run.module)
             self.may_change_in_step_hooks = any("on_update_end" in find_hooks(user) for user in users)
         self.state = self._local_state.collect()
@@ -336,9 +335,9 @@ class StepSnapshot:
             self._buffers.copy()
 
     def invalidate(self) -> None:
-        """Note that the weights are no longer the snapshot's, or should never be saved, until the next one is taken.
+        """Mark the weights as different from the snapshot, or never to be saved, until the next capture.
 
-        In the middle of an optimizer step they are neither the snapshot's nor the next's.
+        In the middle of an optimizer step they match neither the snapshot nor the next state.
         """
         self._is_valid = False
 
@@ -349,11 +348,11 @@ class StepSnapshot:
 
     @contextmanager
     def restored(self, run: Run) -> Iterator[None]:
-        """Give the model the buffers of the snapshot, and the optimizer its rates, while they are saved."""
+        """Restore the snapshot's buffers and learning rates while they are saved."""
         groups = run.stepper.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, (self.state or {})["lr"], strict=False):  # a group may be new since
-            group["lr"] = deepcopy(rate)  # a tensor of two owners could not be written
+            group["lr"] = deepcopy(rate)  # a tensor shared by two owners could not be written
         self._buffers.restore()
         try:
             yield
@@ -363,7 +362,7 @@ class StepSnapshot:
 
 
 class _Buffers:
-    """Copies of the buffers that a checkpoint holds, refreshed only where training has changed them."""
+    """Copies of the persistent buffers, refreshed only where training has changed them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.places = [
@@ -391,13 +390,13 @@ class _Buffers:
             if buffer is None or copied is None:
                 continue
             version = None if has_running_statistics(module) else _version_of(buffer)
-            if version is None or version != self._versions[index]:  # else it has its values, and may be read-only
+            if version is None or version != self._versions[index]:  # otherwise unchanged, and may be read-only
                 write_into(buffer, copied)
 
 
 def _version_of(buffer: torch.Tensor) -> tuple[int, int] | None:
-    """Return what changes whenever a tensor does; None where nothing tells.
+    """Return a value that changes whenever the tensor does; None if there is none.
 
-    The running statistics of batch norm are written by a kernel that counts no version.
+    The kernel that writes the running statistics of batch norm does not increase the version counter.
     """
     return None if buffer.is_inference() else (id(buffer), count_writes(buffer))

@@ -1,4 +1,4 @@
-"""Ends a run before its time: where another one can resume it, with a hint how, or with an emergency checkpoint."""
+"""Ends a run early: at a point where it can be resumed, with a resume hint, or with an emergency checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAME_FAILURE_S = 2.0
 
 
 def stop_if_requested(run: Run) -> None:
-    """Stop the run here, between two optimizer steps, if somebody asked for it, or end training if its time is up.
+    """Stop the run between two optimizer steps if requested, or end training if its time is up.
 
     Processes: all, after the same step.
     """
@@ -34,9 +34,9 @@ def stop_if_requested(run: Run) -> None:
 
 
 def stop_run(run: Run, reason: Reason) -> NoReturn:
-    """Stop the run, which is between two optimizer steps or in something that can be repeated.
+    """Stop the run between two optimizer steps, or in something that can be repeated.
 
-    Processes: all, at the same place.
+    Processes: all, at the same point.
     """
     stopped = f"the run stops at step {run.state.global_step}"
     say(f"{reason.what}: {stopped}")
@@ -48,7 +48,7 @@ def stop_run(run: Run, reason: Reason) -> NoReturn:
 
 @contextmanager
 def watching(run: Run) -> Iterator[None]:
-    """Watch signals and the other processes; where one fails and others do not, this process is sure to end soon."""
+    """Watch signals and the other processes; if only some processes fail, make sure that this one exits soon."""
     watch = run.watch
     if watch is None:
         yield
@@ -57,7 +57,7 @@ def watching(run: Run) -> Iterator[None]:
     try:
         yield
     except Restart:
-        raise  # all processes together
+        raise  # on all processes together
     except BaseException as error:
         _send_failure(run.interruption, watch, error)
         raise
@@ -69,7 +69,7 @@ def watching(run: Run) -> Iterator[None]:
 
 @contextmanager
 def watching_evaluation(watch: Watch | None, interruption: Interruption) -> Iterator[None]:
-    """Watch the other processes where nothing is trained: an error that another one caused names it."""
+    """Watch the other processes outside training: an error caused by another process names it."""
     if watch is None:
         yield
         return
@@ -89,7 +89,7 @@ def watching_evaluation(watch: Watch | None, interruption: Interruption) -> Iter
 
 
 def handle_failure(run: Run, error: BaseException) -> BaseException:
-    """Do first what an error that ends a run asks for: inform the other processes, take an emergency checkpoint."""
+    """Handle an error that ends a run: inform the other processes, take an emergency checkpoint."""
     if run.watch is not None:
         _send_failure(run.interruption, run.watch, error)
     _save_emergency_checkpoint(run, error)
@@ -107,7 +107,7 @@ def _send_failure(interruption: Interruption, watch: Watch, error: BaseException
 
 
 def _explain_consequence(watch: Watch, error: BaseException) -> BaseException:
-    """Return the error that names the process whose failure caused this one; the error itself where none did."""
+    """Return an error that names the process whose failure caused this one; the error itself if there is none."""
     cause = watch.find_cause(error)
     if cause is None:
         return error
@@ -116,15 +116,17 @@ def _explain_consequence(watch: Watch, error: BaseException) -> BaseException:
         do = "fix that error; the other processes were waiting for it"
         return ProcessFailedError(explain(f"process {index}", f"it failed:\n{report}", "no error", do))
     got = "it exited without an error message: killed, perhaps because memory ran out"
-    return ProcessFailedError(explain(f"process {index}", got, "all processes alive", "look at the system's log"))
+    return ProcessFailedError(explain(f"process {index}", got, "all processes alive", "check the system log"))
 
 
 def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:
-    """Take a checkpoint of the last step snapshot if a handler asks for it; nothing here hides the error."""
+    """Save the last step snapshot if a handler requests it; errors here do not hide the original one."""
     if not _is_handled(run, error):
         return
     if not run.snapshot.can_be_saved:
-        warn("no emergency checkpoint: the run is in the middle of a step, or its loss is wrong; the newest one stays")
+        warn(
+            "no emergency checkpoint: the run is in the middle of a step, or its loss is wrong; the newest one is kept"
+        )
         return
     if is_out_of_memory(error):
         free_memory(run)
@@ -132,17 +134,17 @@ def _save_emergency_checkpoint(run: Run, error: BaseException) -> None:
         before_emergency_checkpoint()
     try:
         _save_snapshot(run)
-    except Exception as own:  # noqa: BLE001 - the error that ends the run goes first
-        warn(f"the emergency checkpoint could not be taken, the newest one stays: {own}")
+    except Exception as own:  # noqa: BLE001 - the error that ends the run has priority
+        warn(f"could not write the emergency checkpoint, the newest one is kept: {own}")
 
 
 def _save_snapshot(run: Run) -> None:
     if run.watch is None or not run.watch.is_apart:
         run.checkpoints.save_snapshot(run)
     elif run.engine.needs_all:
-        warn("no emergency checkpoint: the shards of the other processes are gone with them; the newest one stays")
+        warn("no emergency checkpoint: the shards of the other processes are lost with them; the newest one is kept")
     elif is_main_process() and not isinstance(run.train_loader.source, UnshardedSource):
-        with suppress(RuntimeError):  # its thread still acts with the others, which are gone
+        with suppress(RuntimeError):  # its thread still communicates with the others, which have exited
             run.checkpoints.wait()
         with acting_alone():
             run.checkpoints.save_snapshot(run, is_alone=True)
@@ -158,7 +160,7 @@ def _is_handled(run: Run, error: BaseException) -> bool:
 
 
 def _kinds_of(watch: Watch | None, error: BaseException) -> set[Handler | None]:
-    """Return the kind of an error; of one that is the consequence of others, theirs too."""
+    """Return the kind of an error, including the kinds of the errors on other processes that caused it."""
     if watch is None or is_consequence(error) is False:
         return {kind_of(error)}
     kinds = {note["kind"] for note in watch.failures().values() if note["kind"] is not None}
@@ -166,11 +168,11 @@ def _kinds_of(watch: Watch | None, error: BaseException) -> set[Handler | None]:
 
 
 def stopping_if_asked(micro_batches: Iterator[MicroBatch], trainer: TrainerProtocol) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of a validation, at which the run can be left: at the same one on all processes.
+    """Yield the micro-batches of a validation, and leave at the same one on all processes if requested.
 
-    A sharded model's forward needs every process, so none may leave an evaluation by itself. All have the same points:
-    equally many micro-batches or, where each process cuts its samples by a token budget, equally many windows. The
-    resumed run does the evaluation again.
+    A sharded model's forward needs every process, so none may leave an evaluation on its own. All pass the same points:
+    equally many micro-batches or, if each process splits its samples by a token budget, equally many windows. The
+    resumed run repeats the evaluation.
     """
     for micro_batch in micro_batches:
         begins_window = micro_batch.cut is None or micro_batch.cut.number == 0

@@ -1,4 +1,4 @@
-"""What lies in a model folder: weights and the status of the run that wrote them; and which weights are kept."""
+"""The contents of a model folder: weights and the status of the run that wrote them; and which weights are kept."""
 
 from accmt.saving.load_weights import load_weights
 from accmt.saving.model_folder import (

@@ -1,4 +1,4 @@
-"""Loading saved weights into a model, with every misfit in one message."""
+"""Loads saved weights into a model and reports every mismatch in one message."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _SHOWN = 8
 
 
 def load_weights(model: nn.Module, folder: Path | str, *, strict: bool = True) -> None:
-    """Load the weights in `folder` into `model`, in place; dtype and device stay the model's.
+    """Load the weights in `folder` into `model`, in place; the model keeps its dtype and device.
 
-    The model may be compiled or wrapped for data parallelism, whole or in part, whatever it was when it was saved.
+    The model may be compiled or wrapped for data parallelism, as a whole or in part, regardless of how it was saved.
 
     Args:
-        strict: Whether every weight of the model must be in the folder and the other way round. Shapes always must fit.
+        strict: Whether the model and the folder must have exactly the same weights. Shapes must always match.
 
     Raises:
-        WeightsError: The folder holds no weights, a file is missing or damaged, or names or shapes do not fit.
+        WeightsError: The folder has no weights, a file is missing or damaged, or names or shapes do not match.
 
-    Processes: all, each for itself, also where the model is sharded.
+    Processes: each loads on its own, also if the model is sharded.
     """
     folder = Path(folder)
     own_names = plain_names(model.state_dict())
@@ -46,19 +46,19 @@ def load_weights(model: nn.Module, folder: Path | str, *, strict: bool = True) -
 
 
 def _say_what_is_rounded(saved: Mapping[str, Tensor], current: Mapping[str, Tensor], folder: Path) -> None:
-    """Say which weights lose digits, such as those of a model that was read in 16 bits and trained in float32."""
+    """Log which weights lose precision, such as those of a model loaded in 16 bits and trained in float32."""
     common = saved.keys() & current.keys()
     rounded = [name for name in common if saved[name].dtype == torch.float32 and current[name].dtype in HALVES]
     if rounded:
         kind = str(current[min(rounded)].dtype).removeprefix("torch.")
-        what = f"{len(rounded)} of {len(saved)} weights in {folder} are float32, and are rounded to the model's {kind}"
-        say_once(f'{what}; to keep them build the model with dtype="float32", or read it from that folder')
+        what = f"{len(rounded)} of {len(saved)} weights in {folder} are float32 and are rounded to the model's {kind}"
+        say_once(f'{what}; to keep them, build the model with dtype="float32", or load it from that folder')
 
 
 def require_fit(
     saved: Mapping[str, Tensor], current: Mapping[str, Tensor], folder: Path, *, what: str, strict: bool = True
 ) -> None:
-    """Check that saved weights fit a model; no value is looked at."""
+    """Check that saved weights match a model, without reading their values."""
     faults = _find_faults(saved, current, strict=strict)
     if faults:
         raise misfit(folder, "; ".join(faults), f"the {len(current)} weights of {what}, with the same names and shapes")
@@ -70,7 +70,7 @@ def misfit(folder: Path, got: str, expected: str) -> WeightsError:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read all weights in `folder`, on the CPU, tied names included."""
+    """Read all weights in `folder` to the CPU, including tied names."""
     weights: dict[str, Tensor] = {}
     for name in require_files(folder):
         weights |= _read_file(folder / name)
@@ -78,12 +78,12 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def require_files(folder: Path) -> list[str]:
-    """Return the names of the files that hold the weights in `folder`, and check that all of them are there."""
+    """Return the names of the weight files in `folder`, after checking that all of them exist."""
     entry = find_entry(folder)
     if entry is None:
         do = "pass the folder of a saved model (the Trainer's model_path, or one of its subfolders)"
         if any(folder.glob("step-*/manifest.json")) or (folder / "manifest.json").is_file():
-            do = f"this is a checkpoint: `accmt get {shlex.quote(str(folder))} OUT` makes a model folder of it"
+            do = f"this is a checkpoint: convert it with `accmt get {shlex.quote(str(folder))} OUT`"
         raise WeightsError(explain(str(folder), _describe_content(folder), f"one of {', '.join(ENTRY_NAMES)}", do))
     try:
         names = files_of(entry)
@@ -92,7 +92,7 @@ def require_files(folder: Path) -> list[str]:
     missing = [name for name in names if not (entry.parent / name).is_file()]
     if missing:
         got, do = f"missing files: {_some(missing)}", "copy the whole folder again, or save the model again"
-        raise WeightsError(explain(str(entry), got, f"all {len(names)} files that it names, beside it", do))
+        raise WeightsError(explain(str(entry), got, f"all {len(names)} files that it lists, in the same folder", do))
     return names
 
 
@@ -104,7 +104,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     except (SafetensorError, RuntimeError, UnpicklingError, EOFError) as error:
         raise _damaged(path, error) from error
     if not (isinstance(weights, dict) and all(isinstance(value, Tensor) for value in weights.values())):
-        raise _damaged(path, TypeError("it holds something other than tensors by name"))
+        raise _damaged(path, TypeError("it contains something other than tensors by name"))
     return weights
 
 
@@ -139,8 +139,8 @@ def describe_shapes(name: str, saved: Sequence[int], current: Sequence[int]) -> 
 def _damaged(path: Path, error: Exception) -> WeightsError:
     message = explain(
         str(path),
-        f"it cannot be read: {error}",
-        "a complete file, as it was written",
+        f"cannot be read: {error}",
+        "a complete file",
         "copy it again, or save the model again",
     )
     return WeightsError(message)

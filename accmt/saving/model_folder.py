@@ -1,4 +1,4 @@
-"""Whose model folder it is: one run at a time saves there, its status names it, and an earlier model is kept."""
+"""Which run owns a model folder: one run at a time saves there, its status names it, and an earlier model is kept."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ STATUS_NAME = "status.json"
 STATUS_VERSION = 1
 
 RUN_KEY = "run_id"
-"""What names a run in the `status.json` of the models that it saved, through all its interruptions."""
+"""The key in `status.json` that identifies the run, across all its interruptions."""
 
 MARK_NAME = "replaced_by.json"
-"""Stands in a model that was kept, and names the run that replaced it."""
+"""A file in a kept model that names the run which replaced it."""
 
 
 @dataclass(frozen=True)
 class ModelFolderClaim:
-    """A lock on a model folder, and the folders that were made for it.
+    """A lock on a model folder, and the folders that were created for it.
 
     Attributes:
         lock: None on a file system without locks.
-        made: The innermost first; those that are still empty at the end are removed.
+        made: Innermost first; those that are still empty at the end are removed.
     """
 
     lock: FolderLock | None
@@ -55,7 +55,7 @@ class ModelFolderClaim:
 
     @classmethod
     def take(cls, folder: Path) -> ModelFolderClaim | None:
-        """Claim a folder; None where nothing can be written there, which the first save will say.
+        """Lock a folder; None if nothing can be written there, which the first save will report.
 
         Processes: main only.
         """
@@ -64,7 +64,7 @@ class ModelFolderClaim:
             folder.mkdir(parents=True, exist_ok=True)
             return cls(FolderLock.take(folder), made)
         except FolderTakenError as error:
-            got, do = f"a run is saving there ({error})", "wait for that run, stop it, or pass another `model_path`"
+            got, do = f"in use by another run ({error})", "wait for that run, stop it, or pass another `model_path`"
             expected = "a folder that no other run saves to: each would replace the other's model"
             raise SavingError(explain(f"model folder {folder}", got, expected, do)) from None
         except OSError:
@@ -73,13 +73,13 @@ class ModelFolderClaim:
     def release(self) -> None:
         if self.lock is not None:
             self.lock.release()
-        with suppress(OSError):  # it holds something
+        with suppress(OSError):  # it is not empty
             for path in self.made:
                 path.rmdir()
 
 
 def write_status(folder: Path, status: Mapping[str, Any]) -> None:
-    """Replace `status.json` in `folder` as one step, as strict JSON (infinite and undefined numbers become strings).
+    """Replace `status.json` in `folder` atomically, as strict JSON (infinite numbers and NaN become strings).
 
     Processes: main only.
     """
@@ -87,18 +87,18 @@ def write_status(folder: Path, status: Mapping[str, Any]) -> None:
 
 
 def read_status(folder: Path | str) -> dict[str, Any]:
-    """Read what `write_status` wrote, `version` included."""
+    """Read the output of `write_status`, including `version`."""
     status: dict[str, Any] = loads((Path(folder) / STATUS_NAME).read_text(encoding="utf-8"))
     return status
 
 
 def keep_previous(folder: Path, run_id: str) -> Path | None:
-    """Keep the model in `folder` beside it, as `<folder>.previous`, unless the run has saved it itself.
+    """Keep the model in `folder` as `<folder>.previous`, unless this run saved it.
 
-    The folder is not changed, so that a loader finds a model in it at every moment. Weights are linked, which takes no
-    room as long as both are the same, and nobody writes into their files; what people do write into is copied. Nothing
-    that was kept before is touched: then it is `.previous-2`. Where nothing can be put beside the folder, `previous` in
-    it is the place. None stands for no model, or the run's own.
+    The folder is not changed, so that a loader finds a model in it at any moment. Weights are hard-linked, which takes
+    no space while both are the same and is safe because nobody modifies these files; files that people edit are copied.
+    An existing `.previous` is kept: the name is then `.previous-2`. If nothing can be created next to the folder,
+    `previous` inside it is used. Returns None if there is no model or it is this run's.
 
     Processes: main only.
     """
@@ -107,7 +107,7 @@ def keep_previous(folder: Path, run_id: str) -> Path | None:
     folder = folder.resolve()  # a link may lead to another disk
     with staging_folder(folder, "previous") as staged:
         if any(_read(place / MARK_NAME).get(RUN_KEY) == run_id for place in find_surplus(folder, 0, _when_kept)):
-            return None  # the run was killed after this, and before the status of its own model was written
+            return None  # the run was killed after this, before it wrote the status of its own model
         kept = staged / "kept"
         _copy(folder, kept)
         mark = {RUN_KEY: run_id, "files": sorted(_list_files(kept))}
@@ -116,12 +116,12 @@ def keep_previous(folder: Path, run_id: str) -> Path | None:
             place = _put(kept, place_beside(folder))
         except OSError:
             place = _put(kept, place_inside(folder))
-    (folder / MARK_NAME).unlink(missing_ok=True)  # from here on a model folder like any other, not one that is kept
+    (folder / MARK_NAME).unlink(missing_ok=True)  # from here on an ordinary model folder, not a kept one
     return place
 
 
 def remove_surplus(folder: Path, keep: int | None) -> list[Path]:
-    """Delete the models of the oldest earlier runs that were kept; files that somebody else put there stay.
+    """Delete the kept models of the oldest earlier runs; other files there are kept.
 
     Processes: main only.
     """
@@ -132,7 +132,7 @@ def remove_surplus(folder: Path, keep: int | None) -> list[Path]:
             (place / name).unlink(missing_ok=True)
         inner = {place / parent for name in files for parent in PurePath(name).parents}
         for path in sorted(inner | {place}, reverse=True):
-            with suppress(OSError):  # it holds something else, too
+            with suppress(OSError):  # it contains other files too
                 path.rmdir()
     return surplus
 
@@ -158,24 +158,24 @@ def _copy(folder: Path, target: Path) -> None:
     weights = _find_weights(folder)
     for name in _list_files(folder):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        source = (folder / name).resolve()  # a link may lead into the folder that changes
+        source = (folder / name).resolve()  # a link may point into the folder that changes
         try:
             (os.link if name in weights else shutil.copy2)(source, target / name)
         except OSError:
             if name not in weights:
                 raise
-            shutil.copy2(source, target / name)  # a file system without links
+            shutil.copy2(source, target / name)  # a file system without hard links
 
 
 def _find_weights(folder: Path) -> set[str]:
     try:
         return weight_files_in(folder)
-    except (ValueError, KeyError):  # an index of somebody else
+    except (ValueError, KeyError):  # an index that accmt did not write
         return set()
 
 
 def _list_files(folder: Path) -> set[str]:
-    """Return the files of the model: folders in it are other models, unless its status lists what is in them."""
+    """Return the files of the model; subfolders are other models, unless the status lists files in them."""
     files = _read(folder / STATUS_NAME).get("files")
     listed = [PurePath(name) for name in files if isinstance(name, str)] if isinstance(files, list) else []
     inner = {str(path) for path in listed if not path.is_absolute() and ".." not in path.parts}
@@ -189,7 +189,7 @@ def _put(kept: Path, place: Path) -> Path:
     return place
 
 
-# ---- What lies beside the weights in a model folder: what the model is, how good, and how it was made.
+# ---- Files next to the weights in a model folder: what the model is, its quality, and how it was trained.
 
 
 CARD_NAME = "README.md"
@@ -206,8 +206,8 @@ def write_model_card(folder: Path, *, head: Mapping[str, Any], sections: Mapping
     """Write `README.md`, unless there is one that accmt did not write.
 
     Args:
-        head: What the hub reads, as YAML at the top, such as `library_name` and `base_model`.
-        sections: By heading: a table of names and values, or a command. Empty ones are left out.
+        head: Metadata for the hub, as YAML at the top, such as `library_name` and `base_model`.
+        sections: By heading: a table of names and values, or a command. Empty sections are omitted.
 
     Processes: main only.
     """
@@ -219,9 +219,9 @@ def write_model_card(folder: Path, *, head: Mapping[str, Any], sections: Mapping
 
 
 def write_hps(folder: Path, hps: Mapping[str, Any]) -> bool:
-    """Write `hps.yaml`, from which `Trainer(hps_config=...)` trains again; unless somebody else's is there.
+    """Write `hps.yaml` for `Trainer(hps_config=...)`, unless there is one that accmt did not write.
 
-    Secrets are left out.
+    Secrets are omitted.
 
     Processes: main only.
     """
@@ -232,9 +232,9 @@ def write_hps(folder: Path, hps: Mapping[str, Any]) -> bool:
 
 
 def write_trainer_config(folder: Path, arguments: Mapping[str, Any]) -> bool:
-    """Write `trainer_config.json`, of which `Trainer.from_config` makes the Trainer again; unless another's is there.
+    """Write `trainer_config.json` for `Trainer.from_config`, unless there is one that accmt did not write.
 
-    What no file can hold, such as callbacks and functions, is left out; so are secrets.
+    Arguments that a file cannot represent, such as callbacks and functions, are omitted; so are secrets.
 
     Processes: main only.
     """
@@ -246,7 +246,7 @@ def write_trainer_config(folder: Path, arguments: Mapping[str, Any]) -> bool:
 
 
 def _to_plain(value: Any) -> Any:
-    """Return an argument in the form in which a file can give it."""
+    """Return an argument in a form that a file can represent."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, timedelta):
@@ -261,11 +261,11 @@ def _to_plain(value: Any) -> Any:
 
 
 def _to_key(name: Any) -> Any:
-    return str(name) if type(name) is int else name  # JSON has text alone, and `Trainer.from_config` reads it as meant
+    return str(name) if type(name) is int else name  # JSON keys are strings; `Trainer.from_config` converts them
 
 
 def _writable_part(name: str, value: Any) -> Any:
-    """Return what of an argument a file can hold; of options that stand together, each is kept by itself."""
+    """Return the part of an argument that a file can represent; combined options are checked one by one."""
     if name in _JOINED_OPTIONS and isinstance(value, dict):
         kept = {key: item for key, item in value.items() if _can_be_written(item)}
         return kept if kept or not value else _NOTHING
@@ -274,7 +274,7 @@ def _writable_part(name: str, value: Any) -> Any:
 
 def _can_be_written(value: Any) -> bool:
     try:
-        return bool(json.loads(dumps(value)) == value)  # infinity would come back as text
+        return bool(json.loads(dumps(value)) == value)  # infinity would be read back as a string
     except TypeError:
         return False
 

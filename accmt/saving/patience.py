@@ -1,4 +1,4 @@
-"""When training ends because it no longer helps."""
+"""Early stopping."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _MODEL_SAVING = Argument("model_saving")
 
 
 class Patience:
-    """Counts evaluations in a row without a better value.
+    """Counts consecutive evaluations without a better value.
 
-    What is better is the same as for saving: a value that is not finite never is, an equal one only where the metric
-    compares with >= or <=. Thresholds of saving play no part.
+    "Better" means the same as for saving: a non-finite value never is, and an equal value only where the metric
+    compares with >= or <=. Thresholds for saving are ignored.
 
     Args:
-        patience: Evaluations in a row without a better value before training ends. A number counts those in which no
-            rule of `rule` has a new best. A dict counts each value for itself, such as `{"accuracy": 3}`; the first
-            that is exhausted ends the training. `PatienceOptions` in place of a number say more about a value.
+        patience: Consecutive evaluations without a better value before training ends. A number counts evaluations in
+            which no rule of `rule` has a new best. A dict counts each value separately, such as `{"accuracy": 3}`; the
+            first that is exhausted ends training. Use `PatienceOptions` instead of a number for more options.
 
     Attributes:
-        best: The best values so far, as of `Selection`.
+        best: The best values so far, as in `Selection`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Patience:
 
     @property
     def left(self) -> int | dict[str, int]:
-        """Evaluations without a better value that are still allowed; by the rule's name where a dict was given."""
+        """Evaluations without a better value that are still allowed; by rule name if a dict was passed."""
         return self._left if self._is_by_name else next(iter(self._left.values()))
 
     @property
@@ -71,7 +71,7 @@ class Patience:
         return any(quantity.key != TRAIN_LOSS for rule in self._rules for quantity in rule.quantities)
 
     def consider(self, values: Mapping[str, float]) -> None:
-        """Take note of an evaluation, unless a watched value is missing; not for the one before training."""
+        """Record an evaluation, unless a watched value is missing; not for the one before training."""
         self.require(values)
         for name, rules in self._watched.items():
             options = self._options[name]
@@ -94,7 +94,7 @@ class Patience:
         return {**state, "ended_by": dict(self._ended_by)} if self._ended_by else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`; what was not watched then starts over, and the patience itself is that of this run."""
+        """Restore `state_dict`; values that were not watched start over, and the patience is that of this run."""
         for name in self._without_better:
             self._without_better[name] = state["without_better"].get(name, 0)
         keys = {key for rule in self._rules for key in rule.keys}
@@ -113,7 +113,7 @@ class Patience:
 
 
 def _read_options(patience: Any, value: Any) -> PatienceOptions:
-    """Return what ends training by one value: a number of evaluations, or options."""
+    """Return the early-stopping options for one value: a number of evaluations, or options."""
     if isinstance(value, Mapping | PatienceOptions):
         return PatienceOptions.read("patience", value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -127,9 +127,9 @@ def _check(patience: Any, groups: list[list[Rule]]) -> None:
         do = 'patience={"valid_loss": 3}, for example'
         _PATIENCE.reject(repr(patience), "a value to watch; model_saving alone provides none", do)
     if len({rule.name for rule in rules}) != len(rules):
-        _PATIENCE.reject(repr(patience), "each value once", "drop one of the two spellings")
+        _PATIENCE.reject(repr(patience), "each value once", "remove one of the two spellings")
 
 
 def may_stop(state: Counters, *, min_epochs: int | None, min_steps: int | None) -> bool:
-    """Return whether training has lasted as long as it must, before patience or a request to stop counts."""
+    """Return whether training has reached its minimum length, before which early stopping and stop requests wait."""
     return state.epoch >= (min_epochs or 0) and state.global_step >= (min_steps or 0)

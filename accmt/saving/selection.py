@@ -1,4 +1,4 @@
-"""Which evaluations' weights are kept, and where."""
+"""Which evaluations' weights are kept, and in which folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from accmt.errors import ArgumentError, MetricError, ModuleContractError, explain
 
-# ---- The rules that models are saved and runs are stopped by: their names, and the values that decide.
+# ---- The rules for saving models and stopping runs: their names, and the values they compare.
 
 
 IsBetter = Callable[[float, float], bool]
@@ -23,31 +23,31 @@ VALID_LOSS = "best_valid_loss"
 TRAIN_LOSS = "best_train_loss"
 _PREFIX = "best_"
 _OTHER_TRAINERS_PREFIX = re.compile(r"(eval|val|valid|validation)_")
-"""What other trainers put before the name of a metric."""
+"""The prefixes that other trainers use for metric names."""
 METRIC_NAMES = ("accuracy", "auroc", "f1", "mae", "mse", "perplexity", "precision", "r2", "recall", "rmse")
-"""The metrics that a Trainer makes of their names."""
+"""Metrics that a Trainer creates from their names."""
 _LOSSES: dict[str, IsBetter] = {name.removeprefix(_PREFIX): operator.lt for name in (VALID_LOSS, TRAIN_LOSS)}
 
 
 @dataclass(frozen=True)
 class Argument:
-    """Where something was written, for messages."""
+    """The argument that contained a value, for error messages."""
 
     name: str
     call: str = "Trainer"
 
     def reject(self, got: str, expected: str, do: str) -> NoReturn:
-        """Raise the error of a wrong value."""
+        """Raise an error about an invalid value."""
         raise ArgumentError(explain(f"{self.call}({self.name}=...)", got, expected, do))
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """One value of an evaluation that decides.
+    """One value of an evaluation that a rule compares.
 
     Attributes:
-        key: Where it stands among the values of an evaluation.
-        keys_of_sets: Where the values stand whose mean it is if there is none under `key`.
+        key: Its key among the values of an evaluation.
+        keys_of_sets: The keys of the values to average if `key` is missing.
     """
 
     label: str
@@ -57,7 +57,7 @@ class Quantity:
 
     @property
     def sign(self) -> int:
-        """1 where more is better, -1 where less is."""
+        """1 if higher is better, -1 if lower is better."""
         return 1 if self.is_better(1.0, 0.0) else -1
 
     def is_in(self, values: Mapping[str, float]) -> bool:
@@ -71,9 +71,9 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Rule:
-    """What makes one evaluation better than those before: all its quantities are.
+    """Defines when an evaluation is better than all before: when all its quantities are.
 
-    A value that is not finite is never better. A rule without quantities takes every evaluation.
+    A non-finite value is never better. A rule without quantities accepts every evaluation.
 
     Attributes:
         name: Such as "best_valid_loss", "best_accuracy@en", "best_accuracy/f1" or "always".
@@ -84,18 +84,18 @@ class Rule:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Where the best values of the quantities are kept: under the rule's name, or `<rule>[<label>]` of several."""
+        """The keys of the best values: the rule's name, or `<rule>[<label>]` for several quantities."""
         if len(self.quantities) == 1:
             return (self.name,)
         return tuple(f"{self.name}[{quantity.label}]" for quantity in self.quantities)
 
     def update(self, best: dict[str, float], values: Mapping[str, float], *, min_delta: float = 0.0) -> bool:
-        """Put the values of an evaluation into `best` if it is better than what stands there.
+        """Put the values of an evaluation into `best` if it is better.
 
-        The best values of several quantities are always those of one evaluation.
+        The best values of several quantities always come from one evaluation.
 
         Args:
-            min_delta: By how much a value has to be better.
+            min_delta: The minimum improvement.
         """
         new = {key: quantity.read(values) for key, quantity in zip(self.keys, self.quantities, strict=True)}
         is_better = all(
@@ -108,7 +108,7 @@ class Rule:
         return is_better
 
     def require(self, values: Mapping[str, float], argument: Argument) -> None:
-        """Check that all that decides is among the values of an evaluation."""
+        """Check that an evaluation has all values that the rule compares."""
         missing = next((quantity for quantity in self.quantities if not quantity.is_in(values)), None)
         if missing is None:
             return
@@ -123,24 +123,24 @@ class Rule:
 
 
 class Quantities:
-    """All that can decide in a run, by which the names of rules are read.
+    """All values that rules can refer to, used to parse rule names.
 
-    `directions` says for each metric's main entry whether a new value is better than an old one. `sets` are the names
-    of the validation sets, empty for a set without one; None where they are not known yet: then every name passes.
+    `directions` maps each metric's main entry to a function that compares a new value with an old one. `sets` are the
+    names of the validation sets, empty for a set without a name; None if unknown so far: then every name is accepted.
     """
 
     def __init__(self, directions: Mapping[str, IsBetter], sets: Sequence[str] | None = None) -> None:
         for name in _LOSSES.keys() & directions:
-            expected = "a name that the losses do not have"
+            expected = "a name not used by the losses"
             raise MetricError(explain(f"metric {name!r}", f"the main entry {name!r}", expected, "rename it"))
         self.directions: dict[str, IsBetter] = {**_LOSSES, **directions}
         self._sets = None if sets is None else [name for name in sets if name]
 
     def read_rule(self, name: Any, argument: Argument) -> Rule:
-        """Return the rule of a name; the prefix "best_" may be missing.
+        """Return the rule of a name; the prefix "best_" is optional.
 
-        "best_accuracy" is the mean of several sets, "best_accuracy@en" or "best_accuracy__en" is of one;
-        "best_accuracy@en/f1@de": both must be better.
+        "best_accuracy" is the mean over the validation sets, "best_accuracy@en" or "best_accuracy__en" refers to one;
+        "best_accuracy@en/f1@de" requires both to be better.
         """
         if name == ALWAYS:
             return Rule(ALWAYS)
@@ -156,11 +156,11 @@ class Quantities:
         return rule
 
     def find_quantity(self, name: str) -> Quantity | None:
-        """Return the quantity of a name such as "accuracy", "accuracy@en" or "valid_loss"; None if there is none."""
+        """Return the quantity of a name such as "accuracy", "accuracy@en" or "valid_loss"; None if unknown."""
         return self._find(name.removeprefix(_PREFIX))
 
     def read_rules(self, names: Any, argument: Argument) -> list[Rule]:
-        """Return the rules of one name, of a list of names or of None; a name begins with "best_" or is "always"."""
+        """Return the rules of one name, of a list of names or of None; a name starts with "best_" or is "always"."""
         listed = list(names) if isinstance(names, list | tuple) else [] if names is None else [names]
         for name in listed:
             if not isinstance(name, str) or not (name == ALWAYS or name.startswith(_PREFIX)):
@@ -187,7 +187,7 @@ class Quantities:
         return Quantity(f"{name}@{set_name}", is_better, f"{key}__{set_name}")
 
     def _labels(self) -> list[str]:
-        sets = [set_name for set_name in self._sets or () if "/" not in set_name]  # which a rule cannot name
+        sets = [set_name for set_name in self._sets or () if "/" not in set_name]  # "/" separates the parts of a rule
         of_sets = [f"{name}@{set_name}" for name in self.directions for set_name in sets]
         return [*self.directions, *(label for label in of_sets if self._find(label) is not None)]
 
@@ -207,13 +207,13 @@ class Quantities:
         argument.reject(repr(name), expected, do)
 
     def _advise_metrics(self, nearest: Mapping[str, str | None]) -> str:
-        """Return what to do about parts of a rule that no metric of the run is like."""
+        """Return advice for parts of a rule that resemble no metric of the run."""
         unknown = {part: self._strip(part.partition("@")[0]) for part, label in nearest.items() if label is None}
         by_name = {part: _find_alike(name, METRIC_NAMES) for part, name in unknown.items()}
         for part, name in unknown.items():
             if by_name[part] is None:
                 reported = f'metrics={{"{name}": "max"}}, or "min", where a step, self.log or a hook reports it'
-                return f"{reported}; or metrics=[MyMetric({name!r})], a Metric named {name!r} of your own"
+                return f"{reported}; or metrics=[MyMetric({name!r})], a Metric named {name!r}"
         rule = "/".join(str(label or by_name[part]) for part, label in nearest.items())
         added = ", ".join(f'"{name}"' for name in by_name.values())
         own = next(name for name, known in by_name.items() if known is not None)
@@ -233,25 +233,25 @@ class Quantities:
 
 
 def _find_alike(part: str, names: Iterable[str]) -> str | None:
-    """Return the name that something is written like, or that it is the beginning of."""
+    """Return the name that is similar to `part` or starts with it."""
     names, part = list(names), part.lower()
     alike = [name for name in names if len(part) > 1 and (name.startswith(part) or part.startswith(f"{name}_"))]
     return next(iter([*alike, *get_close_matches(part, names, n=1)]), None)
 
 
 def without_validation(model_saving: Any) -> Any:
-    """Return the rules of a run without validation data, in which "best_valid_loss" means "best_train_loss"."""
+    """Return the rules of a run without validation data, where "best_valid_loss" means "best_train_loss"."""
     if isinstance(model_saving, list | tuple):
         return list(dict.fromkeys(without_validation(name) for name in model_saving))
     return TRAIN_LOSS if model_saving == VALID_LOSS else model_saving
 
 
 def name_by_rules(results: Mapping[str, float], *, loss_name: str, train_loss: float | None) -> dict[str, float]:
-    """Return the results of an evaluation under the names that rules look for.
+    """Return the results of an evaluation by the names that rules use.
 
     Args:
         results: Losses and metrics by name; with several validation sets `<name>__<set>`.
-        train_loss: Mean training loss since the last evaluation; None, for no step since then, counts as NaN.
+        train_loss: Mean training loss since the last evaluation; None, if there was no step since, counts as NaN.
     """
     values = {TRAIN_LOSS: math.nan if train_loss is None else train_loss}
     for name, value in results.items():
@@ -262,19 +262,19 @@ def name_by_rules(results: Mapping[str, float], *, loss_name: str, train_loss: f
 
 _MODEL_SAVING = Argument("model_saving")
 LAST = "last"
-"""The name of the weights at the end of a run, among those that could not be written."""
+"""The name of the final weights among those that could not be written."""
 
 Limit = float | Mapping[str, float] | None
-"""A number for every value that decides, one for each by name, or None."""
+"""A limit for every value, one per value by name, or None."""
 
 
 @dataclass(frozen=True)
 class _Saving:
-    """One rule, and the bounds between which it saves.
+    """One rule, with the bounds between which it saves.
 
     Attributes:
-        lower: What values must be above, by the label of their quantity.
-        upper: What they must be below.
+        lower: Exclusive lower bounds by quantity label.
+        upper: Exclusive upper bounds by quantity label.
     """
 
     rule: Rule
@@ -289,21 +289,21 @@ class _Saving:
 
 
 class Selection:
-    """Remembers the best values of what models are saved by, and says when the model should be saved.
+    """Tracks the best values and decides when a model is saved.
 
-    A value that is not finite is never best; of equal ones the first stays, unless the metric compares with >= or <=.
-    Thresholds hold back saving, not the best value: a best one that is not between them is remembered all the same.
+    A non-finite value is never best; of equal values the first is kept, unless the metric compares with >= or <=.
+    Thresholds only prevent saving: a best value outside of them is still recorded.
 
     Args:
         rule: "best_valid_loss", "best_train_loss", "best_<metric>", "always", None for never, or a list of them.
-            Of several validation sets "best_<metric>" is the mean, "best_<metric>@<set>" (or "__<set>") one of them;
+            With several validation sets "best_<metric>" is the mean, "best_<metric>@<set>" (or "__<set>") one of them;
             "best_<metric>/<metric>" saves if both are better than at its last best.
-        below: Saves only while the value that decides is below this; a dict names the values.
-        above: Saves only while the value that decides is above this; a dict names the values.
+        below: Saves only while the value is below this; a dict sets limits by name.
+        above: Saves only while the value is above this; a dict sets limits by name.
 
     Attributes:
-        best: The best values so far: by a rule's name, or `<rule>[<metric>]` of a rule with several.
-        unsaved: By the rule's name, or `LAST`, each step whose model could not be written, and why.
+        best: The best values so far: by rule name, or `<rule>[<metric>]` for a rule with several.
+        unsaved: By rule name, or `LAST`: each step whose model could not be written, and why.
     """
 
     def __init__(
@@ -325,77 +325,77 @@ class Selection:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the rules, each with its one spelling: "best_accuracy@en" for "best_accuracy__en"."""
+        """The names of the rules in canonical spelling: "best_accuracy@en" for "best_accuracy__en"."""
         return tuple(saving.rule.name for saving in self._savings)
 
     @property
     def rule(self) -> str | None:
-        """The rules, joined by commas; None where nothing is ever saved."""
+        """The rules, joined by commas; None if nothing is ever saved."""
         return ", ".join(self.names) or None
 
     @property
     def directions(self) -> Mapping[str, IsBetter]:
-        """Whether a new value is better than an old one, by the label of each quantity that there is."""
+        """Whether a new value is better than an old one, by the label of each known quantity."""
         return self._quantities.directions
 
     def find_quantity(self, name: str) -> Quantity | None:
-        """Return a value of evaluations by its name, such as "accuracy" or "valid_loss"; None if there is none."""
+        """Return a quantity by its name, such as "accuracy" or "valid_loss"; None if unknown."""
         return self._quantities.find_quantity(name)
 
     @property
     def has_saved(self) -> bool:
-        """Whether a rule has had the model saved since the start of the run."""
+        """Whether a rule has saved the model since the start of the run."""
         return bool(self._chosen)
 
     @property
     def needs_validation(self) -> bool:
-        """Whether a rule looks at results of validation."""
+        """Whether a rule uses validation results."""
         return any(quantity.key != TRAIN_LOSS for saving in self._savings for quantity in saving.rule.quantities)
 
     def register(self, name: str, *, below: Limit = None, above: Limit = None) -> None:
-        """Add a rule with thresholds of its own."""
+        """Add a rule with its own thresholds."""
         argument = Argument("name", call="register_model_saving")
         rules = self._quantities.read_rules([name], argument)
         if rules[0].name in self.names:
-            argument.reject(repr(name), f"another rule than {self.rule}, already there", "leave it out")
+            argument.reject(repr(name), f"a rule other than {self.rule}, which already exist", "leave it out")
         self._add(rules, below, above, Argument("saving", call="register_model_saving"))
 
     def folder(self, model_path: Path, name: str) -> Path:
-        """Return where the model of a rule is saved: `model_path` itself if it is the only rule, else a folder in it.
+        """Return where a rule's model is saved: `model_path` itself for a single rule, otherwise a subfolder.
 
-        The folder has the name of the rule, with "+" for "/".
+        The subfolder has the name of the rule, with "+" instead of "/".
         """
         return model_path if len(self._savings) == 1 else model_path / name.replace("/", "+")
 
     def consider(self, values: Mapping[str, float], *, step: int = 0) -> list[str]:
-        """Take note of an evaluation, and return the names of the rules by which the weights should be saved.
+        """Record an evaluation and return the names of the rules that save the weights.
 
         Args:
-            values: Its results as `name_by_rules` gives them. Where one that decides is missing, nothing is noted.
-            step: The optimizer step that it came after.
+            values: Its results from `name_by_rules`. If a required value is missing, nothing is recorded.
+            step: The optimizer step before the evaluation.
         """
         self.require(values)
         new_best = [saving for saving in self._savings if saving.rule.update(self.best, values)]
         chosen = [saving.rule.name for saving in new_best if saving.allows(values)]
         self._chosen.update(chosen)
-        for saving in new_best:  # a best value that thresholds held back has no model, whatever an earlier one has
+        for saving in new_best:  # a best value outside the thresholds has no model, even if an earlier one has
             self._saved_at.pop(saving.rule.name, None)
         self._saved_at |= dict.fromkeys(chosen, step)
         return chosen
 
     def saved_at(self, key: str) -> int | None:
-        """Return the optimizer step of the model that has a best value, by its key in `best`; None if there is none."""
+        """Return the optimizer step of the saved model that has a best value, by its key in `best`, or None."""
         return self._saved_at.get(key.partition("[")[0])
 
     def require(self, values: Mapping[str, float]) -> None:
-        """Check that all values that decide are among the results of an evaluation."""
+        """Check that an evaluation has all required values."""
         for saving in self._savings:
             saving.rule.require(values, _MODEL_SAVING)
 
     def explain_unsaved(self) -> list[str]:
-        """Return, for each rule that saved nothing since the start of the run, why it did not."""
+        """Return, for each rule that has saved nothing since the start of the run, the reason."""
         return [
-            f"{rule.name} was never between its thresholds when it was best (its best: {self._describe_best(rule)})"
+            f"{rule.name} was never within its thresholds when it was best (its best: {self._describe_best(rule)})"
             if rule.keys[0] in self.best
             else f"{rule.name} was never finite"
             for rule in (saving.rule for saving in self._savings)
@@ -413,7 +413,7 @@ class Selection:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; a rule that was not there starts over, one that is gone is dropped."""
+        """Restore `state_dict`; a new rule starts over, a removed one is dropped."""
         keys = {key for saving in self._savings for key in saving.rule.keys}
         self.best.clear()
         self.best.update({key: value for key, value in state["best"].items() if key in keys})
@@ -423,9 +423,9 @@ class Selection:
         self.unsaved = {name: dict(unsaved[name]) for name in unsaved if name in (*self.names, LAST)}
 
     def forget(self, holds_its_model: Callable[[str], bool]) -> list[str]:
-        """Forget the best values of models that are not where they were saved, so that the next one is the best.
+        """Forget the best values whose models are no longer in their folders, so that the next one is the best.
 
-        What is returned names these rules, and what each had.
+        Returns descriptions of these rules and their best values.
         """
         gone = [
             saving.rule
@@ -453,7 +453,7 @@ class Selection:
         self._savings += [_Saving(rule, lower, upper) for rule in rules]
 
     def _read_limit(self, limit: Limit, rules: list[Rule], argument: Argument) -> dict[str, float]:
-        if limit is None or not rules:  # where nothing is saved, all that is saved keeps the bounds
+        if limit is None or not rules:  # without rules there is nothing to limit
             return {}
         labels = [quantity.label for rule in rules for quantity in rule.quantities]
         if isinstance(limit, Mapping):
@@ -461,8 +461,8 @@ class Selection:
         else:
             bounds = dict.fromkeys(labels, limit)
         if not bounds:
-            got = f"{limit!r}, and {', '.join(rule.name for rule in rules)}, which looks at no value"
-            argument.reject(got, "a value for each name, and a rule that looks at one", "leave it out")
+            got = f"{limit!r}, and {', '.join(rule.name for rule in rules)}, which uses no value"
+            argument.reject(got, "a value for each name, and a rule that uses one", "leave it out")
         for bound in bounds.values():
             if isinstance(bound, bool) or not isinstance(bound, int | float) or math.isnan(bound):
                 argument.reject(f"{bound!r} ({type(bound).__name__})", "a number", f"{argument.name}=0.5, for example")
@@ -471,6 +471,6 @@ class Selection:
     def _read_label(self, name: str, labels: list[str], argument: Argument) -> str:
         label = self._quantities.read_rule(name, argument).name.removeprefix("best_")
         if label not in labels:
-            expected = f"a value that decides: {', '.join(labels) or 'there is none'}"
+            expected = f"a value used by a rule: {', '.join(labels) or 'there is none'}"
             argument.reject(repr(name), expected, "name one of these, or leave it out")
         return label

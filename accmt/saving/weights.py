@@ -1,4 +1,4 @@
-"""Writing the weights of a model into its folder, so that a loader finds the old ones or the new, never a mixture."""
+"""Writes the weights of a model into its folder, so that a loader finds the old or the new weights, never a mixture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from accmt.sharded_tensors import is_dtensor, make_whole
 
 @dataclass(frozen=True)
 class WeightsFormat:
-    """One of the two ways to write weights."""
+    """One of the two formats for weights."""
 
     stem: str
     extension: str
@@ -39,11 +39,11 @@ class WeightsFormat:
 
     @property
     def index(self) -> str:
-        """Name of the file that says which shard holds which weight."""
+        """Name of the file that maps weights to shards."""
         return f"{self.single}.index.json"
 
     def shard(self, digest: str, suffix: str) -> str:
-        """Name of one shard; the digest keeps it apart from every other save's shards."""
+        """Name of one shard; the digest makes it unique among saves."""
         return f"{self.stem}-{digest}{suffix}{self.extension}"
 
 
@@ -51,26 +51,26 @@ SAFETENSORS = WeightsFormat("model", ".safetensors")
 PICKLE = WeightsFormat("pytorch_model", ".bin")
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""The file from which PEFT and transformers start where a folder holds an adapter."""
+"""The file that PEFT and transformers read first in an adapter's folder."""
 
 ADAPTER_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
-"""The weights of an adapter, in the order in which PEFT looks for them."""
+"""The weight files of an adapter, in the order in which PEFT looks for them."""
 
 ENTRY_NAMES = (ADAPTER_CONFIG, SAFETENSORS.single, SAFETENSORS.index, PICKLE.single, PICKLE.index)
-"""The files a loader starts from, in the order in which transformers looks for them: the first that exists is read."""
+"""The files that a loader starts from, in the order in which transformers looks for them; the first match is read."""
 
 _OUR_SHARD = re.compile(r"(model|pytorch_model)-[0-9a-f]{16}-\d{5}-of-\d{5}\.(safetensors|bin)")
 
 
 def find_entry(folder: Path) -> Path | None:
-    """Return the file that a loader would start from, or None where `folder` holds no weights."""
+    """Return the file that a loader would start from, or None if `folder` has no weights."""
     return next((folder / name for name in ENTRY_NAMES if (folder / name).is_file()), None)
 
 
 def files_of(entry: Path) -> list[str]:
-    """Return the names of the files that hold the weights of `entry`, sorted.
+    """Return the sorted names of the files with the weights of `entry`.
 
-    A damaged index is a ValueError (no JSON) or a KeyError (no index).
+    A damaged index raises a ValueError (invalid JSON) or a KeyError (not an index).
     """
     if entry.name == ADAPTER_CONFIG:
         return [next((name for name in ADAPTER_NAMES if (entry.parent / name).is_file()), ADAPTER_NAMES[0])]
@@ -80,12 +80,12 @@ def files_of(entry: Path) -> list[str]:
 
 
 def weight_files_in(folder: Path) -> set[str]:
-    """Return the names of the files that hold weights, of whatever entry."""
+    """Return the names of all weight files, of any entry."""
     return {name for entry in ENTRY_NAMES if (folder / entry).is_file() for name in files_of(folder / entry)}
 
 
 def remove_unnamed_shards(folder: Path) -> None:
-    """Delete our shards that no index in `folder` names; every other file stays."""
+    """Delete shards by accmt that no index in `folder` lists; all other files are kept."""
     named = weight_files_in(folder)
     for path in folder.iterdir():
         if _OUR_SHARD.fullmatch(path.name) and path.name not in named:
@@ -100,10 +100,10 @@ _PARALLEL = "module."
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Map each name of a state dict to the name without what `torch.compile` and data parallelism put around a model.
+    """Map each name of a state dict to the name without the prefixes of `torch.compile` and data parallelism.
 
-    `_orig_mod` goes wherever it stands in a name, because a submodule can be compiled too. A leading `module.` goes
-    only where every name has it: a wrapper encloses the whole model.
+    `_orig_mod` is removed at any position, because submodules can be compiled too. A leading `module.` is removed only
+    if every name has it, because a wrapper encloses the whole model.
     """
     own = list(names)
     plain = [".".join(part for part in name.split(".") if part != _COMPILED) for name in own]
@@ -113,8 +113,8 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     if twice:
         message = explain(
             "names of the weights",
-            f"more than one weight is called {', '.join(twice)} once `{_COMPILED}` is taken out",
-            "names that differ without what torch.compile adds",
+            f"several weights are called {', '.join(twice)} after `{_COMPILED}` is removed",
+            "names that are unique without the prefix of torch.compile",
             f"rename the submodule that is called `{_COMPILED}`",
         )
         raise WeightsError(message)
@@ -122,14 +122,14 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def find_tied(state_dict: Mapping[str, Tensor]) -> dict[str, str]:
-    """Map each name whose tensor is the very same view as an earlier one's to that earlier name."""
+    """Map each name whose tensor is the same view as an earlier one's to that earlier name."""
     first: dict[Hashable, str] = {}
     kept = {name: first.setdefault(_view(tensor), name) for name, tensor in state_dict.items()}
     return {name: earlier for name, earlier in kept.items() if earlier != name}
 
 
 def give_own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors on the CPU, contiguous, each with memory of its own; only those that need it are copied."""
+    """Return the tensors on the CPU, contiguous, each in separate memory; copies only where necessary."""
     owners: set[int] = set()
     separate: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -145,7 +145,7 @@ def give_own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def require_complete(state_dict: Mapping[str, Tensor], model: nn.Module) -> None:
     """Reject a state dict that holds less than the model's parameters: shards of ZeRO-3 or FSDP, or nothing.
 
-    A model that leaves something out itself, by a `state_dict` method of its own, is not checked.
+    A model that overrides `state_dict` is not checked.
     """
     if any(type(module).state_dict is not nn.Module.state_dict for module in model.modules()):
         return
@@ -159,7 +159,7 @@ def require_complete(state_dict: Mapping[str, Tensor], model: nn.Module) -> None
         message = explain(
             f"the weights of {type(model).__name__}",
             f"{got:,} values in {len(state_dict)} tensors" + (f", none in {', '.join(empty[:3])}" if empty else ""),
-            f"at least {expected:,}, as its parameters have",
+            f"at least {expected:,}, the size of its parameters",
             "gather the shards of all processes before saving (ZeRO-3 and FSDP keep empty ones on each)",
         )
         raise WeightsError(message)
@@ -167,17 +167,17 @@ def require_complete(state_dict: Mapping[str, Tensor], model: nn.Module) -> None
 
 def _count(tensors: Mapping[str, Tensor]) -> int:
     tied = find_tied(tensors)
-    # DeepSpeed keeps the size of the whole beside the empty tensor that ZeRO-3 leaves of a parameter.
+    # DeepSpeed stores the full size on the empty tensor that ZeRO-3 leaves of a parameter.
     return sum(getattr(tensors[name], "ds_numel", tensors[name].numel()) for name in tensors if name not in tied)
 
 
 def require_dense_tensors(state_dict: Mapping[str, object]) -> None:
-    """Reject, by name, every value that a weight file cannot hold: no tensor, a sparse one, or one without memory."""
+    """Reject every value that a weight file cannot hold: not a tensor, sparse, or without memory."""
     faults = [f"{name}: {_kind(value)}" for name, value in state_dict.items() if not _is_dense(value)]
     if faults or not state_dict:
         message = explain(
             "weights to save",
-            "; ".join(faults) or "no tensor at all",
+            "; ".join(faults) or "no tensors",
             "dense tensors that hold data",
             "keep other values out of the state dict (`get_extra_state`, sparse parameters), gather shards first, or "
             "pass `model_saving=None`",
@@ -186,7 +186,7 @@ def require_dense_tensors(state_dict: Mapping[str, object]) -> None:
 
 
 def require_storable(state_dict: Mapping[str, object], *, safe_serialization: bool) -> None:
-    """Reject at the start of a run what `require_dense_tensors` rejects, and dtypes that safetensors does not have."""
+    """Reject early what `require_dense_tensors` rejects, and dtypes that safetensors does not support."""
     require_dense_tensors(state_dict)
     dtypes = {value.dtype: name for name, value in state_dict.items() if isinstance(value, Tensor)}
     for dtype, name in dtypes.items() if safe_serialization else ():
@@ -194,13 +194,13 @@ def require_storable(state_dict: Mapping[str, object], *, safe_serialization: bo
             safetensors.torch.save({name: torch.empty(1, dtype=dtype)})
         except (KeyError, ValueError, SafetensorError) as error:
             got, do = f"a tensor of {dtype}", "convert it, or pass `safe_serialization=False`"
-            raise WeightsError(explain(name, got, "a dtype that safetensors has", do)) from error
+            raise WeightsError(explain(name, got, "a dtype that safetensors supports", do)) from error
 
 
 def _view(tensor: Tensor) -> Hashable:
     anything: object = tensor
     if is_made_of_tensors(anything):  # a DTensor among them
-        return id(tensor)  # which has no memory itself
+        return id(tensor)  # a wrapper has no memory itself
     address = tensor.untyped_storage().data_ptr()
     if address == 0 or tensor.numel() == 0:
         return id(tensor)  # without memory nothing is shared
@@ -215,13 +215,13 @@ def _is_dense(value: object) -> bool:
 
 def _kind(value: object) -> str:
     if is_made_of_tensors(value):
-        return f"a {type(value).__name__}, which is made of other tensors"
+        return f"a {type(value).__name__}, which wraps other tensors"
     return f"{value.layout} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
 
 
-# ---- Weights of a sharded model, written one after the other: no process ever holds the whole of it.
+# ---- Streaming the weights of a sharded model: no process ever holds the whole model.
 #
-# The main process decides which tensor it needs next; the others follow it, because each is put together by all.
+# The main process decides which tensor it needs next; the others follow, because each tensor is gathered from all.
 
 
 T = TypeVar("T")
@@ -231,28 +231,28 @@ _CHUNK = 2**24
 
 
 class WholeState(dict[str, Tensor]):
-    """A state dict that each process has whole."""
+    """A full state dict on each process."""
 
     def lend(self, action: Callable[[], T]) -> T:
-        """Let the main process do something with the tensors, and return its result on every process.
+        """Run `action` on the main process with the tensors, and return its result on every process.
 
         Processes: collective.
 
         Raises:
-            Exception: What the action raised, on every process.
+            Exception: Any error of the action, on every process.
         """
         return run_on_main_process(action)
 
 
 class ShardedState:
-    """A state dict whose tensors are put together when they are needed.
+    """A state dict whose tensors are gathered on demand.
 
     Attributes:
-        outlines: Tensors without memory, by name; names of one weight have the same one.
+        outlines: Tensors without memory, by name; tied names share one.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        state_dict: dict[str, Tensor] = model.state_dict(keep_vars=True)  # in which tied weights are one object
+        state_dict: dict[str, Tensor] = model.state_dict(keep_vars=True)  # keeps tied weights as one object
         self._own = {name: tensor.detach() for name, tensor in state_dict.items()}
         first: dict[int, Tensor] = {}
         self.outlines = {
@@ -261,7 +261,7 @@ class ShardedState:
         }
 
     def fetch(self, name: str) -> Tensor:
-        """Return a whole tensor on the CPU.
+        """Return a full tensor on the CPU.
 
         Processes: main only, within `lend`.
         """
@@ -269,23 +269,23 @@ class ShardedState:
         return make_whole(self._own[name]).cpu()
 
     def fetch_outlined(self, outlines: Mapping[str, Tensor]) -> Callable[[str], Tensor] | None:
-        """Return what fetches tensors by the names under which `outlines` has ours; None where it has others too."""
+        """Return a function that fetches tensors by the names in `outlines`; None if it has tensors of other states."""
         names = {id(outline): name for name, outline in self.outlines.items()}
         if any(id(outline) not in names for outline in outlines.values()):
             return None
         return lambda name: self.fetch(names[id(outlines[name])])
 
     def fetch_all(self) -> dict[str, Tensor]:
-        """Return all tensors whole, where what is saved has to be computed from them."""
+        """Return all tensors in full, for saves that have to compute from them."""
         return {name: self.fetch(name) for name in self._own}
 
     def lend(self, action: Callable[[], T]) -> T:
-        """Let the main process do something with whole tensors, and return its result on every process.
+        """Run `action` on the main process with full tensors, and return its result on every process.
 
         Processes: collective.
 
         Raises:
-            Exception: What the action raised, on every process.
+            Exception: Any error of the action, on every process.
         """
         if not is_main_process():
             self._follow()
@@ -303,17 +303,17 @@ class ShardedState:
 
 
 def _announce(name: str) -> str:
-    """Return the name that the main process passes, on every process."""
+    """Return the main process's name on every process."""
     return broadcast_object(name)
 
 
 class StreamedFile:
-    """A safetensors file that is written tensor by tensor, and gets its metadata at the end.
+    """A safetensors file that is written tensor by tensor; its metadata is written last.
 
     Args:
         path: The file.
-        outlines: What will be in it, by name, in this order.
-        metadata: Metadata as long as that which it will have.
+        outlines: Its tensors by name, in this order.
+        metadata: Placeholder metadata with the final length.
 
     Source: https://github.com/huggingface/safetensors#format
     """
@@ -324,7 +324,7 @@ class StreamedFile:
         self._begin = len(self._header(metadata))
 
     def write(self, fetch: Callable[[str], Tensor], digest: xxhash.xxh3_64) -> None:
-        """Write every tensor, and add it to the digest of all."""
+        """Write every tensor, and update the digest."""
         with self.path.open("wb") as file:
             file.seek(self._begin)
             for name in self._outlines:
@@ -336,7 +336,7 @@ class StreamedFile:
                     file.write(data[start : start + _CHUNK].data)
 
     def seal(self, metadata: Mapping[str, str]) -> None:
-        """Write what stands before the tensors."""
+        """Write the header, which comes before the tensors."""
         with self.path.open("r+b") as file:
             file.write(self._header(metadata))
 
@@ -357,7 +357,7 @@ class StreamedFile:
 
 @cache
 def _name_of(dtype: torch.dtype) -> str:
-    """Return what safetensors calls a type."""
+    """Return the safetensors name of a dtype."""
     data = safetensors.torch.save({"one": torch.empty(1, dtype=dtype)})
     length = int.from_bytes(data[:8], "little")
     name: str = json.loads(data[8 : 8 + length])["one"]["dtype"]
@@ -373,11 +373,11 @@ WriteOthers = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """What `save_weights` wrote.
+    """The result of `save_weights`.
 
     Attributes:
-        digest: Fingerprint of the names, values and split of the weights (xxh3, 16 hexadecimal digits).
-        files: Names of the files in the folder, the one that a loader starts from last.
+        digest: Fingerprint of the names, values and sharding of the weights (xxh3, 16 hexadecimal digits).
+        files: Names of the files in the folder; the one that a loader starts from is last.
     """
 
     digest: str
@@ -386,9 +386,9 @@ class SavedWeights:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The files of one save: `shards` (one of them being `entry` if it is the only one) and the index, if any.
+    """The files of one save: `shards` (a single one is also the `entry`) and the index, if any.
 
-    Files that are `written` elsewhere on the disk are moved into their place.
+    Files that were `written` elsewhere on the disk are moved into place.
     """
 
     digest: str
@@ -408,21 +408,21 @@ def save_weights(
     safe_serialization: bool = True,
     write_others: WriteOthers | None = None,
 ) -> SavedWeights:
-    """Replace the weights in `folder` by `state_dict`.
+    """Replace the weights in `folder` with `state_dict`.
 
-    At every moment, a kill or a full disk included, a loader that looks into the folder finds the old weights or the
-    new. Names lose what `torch.compile` and data parallelism put in front. Tensors that are one and the same view are
-    written once and tied again by `load_weights`. Files other than weights are not touched.
+    At any moment, even after a kill or on a full disk, a loader finds the old weights or the new ones. Prefixes of
+    `torch.compile` and data parallelism are removed from names. Tensors that are the same view are written once, and
+    `load_weights` ties them again. Other files are not changed.
 
     Args:
-        max_shard_size: Largest size of one file, in bytes or as "10GB"; a larger tensor has a file of its own.
+        max_shard_size: Maximum size of one file, in bytes or as "10GB"; a larger tensor gets a separate file.
         safe_serialization: `model*.safetensors` if True, `pytorch_model*.bin` if False.
-        write_others: Writes the files that go with the weights into the folder it is given; they become visible
-            together with them, or not at all.
+        write_others: Writes the accompanying files into the folder that it receives; they become visible together with
+            the weights or not at all.
 
     Raises:
-        WeightsError: `state_dict` is empty, or holds what a file cannot hold.
-        OSError: The files could not be written (`SavingError` where the library names no cause). The old weights stand.
+        WeightsError: `state_dict` is empty, or contains what a file cannot hold.
+        OSError: The files could not be written (`SavingError` if the library gives no reason). The old weights remain.
 
     Processes: main only.
     """
@@ -441,11 +441,11 @@ def stream_weights(
     max_shard_size: int | str = "10GB",
     write_others: WriteOthers | None = None,
 ) -> SavedWeights:
-    """Do what `save_weights` does, in safetensors files, with one tensor in memory at a time.
+    """Like `save_weights`, in safetensors files, with one tensor in memory at a time.
 
     Args:
-        outlines: Tensors without memory, by name; weights that are tied have one.
-        fetch: Returns the tensor of a name.
+        outlines: Tensors without memory, by name; tied weights share one.
+        fetch: Returns the tensor for a name.
 
     Processes: main only.
     """
@@ -475,7 +475,7 @@ def save_adapter(
     safe_serialization: bool = True,
     write_others: WriteOthers,
 ) -> SavedWeights:
-    """Replace the weights in `folder` by those of an adapter, in the one file that PEFT looks for.
+    """Replace the weights in `folder` with those of an adapter, in the single file that PEFT looks for.
 
     Processes: main only.
     """
@@ -510,7 +510,7 @@ def _save(plan: _Plan, folder: Path, write_others: WriteOthers | None) -> SavedW
 def _plan_files(
     tensors: dict[str, Tensor], tied: dict[str, str], form: WeightsFormat, max_shard_size: int | str
 ) -> _Plan:
-    if form is PICKLE:  # torch.save itself keeps what is tied
+    if form is PICKLE:  # torch.save preserves tied weights itself
         tensors = tensors | {name: tensors[kept] for name, kept in tied.items()}
         tied = {}
     split = _split(tensors, max_shard_size)
@@ -551,7 +551,7 @@ def _describe_split(split: StateDictSplit, tied: Mapping[str, str]) -> bytes:
 
 
 def _fingerprint(tensors: Mapping[str, Tensor], split: StateDictSplit, tied: Mapping[str, str]) -> str:
-    # The split belongs to it: two splits of the same weights must not share a file name.
+    # Includes the sharding: two shardings of the same weights must not share a file name.
     digest = xxhash.xxh3_64(_describe_split(split, tied))
     for names in split.filename_to_tensors.values():
         for name in names:
@@ -572,26 +572,26 @@ def _write_files(plan: _Plan, staged: Path) -> None:
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write tensors into one file of a folder in which a save is put together, in the format that its name says."""
+    """Write tensors into one file of a staging folder, in the format of its suffix."""
     try:
         if path.suffix == SAFETENSORS.extension:
             safetensors.torch.save_file(tensors, path, metadata=metadata)
         else:
             torch.save(tensors, path)
-    except (SafetensorError, RuntimeError) as error:  # what both libraries make of a full disk
+    except (SafetensorError, RuntimeError) as error:  # how both libraries report a full disk
         message = explain(
             str(path.parent.parent),
             f"{path.name} could not be written: {error}",
-            f"room for {sum(tensor.nbytes for tensor in tensors.values()):,} bytes more",
+            f"space for {sum(tensor.nbytes for tensor in tensors.values()):,} more bytes",
             "free space on that disk; the weights saved before are untouched",
         )
         raise SavingError(message) from error
 
 
 def publish(staged: Path, folder: Path, entry: str) -> None:
-    """Move the files of a complete save from `staged` into `folder`, and remove what another loader would start from.
+    """Move the files of a complete save from `staged` into `folder`, and remove other entry files.
 
-    The file that a loader starts from, `entry`, is moved last, so that one rename changes what is read.
+    The file that a loader starts from, `entry`, is moved last, so that one rename switches the weights.
     """
     files = list_files(staged)
     for name in files:
@@ -601,14 +601,14 @@ def publish(staged: Path, folder: Path, entry: str) -> None:
         if name != entry:
             _move(staged / name, folder / name)
     for parent in {(folder / name).parent for name in files}:
-        fsync_folder(parent)  # the entry must not be durable before the files that it names
+        fsync_folder(parent)  # the entry must not be durable before the files that it lists
     _move(staged / entry, folder / entry)
     fsync_folder(folder)
     _remove_other_entries(folder, keep={entry, *files})
 
 
 def _remove_other_entries(folder: Path, keep: Collection[str]) -> None:
-    # From the last that a loader looks for to the first: so the one it reads changes once, from the old to the new.
+    # In reverse lookup order, so that what a loader reads changes only once, from the old to the new.
     for name in (*reversed(ENTRY_NAMES), *reversed(ADAPTER_NAMES)):
         if name not in keep:
             (folder / name).unlink(missing_ok=True)
@@ -616,14 +616,14 @@ def _remove_other_entries(folder: Path, keep: Collection[str]) -> None:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Return the paths of all files in `folder` and its folders, relative to it, sorted."""
+    """Return the paths of all files in `folder` and its subfolders, relative to it, sorted."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def remove_leftovers(folder: Path, before: Collection[str], written: Collection[str]) -> None:
-    """Delete what the save before wrote and this one did not, such as the `config.json` of another kind of model."""
+    """Delete files of the previous save that this one did not write, such as `config.json` of another kind of model."""
     for name in set(before) - set(written):
-        path = PurePath(name)  # of a file that anybody may have written: it must not lead out of the folder
+        path = PurePath(name)  # from a file that anyone may have written: it must not lead out of the folder
         if not path.is_absolute() and ".." not in path.parts:
             (folder / path).unlink(missing_ok=True)
 

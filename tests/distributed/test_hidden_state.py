@@ -39,7 +39,7 @@ def test_on_another_number_of_processes_each_begins_with_what_the_main_one_had(
     counting = Counting()
     train(Carried(), folder / "part", 3, resume=True, callbacks=counting)
     assert counting.count == outcomes["carried"]["whole"][0][2] + 3
-    assert "on each of 2 processes, and there are 1 now: each begins with that of process 0" in caplog.text
+    assert "on each of 2 processes, and there are 1 now: each starts with the state of process 0" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["same", "view", "expanded"])

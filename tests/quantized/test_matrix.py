@@ -186,7 +186,7 @@ def test_without_an_adapter_torchaos_weights_are_refused_before_the_first_step(
 ) -> None:
     module = torchao_module(base, **model)
     before = trained_weights(module)
-    with pytest.raises(WeightsError, match="which is made of other tensors"):
+    with pytest.raises(WeightsError, match="which wraps other tensors"):
         fit("out/m", module, OPTIMIZERS["AdamW"])
     assert module.state.global_step == 0
     assert all(torch.equal(weight, before[name]) for name, weight in trained_weights(module).items())

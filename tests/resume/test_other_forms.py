@@ -1,4 +1,4 @@
-"""Checkpoints whose digests are right, and whose state is not of the form that this version writes."""
+"""Checkpoints whose digests are right, and whose state is not of the structure of this version."""
 
 from __future__ import annotations
 

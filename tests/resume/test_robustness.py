@@ -89,7 +89,7 @@ def held(folder):
 
 class TestTheFolder:
     def test_two_runs_at_once_are_refused(self):
-        refused = pytest.raises(CheckpointError, match=r"a run is writing there .process \d+ on")
+        refused = pytest.raises(CheckpointError, match=r"in use by another run .process \d+ on")
         with held("out/checkpoint-m"), refused:
             train("out/m")
         train("out/m")
@@ -128,7 +128,7 @@ class TestTheFolder:
         train("out/m", stop=5, max_checkpoints=2)
         with caplog.at_level(logging.INFO):
             train("out/m", stop=end, verbose=True)
-        assert "no checkpoint was written, so those of the earlier run are back in" in caplog.text
+        assert "no checkpoint was written, so the earlier run's checkpoints were moved back to" in caplog.text
         assert names_in(Path("out")) == ["checkpoint-m"]
         assert names_in(Path("out/checkpoint-m")) == ["step-00000002", "step-00000004"]
         assert_same(state_of(*train("out/n")), state_of(*train("out/m", resume=True)))
@@ -146,7 +146,7 @@ class TestTheFolder:
         with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
             patched.setattr("accmt.recovery.checkpoints.move_back", Path.rename)  # onto a folder that is there
             train("out/m", stop=1)
-        assert "the checkpoints of an earlier run stay in" in caplog.text
+        assert "could not move the checkpoints of an earlier run back from" in caplog.text
 
     def test_after_a_kill_before_the_first_checkpoint_the_earlier_run_is_not_taken_for_the_new_one(self, monkeypatch):
         train("out/m", stop=5)
@@ -179,7 +179,7 @@ class TestTheFolder:
             train("out/m", stop=1, seed=4, **settings)
             assert not Path("out/m.previous").exists()
             train("out/m", stop=3, seed=4, verbose=True, **settings)  # after its first model, and the checkpoint before
-        assert "the model of an earlier run in out/m is kept in" in caplog.text
+        assert "the model of an earlier run in out/m was moved to" in caplog.text
         second = state_of(*train("out/m", resume=True, **settings))["saved"]
         kept = load_file("out/m.previous/model.safetensors")
         assert all(torch.equal(kept[name], first[name]) for name in first)
@@ -190,7 +190,7 @@ class TestTheFolder:
         train("out/m", stop=4, evaluate_every_n_steps=3, checkpoint_every="100 epochs")
         assert names_in(Path("out")) == ["checkpoint-m", "checkpoint-m.previous", "m", "m.previous"]
         trainer, _ = train("out/m", resume="out/checkpoint-m.previous", stop=5, evaluate_every_n_steps=3)
-        assert "out/m does not hold the best model by best_valid_loss (" in caplog.text
+        assert "out/m does not contain the best model by best_valid_loss (" in caplog.text
         assert trainer.state.best == {}
         assert trainer.run.saver.selection.state_dict()["chosen"] == []
 
@@ -210,7 +210,7 @@ class TestTheFolder:
         monkeypatch.setattr("accmt.saving.model_folder.place_beside", refuse)
         monkeypatch.setattr("accmt.saving.model_folder.place_inside", refuse)
         second = state_of(*train("out/m", seed=4))["saved"]
-        assert "the model of an earlier run in out/m cannot be kept, and is replaced: " in caplog.text
+        assert "the model of an earlier run in out/m could not be kept and is replaced: " in caplog.text
         assert not torch.equal(second["0.weight"], first["0.weight"])
 
     def test_of_earlier_runs_the_newest_are_kept(self, caplog):
@@ -224,8 +224,8 @@ class TestTheFolder:
         kept = [load_file(path)["0.weight"] for path in sorted(Path("out").glob("m.previous*/*.safetensors"))]
         assert sum(any(torch.equal(one, first) for first in firsts[3:5]) for one in kept) == len(kept) == 2
         assert Path("out/m.previous/notes.txt").read_text() == "mine"
-        assert "was deleted (max_previous_runs=2)" in caplog.text
-        assert "were deleted (max_previous_runs=2)" in caplog.text
+        assert "deleted the model of an earlier run" in caplog.text
+        assert "deleted the checkpoints of an earlier run" in caplog.text
 
     def test_earlier_runs_are_overwritten_where_none_is_to_be_kept(self):
         first = state_of(*train("out/m"))["saved"]

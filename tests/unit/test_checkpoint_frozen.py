@@ -177,12 +177,12 @@ def test_another_model_under_the_adapter_is_refused_by_name(tmp_path):
     other = build()
     with torch.no_grad():
         other.base_model.model.head.weight[0, 0] += 1e-6
-    with pytest.raises(CheckpointError, match=r"2 of 7 are not those .*head\.weight, .*head_again\.weight"):
+    with pytest.raises(CheckpointError, match=r"2 of 7 differ from those .*head\.weight, .*head_again\.weight"):
         load_state(other, [], tmp_path)
 
 
 def test_a_weight_that_is_not_there_counts_as_another():
-    with pytest.raises(CheckpointError, match="1 of 1 are not those of the run that saved: gone"):
+    with pytest.raises(CheckpointError, match="1 of 1 differ from those of the saved run: gone"):
         require_same_frozen(build(), {"gone": "0" * 16})
 
 

@@ -79,7 +79,7 @@ def loop(path):
 REASONS = {
     truncate: "bytes instead of",
     cut_in_half: "bytes instead of",
-    flip: "does not hold what was written",
+    flip: "its digest differs",
     empty: "has 0 bytes instead of",
     delete: "is missing",
     grow: "bytes instead of",

@@ -88,8 +88,8 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning_and_goes_next_time(tmp
     rmtree = shutil.rmtree
     monkeypatch.setattr(shutil, "rmtree", lambda path: rmtree(path) if ".part" in str(path) else fail(path))
     save(tmp_path, 2)
-    assert [warning.split(" could")[0] for warning in warnings_in(caplog)] == [
-        f"the old checkpoint {tmp_path / 'step-00000001'}"
+    assert [warning.split(": ")[0] for warning in warnings_in(caplog)] == [
+        f"could not delete the old checkpoint {tmp_path / 'step-00000001'}"
     ]
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     save(tmp_path, 3)
@@ -100,7 +100,7 @@ def test_a_replaced_checkpoint_that_can_neither_go_nor_be_renamed_is_a_warning(t
     (save(tmp_path, 1, "first") / "PINNED").write_text("")
     monkeypatch.setattr("accmt.checkpoint.retention.find_free_name", lambda path: path / "nowhere" / "x")
     save(tmp_path, 1, "second")
-    assert "could not be renamed" in warnings_in(caplog)[0]
+    assert "could not rename" in warnings_in(caplog)[0]
     assert newest_content(tmp_path) == "second"
     monkeypatch.undo()
     save(tmp_path, 2)

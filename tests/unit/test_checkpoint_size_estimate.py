@@ -31,7 +31,7 @@ def test_a_shortage_is_told_with_what_to_change(tmp_path, free):
     told = find_shortage(12_340_000_000, tmp_path / "checkpoints")
     assert told is not None
     assert f"12.3 GB in {tmp_path / 'checkpoints'}" in told
-    assert "room for 1.5 MB" in told
+    assert "only 1.5 MB are available" in told
     assert "max_checkpoints" in told
 
 

@@ -116,4 +116,4 @@ def test_a_checkpoint_is_copied_through_ordinary_memory_where_there_is_no_pinned
     on_device = SimpleNamespace(device=torch.device("cuda"), shape=(2, 3), dtype=torch.float16)
     buffer = HostSnapshot()._buffer_for("w", on_device)
     assert (buffer.shape, buffer.dtype, buffer.device.type) == ((2, 3), torch.float16, "cpu")
-    assert "checkpoints are copied through ordinary memory" in caplog.text
+    assert "checkpoints are copied through unpinned memory" in caplog.text

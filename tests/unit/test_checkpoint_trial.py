@@ -157,7 +157,7 @@ def test_frozen_weights_beyond_the_room_are_not_copied(monkeypatch):
     model.weight.requires_grad_(requires_grad=False)
     with pytest.raises(CheckpointError, match="bias") as caught:
         try_model(model)
-    assert "weight" not in str(caught.value.args[0]).split("come back: ")[1].split("\n")[0]
+    assert "weight" not in str(caught.value.args[0]).split("not restored: ")[1].split("\n")[0]
 
 
 def test_a_frozen_weight_that_a_model_leaves_out_has_to_be_the_same_at_a_resume(tmp_path):
@@ -186,7 +186,7 @@ def test_a_buffer_that_changes_its_shape_is_refused_where_it_did():
     collector = StateCollector(model, [])
     collector.collect({})
     model.ids = torch.arange(5)
-    with pytest.raises(CheckpointError, match=r"ids is \(5,\) torch.int64, and was \(2, 4\) torch.int64"):
+    with pytest.raises(CheckpointError, match=r"ids is \(5,\) torch.int64 but was \(2, 4\) torch.int64"):
         collector.collect({})
     model.ids = torch.arange(8.0).view(2, 4)
     with pytest.raises(CheckpointError, match=r"ids is \(2, 4\) torch.float32"):
@@ -326,7 +326,7 @@ def test_an_optimizer_whose_own_optimizer_is_not_saved_is_refused_at_the_first_s
 
 def test_copies_of_weights_that_an_optimizer_does_not_save_are_a_warning(tmp_path, caplog):
     make_trainer(checkpoint_every="epoch").fit(with_optimizer(Lookahead), make_points())
-    assert caplog.text.count("`Lookahead.state_dict` leaves out the tensors in `slow`") == 1
+    assert caplog.text.count("`Lookahead.state_dict` omits the tensors in `slow`") == 1
 
 
 def test_a_quantized_state_comes_back_as_it_was(tmp_path):
@@ -497,7 +497,7 @@ def test_memory_that_is_mapped_read_only_is_neither_written_nor_saved(monkeypatc
     sizes = {path.parent.name: path.stat().st_size for path in Path("out").rglob("tensors-*.safetensors")}
     assert max(sizes.values()) < 2 * 50 * 3 * 4
     np.save("table.npy", np.zeros((50, 3), dtype=np.float32))
-    with pytest.raises(CheckpointError, match=r"2 of 2 are not those of the run that saved: .*table"):
+    with pytest.raises(CheckpointError, match=r"2 of 2 differ from those of the saved run: .*table"):
         run("out/b", 3, resume=True)
 
 

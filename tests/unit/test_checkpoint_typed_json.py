@@ -126,7 +126,7 @@ def test_a_key_of_another_type_is_refused(key):
 
 
 def test_text_that_is_cut_off_is_a_damaged_checkpoint():
-    with pytest.raises(CheckpointCorruptError, match="not JSON"):
+    with pytest.raises(CheckpointCorruptError, match="invalid JSON"):
         decode(encode({"a": [1, 2, 3]})[:-3])
 
 

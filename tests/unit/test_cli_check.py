@@ -109,7 +109,7 @@ def test_the_newest_is_the_last_saved_and_not_the_one_of_the_largest_step(folder
 
 DAMAGES = {
     "cut": (truncate, "bytes instead of"),
-    "flipped": (flip, "does not hold what was written"),
+    "flipped": (flip, "its digest differs"),
     "deleted": (delete, "is missing"),
     "emptied": (empty, "has 0 bytes instead of"),
     "grown": (grow, "bytes instead of"),
@@ -177,7 +177,7 @@ def test_a_file_of_tensors_that_is_not_part_of_it_is_a_fault_and_other_files_are
     shutil.copy(one / TENSORS, one / "other.safetensors")
     exit_code, printed = check(capsys, one)
     assert exit_code == 1
-    assert "  ! other.safetensors is not part of it" in printed
+    assert "  ! other.safetensors does not belong to it" in printed
 
 
 @pytest.mark.parametrize("target", ["nowhere", "a file", "an empty folder"])

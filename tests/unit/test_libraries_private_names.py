@@ -605,6 +605,6 @@ def test_a_checkpoint_refuses_hooks_that_carry_something_from_step_to_step(alone
     collect(None, default_hooks.fp16_compress_hook)
     assert "communication hook" not in caplog.text
     collect({"steps": 0}, default_hooks.fp16_compress_hook)
-    assert "the state of a communication hook (dict) is in no checkpoint" in caplog.text
-    with pytest.raises(CheckpointError, match=r"PowerSGDState\) no checkpoint holds"):
+    assert "checkpoints do not include the state of the communication hook (dict)" in caplog.text
+    with pytest.raises(CheckpointError, match=r"PowerSGDState\), which no checkpoint contains"):
         collect(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)

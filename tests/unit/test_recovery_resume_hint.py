@@ -139,7 +139,7 @@ def test_what_a_checkpointer_keeps_is_named_by_its_class(ended):
         def load(self):
             return None
 
-    kept = "resume: run the same program with Trainer(resume=True) to continue from what Shelf keeps"
+    kept = "resume: run the same program with Trainer(resume=True) to continue from the state of Shelf"
     assert ended(3, checkpointer=Shelf())[1] == kept
     assert "so the same program starts from the beginning" in ended(1, checkpointer=Shelf())[1]
 

@@ -98,14 +98,14 @@ def test_file_that_was_cut_short_is_named(tmp_path, safe, keep):
     (name,) = save(tmp_path, safe_serialization=safe).files
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content[:keep])
-    with pytest.raises(WeightsError, match=f"{name}\n  got: it cannot be read"):
+    with pytest.raises(WeightsError, match=f"{name}\n  got: cannot be read"):
         load_weights(build(), tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}'])
 def test_damaged_index_is_named(tmp_path, content):
     (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(WeightsError, match="index.json\n  got: it cannot be read"):
+    with pytest.raises(WeightsError, match="index.json\n  got: cannot be read"):
         load_weights(build(), tmp_path)
 
 
@@ -140,7 +140,7 @@ def test_weights_that_are_rounded_are_said(tmp_path, caplog, dtype, is_said):
     caplog.set_level("INFO", "accmt")
     save(tmp_path)
     load_weights(build().to(dtype), tmp_path)
-    said = f"4 of 4 weights in {tmp_path} are float32, and are rounded to the model's bfloat16"
+    said = f"4 of 4 weights in {tmp_path} are float32 and are rounded to the model's bfloat16"
     assert (said in caplog.text) is is_said
 
 

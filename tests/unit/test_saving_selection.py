@@ -303,9 +303,9 @@ def test_a_number_holds_for_every_value_of_a_combined_rule():
         ("best_accuracy", {"above": True}, r"True \(bool\)"),
         ("best_accuracy", {"above": 0.5, "below": 0.5}, "accuracy above 0.5 and below 0.5.*lower bound below"),
         ("best_accuracy", {"above": {"acuracy": 0.5}}, "model_saving_above=.*did you mean 'best_accuracy'"),
-        ("best_accuracy", {"above": {"wer": 0.5}}, "'wer'.*a value that decides: accuracy"),
+        ("best_accuracy", {"above": {"wer": 0.5}}, "'wer'.*a value used by a rule: accuracy"),
         ("best_accuracy", {"above": {}}, "leave it out"),
-        ("always", {"above": 0.5}, "0.5, and always, which looks at no value"),
+        ("always", {"above": 0.5}, "0.5, and always, which uses no value"),
     ],
     ids=str,
 )
@@ -329,7 +329,7 @@ def test_a_registered_rule_has_thresholds_of_its_own():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("best_valid_loss", r"register_model_saving\(name=.*another rule than best_valid_loss"),
+        ("best_valid_loss", r"register_model_saving\(name=.*a rule other than best_valid_loss"),
         ("best_wre", r"register_model_saving\(name=.*did you mean 'best_wer'\?"),
     ],
 )
@@ -374,7 +374,7 @@ def test_a_run_that_saved_nothing_says_why():
     selection = continued(selection, rules, DIRECTIONS, above={"accuracy": 95})
     assert selection.explain_unsaved() == [
         "best_valid_loss was never finite",
-        "best_accuracy was never between its thresholds when it was best (its best: 0.953)",
+        "best_accuracy was never within its thresholds when it was best (its best: 0.953)",
     ]
 
 
